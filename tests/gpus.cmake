@@ -20,8 +20,8 @@ if(LOCKSTEP_CUDA)
 endif()
 
 # A rank of ddp has a GPU for itself: 2, 3 and 4 ranks.
-lockstep_check(strategy.simulated_gpus 600
-  strategy_test --gtest_filter=${gpu_filter}:Sizes/DdpOfSize.train*-${not_on_gpus}:Sizes/DdpOfSize.*/3)
+set(on_simulated_gpus "${gpu_filter}:Sizes/DdpOfSize.train*-${not_on_gpus}:Sizes/DdpOfSize.*/3")
+lockstep_check(strategy.simulated_gpus 600 strategy_test --gtest_filter=${on_simulated_gpus})
 
 # Asynchronous workers, which have a reference of their own.
 lockstep_check(step_fuzz.simulated_gpus 600 step_fuzz --gtest_filter=Workers/WorkersInTurn.*)
@@ -31,6 +31,11 @@ set_tests_properties(strategy.simulated_gpus step_fuzz.simulated_gpus PROPERTIES
 # The check for what one thread writes and another one uses is off by default.
 lockstep_check(strategy.threads_on_simulated_gpus 300 simulated_cuda_test --gtest_filter=Strategies/GpuStrategies.train_on*)
 set_tests_properties(strategy.threads_on_simulated_gpus PROPERTIES ENVIRONMENT "LOCKSTEP_SIMULATED_GPUS=4;LOCKSTEP_SIMULATED_HOST=threads")
+
+# The filters above find what they name.
+lockstep_check(strategy.filters_for_gpus_name_tests 120 ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/filter_test.py
+  $<TARGET_FILE:strategy_test> "${on_simulated_gpus}" $<TARGET_FILE:step_fuzz> "Workers/WorkersInTurn.*"
+  $<TARGET_FILE:simulated_cuda_test> "Strategies/GpuStrategies.train_on*")
 
 lockstep_test(gpu_command_test command.simulated_gpus SHARDS 4 TIMEOUT 600 CHECK "*"
   SOURCES train/gpu_command_test.cc launch/child.cc)

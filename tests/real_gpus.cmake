@@ -25,6 +25,8 @@ add_test(NAME strategy.gpus
   COMMAND ${on_gpus} $<TARGET_FILE:strategy_test> --gtest_filter=${gpu_filter}${ranks_on_gpus}-${not_on_gpus})
 add_test(NAME step_fuzz.gpus COMMAND ${on_gpus} $<TARGET_FILE:step_fuzz> --gtest_filter=Workers/WorkersInTurn.*)
 set_tests_properties(strategy.gpus step_fuzz.gpus PROPERTIES TIMEOUT 1200)
+add_test(NAME strategy.filters_for_gpus_name_tests COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/filter_test.py
+  $<TARGET_FILE:strategy_test> "${gpu_filter}${ranks_on_gpus}-${not_on_gpus}" $<TARGET_FILE:step_fuzz> "Workers/WorkersInTurn.*")
 
 # The command, each strategy on two devices; those with a process for each of them need two GPUs.
 set(two_gpus "cuda:0,cuda:0")

@@ -44,7 +44,7 @@ if(LOCKSTEP_BENCH)
 endif()
 
 # What README says under "The command".
-lockstep_check(readme.the_commands_work 300 ${Python3_EXECUTABLE} ${here}/readme_test.py ${command})
+lockstep_check(readme.the_commands_work 900 ${Python3_EXECUTABLE} ${here}/readme_test.py ${command})
 
 # A user's own project against the install tree.
 lockstep_check(install.a_users_project_builds_and_trains 900 ${here}/install_test.sh ${CMAKE_BINARY_DIR})

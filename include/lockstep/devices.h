@@ -10,7 +10,7 @@
 // Ranks:   inside one process; World connects processes
 //
 // Failures. The first exception on any device ends the step on all of them: devices that wait for another one (in a
-// collective) throw PeerLost within 100 ms, devices that compute go on until their function returns. Then run() throws
+// collective) throw PeerLost at once, devices that compute go on until their function returns. Then run() throws
 // the first exception. A device that is not done within the timeout is named in a PeerLost; devices that only wait for
 // it are not blamed. After a failure these Devices can't be used again.
 //

@@ -3,9 +3,9 @@
 //
 // What lives when it is called ends; what is made afterwards does not:
 //
-//   Devices   as if one of them had failed: those that wait for another one stop within 100 ms, those that compute when
+//   Devices   as if one of them had failed: those that wait for another one stop at once, those that compute when
 //             their function returns; then Devices::run() throws PeerLost with `reason`
-//   Loader    the next batch, or the wait for it, is a DataError with `reason`, within a second
+//   Loader    the next batch, or the wait for it, is a DataError with `reason`, at once
 //   World     World::abandon(): every rank that waits in it, also on other machines, gets PeerLost
 //
 // Flow:    any thread -> here -> exceptions where work is waited for

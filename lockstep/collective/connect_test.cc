@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <csignal>
 #include <thread>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -60,19 +62,33 @@ void on_threads(int size, const std::function<void(int rank)>& body) {
   for (std::thread& thread : threads) thread.join();
 }
 
+// Counts how often somebody has asked whether keys are there.
+class AskedStore : public c10d::PrefixStore {
+ public:
+  explicit AskedStore(const StorePtr& store) : c10d::PrefixStore("asked", store) {}
+  bool check(const std::vector<std::string>& keys) override {
+    ++asked;
+    return PrefixStore::check(keys);
+  }
+  std::atomic<int> asked{0};
+};
+
 TEST(ConnectingStore, waits_for_a_rank_that_comes_late_without_a_warning) {
   const auto server = c10::make_intrusive<c10d::TCPStore>(
       "127.0.0.1", c10d::TCPStoreOptions{.port = 0, .isServer = true, .waitWorkers = false});
   const auto client =
       c10::make_intrusive<c10d::TCPStore>("127.0.0.1", c10d::TCPStoreOptions{.port = server->getPort()});
-  ConnectingStore early(client, 0);
+  const auto asked = c10::make_intrusive<AskedStore>(client);
+  ConnectingStore early(asked, 0);
   ::testing::internal::CaptureStderr();
   std::thread late([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(500));
-    ConnectingStore(server, 1).set("key", "value");
+    const Deadline deadline = Deadline::after(std::chrono::minutes(1));
+    while (asked->asked < 40 && !deadline.passed()) std::this_thread::yield();
+    ConnectingStore(c10::make_intrusive<AskedStore>(server), 1).set("key", "value");
   });
   EXPECT_EQ(early.get("key").size(), 5U);
   late.join();
+  EXPECT_GE(asked->asked, 40) << "it came before it was waited for";
   EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
 }
 
@@ -89,6 +105,20 @@ TEST(ConnectCpuRanks, makes_several_connections_over_one_store) {
       call.finish();
       EXPECT_TRUE(sum.eq(3 + 3 * round).all().item<bool>()) << sum;
     });
+}
+
+void own_handler(int) {}
+
+TEST(ConnectCpuRanks, ignores_sigpipe_between_machines_unless_the_program_handles_it) {
+  const auto before = std::signal(SIGPIPE, SIG_DFL);
+  const auto meet = [] {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    on_threads(3, [&](int rank) { connect_rank(store, rank, 3); });
+  };
+  meet();
+  EXPECT_EQ(std::signal(SIGPIPE, own_handler), SIG_IGN);
+  meet();
+  EXPECT_EQ(std::signal(SIGPIPE, before), own_handler);
 }
 
 // A store that cannot be written any more when this rank tells its address.

@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/ptrace.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 
@@ -13,6 +14,7 @@
 #include <future>
 #include <thread>
 
+#include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/launch/stacks.h"
@@ -85,13 +87,30 @@ std::future<void> meanwhile(const Work& work) {
 }
 
 TEST(HangWatch, a_rank_that_is_stopped_for_less_than_the_timeout_goes_on) {
+  constexpr auto kLong = 20 * kTimeout;
   const TempFolder folder;
   const auto done = meanwhile([&] {
     const int pid = testing::pid_in(folder, "rank1");
-    std::this_thread::sleep_for(kTimeout / 4);
+    std::this_thread::sleep_for(kLong / 16);  // the watch looks meanwhile: 20 times in the timeout
     ::kill(pid, SIGCONT);
   });
-  const Watched watched = launch_and_watch(2, {"be-stopped-for-a-while", folder.path()}, {4 * kTimeout});
+  const Watched watched = launch_and_watch(2, {"be-stopped-for-a-while", folder.path()}, {kLong});
+  EXPECT_EQ(watched.result.exit_code, 0) << watched.error;
+  EXPECT_EQ(watched.error, "");
+}
+
+// A debugger is attached as long as its thread is there.
+TEST(HangWatch, a_rank_with_a_debugger_is_not_blamed) {
+  const TempFolder folder;
+  const auto done = meanwhile([&] {
+    const int pid = testing::pid_in(folder, "rank1");
+    EXPECT_EQ(::ptrace(PTRACE_SEIZE, pid, nullptr, nullptr), 0);
+    write_file(folder / "debugged", "");
+    std::this_thread::sleep_for(3 * kTimeout);  // the time itself is what is tested here
+    write_file(folder / "go-on", "");
+    EXPECT_TRUE(wait_until([pid] { return !testing::is_running(pid); }));
+  });
+  const Watched watched = launch_and_watch(2, {"hold-up", folder.path()});
   EXPECT_EQ(watched.result.exit_code, 0) << watched.error;
   EXPECT_EQ(watched.error, "");
 }
@@ -143,7 +162,8 @@ TEST(HangWatch, can_be_told_to_report_only) {
   const TempFolder folder;
   const auto done = meanwhile([&] {
     const int pid = testing::pid_in(folder, "rank1");
-    std::this_thread::sleep_for(2 * kTimeout);
+    EXPECT_TRUE(
+        wait_until([] { return has(read_file("/proc/self/fd/2"), "holds up the others"); }));  // the captured stderr
     ::kill(pid, SIGCONT);
   });
   const Watched watched = launch_and_watch(2, {"be-stopped-for-a-while", folder.path()}, {kTimeout, OnHang::kReport});

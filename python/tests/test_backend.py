@@ -3,6 +3,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 import unittest
 
@@ -268,10 +270,17 @@ def mismatch():
     assert "rank 1" in str(error), error
 
 
+def sleeps(pid):
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] == "S"
+
+
 def killed_peer():
-    dist.barrier()
+    rank_0 = torch.tensor([os.getpid()])
+    dist.broadcast(rank_0, 0)
     if dist.get_rank() == 1:
-        time.sleep(0.3)
+        while not sleeps(rank_0.item()):  # it waits in all_reduce
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     expect_error(lockstep.PeerLost, "rank 1", lambda: dist.all_reduce(torch.ones(10)))
@@ -282,6 +291,15 @@ def call_after_shutdown():
     old = dist.group.WORLD._get_backend(torch.device("cpu"))
     old.shutdown()
     expect_error(lockstep.Error, "after its shutdown", lambda: old.allreduce([torch.ones(1)]).wait())
+
+
+class Import(unittest.TestCase):
+    def test_sets_a_variable_of_torch_unless_it_is_set(self):
+        for told, expected in (({}, "0"), ({"DDP_DISABLE_COMM_MEM": "1"}, "1")):
+            environment = {**{k: v for k, v in os.environ.items() if k != "DDP_DISABLE_COMM_MEM"}, **told}
+            code = "import os, lockstep; print(os.environ['DDP_DISABLE_COMM_MEM'])"
+            printed = subprocess.run([sys.executable, "-c", code], env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+            self.assertEqual(printed.strip(), expected)
 
 
 class Collectives(unittest.TestCase):

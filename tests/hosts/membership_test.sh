@@ -44,14 +44,14 @@ begin() {  # OPTION...: a job on all hosts
 # HOST PATTERN: its rank runs, and its launcher is connected to all others
 are_connected() {
   until_it_has "$1" "$2"
-  until_it_has "$1" "generation ${2:11:1}: connected to all machines" 20000 log
+  until_it_has "$1" "generation ${2:11:1}: connected to all machines" log
 }
 
 milliseconds() { echo $(($(date +%s%N) / 1000000)); }
 
-# until_it_has HOST PATTERN [MILLISECONDS [FILE]]: a line in what its rank wrote, or in the launcher's words
+# until_it_has HOST PATTERN [FILE]: a line in what its rank wrote, or in the launcher's words
 until_it_has() {
-  local deadline=$(($(milliseconds) + ${3:-20000})) file=$work/$1.${4:-out}
+  local deadline=$(($(milliseconds) + 20000)) file=$work/$1.${3:-out}
   until grep -Eq -- "$2" "$file" 2>/dev/null; do
     [ "$(milliseconds)" -lt "$deadline" ] || fail "$1 has no line '$2' in time; it has:
 $(cat "$work/$1.out" "$work/$1.log" 2>/dev/null)"
@@ -87,8 +87,9 @@ killed() {
   begin --nnodes 2:3
   local before=$(milliseconds)
   kill -9 "$(launcher_of n1)"  # machine 0, where the machines have met
-  until_it_has n2 "generation 1 rank . of 2 machine . at 10.77.0.1[23]" 2000
-  until_it_has n3 "generation 1 rank . of 2 machine . at 10.77.0.1[23]" 2000
+  until_it_has n2 "generation 1 rank . of 2 machine . at 10.77.0.1[23]"
+  until_it_has n3 "generation 1 rank . of 2 machine . at 10.77.0.1[23]"
+  grep -q "machine n1 .* is lost: its launcher has closed the connection" "$work"/n[23].log || fail "n1 was waited for"
   echo "killed: two of three go on after $(($(milliseconds) - before)) ms"
   ! pgrep -f "$work/n1.out" >/dev/null || fail "a rank has outlived its launcher"
   start n1 --nnodes 2:3  # it is started again, listens where the job began, and is called in
@@ -103,10 +104,10 @@ switched_off() {
   begin --nnodes 2:3
   local before=$(milliseconds)
   cut_off n2
-  until_it_has n1 "generation 1 rank 0 of 2 machine 0" 5000
-  until_it_has n3 "generation 1 rank 1 of 2 machine 1" 5000
+  until_it_has n1 "generation 1 rank 0 of 2 machine 0"
+  until_it_has n3 "generation 1 rank 1 of 2 machine 1"
   echo "switched off: the others go on after $(($(milliseconds) - before)) ms"
-  until_it_has n1 "machine n2 .* is lost: silent" 1000 log
+  until_it_has n1 "machine n2 .* is lost: silent" log
   ends_with n2 1 "only 1 of 3 machines are left on this side, and more than half have to go on"
   put_back n2
   end_job n1 n3
@@ -153,7 +154,7 @@ etcd_decides() {
   start "$loser" --nnodes 1:2 --arbiter etcd:10.77.0.1
   are_connected "$loser" "generation 2 rank 1 of 2"
   cut_off "$loser"
-  until_it_has "$winner" "generation 3 rank 0 of 1" 8000
+  until_it_has "$winner" "generation 3 rank 0 of 1"
   kill -9 "${pid[$loser]}" $(pgrep -f "$work/$loser.out") 2>/dev/null || true
   put_back "$loser"
   echo "etcd decides: of two machines the one goes on that reaches the arbiter"
@@ -168,12 +169,12 @@ stopped() {
   local one
   one=$(launcher_of n3)
   kill -STOP "$one"
-  sleep 1.5  # less than the silence: the time itself is what is tested here
+  sleep 1  # a third of the silence: the time itself is what is tested here
   kill -CONT "$one"
   sleep 2
   has_not n1 "generation 1"
   kill -STOP "$one"
-  until_it_has n1 "generation 1 rank 0 of 2" 6000
+  until_it_has n1 "generation 1 rank 0 of 2"
   kill -CONT "$one"
   ends_with n3 1 "this machine ends its ranks"
   echo "stopped: for a while nothing happens, for longer the others go on"
@@ -184,9 +185,9 @@ leaves() {
   begin --nnodes 1:3
   local before=$(milliseconds)
   kill -TERM "$(launcher_of n3)"
-  until_it_has n1 "generation 1 rank 0 of 2" 2000
+  until_it_has n1 "generation 1 rank 0 of 2"
   kill -TERM "$(launcher_of n1)"  # of two, without an arbiter: it votes before it goes
-  until_it_has n2 "generation 2 rank 0 of 1" 2000
+  until_it_has n2 "generation 2 rank 0 of 1"
   ends_with n3 143
   ends_with n1 143
   echo "leaves: after $(($(milliseconds) - before)) ms one machine is left and goes on"
@@ -196,7 +197,7 @@ leaves() {
 rank_fails() {
   begin --nnodes 3
   kill -9 "$(pgrep -f "^/bin/sh $work/rank $work/n2.out")"
-  for host in n1 n2 n3; do until_it_has "$host" "generation 1 rank . of 3" 3000; done
+  for host in n1 n2 n3; do until_it_has "$host" "generation 1 rank . of 3"; done
   echo "rank fails: all ranks go on in the next generation"
   end_job n1 n2 n3
 }
@@ -232,7 +233,7 @@ pair_cut() {
   b=$(grep -El "machine 2 at" "$work"/*.out) && b=$(basename "$b" .out)
   no_way_from "$a" "$b"
   no_way_from "$b" "$a"
-  until_it_has "$a" "generation 1 rank 1 of 2 machine 1" 6000
+  until_it_has "$a" "generation 1 rank 1 of 2 machine 1"
   ends_with "$b" 1 "this machine ends its ranks"
   all_ways_from "$a"
   all_ways_from "$b"

@@ -242,6 +242,22 @@ int be_stopped_for_a_while(const Arguments& folder) {
   return 0;
 }
 
+// FOLDER: rank 1 computes, once FOLDER/debugged is there, until FOLDER/go-on is; the others wait for it.
+int hold_up(const Arguments& folder) {
+  const auto wait_for = [&](const char* name) {
+    while (!std::filesystem::exists(std::filesystem::path(folder.at(0)) / name))
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  };
+  if (rank() == 1) announce(folder.at(0), "rank1", ::getpid());
+  wait_for("debugged");
+  own_progress::begin_step(17);
+  const auto file = std::filesystem::path(folder.at(0)) / "go-on";
+  if (rank() != 1) return wait_for_rank(1, [&] { return std::filesystem::exists(file); });
+  own_progress::enter(Phase::kForward);
+  wait_for("go-on");
+  return 0;
+}
+
 // FOLDER: rank 0 saves to FOLDER/disk, a FIFO, while the others wait for it.
 int save_slowly(const Arguments& folder) {
   own_progress::begin_step(17);
@@ -379,6 +395,7 @@ int main(int argc, char** argv) {
       {"meet", meet},
       {"stand-still", stand_still},
       {"be-stopped-for-a-while", be_stopped_for_a_while},
+      {"hold-up", hold_up},
       {"save-slowly", save_slowly},
       {"wait-in-a-circle", wait_in_a_circle},
       {"take-steps", take_steps},

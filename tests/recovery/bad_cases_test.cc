@@ -25,7 +25,7 @@ using testing::wait_until;
 using testing::Words;
 using testing::operator+;
 
-constexpr std::chrono::seconds kPatienceForJob{60};
+constexpr std::chrono::seconds kPatienceForJob{60};  // less than the four minutes after which the hang watch ends a job
 const std::string kReplaced = "a new process takes its place";
 const Words kMomentum = {"--momentum", "0.9"};
 
@@ -168,9 +168,7 @@ TEST(BadCases, a_rank_stopped_for_longer_than_the_timeout_is_replaced) {
   Child launcher(command_of(
       {.options = kMomentum + Words{"--timeout", "1"}, .faults = "rank=1,step=8,phase=backward,signal=19"}, folder));
   stopped_rank_of(launcher);
-  const Stopwatch watch;
   EXPECT_EQ(launcher.wait(kPatienceForJob), 0) << launcher.error();
-  EXPECT_LT(watch.seconds(), 30);  // and not the hang watch's four minutes
   EXPECT_EQ(count(launcher.error(), kReplaced), 1) << launcher.error();
   EXPECT_EQ(testing::difference(undisturbed(), outcome_in(folder)), "");
 }

@@ -3,13 +3,17 @@
 """What a stranger in the network tries at the port where a job's ranks meet.
 
     attack.py HOST PORT ATTACK
+    attack.py HOST PORT FLOOD FILE
 
 Speaks the protocol of lockstep/collective/store/packet_stream.h. Exits with 0 if the attack has succeeded, with 3 if it was
-refused. Waits for the port, at most 30 seconds.
+refused. Waits for the port, at most 30 seconds. A flood goes on until FILE exists; it makes FILE.FLOOD when it is at its
+height, and exits with 3 if it got that far. Whether the job goes on meanwhile is for the caller to see.
 """
 
 import os
+import pathlib
 import resource
+import select
 import socket
 import struct
 import sys
@@ -87,16 +91,6 @@ def replay(host, port):
     return say(connect(host, port), said)[0] == DONE
 
 
-def preamble(host, port):
-    """A number as Gloo's connections begin with it, and the beginning of a TCPStore's. Never a success by itself."""
-    for number in struct.pack("<q", 1), struct.pack("<q", -1), struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 4711):
-        try:
-            connect(host, port).sendall(number)
-        except OSError:
-            pass
-    return False
-
-
 def fill(host, port):
     """16 MiB of what nobody has asked for."""
     connection = connect(host, port)
@@ -111,29 +105,60 @@ def replace(host, port):
     return ask(connection, SET, b"lockstep/connection/1/machine/1", b"a stranger")[0] == DONE
 
 
-def idle(host, port):
-    """Thousands of connections that say nothing. Never a success by itself: the job must go on meanwhile."""
+def preamble(connect):
+    """Numbers as Gloo's connections begin with them, and the beginning of a TCPStore's."""
+    for number in struct.pack("<q", 1), struct.pack("<q", -1), struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 4711):
+        connect().sendall(number)
+
+
+def noise(connect):
+    """Random bytes."""
+    connect().sendall(os.urandom(1 + os.urandom(1)[0]))
+
+
+IDLE = []  # connections of idle(), among which are some that have been closed
+
+
+def idle(connect):
+    """Thousands of connections that say nothing. Those that are closed are made anew."""
+    IDLE.append(connect())
+    if len(IDLE) > FLOODS[idle]:
+        poll = select.poll()
+        for connection in IDLE:
+            poll.register(connection, select.POLLIN)
+        closed = {fd for fd, _ in poll.poll(100)}
+        IDLE[:] = [connection for connection in IDLE if connection.fileno() not in closed]
+
+
+FLOODS = {preamble: 100, noise: 300, idle: 3000}  # how often each has happened at its height
+
+
+def flood(attack, host, port, over):
+    """Whether it came to its height before the end. The job stops listening when all its ranks have come."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    connections = [connect(host, port) for _ in range(3000)]
-    time.sleep(2)
-    return not connections
-
-
-def noise(host, port):
-    """Random bytes. Never a success by itself either."""
-    for _ in range(300):
+    count = 0
+    while not over.exists():
         try:
-            connect(host, port).sendall(os.urandom(1 + os.urandom(1)[0]))
+            attack(lambda: socket.create_connection((host, port), timeout=5))
+            count += 1
         except OSError:
-            pass
-    return False
+            time.sleep(0.001)
+        if count == FLOODS[attack]:
+            pathlib.Path(f"{over}.{attack.__name__}").touch()
+    return count >= FLOODS[attack]
+
+
+def main():
+    host, port, name = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    if len(sys.argv) > 4:
+        return 3 if flood({each.__name__: each for each in FLOODS}[name], host, port, pathlib.Path(sys.argv[4])) else 1
+    attacks = {each.__name__: each for each in (join, read, delete, replay, fill, replace)}
+    try:
+        return 0 if attacks[name](host, port) else 3
+    except (ConnectionError, TimeoutError) as error:
+        print(f"{name}: {error}")
+        return 3
 
 
 if __name__ == "__main__":
-    attacks = {each.__name__: each for each in (join, read, delete, replay, fill, replace, preamble, idle, noise)}
-    try:
-        succeeded = attacks[sys.argv[3]](sys.argv[1], int(sys.argv[2]))
-    except (ConnectionError, TimeoutError) as error:
-        print(f"{sys.argv[3]}: {error}")
-        succeeded = False
-    sys.exit(0 if succeeded else 3)
+    sys.exit(main())

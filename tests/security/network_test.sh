@@ -22,7 +22,7 @@ start() {  # HOST NODE_RANK METRICS OPTION...; in a subshell, whose process beco
   exec /run/on-host "$1" "$lockstep" run --nnodes 2 --node-rank "$2" --master-addr 10.77.0.11 --master-port $port "${@:4}" -- \
     "${train[@]}" --timeout "${timeout:-30}" --metrics "$work/$3.jsonl"
 }
-attack() { on_host stranger "$here/attack.py" 10.77.0.11 $port "$1"; }
+attack() { on_host stranger "$here/attack.py" 10.77.0.11 $port "$@"; }
 
 "${train[@]}" --metrics "$work/one.jsonl"
 
@@ -34,9 +34,9 @@ wait || true
 grep -q 'whoever reaches this network can join the job' "$work/open.err" || fail "no word about the insecure network"
 
 # Against a job with a secret.
-start n1 0 secret &
+LOCKSTEP_LOG=debug start n1 0 secret >"$work/said_0" 2>&1 &
 job=$!
-for each in join read delete replay fill replace preamble idle noise; do
+for each in join read delete replay fill replace; do
   if attack $each; then fail "$each succeeded"; elif [ $? -ne 3 ]; then fail "$each was not tried"; fi
 done
 # Another job at its port is told who has it; this one does not notice. It listens at its own address only.
@@ -44,9 +44,39 @@ if (start n1 0 second 2>"$work/second.err"); then fail "two jobs at one port"; f
 grep -q "can't listen on 10.77.0.11:$port" "$work/second.err" || fail "$(cat "$work/second.err")"
 listeners=$(on_host n1 ss -Hltn | awk '{print $4}')
 [ "$listeners" = "10.77.0.11:$port" ] || fail "listens at $listeners"
-(start n2 1 secret)
-wait $job
+# Floods are at their height before the other host joins, and go on while both train.
+floods=()
+for each in idle noise preamble; do
+  attack $each "$work/over" &
+  floods+=($!)
+done
+for each in idle noise preamble; do
+  until [ -e "$work/over.$each" ]; do
+    kill -0 "${floods[@]}" $job || fail "a flood or the job has ended: $each is not at its height"
+    sleep 0.02
+  done
+done
+secret=$(cat "$work"/.lockstep/job-*)
+[[ $secret =~ ^[0-9a-f]{64}$ ]] || fail "no secret in the home: $secret"
+(LOCKSTEP_LOG=debug start n2 1 secret) >"$work/said_1" 2>&1 &
+other=$!
+while kill -0 $other 2>/dev/null; do
+  cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\0' '\n' >>"$work/command_lines" || true
+  sleep 0.02
+done
+wait $other || fail "$(cat "$work/said_1")"
+wait $job || fail "$(cat "$work/said_0")"
+touch "$work/over"
+for flood in "${floods[@]}"; do
+  code=0
+  wait "$flood" || code=$?
+  [ $code -eq 3 ] || fail "a flood ended with $code"
+done
 has_losses_of_one_rank secret 3 1e-4
+# The secret is in no message, log or command line.
+grep -q -- "--master-addr" "$work/command_lines" || fail "no command line of the job was seen"
+[ -s "$work/said_0" ] || fail "rank 0 has said nothing"
+! grep -lF "$secret" "$work"/* 2>/dev/null || fail "the secret is there"
 [ -z "$(ls -A "$work/.lockstep")" ] || fail "the secret of a job that has ended is still there"
 
 # Another secret on one of the hosts; hosts without a home in common.
@@ -62,6 +92,8 @@ if (HOME=$work/other start n2 1 home 2>"$work/home.err"); then fail "found a sec
 kill $! 2>/dev/null || true
 wait || true
 grep -q 'openssl rand -hex 32' "$work/home.err" || fail "$(cat "$work/home.err")"
+
+! grep -lE 'a{64}|b{64}' "$work"/*.err || fail "a secret is in a message"
 
 # Packets to the first host are dropped on their way: its ports of a switch and the second's may not talk to each other.
 ip -n n2 neigh replace 10.77.0.11 lladdr "$(ip netns exec n1 cat /sys/class/net/eth0/address)" dev eth0

@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <fstream>
+#include <vector>
 
 #include "lockstep/launch/environment.h"
 #include "tests/launch/child.h"
@@ -16,28 +18,38 @@ namespace {
 constexpr int kTimeout = 2 * LOCKSTEP_TEST_PATIENCE;  // seconds
 constexpr std::chrono::seconds kLong{60 * LOCKSTEP_TEST_PATIENCE};
 
-const Words kTraining = {MISBEHAVING_TASK,
-                         "--ranks",
-                         "2",
-                         "--threads",
-                         "1",
-                         "--batch-size",
-                         "24",
-                         "--epochs",
-                         "1000",
-                         "--quiet",
-                         "--hang-timeout",
-                         std::to_string(kTimeout)};
+Words training(int timeout) {
+  return {MISBEHAVING_TASK,
+          "--ranks",
+          "2",
+          "--threads",
+          "1",
+          "--batch-size",
+          "24",
+          "--epochs",
+          "1000",
+          "--quiet",
+          "--hang-timeout",
+          std::to_string(timeout)};
+}
 
-// Of the processes that `parent` has started, the one that is rank 1; 0: not there yet.
-int pid_of_rank_1(int parent) {
+const Words kTraining = training(kTimeout);
+
+// The processes that `parent` has started, with these names; all if there are none.
+std::vector<int> children_of(int parent, const Words& names = {}) {
   std::ifstream children("/proc/" + std::to_string(parent) + "/task/" + std::to_string(parent) + "/children");
+  std::vector<int> found;
   for (int pid = 0; children >> pid;) {
     std::string name;
     std::getline(std::ifstream("/proc/" + std::to_string(pid) + "/comm"), name);
-    if (name == "lockstep-r1") return pid;
+    if (names.empty() || std::ranges::count(names, name) > 0) found.push_back(pid);
   }
-  return 0;
+  return found;
+}
+
+int pid_of_rank_1(int parent) {  // 0: not there yet
+  const std::vector<int> found = children_of(parent, {"lockstep-r1"});
+  return found.empty() ? 0 : found.front();
 }
 
 TEST(Hang, names_the_rank_that_computes_for_ever_and_shows_its_stack) {
@@ -77,17 +89,38 @@ TEST(Hang, a_rank_that_is_stopped_is_replaced_while_restarts_are_left) {
 }
 
 TEST(Hang, a_rank_that_is_stopped_for_a_moment_goes_on) {
+  constexpr int kLongTimeout = 30 * LOCKSTEP_TEST_PATIENCE;
   const TempFolder folder;
   const std::string metrics = folder.file("metrics.jsonl");
-  Child job(kTraining + Words{"--metrics", metrics});
+  Child job(training(kLongTimeout) + Words{"--metrics", metrics});
   ASSERT_TRUE(wait_until([&] { return steps_in(metrics) >= 10; }, kLong)) << job.error();
   const int victim = pid_of_rank_1(job.pid());
   ASSERT_GT(victim, 0);
   ::kill(victim, SIGSTOP);
-  std::this_thread::sleep_for(std::chrono::seconds(kTimeout) / 4);
+  std::this_thread::sleep_for(std::chrono::milliseconds(1500));  // the launcher looks at its ranks every second
   ::kill(victim, SIGCONT);
   const std::size_t steps = steps_in(metrics);
   EXPECT_TRUE(wait_until([&] { return steps_in(metrics) >= steps + 10; }, kLong)) << job.error();
+  EXPECT_EQ(job.error(), "");
+  job.signal(SIGINT);
+  EXPECT_NE(job.wait(kLong), -1);
+}
+
+// As `scontrol suspend` does it: for longer than the timeout.
+TEST(Hang, a_job_that_is_suspended_as_a_whole_goes_on) {
+  const TempFolder folder;
+  const std::string metrics = folder.file("metrics.jsonl");
+  Child job(kTraining + Words{"--metrics", metrics});
+  ASSERT_TRUE(wait_until([&] { return steps_in(metrics) >= 10; }, kLong)) << job.error();
+  std::vector<int> all = children_of(job.pid());
+  ASSERT_GE(all.size(), 2);
+  all.push_back(job.pid());
+  for (const int pid : all) ::kill(pid, SIGSTOP);
+  const std::size_t before = steps_in(metrics);
+  std::this_thread::sleep_for(std::chrono::seconds(2 * kTimeout));  // the time itself is what is tested here
+  EXPECT_EQ(steps_in(metrics), before);
+  for (const int pid : all) ::kill(pid, SIGCONT);
+  EXPECT_TRUE(wait_until([&] { return steps_in(metrics) >= before + 10; }, kLong)) << job.error();
   EXPECT_EQ(job.error(), "");
   job.signal(SIGINT);
   EXPECT_NE(job.wait(kLong), -1);

@@ -255,6 +255,14 @@ TEST(ConnectionOverheard, shows_what_is_said_without_a_secret_and_not_with_it) {
   EXPECT_EQ(closed.seen.find(pattern), std::string::npos);
 }
 
+// Without it, whoever learns the secret could read what was recorded before.
+TEST(ConnectionOverheard, begins_with_a_diffie_hellman_exchange_and_offers_nothing_else) {
+  Wiretapped closed(&secured);
+  EXPECT_EQ(closed.say("said"), "said");
+  const std::string modes("\x00\x2d\x00\x02\x01\x01", 6);  // TLS's psk_key_exchange_modes: psk_dhe_ke alone
+  EXPECT_NE(closed.seen.find(modes), std::string::npos);
+}
+
 TEST(ConnectionOverheard, a_changed_byte_is_noticed_and_an_old_conversation_is_no_use) {
   Wiretapped first(&secured), again(&secured);
   EXPECT_EQ(first.say("said once"), "said once");

@@ -47,6 +47,44 @@ TEST(Jpeg, decodes_what_it_encoded) {
   EXPECT_LT(mean_difference(pixels_of(view), original.to(torch::kFloat32)), 4);
 }
 
+// A grey progressive JPEG of 8 x 8 pixels: the mean of each of three colours, then up to 378 scans of one coefficient each,
+// which is 0. The only Huffman code is one bit long: 0, for "nothing in this block".
+std::vector<std::uint8_t> jpeg_with_scans(int scans) {
+  std::vector<std::uint8_t> file{0xFF, 0xD8};
+  const auto segment = [&file](std::uint8_t marker, const std::vector<std::uint8_t>& content) {
+    file.insert(file.end(), {0xFF, marker, 0, static_cast<std::uint8_t>(content.size() + 2)});
+    file.insert(file.end(), content.begin(), content.end());
+  };
+  std::vector<std::uint8_t> quantisation(65, 1), code(18, 0);
+  quantisation[0] = 0;
+  segment(0xDB, quantisation);
+  segment(0xC2, {8, 0, 8, 0, 8, 3, 1, 0x11, 0, 2, 0x11, 0, 3, 0x11, 0});
+  code[1] = 1;
+  for (const std::uint8_t table : {0x00, 0x10}) {
+    code[0] = table;
+    segment(0xC4, code);
+  }
+  for (int scan = 0; scan < scans; ++scan) {
+    const int ac = scan - 3;  // the coefficients without their last bit, then that bit
+    const auto colour = static_cast<std::uint8_t>(1 + scan % 3);
+    const auto coefficient = static_cast<std::uint8_t>(ac < 0 ? 0 : 1 + ac % 189 / 3);
+    const std::uint8_t bits = ac < 0 ? 0x00 : ac < 189 ? 0x01 : 0x10;
+    segment(0xDA, {1, colour, 0, coefficient, coefficient, bits});
+    file.push_back(0x7F);
+  }
+  file.insert(file.end(), {0xFF, 0xD9});
+  return file;
+}
+
+TEST(Jpeg, refuses_a_file_of_more_than_200_scans) {
+  Placement placement = whole(8, 8);
+  DecodeScratch scratch;
+  const auto all = jpeg_with_scans(200), too_many = jpeg_with_scans(201);
+  EXPECT_EQ(pixels_of(decode_image(all, placement, scratch)).mean().item<double>(), 128);
+  const auto decode = [&] { decode_image(too_many, placement, scratch); };
+  EXPECT_TRUE(contains(message_of<DataError>(decode), "more than 200 scans"));
+}
+
 TEST(Jpeg, decodes_a_part_like_the_whole) {
   const auto pixels = smooth_pixels(200, 300, 2);
   const auto file = encode_jpeg(pixels.data(), 200, 300, 90);
