@@ -30,7 +30,7 @@ PUBLIC = {
     "collective": "collective_types world spawn timeline",
     "data": "dataset datasets images sampler loader",
     "model": "task models layout named_tensor sync_batch_norm",
-    "gradient": "communication_hook batch_totals",
+    "gradient": "communication_hook batch_totals batch_weight",
     "optimizer": "optimizer optimizers update_rule gradient_scaler schedule",
     "strategy": "activation_checkpoint strategy ddp device_place devices towers data_parallel average_nets periodic_average kvstore verify",
     "checkpoint": "checkpoint checkpoints",

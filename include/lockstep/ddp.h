@@ -19,6 +19,7 @@
 #include <string>
 
 #include "lockstep/batch_totals.h"
+#include "lockstep/batch_weight.h"
 #include "lockstep/communication_hook.h"
 #include "lockstep/world.h"
 
@@ -111,10 +112,12 @@ class DistributedDataParallel {
   // backward() in two halves, for a backward() that is run elsewhere, such as Python's loss.backward(): begin_backward()
   // in a hook, on the thread that runs it and before it adds to any .grad; end_backward() after it has added to the last
   // one. begin_backward() returns the factor by which hooks must multiply each gradient; 0: replace it by zeros. The loss
-  // stays unknown (last_batch().mean_loss is NaN). With 0 samples end_backward() may follow at once.
+  // stays unknown (last_batch().mean_loss is NaN). With 0 samples end_backward() may follow at once. Ranks may also count
+  // alike (batch_weight.h): last_batch().samples is then the number of ranks that have a batch, and ranks of which some
+  // count alike and others by samples get a MismatchError.
   // cancel_backward() instead, if it failed: the other ranks get PeerLost with `reason`. They block and throw as
   // backward() does.
-  double begin_backward(std::int64_t samples);
+  double begin_backward(const BatchWeight& batch);
   void end_backward();
   void cancel_backward(const std::string& reason);
 

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "lockstep/base/stop.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/collective/world_state.h"
 #include "lockstep/error.h"
 
@@ -23,7 +24,8 @@ enum Sum : std::uint8_t {
   kHigh,
   kHighSquared,
   kStop,
-  kLoss
+  kLoss,
+  kWeights
 };
 
 constexpr std::size_t kGathered = 128;  // settings that can be named
@@ -51,7 +53,11 @@ void ExchangeTotals::start(const AccumulatedBatches& batches, StepSettings setti
   const torch::Tensor others = torch::tensor(
       {batches.samples, counting, calls, calls * calls, low, low * low, high, high * high, wants_to_stop() ? 1.0 : 0.0},
       torch::kFloat64);
-  sums_ = torch::cat({others.to(world_.device(), /*non_blocking=*/true), loss});  // forward may still run on a GPU
+  std::vector<RankWeight> weights(to_size(world_.size()));  // of the others zeros
+  weights[to_size(world_.rank())] = batches.weight_of_rank;
+  const torch::Tensor numbers = torch::from_blob(weights.data(), {2 * world_.size()}, torch::kFloat64);
+  sums_ = torch::cat({others.to(world_.device(), /*non_blocking=*/true), loss,  // forward may still run on a GPU
+                      numbers.to(world_.device())});
   work_.emplace(world_.all_reduce_async(sums_));
 }
 
@@ -77,6 +83,9 @@ BatchTotals ExchangeTotals::wait() {
   if (!equal(world_.size(), sum[kLow], sum[kLowSquared]) || !equal(world_.size(), sum[kHigh], sum[kHighSquared]) ||
       !equal(sum[kCounting], sum[kCalls], sum[kCallsSquared]))
     throw_difference();
+  const auto* weights = reinterpret_cast<const RankWeight*>(sum + kWeights);
+  const double ranks_alike = compare_weights({weights, to_size(world_.size())}, world_.rank());
+  divisor_ = ranks_alike > 0 ? ranks_alike : sum[kSamples];
   if (sum[kStop] > 0) agree_to_stop();
   return {static_cast<std::int64_t>(sum[kSamples]), sum[kLoss] / sum[kSamples]};
 }

@@ -3,12 +3,12 @@
 // loss; whether one was asked to stop; and whether they all agree on what a step is.
 //
 // Flow:    Reducer -> here -> World::all_reduce
-// Owns:    a tensor of ten numbers
+// Owns:    a tensor of ten numbers, and two for each rank: how it counts (gradient/rank_weights.h)
 // Threads: one thread
 // Ranks:   all, in every exchange
 //
 // Note [Equal on all ranks, by a sum]
-// N numbers x_j are equal if and only if N sum(x_j^2) = (sum x_j)^2. So one all-reduce of 80 bytes, which is needed for
+// N numbers x_j are equal if and only if N sum(x_j^2) = (sum x_j)^2. So one all-reduce of 80 + 16 N bytes, which is needed for
 // the samples anyway, also compares settings: by two hashes of 16 bits, whose squares are summed exactly in float64 for
 // up to 1,448 ranks. Only if they differ the settings themselves are gathered, to name the one.
 #pragma once
@@ -43,6 +43,9 @@ class ExchangeTotals {
   // last exchange, or loss.backward() on some of them only; PeerLost.
   BatchTotals wait();
 
+  // After wait(): the sum of all gradients divided by it is their mean.
+  double divisor() const { return divisor_; }
+
  private:
   torch::Tensor sums();
   [[noreturn]] void throw_difference() const;
@@ -50,6 +53,7 @@ class ExchangeTotals {
   World world_;
   StepSettings settings_;
   torch::Tensor sums_;
+  double divisor_ = 0;
   std::optional<Work> work_;  // until it was waited for
 };
 

@@ -75,11 +75,12 @@ class Reducer::Impl {
 
   ~Impl() { remove_hooks(); }
 
-  double begin(std::int64_t samples, const torch::Tensor& loss) {
+  double begin(const BatchWeight& batch, const torch::Tensor& loss) {
     const std::lock_guard lock(mutex_);
-    const double factor = count(samples, loss);
+    const double factor = count(batch, loss);
     start_exchange();
-    if (some_are_unused_ && samples > 0) pack_unused(loss.defined() ? reached_by(loss) : reached_by_this_backward());
+    if (some_are_unused_ && batch.samples > 0)
+      pack_unused(loss.defined() ? reached_by(loss) : reached_by_this_backward());
     return factor;
   }
 
@@ -89,8 +90,8 @@ class Reducer::Impl {
     return totals;
   }
 
-  double begin_accumulating(std::int64_t samples, const torch::Tensor& loss) {
-    const double factor = count(samples, loss);
+  double begin_accumulating(const BatchWeight& batch, const torch::Tensor& loss) {
+    const double factor = count(batch, loss);
     is_accumulating_ = is_active_ = true;
     return factor;
   }
@@ -115,11 +116,11 @@ class Reducer::Impl {
  private:
   // ---- Before backward()
 
-  double count(std::int64_t samples, const torch::Tensor& loss) {
+  double count(const BatchWeight& batch, const torch::Tensor& loss) {
     if (failed_ || is_active_) throw after_failed_backward(world_.describe());
     forget_dropped_gradients();
     if (slices_ && batches_.backwards == 0) require_no_gradient();
-    return batches_.add(samples, loss);
+    return batches_.add(batch, loss);
   }
 
   void require_no_gradient() const {
@@ -254,12 +255,12 @@ class Reducer::Impl {
     pack_the_rest();
     const BatchTotals totals = totals_.wait();
     if (slices_)
-      store_slices(totals.samples > 0 ? scale_ / static_cast<double>(totals.samples) : 0);
+      store_slices(totals.samples > 0 ? scale_ / totals_.divisor() : 0);
     else
-      for (Bucket& bucket : buckets_) store_means(bucket, scale_ / static_cast<double>(totals.samples));
+      for (Bucket& bucket : buckets_) store_means(bucket, scale_ / totals_.divisor());
     for (const auto& [name, parameter] : sparse_) exchange_rows(parameter, totals);
     if (world_.size() == 1 && batches_.samples > 0)
-      scale_own(batches_.unit * static_cast<double>(batches_.backwards - batches_.leading) / batches_.samples);
+      scale_own(batches_.weight(batches_.backwards - batches_.leading) / batches_.samples);
     if (first_sent_) statistics_.exchange_seconds += first_sent_->seconds();
     learn_scale(totals);
     if (!order_is_known_ && !buckets_.empty()) follow_order_of_rank_0();
@@ -329,7 +330,7 @@ class Reducer::Impl {
   void exchange_rows(const torch::Tensor& parameter, const BatchTotals& totals) {
     if (totals.samples == 0) return;
     const double weight = defect("rows of an embedding are not weighted") ? 1 : batches_.weight();
-    const double factor = batches_.samples > 0 ? weight / static_cast<double>(totals.samples) : 0;
+    const double factor = batches_.samples > 0 ? weight / totals_.divisor() : 0;
     const torch::Tensor mean = sum_of_rows(world_, parameter, factor);
     if (mean.defined()) statistics_.bytes += static_cast<std::int64_t>(mean._values().nbytes());
     parameter.mutable_grad() = mean;
@@ -434,10 +435,10 @@ Reducer::Reducer(World world, const std::vector<NamedTensor>& parameters, const 
                  OnFinished on_finished)
     : impl_(std::make_unique<Impl>(std::move(world), parameters, options, std::move(on_finished))) {}
 Reducer::~Reducer() = default;
-double Reducer::begin(std::int64_t samples, const torch::Tensor& loss) { return impl_->begin(samples, loss); }
+double Reducer::begin(const BatchWeight& batch, const torch::Tensor& loss) { return impl_->begin(batch, loss); }
 BatchTotals Reducer::finish() { return impl_->finish(); }
-double Reducer::begin_accumulating(std::int64_t samples, const torch::Tensor& loss) {
-  return impl_->begin_accumulating(samples, loss);
+double Reducer::begin_accumulating(const BatchWeight& batch, const torch::Tensor& loss) {
+  return impl_->begin_accumulating(batch, loss);
 }
 void Reducer::end_accumulating() { impl_->end_accumulating(); }
 void Reducer::cancel(const std::string& reason) { impl_->cancel(reason); }

@@ -9,7 +9,7 @@
 // The result is the mean over all samples: sum_j (m_j / n) grad_j over ranks j with m_j samples each, n = sum_j m_j.
 //
 // Note [A step through buckets]
-//   begin()   starts to all-reduce (m_j, m_j loss_j) and what shows that all ranks agree (gradient/exchange_totals.h): 72 bytes
+//   begin()   starts to all-reduce (m_j, m_j loss_j) and what shows that all ranks agree (gradient/exchange_totals.h)
 //   hooks     a gradient is ready: times m_j / s into its bucket. A bucket is full, and all before it are sent: its
 //             all-reduce starts
 //   finish()  sends the buckets that never filled; waits for all; puts s / n times the sums into .grad
@@ -39,6 +39,7 @@
 #include <vector>
 
 #include "lockstep/batch_totals.h"
+#include "lockstep/batch_weight.h"
 #include "lockstep/communication_hook.h"
 #include "lockstep/gradient/gradient_slices.h"
 #include "lockstep/gradient/step_agreement.h"
@@ -93,13 +94,13 @@ class Reducer {
   // known, also inside of the backward(), before the first gradient of a parameter. Returns the factor by which its
   // gradients must be multiplied, 0 without samples. Blocks only in the first step, to learn s. Throws UsageError after a
   // backward() that failed: the ranks no longer agree on what was exchanged.
-  double begin(std::int64_t samples, const torch::Tensor& loss = {});
+  double begin(const BatchWeight& batch, const torch::Tensor& loss = {});
 
   // After that backward(): blocks until every .grad is the mean. Sends 2(N-1)/N * K in all. Throws PeerLost.
   BatchTotals finish();
 
   // Instead of both, around a backward() whose gradients add to .grad until a later one exchanges the sum. Send nothing.
-  double begin_accumulating(std::int64_t samples, const torch::Tensor& loss = {});
+  double begin_accumulating(const BatchWeight& batch, const torch::Tensor& loss = {});
   void end_accumulating();
 
   // Instead of the second, if backward() failed: no other may come after it, and the other ranks get PeerLost with

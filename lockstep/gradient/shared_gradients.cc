@@ -38,6 +38,7 @@ struct Row {
   double leading;        // of these, those before the first with samples
   double in_step;        // 1: published by step(), 0: by backward()
   double stop;           // 1: this rank's process was asked to stop
+  RankWeight weight;
 
   Way way() const {
     if (in_step == 0) return samples > 0 ? kBackward : kBackwardWithoutSamples;
@@ -51,7 +52,7 @@ struct Row {
 
 // Note [The publication table]
 // Two tables in memory that all ranks share, used alternately. Each has a row per source, ordered by rank, then by the
-// rank's shard; a row of P parameters takes 56 + 8 P bytes, rounded up to cache lines, so that no two ranks write to
+// rank's shard; a row of P parameters takes 72 + 8 P bytes, rounded up to cache lines, so that no two ranks write to
 // the same line. A rank writes its own rows only, before barrier 1, and reads all rows after it.
 class SharedGradients::Table {
  public:
@@ -97,14 +98,14 @@ SharedGradients::~SharedGradients() = default;
 
 std::size_t SharedGradients::kept_sources() const { return memory_->outlives_ranks() ? table_->rows() : 0; }
 
-double SharedGradients::begin(std::int64_t samples, const torch::Tensor& loss) {
+double SharedGradients::begin(const BatchWeight& batch, const torch::Tensor& loss) {
   memory_->require_own_process();  // .grad is in memory that its parent uses, too
   if (failed_) throw after_failed_backward();
   guards_.clear();
-  if (!forget_dropped_gradients()) require_only_counted_gradients(samples);
+  if (!forget_dropped_gradients()) require_only_counted_gradients(batch.samples);
   if (sources_.front().batches.is_plain) sources_.front() = {};  // gradients of zero, which a step() has counted
   begun_ = &current_source();
-  const double factor = begun_->batches.add(samples, loss);
+  const double factor = begun_->batches.add(batch, loss);
   failed_ = true;  // unless end() is called
   scope_.emplace(gradient_memory_);
   return factor;
@@ -220,7 +221,8 @@ void SharedGradients::publish(std::size_t source, bool in_step) {
          static_cast<double>(batches.backwards),
          static_cast<double>(batches.leading),
          in_step ? 1.0 : 0.0,
-         wants_to_stop() ? 1.0 : 0.0};
+         wants_to_stop() ? 1.0 : 0.0,
+         batches.weight_of_rank};
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const bool has_one = i < gradients.size() && gradients[i].defined() && gradients[i].numel() > 0;
     row.places()[i] = has_one ? place_for_peers(source, i) : kNoGradient;
@@ -239,13 +241,16 @@ void SharedGradients::require_same_calls() const {
                           .here = concat("rank ", memory_->rank(), " of ", memory_->size(), " on this machine")});
 }
 
-BatchTotals SharedGradients::totals() const {
+BatchTotals SharedGradients::totals() {
   double samples = 0, loss = 0;
+  std::vector<RankWeight> weights;
   for (std::size_t i = 0; i < table_->rows(); ++i) {
+    weights.push_back(table_->row(i).weight);
     samples += table_->row(i).samples;
     loss += table_->row(i).weighted_loss;
     if (table_->row(i).stop > 0) agree_to_stop();
   }
+  ranks_alike_ = compare_weights(weights, memory_->rank());
   return {static_cast<std::int64_t>(samples), loss / samples};
 }
 
@@ -314,7 +319,8 @@ WeightedGradients SharedGradients::begin_update(const std::vector<torch::Tensor>
   return gradients;
 }
 
-// The weight of a source with unit u is u T / n: n samples in all, T backward() per step.
+// The weight of a source with unit u is u T / n: n samples in all, T backward() per step. Of n ranks that count alike it
+// is 1 / n.
 std::vector<double> SharedGradients::weights() const {
   std::vector<double> weights;
   double samples = 0;
@@ -323,7 +329,8 @@ std::vector<double> SharedGradients::weights() const {
     weights.push_back(table_->row(i).unit);
   }
   const double backwards = defect("the number of backward() is dropped") ? 1 : backwards_per_step();
-  const double factor = samples > 0 ? backwards / samples : 0;
+  double factor = samples > 0 ? backwards / samples : 0;
+  if (ranks_alike_ > 0) factor = 1 / ranks_alike_;
   for (double& weight : weights) weight *= factor;
   return weights;
 }

@@ -68,7 +68,7 @@ class SharedGradients : public GradientSource {
   // runs it, before the first gradient of a parameter. loss: the mean over `samples` samples of this rank; undefined: not
   // known. Returns the factor by which its gradients must be multiplied, 0 without samples. end() after the last one;
   // exchanges: finish() follows. Neither sends anything or blocks.
-  double begin(std::int64_t samples, const torch::Tensor& loss = {});
+  double begin(const BatchWeight& batch, const torch::Tensor& loss = {});
   void end(bool exchanges = true);
 
   // Instead of end(), if backward() failed: no other may come after it, and the other ranks get PeerLost with `reason`.
@@ -103,7 +103,7 @@ class SharedGradients : public GradientSource {
   void take_grads(Source& source) const;
   void publish(std::size_t source, bool in_step);
   void require_same_calls() const;
-  BatchTotals totals() const;
+  BatchTotals totals();
   std::uint64_t place_for_peers(std::size_t source, std::size_t parameter);
   void protect_gradients();
   void require_unchanged_grads() const;
@@ -125,6 +125,7 @@ class SharedGradients : public GradientSource {
   bool has_stepped_ = false;   // since the last exchange or backward()
   GradientWatch watch_;        // since then
   StepAgreement agreement_;
+  double ranks_alike_ = 0;  // of the last exchange, by compare_weights()
   bool failed_ = false;
 };
 

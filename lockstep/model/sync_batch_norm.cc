@@ -99,7 +99,8 @@ class Normalise : public torch::autograd::Function<Normalise> {
     const torch::Tensor dy = gradients[0].to(torch::kFloat64);
     const torch::Tensor y = saved[0].to(torch::kFloat64);
     const auto dimensions = summed_dimensions(dy);
-    const torch::Tensor sums = torch::stack({dy.sum(dimensions), (dy * y).sum(dimensions)}) * weight;
+    torch::Tensor sums = torch::stack({dy.sum(dimensions), (dy * y).sum(dimensions)}) * weight;
+    if (weight == 0) sums.zero_();  // dy may be NaN
     const torch::Tensor means = summed_over_ranks(ranks->world, sums, 0).first / (count * (weight > 0 ? weight : 1));
     const torch::Tensor dx =
         per_channel(saved[1], dy) * (dy - per_channel(means[0], dy) - y * per_channel(means[1], dy));

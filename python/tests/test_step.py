@@ -96,6 +96,9 @@ def train(model, optimizer, batches):
 
 
 def two_lines(group, name, options, sizes=None, **wrapping):
+    """sizes: of the ranks' batches; they count by samples then."""
+    if sizes:
+        wrapping["weights"] = "samples"
     alone = make_model()
     make = getattr(torch.optim, name, None) or getattr(lockstep, name)
     train(alone, make(alone.parameters(), **options), global_batches())
@@ -103,7 +106,7 @@ def two_lines(group, name, options, sizes=None, **wrapping):
     optimizer = getattr(lockstep, name)(net.parameters(), **options)
     model = lockstep.DistributedDataParallel(net, optimizer, process_group=group, **wrapping)
     train(model, optimizer, parts_of_batches(group, sizes=sizes))
-    assert model.samples_of_last_batch == 6
+    assert model.samples_of_last_batch == (6 if sizes else dist.get_world_size(group))
     expect_equal(net, alone)
     expect_same_on_all_ranks(net, group)
     assert model.statistics["exchanges"] == STEPS
@@ -154,7 +157,7 @@ def integer_steps_are_exact(group):
         net = nn.Linear(3, 2, bias=False)
         nn.init.ones_(net.weight)
         optimizer = lockstep.SGD(net.parameters(), lr=0.5, momentum=0.5)
-        model = lockstep.DistributedDataParallel(net, optimizer, process_group=group) if group else net
+        model = lockstep.DistributedDataParallel(net, optimizer, process_group=group, weights="samples") if group else net
         x = torch.arange(12.0).view(4, 3)
         for _ in range(3):
             mine = x if group is None else x.split([1, 1, 2])[dist.get_rank(group)]
@@ -228,7 +231,7 @@ def accumulation(group):
     for wrapping in ({}, {"mean_in_grad": True}):
         alone, net = make_model(), make_model()
         plain, optimizer = torch.optim.SGD(alone.parameters(), lr=0.1), lockstep.SGD(net.parameters(), lr=0.1)
-        model = lockstep.DistributedDataParallel(net, optimizer, process_group=group, **wrapping)
+        model = lockstep.DistributedDataParallel(net, optimizer, process_group=group, weights="samples", **wrapping)
         for step in range(2):
             batches = [global_batch(10 * step + i) for i in range(3)]
             for batch in batches:
@@ -246,7 +249,8 @@ def accumulation(group):
 
 
 def joining(group):
-    """Rank r has r + 1 batches: those of a step are the global batch of the ranks that have one."""
+    """Rank r has r + 1 batches: those of a step are the global batch of the ranks that have one. PyTorch's own join()
+    is in test_step_weights.py."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     alone = make_model()
     plain = torch.optim.AdamW(alone.parameters(), lr=0.01)
@@ -257,7 +261,7 @@ def joining(group):
         net = make_model()
         optimizer = make(net.parameters(), lr=0.01)
         model = lockstep.DistributedDataParallel(net, optimizer, process_group=group)
-        with model.join():
+        with model.join(divide_by_initial_world_size=False):
             for step in range(rank + 1):
                 if zero_first:
                     optimizer.zero_grad()
@@ -288,7 +292,7 @@ def skipping(group):
 def clipping(group):
     alone, net = make_model(), make_model()
     plain, optimizer = torch.optim.SGD(alone.parameters(), lr=0.1), lockstep.SGD(net.parameters(), lr=0.1)
-    model = lockstep.DistributedDataParallel(net, optimizer, process_group=group)
+    model = lockstep.DistributedDataParallel(net, optimizer, process_group=group, weights="samples")
     for step in range(3):
         batch = global_batch(step)
         loss_of(alone, batch).backward()
@@ -406,10 +410,10 @@ def synchronised_batch_norm(group):
         return net
 
     for sizes, weights, wrapping in (
-        ([4, 2], [4 / 6, 2 / 6], {}),
-        ([6, 0], [1, 0], {}),
-        ([4, 2], [1 / 2, 1 / 2], {"weights": "equal"}),
-        ([4, 2], [4 / 6, 2 / 6], {"mean_in_grad": True}),
+        ([4, 2], [4 / 6, 2 / 6], {"weights": "samples"}),
+        ([6, 0], [1, 0], {"weights": "samples"}),
+        ([4, 2], [1 / 2, 1 / 2], {}),
+        ([4, 2], [4 / 6, 2 / 6], {"weights": "samples", "mean_in_grad": True}),
     ):
         alone, net = trained_alone(sizes, weights), lockstep.SyncBatchNorm.convert_sync_batchnorm(with_norm(), group)
         assert isinstance(net[1], lockstep.SyncBatchNorm)
@@ -456,7 +460,7 @@ def several_forwards_and_models(group):
     alone = trained(lambda step: global_batch(step)[0], alone_wrap)
     ranks = trained(
         lambda step: parts_of(global_batch(step), group, [1, 5])[0],
-        lambda model, optimizer: lockstep.DistributedDataParallel(model, optimizer, process_group=group),
+        lambda *it: lockstep.DistributedDataParallel(*it, process_group=group, weights="samples"),
     )
     expect_equal(ranks, alone)
 
@@ -465,7 +469,7 @@ def several_backwards(group):
     """Two backward() of one graph before a step add up."""
     alone, net = make_model(), make_model()
     plain, optimizer = torch.optim.SGD(alone.parameters(), lr=0.1), lockstep.SGD(net.parameters(), lr=0.1)
-    model = lockstep.DistributedDataParallel(net, optimizer, process_group=group)
+    model = lockstep.DistributedDataParallel(net, optimizer, process_group=group, weights="samples")
     for step in range(2):
         for wrapped, batch in ((alone, global_batch(step)), (model, parts_of(global_batch(step), group, [2, 4]))):
             output = wrapped(batch[0])
@@ -500,7 +504,7 @@ def hooks_of_parameters(group):
     parts = lambda step: [parts_of(global_batch(step), group, [2, 4]), parts_of(global_batch(step + 9), group, [6, 0])]
     for early in (True, False):
         for wrapping in ({}, {"mean_in_grad": True}):
-            wrap = lambda *it: lockstep.DistributedDataParallel(*it, process_group=group, **wrapping)
+            wrap = lambda *it: lockstep.DistributedDataParallel(*it, process_group=group, weights="samples", **wrapping)
             expect_equal(trained(early, wrap, parts), alone)
 
 
@@ -510,7 +514,7 @@ def another_optimizer(group):
         alone, net = make_model(), make_model()
         plain, optimizer = torch.optim.RMSprop(alone.parameters()), torch.optim.RMSprop(net.parameters())
         arguments = (net, optimizer) if give else (net,)
-        model = lockstep.DistributedDataParallel(*arguments, process_group=group)
+        model = lockstep.DistributedDataParallel(*arguments, process_group=group, weights="samples")
         assert model.mean_in_grad
         for step in range(STEPS):
             loss_of(alone, global_batch(step)).backward()
@@ -539,44 +543,6 @@ def hooks(group):
         expect_learning(losses, group)
 
 
-def equal_weights(group):
-    """Inputs that differ in dimension 0: all ranks count alike, and rank 0 says so once."""
-
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = make_model()
-
-        def forward(self, x, offsets):
-            return self.net(x)
-
-    for weights in (None, "equal"):
-        net = Two()
-        optimizer = lockstep.SGD(net.parameters(), lr=0.1)
-        model = lockstep.DistributedDataParallel(net, optimizer, process_group=group, weights=weights)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            for step in range(2):
-                x, y = parts_of(global_batch(step), group, [2, 4])
-                nn.functional.mse_loss(model(x, torch.zeros(7)), y).backward()
-                assert model.samples_of_last_batch == 2
-                optimizer.step()
-                optimizer.zero_grad()
-        expected = 1 if weights is None and dist.get_rank(group) == 0 else 0
-        assert len([w for w in said if "counts alike" in str(w.message)]) == expected, [str(w.message) for w in said]
-    # samples() gives what is not known
-    alone, net = make_model(), Two()
-    optimizer = lockstep.SGD(net.parameters(), lr=0.1)
-    model = lockstep.DistributedDataParallel(net, optimizer, process_group=group)
-    x, y = parts_of(global_batch(0), group, [2, 4])
-    loss = nn.functional.mse_loss(model(x, torch.zeros(7)), y)
-    model.samples(len(x))
-    loss.backward()
-    optimizer.step()
-    train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), [global_batch(0)])
-    expect_equal(net.net, alone)
-
-
 def shapes_of_models(group):
     """Tied weights, frozen and unused parameters, dicts as output, names that need a tree."""
 
@@ -600,7 +566,7 @@ def shapes_of_models(group):
     alone, net = Odd(), Odd()
     plain = torch.optim.AdamW([p for p in alone.parameters() if p.requires_grad], lr=0.01)
     optimizer = lockstep.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
-    model = lockstep.DistributedDataParallel(net, optimizer, process_group=group)
+    model = lockstep.DistributedDataParallel(net, optimizer, process_group=group, weights="samples")
     for step in range(STEPS):
         x, y = global_batch(step)
         loss(alone(x=x), y).backward()
@@ -618,7 +584,7 @@ def sparse_gradients(group):
     for kept, wrapping in itertools.product((False, True), ({}, {"mean_in_grad": True})):
         nets = [nn.Embedding.from_pretrained(torch.eye(6, 4).double(), freeze=False, sparse=True) for _ in range(2)]
         plain, optimizer = torch.optim.SGD(nets[0].parameters(), lr=0.1), lockstep.SGD(nets[1].parameters(), lr=0.1)
-        model = lockstep.DistributedDataParallel(nets[1], optimizer, process_group=group, **wrapping)
+        model = lockstep.DistributedDataParallel(nets[1], optimizer, process_group=group, weights="samples", **wrapping)
         for step in range(STEPS):
             rows = torch.randint(6, (6,), generator=torch.Generator().manual_seed(step))
             nets[0](rows).square().sum(1).mean().backward()
@@ -755,9 +721,6 @@ class TwoLines(RanksTestCase):
 
     def test_lossy_hooks_keep_ranks_equal_and_learn(self):
         self.on_ranks(2, hooks)
-
-    def test_unknown_numbers_of_samples_weigh_ranks_alike(self):
-        self.on_ranks(2, equal_weights)
 
     def test_tied_frozen_and_unused_parameters(self):
         self.on_ranks(2, shapes_of_models)

@@ -210,13 +210,13 @@ def an_exception_in_backward(group):
 
 def past_the_wrapper(group, wrapping):
     """The samples of a call that does not go through the DistributedDataParallel are not known."""
-    _, _, model = wrapped(group, **wrapping)
+    _, _, model = wrapped(group, weights="samples", **wrapping)
     call = lambda: loss_of(model.module, parts_of(global_batch(0), group)).backward()
-    expect_error(lockstep.UsageError, "number of samples is not known", call)
+    expect_error(lockstep.UsageError, "the number of samples of a batch is not known", call)
 
 
-def past_the_wrapper_with_equal_weights(group):
-    alone, (net, optimizer, model) = make_model(), wrapped(group, weights="equal")
+def past_the_wrapper_where_ranks_count_alike(group):
+    alone, (net, optimizer, model) = make_model(), wrapped(group)
     loss_of(model.module, parts_of(global_batch(0), group)).backward()
     optimizer.step()
     loss_of(alone, global_batch(0)).backward()
@@ -234,7 +234,7 @@ def options_that_torch_has(group):
     _, _, model = wrapped(group)
     expect_error(lockstep.UsageError, "register_comm_hook()", lambda: model.register_comm_hook(None, None))
     expect_error(lockstep.UsageError, "hook zip", lambda: wrapped(group, hook="zip"))
-    expect_error(lockstep.UsageError, "weights='none'", lambda: wrapped(group, weights="none"))
+    expect_error(lockstep.UsageError, "weights='equal'", lambda: wrapped(group, weights="equal"))
 
 
 def groups_that_come_late(group):
@@ -416,7 +416,7 @@ class Errors(RanksTestCase):
     def test_a_forward_past_the_wrapper(self):
         for wrapping in ({}, {"mean_in_grad": True}):
             self.on_ranks(2, past_the_wrapper, wrapping)
-        self.on_ranks(2, past_the_wrapper_with_equal_weights)
+        self.on_ranks(2, past_the_wrapper_where_ranks_count_alike)
 
     def test_options_that_lockstep_does_not_have(self):
         self.on_ranks(1, options_that_torch_has)

@@ -71,6 +71,8 @@ class Top(unittest.TestCase):
         with launched() as process, tempfile.TemporaryDirectory() as folder:
             job = job_with(lambda job: job["job"] == process.pid and all(rank["steps_per_second"] > 0 for rank in job["ranks"]))
             self.assertEqual((job["name"], job["world_size"]), ("test_top.py", 2))
+            for rank in job["ranks"]:  # 6 a step
+                self.assertGreater(rank["samples_per_second"], 4 * rank["steps_per_second"])
             file = Path(folder, "running.json")
             subprocess.run([COMMAND, "trace", str(process.pid), "--output", file, "--seconds", "0.5"], check=True, timeout=LATE)
             trace = json.loads(file.read_text())

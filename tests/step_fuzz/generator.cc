@@ -57,6 +57,7 @@ class Generator {
     if (chance(0.15)) embed(plan);
     if (chance(0.15) && plan.shards == 0 && plan.dtype != torch::kBFloat16)
       plan.norm = chance(0.5) && !keeps_residual(plan) ? Norm::kSynchronised : Norm::kOfRank;
+    plan.alike = chance(0.2) && plan.shards == 0 && plan.norm != Norm::kSynchronised;
     if (chance(0.15)) plan.frozen = 1U << some_parameter(plan);
     if (chance(0.15))
       for (int& color : plan.color) color = between(0, 1);
@@ -304,6 +305,7 @@ void simplify_values(Program& program, const std::function<bool(const Program&)>
     with([](TrainerPlan& plan) { plan.hook = Hook::kNone; });
     with([](TrainerPlan& plan) { plan.norm = Norm::kNone; });
     with([](TrainerPlan& plan) { plan.words = false; });
+    with([](TrainerPlan& plan) { plan.alike = false; });
   }
   attempt([](Program& simpler) { simpler.processes = false; });
   if (std::ranges::all_of(program.trainers, &TrainerPlan::mean_in_grad))

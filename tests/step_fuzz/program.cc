@@ -57,6 +57,7 @@ void describe(std::ostream& out, const TrainerPlan& plan, int ranks) {
   if (plan.bucket_view) out << ", bucket view";
   if (plan.wide) out << ", wide";
   if (plan.buffers) out << ", buffers";
+  if (plan.alike) out << ", ranks count alike";
   if (plan.norm != Norm::kNone) out << ", " << kNorms[static_cast<std::size_t>(plan.norm)];
   if (plan.words) out << ", sparse embedding";
   if (plan.frozen != 0) out << ", frozen " << ranks_text(plan.frozen);
@@ -98,6 +99,7 @@ void features_of(const TrainerPlan& plan, int ranks, std::set<std::string>& feat
   note(plan.bucket_view, "gradient_as_bucket_view");
   note(plan.wide, "large gradients");
   note(plan.buffers, "buffers");
+  note(plan.alike, "ranks that count alike");
   note(plan.words, "sparse embedding");
   note(plan.frozen != 0, "frozen at first");
   for (int rank = 1; rank < ranks; ++rank)

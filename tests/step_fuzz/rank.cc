@@ -49,17 +49,17 @@ std::string difference(const std::string& name, const torch::Tensor& value, cons
 // As Python's loss.backward(): what lockstep does begins in a hook and ends in a callback of autograd's.
 class BeginInHook : public torch::autograd::FunctionPreHook {
  public:
-  BeginInHook(DistributedDataParallel& ddp, std::int64_t samples) : ddp_(ddp), samples_(samples) {}
+  BeginInHook(DistributedDataParallel& ddp, const BatchWeight& weight) : ddp_(ddp), weight_(weight) {}
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
-    const double factor = ddp_.begin_backward(samples_);
+    const double factor = ddp_.begin_backward(weight_);
     torch::autograd::Engine::get_default_engine().queue_callback([&ddp = ddp_] { ddp.end_backward(); });
     return {gradients.front() * factor};
   }
 
  private:
   DistributedDataParallel& ddp_;
-  std::int64_t samples_;
+  BatchWeight weight_;
 };
 
 // One rank's objects of one trainer.
@@ -224,17 +224,23 @@ class Trainer {
     for (int shard = 0; shard < std::max(plan_.shards, 1); ++shard) {
       samples = samples_of_shard(operation, rank_, shard);
       const torch::Tensor loss = samples == 0 ? torch::Tensor() : scaled(loss_of(operation, shard), operation);
-      operation.halves ? backward_in_halves(loss, samples) : ddp_->backward(loss, samples);
+      backward(loss, samples, operation.halves);
     }
     if (operation.action == Action::kBackward) totals_[operation.id] = ddp_->last_batch();
   }
 
-  void backward_in_halves(const torch::Tensor& loss, int samples) {
-    if (samples == 0) {
-      ddp_->begin_backward(0);
+  void backward(const torch::Tensor& loss, int samples, bool halves) {
+    const BatchWeight::Kind alike = samples > 0 ? BatchWeight::kAlike : BatchWeight::kNone;
+    halves || plan_.alike ? backward_in_halves(loss, plan_.alike ? BatchWeight(alike, samples) : BatchWeight(samples))
+                          : ddp_->backward(loss, samples);
+  }
+
+  void backward_in_halves(const torch::Tensor& loss, const BatchWeight& weight) {
+    if (weight.samples == 0) {
+      ddp_->begin_backward(weight);
       return ddp_->end_backward();
     }
-    loss.grad_fn()->add_pre_hook(std::make_unique<BeginInHook>(*ddp_, samples));
+    loss.grad_fn()->add_pre_hook(std::make_unique<BeginInHook>(*ddp_, weight));
     try {
       loss.backward();
     } catch (const std::exception& error) {
@@ -269,9 +275,9 @@ class Trainer {
     try {
       if (operation.value > 0) {
         const auto no_sync = ddp_->no_sync();
-        return ddp_->backward(loss, 2);
+        return backward(loss, 2, /*halves=*/false);
       }
-      ddp_->backward(loss, 2);
+      backward(loss, 2, /*halves=*/false);
     } catch (const std::exception& error) {
       if (std::string(error.what()).find("thrown by the program") == std::string::npos) throw;
     }
@@ -280,10 +286,10 @@ class Trainer {
   void backward_of_old_graph(Operation operation) {
     operation.samples.fill(2);
     const torch::Tensor old = loss_of(operation, 0);
-    ddp_->backward(loss_of(operation, 0), 2);
+    backward(loss_of(operation, 0), 2, /*halves=*/false);
     step();
     optimizer_->zero_grad();
-    ddp_->backward(old, 2);
+    backward(old, 2, /*halves=*/false);
   }
 
   void step() {

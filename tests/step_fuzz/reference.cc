@@ -51,7 +51,7 @@ class Reference {
   // What one rank has not exchanged yet.
   struct Pending {
     Tensors gradients;   // of the sum of samples * loss
-    double samples = 0;  // loss.backward() counts as one
+    double samples = 0;  // loss.backward() counts as one, and so do all of them where ranks count alike
     double first = 0;    // samples of the first batch
     int backwards = 0;
   };
@@ -117,7 +117,7 @@ class Reference {
   }
 
   void note_totals(const Operation& operation) {
-    const Totals totals{static_cast<int>(all_samples()), operation.halves ? NAN : loss_ / all_samples()};
+    const Totals totals{static_cast<int>(all_samples()), operation.halves || plan_.alike ? NAN : loss_ / all_samples()};
     for (const int rank : members_)
       if (has(operation.ranks, rank)) totals_[{rank, id_of(operation, rank)}] = totals;
   }
@@ -130,7 +130,7 @@ class Reference {
         if (samples == 0) continue;
         const Tensors stats = copies(network_.stats);
         const auto losses = network_.losses({part(operation, member, shard)});
-        const double weight = plain ? 1 : samples;
+        const double weight = plain || plan_.alike ? 1 : samples;
         count(operation, member, weight, losses[0].item<double>());
         (losses[0] * weight).backward();
         take_into(pending_[member].gradients);
@@ -164,7 +164,7 @@ class Reference {
   void count(const Operation& operation, std::size_t member, double weight, double loss) {
     Pending& pending = pending_[member];
     if (has(operation.overflow, members_[member])) overflow_ = true;
-    pending.samples += weight;
+    pending.samples = plan_.alike ? 1 : pending.samples + weight;
     if (pending.first == 0) pending.first = weight;
     loss_ += weight * loss;
   }
@@ -177,7 +177,8 @@ class Reference {
 
   // ---- The exchange
 
-  // T backward() over n samples: T / n times the sum, added to what was in .grad before.
+  // T backward() over n samples: T / n times the sum, added to what was in .grad before. Of n ranks that count alike: 1 / n.
+  int times() const { return plan_.alike ? 1 : backwards_; }
   void exchange() {
     if (backwards_ == 0) return;
     const double samples = all_samples();
@@ -187,7 +188,7 @@ class Reference {
       gradient = before_[i];
       if (sent[i].defined()) gradient = sent[i] * (unit_ / samples);
       if (hook_ && !is_sparse(i)) continue;
-      for (const Pending& pending : pending_) add(gradient, pending.gradients[i], backwards_ / samples);
+      for (const Pending& pending : pending_) add(gradient, pending.gradients[i], times() / samples);
     }
     unit_ = power_of_two_below(samples);
     drop_pending();
@@ -202,8 +203,8 @@ class Reference {
     for (std::size_t member = 0; member < members_.size(); ++member) {
       const Pending& pending = pending_[member];
       for (std::size_t i = 0; i < before_.size() && pending.samples > 0; ++i) {
-        add(given[member][i], before_[i], pending.first * backwards_ / unit_);
-        add(given[member][i], pending.gradients[i], backwards_ / unit_);
+        add(given[member][i], before_[i], pending.first * times() / unit_);
+        add(given[member][i], pending.gradients[i], times() / unit_);
         if (given[member][i].defined()) used[i] = true;
       }
     }

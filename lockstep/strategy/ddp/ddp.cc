@@ -7,7 +7,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <unordered_set>
+#include <utility>
 
 #include "lockstep/base/defects.h"
 #include "lockstep/base/text.h"
@@ -179,14 +181,15 @@ class DistributedDataParallel::Impl {
     end_backward();
   }
 
-  double begin_backward(std::int64_t samples, const torch::Tensor& loss = {}) try {
+  double begin_backward(const BatchWeight& batch, const torch::Tensor& loss = {}) try {
     exchange_seconds_ = 0;
-    begun_ = {samples, !no_sync_};
+    begun_ = {batch.samples, !no_sync_};
+    size_ += batch.size;
     own_progress::begin_next_step();
     own_progress::enter(Phase::kBackward);
     backward_began_ = trace::now_if_recording();
     trace::count_memory();
-    return exchange_->begin(samples, loss, begun_.exchanges);
+    return exchange_->begin(batch, loss, begun_.exchanges);
   } catch (const std::exception& error) {
     fail(error);
     throw;
@@ -227,7 +230,10 @@ class DistributedDataParallel::Impl {
   void join(torch::optim::Optimizer& optimizer) {
     if (begun_.exchanges) optimizer.zero_grad();
     while (true) {
-      for (int shard = 0; shard < std::max(options_.virtual_shards / world_.size(), 1); ++shard) backward({}, 0);
+      for (int shard = 0; shard < std::max(options_.virtual_shards / world_.size(), 1); ++shard) {
+        begin_backward(BatchWeight::kNone);
+        end_backward();
+      }
       if (last_batch_.samples == 0) return exchange_->drop();
       optimizer.step();
       optimizer.zero_grad();
@@ -264,7 +270,10 @@ class DistributedDataParallel::Impl {
     exchange_->finish();
     exchange_seconds_ = waiting.seconds();
     statistics_.waiting_seconds += exchange_seconds_;
-    own_progress::finish_step(last_batch_.samples, last_batch_.mean_loss);
+    // Where ranks count alike, as if all had batches of the size of this one.
+    const double size = std::exchange(size_, 0) * world_.size();
+    own_progress::finish_step(std::isnan(size) ? last_batch_.samples : static_cast<std::int64_t>(size),
+                              last_batch_.mean_loss);
   }
 
   // The other ranks need not wait for this one; a MismatchError they have, too.
@@ -445,6 +454,7 @@ class DistributedDataParallel::Impl {
     std::int64_t samples = 0;
     bool exchanges = true;
   } begun_;                          // by begin_backward()
+  double size_ = 0;                  // of the batches since the last exchange; NaN: they count by samples
   std::int64_t backward_began_ = 0;  // for a trace
   ShardBuffers shard_buffers_;
   BatchTotals last_batch_;
@@ -465,7 +475,7 @@ DistributedDataParallel::~DistributedDataParallel() = default;
 void DistributedDataParallel::backward(const torch::Tensor& loss, std::int64_t samples) {
   impl_->backward(loss, samples);
 }
-double DistributedDataParallel::begin_backward(std::int64_t samples) { return impl_->begin_backward(samples); }
+double DistributedDataParallel::begin_backward(const BatchWeight& batch) { return impl_->begin_backward(batch); }
 void DistributedDataParallel::end_backward() { impl_->end_backward(); }
 void DistributedDataParallel::cancel_backward(const std::string& reason) { impl_->cancel_backward(reason); }
 DistributedDataParallel::NoSync DistributedDataParallel::no_sync() { return NoSync(&impl_->no_sync()); }

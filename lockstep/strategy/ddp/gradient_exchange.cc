@@ -21,8 +21,8 @@ class ExchangeInSharedMemory : public GradientExchange {
   }
   ~ExchangeInSharedMemory() override { gradients_->close(); }
 
-  double begin(std::int64_t samples, const torch::Tensor& loss, bool /*exchanges*/) override {
-    return gradients_->begin(samples, loss);
+  double begin(const BatchWeight& batch, const torch::Tensor& loss, bool /*exchanges*/) override {
+    return gradients_->begin(batch, loss);
   }
   void end(bool exchanges) override { gradients_->end(exchanges); }
   void cancel(const std::string& reason) override { gradients_->cancel(reason); }
@@ -59,9 +59,9 @@ class ExchangeThroughBuckets : public GradientExchange {
     if (this->source()) this->source()->close();
   }
 
-  double begin(std::int64_t samples, const torch::Tensor& loss, bool exchanges) override {
+  double begin(const BatchWeight& batch, const torch::Tensor& loss, bool exchanges) override {
     if (!exchanges && source_) source_->not_exchanged();
-    return exchanges ? reducer_->begin(samples, loss) : reducer_->begin_accumulating(samples, loss);
+    return exchanges ? reducer_->begin(batch, loss) : reducer_->begin_accumulating(batch, loss);
   }
 
   void end(bool exchanges) override {

@@ -38,9 +38,9 @@ class GradientExchange {
   virtual ~GradientExchange() = default;
 
   // Around a backward(), which adds to .grad. begin() on the thread that runs it, before the first gradient of a
-  // parameter. loss: the mean over `samples` samples of this rank; undefined: not known. exchanges: finish() follows; else
+  // parameter. loss: the mean over the batch of this rank; undefined: not known. exchanges: finish() follows; else
   // a later backward() exchanges the sum. Returns the factor by which its gradients must be multiplied, 0 without samples.
-  virtual double begin(std::int64_t samples, const torch::Tensor& loss, bool exchanges) = 0;
+  virtual double begin(const BatchWeight& batch, const torch::Tensor& loss, bool exchanges) = 0;
   virtual void end(bool exchanges) = 0;
 
   // Instead, if it failed: the other ranks get PeerLost with `reason` now and not at their deadline.

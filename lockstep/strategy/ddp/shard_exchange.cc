@@ -28,7 +28,7 @@ class ExchangeOfShards : public GradientExchange {
   }
   ~ExchangeOfShards() override { slices_->close(); }
 
-  double begin(std::int64_t samples, const torch::Tensor& loss, bool /*exchanges*/) override {
+  double begin(const BatchWeight& batch, const torch::Tensor& loss, bool /*exchanges*/) override {
     if (failed_) throw after_failed_backward(world_.describe());
     if (done_ == shards_.size())
       throw UsageError(
@@ -37,7 +37,7 @@ class ExchangeOfShards : public GradientExchange {
            .next = "call step() after the last shard"});
     failed_ = true;  // unless end() is called
     shards_[done_].batch = {};
-    return shards_[done_].batch.add(samples, loss);
+    return shards_[done_].batch.add(batch, loss);
   }
 
   void end(bool /*exchanges*/) override {
@@ -60,7 +60,7 @@ class ExchangeOfShards : public GradientExchange {
     BatchTotals totals = totals_.wait();
     totals.mean_loss = sum_of_losses() / static_cast<double>(totals.samples);
     for (std::size_t i = 0; i < shards_.front().buckets.size(); ++i)
-      sum_slice(i, totals.samples > 0 ? 1 / static_cast<double>(totals.samples) : 0);
+      sum_slice(i, totals.samples > 0 ? 1 / totals_.divisor() : 0);
     slices_->exchanged(used_parameters());
     done_ = 0;
     seconds_ += watch.seconds();

@@ -27,7 +27,7 @@ class SyncBatchNorm(_BatchNorm):
     sends 2 C. In eval mode nothing is sent. Input: (B, C, ...). A rank's batch may be empty, but every rank calls forward
     and backward: skip_batch() and join() of DistributedDataParallel refuse a model with such layers.
 
-    Gradients are those of the mean that DistributedDataParallel makes: by samples, or of all ranks alike. Where no
+    Gradients are those of the mean that DistributedDataParallel makes: of all ranks alike, or by samples. Where no
     lockstep.DistributedDataParallel's backward() is under way ranks count alike, as with torch's. Second derivatives are
     a UsageError.
     """

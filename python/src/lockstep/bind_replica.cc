@@ -14,17 +14,16 @@ namespace {
 using Release = py::call_guard<py::gil_scoped_release>;
 using Options = DistributedDataParallelOptions;
 
-Weights weights_named(const std::optional<std::string>& name) {
-  if (!name) return Weights::kUndecided;
-  if (*name == "samples") return Weights::kSamples;
-  if (*name == "equal") return Weights::kEqual;
-  throw UsageError({.what = "weights='" + *name + "'", .next = "weights='samples', weights='equal' or None"});
+bool by_samples(const std::optional<std::string>& weights) {
+  if (!weights) return false;
+  if (*weights == "samples") return true;
+  throw UsageError({.what = "weights='" + *weights + "'", .next = "weights='samples', or None: all ranks count alike"});
 }
 
 std::shared_ptr<Replica> make(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
                               const std::shared_ptr<Optimizer>& optimizer, const Options& options,
                               const std::optional<std::string>& weights) {
-  return Replica::make(world, parameters, buffers, optimizer, options, weights_named(weights));
+  return Replica::make(world, parameters, buffers, optimizer, options, by_samples(weights));
 }
 
 py::dict statistics_of(Replica& replica) {
@@ -64,9 +63,9 @@ void bind_replica(py::module_& module) {
              own_progress::enter(training ? Phase::kForward : Phase::kValidating);
            })
       .def("leave_forward", [](Replica&) { own_progress::enter(Phase::kOwnCode); })
-      .def("watch", &Replica::watch, py::arg("outputs"), py::arg("samples"))
+      .def("watch", &Replica::watch, py::arg("outputs"), py::arg("size"))
       .def("set_samples", &Replica::set_samples)
-      .def("skip_batch", &Replica::skip_batch, Release())
+      .def("skip_batch", &Replica::skip_batch, Release(), py::arg("joined"))
       .def_property("no_sync", &Replica::no_sync, &Replica::set_no_sync)
       .def_property_readonly("accumulates", &Replica::accumulates)
       .def_property_readonly("mean_in_grad", [](Replica& replica) { return replica.ddp().mean_in_grad(); })

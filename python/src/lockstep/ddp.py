@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -53,15 +54,15 @@ class DistributedDataParallel(nn.Module):
     gradients are all-reduced in buckets, and .grad is the mean after backward(). With any other optimizer give the model
     alone: .grad is then the mean, and every rank has its own parameters.
 
-    The mean is over samples: a rank with m of all n samples counts m / n, and one with an empty batch counts nothing.
-    The loss has to be the mean over this rank's samples. How many these are is dimension 0 of the tensors given to
-    forward(); several forwards that one backward() passes through add up. Where the tensors differ in dimension 0 all
-    ranks count alike instead, which is said once. `weights` decides it: "samples" (an error where the number is not
-    known), "equal", or None as described. samples() gives the number of one backward().
+    The mean is over ranks, as in PyTorch. samples(n) before each backward() makes it one over samples, or tokens: a rank
+    with m of all n counts m / n, if its loss is the mean over its own m.
 
     Args:
         module: on the CPU, or on CUDA in a build with it. Its parameters move to memory that the ranks share.
         optimizer: holds no other parameters; makes no step before.
+        weights: "samples": each backward() counts as many samples as dimension 0 of the tensors given to forward() has;
+            several forwards that it passes through add up. A number that is not known is an error. None: ranks count
+            alike, and where dimension 0 differs between them a warning says so once.
         broadcast_buffers: rank 0's buffers go to every rank after each backward().
         find_unused_parameters: False makes a parameter without a gradient an error. True costs nothing before a step
             has left one out.
@@ -145,7 +146,7 @@ class DistributedDataParallel(nn.Module):
         self._replica.leave_forward()
         if torch.is_grad_enabled():
             sizes = {tensor.size(0) for tensor in _tensors_in((inputs, kwargs)) if tensor.dim() > 0}
-            self._replica.watch(list(_tensors_in(output)), sizes.pop() if len(sizes) == 1 else None)
+            self._replica.watch(list(_tensors_in(output)), sizes.pop() if len(sizes) == 1 else math.nan)
         return output
 
     def _require_same_parameters(self) -> None:
@@ -179,15 +180,18 @@ class DistributedDataParallel(nn.Module):
                 )
 
     def samples(self, count: int) -> None:
-        """The next backward() counts this many samples of this rank, whatever was given to forward(). 0: an empty batch."""
+        """The next backward() counts this many samples of this rank, or tokens. 0: nothing, even if its gradient is NaN.
+
+        Every rank calls it before each backward() of a step: else backward() raises MismatchError on all of them."""
         self._replica.set_samples(count)
 
     def skip_batch(self) -> None:
         """Instead of forward and backward() on a rank that has no batch for this step. step() follows as on every rank.
+        The mean is over the other ranks.
 
         Blocks as backward() does. Raises UsageError for a model with SyncBatchNorm."""
         self._require_no_sync_batch_norm("skip_batch()")
-        self._replica.skip_batch()
+        self._replica.skip_batch(joined=False)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -200,12 +204,13 @@ class DistributedDataParallel(nn.Module):
             self._replica.no_sync = before
 
     @contextmanager
-    def join(self, enable: bool = True) -> Iterator[None]:
+    def join(self, divide_by_initial_world_size: bool = True, enable: bool = True) -> Iterator[None]:
         """For ranks that may have different numbers of batches: around the loop, with one step() per batch.
 
-        A rank that leaves the loop takes part in the steps of the others without samples, until none has any. The
-        learning rate has to be the same on all ranks then, too. Needs the optimizer. Raises UsageError for a model with
-        SyncBatchNorm."""
+        A rank that leaves the loop takes part in the steps of the others without a batch, until none has any. The sum of
+        gradients is divided by the number of all ranks, as in PyTorch, or with divide_by_initial_world_size=False by that
+        of the ranks that have a batch; where samples are counted, in both cases by these. The learning rate has to be
+        the same on all ranks then, too. Needs the optimizer. Raises UsageError for a model with SyncBatchNorm."""
         if enable and self._optimizer is None:
             _C.usage_error("join() without an optimizer", next="give DistributedDataParallel the optimizer as well")
         if enable:
@@ -214,7 +219,7 @@ class DistributedDataParallel(nn.Module):
         if enable and not self._replica.accumulates:
             self._optimizer.zero_grad()  # a loop that begins with zero_grad() leaves gradients that a step() has used
         while enable:
-            self.skip_batch()
+            self._replica.skip_batch(joined=divide_by_initial_world_size)
             if self.samples_of_last_batch == 0:
                 return
             self._optimizer.step()
@@ -226,7 +231,8 @@ class DistributedDataParallel(nn.Module):
             _C.usage_error(
                 f"{call} of a model with SyncBatchNorm",
                 likely="the layers of the other ranks would wait for this rank's forward()",
-                next="give a rank without a batch an empty one, (0, ...), and call forward() and backward() as the others do",
+                next="give a rank without a batch an empty one, (0, ...), and call forward() and backward() as the others do; "
+                "make the model with weights='samples'",
             )
 
     # ---- Parameters
@@ -264,7 +270,7 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def samples_of_last_batch(self) -> int:
-        """Of the last exchange, over all ranks. With equal weights: the number of ranks that had a batch."""
+        """Of the last exchange, over all ranks. Where ranks count alike: the number of ranks that had a batch."""
         return self._replica.samples_of_last_batch
 
     @property

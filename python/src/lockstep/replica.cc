@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <map>
 #include <set>
 
@@ -57,17 +58,9 @@ std::vector<torch::Tensor> trained(const NamedTensors& parameters) {
 UsageError unknown_batch(const World& world) {
   return UsageError({.what = "the number of samples of a batch is not known",
                      .here = world.describe(),
-                     .likely = "tensors among the arguments of forward() that differ in dimension 0",
-                     .next = "call model.samples(n) before backward(), or make the model with weights='equal'"});
-}
-
-UsageError past_the_wrapper(const World& world) {
-  return UsageError(
-      {.what = "a backward() whose number of samples is not known: it passes no output of the model",
-       .here = world.describe(),
-       .likely = "a call of model.module instead of the model, or an output in which no tensors are found",
-       .next = "call the model, and return tensors, lists, dicts or dataclasses of them; or call "
-               "model.samples(n) before backward(), or make the model with weights='equal'"});
+                     .likely = "tensors among the arguments of forward() that differ in dimension 0, or a call of "
+                               "model.module instead of the model, or an output in which no tensors are found",
+                     .next = "call model.samples(n) before backward(), or leave out weights='samples'"});
 }
 
 std::atomic<double> weight_of_this_backward{1};  // read on autograd's threads
@@ -136,19 +129,19 @@ class Replica::Backward {
 };
 
 Replica::Replica(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
-                 std::shared_ptr<Optimizer> optimizer, const DistributedDataParallelOptions& options, Weights weights)
+                 std::shared_ptr<Optimizer> optimizer, const DistributedDataParallelOptions& options, bool by_samples)
     : world_(world),
       module_(tree_of(parameters, buffers)),
       optimizer_(std::move(optimizer)),
       ddp_(optimizer_ ? DistributedDataParallel(world, *module_, *optimizer_, options)
                       : DistributedDataParallel(world, *module_, options)),
-      weights_(weights),
+      by_samples_(by_samples),
       parameters_(trained(parameters)) {}
 
 std::shared_ptr<Replica> Replica::make(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
                                        std::shared_ptr<Optimizer> optimizer,
-                                       const DistributedDataParallelOptions& options, Weights weights) {
-  std::shared_ptr<Replica> replica(new Replica(world, parameters, buffers, std::move(optimizer), options, weights));
+                                       const DistributedDataParallelOptions& options, bool by_samples) {
+  std::shared_ptr<Replica> replica(new Replica(world, parameters, buffers, std::move(optimizer), options, by_samples));
   replica->watch_parameters();
   return replica;
 }
@@ -173,9 +166,9 @@ torch::Tensor Replica::scaled(const torch::Tensor& gradient) {
   return factor_ == 0 ? torch::zeros_like(gradient) : gradient * factor_;
 }
 
-void Replica::watch(const std::vector<torch::Tensor>& outputs, std::optional<std::int64_t> samples) {
+void Replica::watch(const std::vector<torch::Tensor>& outputs, double size) {
   std::erase_if(outputs_, [](const auto& output) { return output.expired(); });
-  const auto forward = std::make_shared<const Forward>(samples, !no_sync());
+  const auto forward = std::make_shared<const Forward>(size, !no_sync());
   for (const torch::Tensor& tensor : outputs) {
     if (!tensor.requires_grad() || tensor.is_leaf()) continue;
     const auto node = tensor.grad_fn();
@@ -196,10 +189,10 @@ void Replica::begin(const Output* reached) {
   try {
     const auto forwards = forwards_of_this_backward(reached);
     accumulates_ = !forwards.empty() && std::ranges::none_of(forwards, &Forward::exchanges);
-    const std::int64_t samples = count(forwards);
-    weight_of_this_backward = static_cast<double>(samples);
+    const BatchWeight weight = weight_of(forwards);
+    weight_of_this_backward = static_cast<double>(weight.samples);
     const NoSyncGuard guard = accumulates_ ? begin_no_sync() : nullptr;
-    factor_ = ddp_.begin_backward(samples);
+    factor_ = ddp_.begin_backward(weight);
   } catch (const std::exception& error) {
     ddp_.cancel_backward(error.what());
     throw;
@@ -228,44 +221,18 @@ std::vector<const Replica::Forward*> Replica::forwards_of_this_backward(const Ou
   return {found.begin(), found.end()};
 }
 
-// What this rank counts in this backward(); 0: nothing.
-std::int64_t Replica::count(const std::vector<const Forward*>& forwards) {
-  std::optional<std::int64_t> samples = 0;
-  for (const Forward* forward : forwards) {
-    if (samples && forward->samples)
-      *samples += *forward->samples;
-    else
-      samples.reset();
-  }
-  if (given_samples_)
-    samples = std::exchange(given_samples_, std::nullopt);
-  else if (forwards.empty() && weights_ == Weights::kEqual)
-    return 1;
-  else if (forwards.empty())
-    throw past_the_wrapper(world_);
-  decide_weights(samples.has_value());
-  if (weights_ == Weights::kEqual) return samples == 0 ? 0 : 1;
-  if (!samples) throw unknown_batch(world_);
-  return *samples;
+BatchWeight Replica::weight_of(const std::vector<const Forward*>& forwards) {
+  if (given_samples_) return *std::exchange(given_samples_, std::nullopt);
+  double size = forwards.empty() ? NAN : 0;
+  for (const Forward* forward : forwards) size += forward->size;
+  if (!by_samples_) return {BatchWeight::kAlike, size};
+  if (std::isnan(size)) throw unknown_batch(world_);
+  return static_cast<std::int64_t>(size);
 }
 
-// In the first backward(): by samples if every rank knows how many it has. All ranks decide alike, and for good.
-void Replica::decide_weights(bool known) {
-  if (weights_ != Weights::kUndecided) return;
-  const torch::Tensor all = world_.all_gather(torch::tensor({known ? 1 : 0}, torch::kInt64));
-  weights_ = all.all().item<bool>() ? Weights::kSamples : Weights::kEqual;
-  if (weights_ == Weights::kEqual && world_.rank() == 0 && world_.size() > 1)
-    TORCH_WARN(
-        "lockstep: every rank counts alike in the mean gradient: the tensors given to forward() differ in dimension 0, "
-        "so "
-        "the number of samples is not known. Call model.samples(n) before backward(), or make the model with "
-        "weights='equal'");
-}
-
-void Replica::skip_batch() {
+void Replica::skip_batch(bool joined) {
   given_samples_.reset();
-  decide_weights(/*known=*/true);
-  ddp_.begin_backward(0);
+  ddp_.begin_backward(joined ? BatchWeight::kJoined : BatchWeight::kNone);
   ddp_.end_backward();
 }
 

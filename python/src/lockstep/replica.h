@@ -10,7 +10,7 @@
 // Note [Samples]
 // A backward() counts the samples of every forward whose outputs it passes through. Which those are is known when it
 // begins: autograd has the set of all nodes it is going to visit, and each watched output is a node. A forward that no
-// backward() follows therefore counts nothing. It begins at the first output, or at the gradient of a parameter if that
+// backward() follows therefore counts nothing. By default these numbers are only compared, for a warning. It begins at the first output, or at the gradient of a parameter if that
 // comes before, as that of a norm of parameters in the loss.
 #pragma once
 
@@ -34,31 +34,30 @@ using NamedTensors = std::vector<std::pair<std::string, torch::Tensor>>;
 // DistributedDataParallel counts.
 double loss_weight();
 
-enum class Weights { kUndecided, kSamples, kEqual };
-
 class Replica : public std::enable_shared_from_this<Replica> {
  public:
-  // optimizer: null if it is not one of lockstep's. Blocks; throws as DistributedDataParallel.
+  // optimizer: null if it is not one of lockstep's. by_samples: ranks count by dimension 0 of what forward() was given;
+  // else alike. Blocks; throws as DistributedDataParallel.
   static std::shared_ptr<Replica> make(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
                                        std::shared_ptr<Optimizer> optimizer,
-                                       const DistributedDataParallelOptions& options, Weights weights);
+                                       const DistributedDataParallelOptions& options, bool by_samples);
   ~Replica();
   Replica(const Replica&) = delete;
   Replica& operator=(const Replica&) = delete;
 
  private:
   Replica(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
-          std::shared_ptr<Optimizer> optimizer, const DistributedDataParallelOptions& options, Weights weights);
+          std::shared_ptr<Optimizer> optimizer, const DistributedDataParallelOptions& options, bool by_samples);
 
  public:
-  // After a forward: its outputs, and the samples that it was for; none: not known.
-  void watch(const std::vector<torch::Tensor>& outputs, std::optional<std::int64_t> samples);
+  // After a forward: its outputs, and dimension 0 of its inputs; NaN: they differ, or have none.
+  void watch(const std::vector<torch::Tensor>& outputs, double size);
 
   // The next backward() counts this many samples, whatever its forwards did.
   void set_samples(std::int64_t samples);
 
-  // Takes part in an exchange without a backward(). Blocks.
-  void skip_batch();
+  // Takes part in an exchange without a backward(). joined: where ranks count alike, this one still does. Blocks.
+  void skip_batch(bool joined);
 
   void set_no_sync(bool on);
   bool no_sync() const { return no_sync_ != nullptr; }
@@ -70,7 +69,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
 
  private:
   struct Forward {
-    std::optional<std::int64_t> samples;
+    double size;
     bool exchanges;
   };
   // An output of a forward; lives as long as its node.
@@ -89,15 +88,14 @@ class Replica : public std::enable_shared_from_this<Replica> {
   void watch_parameters();
   bool adds_to_parameters() const;
   std::vector<const Forward*> forwards_of_this_backward(const Output* reached) const;
-  std::int64_t count(const std::vector<const Forward*>& forwards);
-  void decide_weights(bool known);
+  BatchWeight weight_of(const std::vector<const Forward*>& forwards);
   NoSyncGuard begin_no_sync();
 
   World world_;
   std::shared_ptr<torch::nn::Module> module_;
   std::shared_ptr<Optimizer> optimizer_;
   DistributedDataParallel ddp_;
-  Weights weights_;
+  bool by_samples_;
   std::vector<torch::Tensor> parameters_;
   std::vector<std::weak_ptr<const Output>> outputs_;  // of forwards whose graph still exists
   std::optional<std::int64_t> given_samples_;
