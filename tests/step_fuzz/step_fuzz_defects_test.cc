@@ -30,7 +30,8 @@ INSTANTIATE_TEST_SUITE_P(All, Defect,
                                            "an unfrozen parameter is accepted", "buffers stay each rank's own",
                                            "a residual is lost", "a residual keeps its old unit",
                                            "the trust ratio is dropped", "layerwise rules are not clipped",
-                                           "rows of an embedding are not weighted", "batch norm counts ranks alike"),
+                                           "rows of an embedding are not weighted", "batch norm counts ranks alike",
+                                           "the hash of the parameters is left out"),
                          [](const auto& each) { return "number_" + std::to_string(each.index + 1); });
 
 TEST_P(Defect, is_found_within_500_programs) {
