@@ -44,11 +44,12 @@ struct Rank {
   int unseen = 0;          // those without samples before them: a zero_grad() that drops no gradient is not seen
   bool published = false;  // of shared gradients: by the last backward(), since the last step()
   int written = 0;         // parameters written by hand, since the last exchange
-  std::array<int, kMaxParameters> data{};  // how often each was written through .data(), since all ranks had the same values
-  bool loaded = false;                     // another state, which the other ranks may not have
-  bool defined = false;    // .grad
-  bool touched = false;    // .grad changed by hand since the exchange
-  bool clipped = false;    // .grad of shared gradients changed by hand since zero_grad()
+  std::array<int, kMaxParameters>
+      data{};            // how often each was written through .data(), since all ranks had the same values
+  bool loaded = false;   // another state, which the other ranks may not have
+  bool defined = false;  // .grad
+  bool touched = false;  // .grad changed by hand since the exchange
+  bool clipped = false;  // .grad of shared gradients changed by hand since zero_grad()
   int good_steps = 0;
 };
 
@@ -207,7 +208,9 @@ class WorldOfTrainer {
     }
     if (ranks != members_ || samples.contains(0))
       return illegal("synchronised batch normalisation without a batch on some ranks", calls_differ());
-    if (!equal_need_of_hidden(operation)) return outside("synchronised batch normalisation of what needs no gradient");
+    if (!equal_need_of_hidden(operation))
+      return illegal("synchronised batch normalisation of what needs a gradient on some ranks only",
+                     {"the input of SyncBatchNorm needs a gradient on"});
     uneven_ = uneven_ || samples.size() > 1;
     const bool several = any([](const Rank& rank) { return rank.backwards > 0; });
     if (uneven_ && (several || operation.action == Action::kPlainBackward))
@@ -597,9 +600,7 @@ class WorldOfTrainer {
     return any_before_exchange([](Action action) { return action == Action::kStep; });
   }
   bool set_before_exchange() const {
-    return any_before_exchange([](Action action) {
-      return action == Action::kFreeze || action == Action::kUnfreeze;
-    });
+    return any_before_exchange([](Action action) { return action == Action::kFreeze || action == Action::kUnfreeze; });
   }
 
   // Whether all ranks take the parameters of the first before it matters that they differ.

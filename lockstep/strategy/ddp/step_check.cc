@@ -3,7 +3,9 @@
 
 #include <xxhash.h>
 
+#include <algorithm>
 #include <bit>
+#include <cstdlib>
 #include <string>
 
 #include "lockstep/base/text.h"
@@ -28,18 +30,25 @@ std::string ranks_by_value(const torch::Tensor& hashes) {
 
 }  // namespace
 
+int StepCheck::told_interval() {
+  const int interval = check_interval();
+  return interval == 0 && std::getenv("LOCKSTEP_CHECK") != nullptr ? -1 : interval;
+}
+
 StepCheck::StepCheck(World world, int interval) : world_(std::move(world)), interval_(interval) {
   if (world_.size() == 1) return;
   const torch::Tensor all = world_.all_gather(torch::tensor({static_cast<std::int64_t>(interval_)}));
   if (all.eq(all[0]).all().item<bool>()) return;
   throw MismatchError({.what = concat("LOCKSTEP_CHECK is ", ranks_by_value(all)),
-                       .here = concat(world_.describe(), ", where it is ", interval_),
+                       .here = concat(world_.describe(), ", where it is ",
+                                      interval_ == 0 ? "not set" : std::to_string(std::max(interval_, 0))),
                        .likely = "a variable that was not passed on to all machines",
                        .next = "set it for every rank, or for none"});
 }
 
 void StepCheck::exchanged(const std::vector<NamedTensor>& parameters) {
-  if (interval_ == 0 || world_.size() == 1 || ++exchanges_ % interval_ != 0) return;
+  ++exchanges_;
+  if (interval_ <= 0 || world_.size() == 1 || exchanges_ % static_cast<unsigned>(interval_) != 0) return;
   std::vector<std::int64_t> own;
   for (const auto& [name, tensor] : parameters) own.push_back(hash_of_bytes(tensor));
   const torch::Tensor all = world_.all_gather(torch::tensor(own, torch::kInt64)).view({world_.size(), -1});
@@ -53,6 +62,23 @@ void StepCheck::exchanged(const std::vector<NamedTensor>& parameters) {
                                    "other numbers of threads",
                          .next = "find the write; LOCKSTEP_CHECK=1 tells the step after which they differ"});
   }
+}
+
+double StepCheck::hash_of_part(const std::vector<NamedTensor>& parameters) const {
+  constexpr std::size_t kLeast = 4096, kMostParts = 100;
+  if (world_.size() == 1 || interval_ < 0) return 0;
+  std::size_t bytes = 0, first = 0;
+  for (const auto& [name, tensor] : parameters) bytes += tensor.nbytes();
+  const std::size_t parts = std::clamp<std::size_t>(bytes / kLeast, 1, kMostParts), part = exchanges_ % parts;
+  const std::size_t begin = bytes * part / parts, end = bytes * (part + 1) / parts;
+  std::uint64_t hash = 0;
+  for (const auto& [name, tensor] : parameters) {
+    const std::size_t from = std::max(begin, first), to = std::min(end, first + tensor.nbytes());
+    if (from < to && tensor.is_cpu() && tensor.is_non_overlapping_and_dense())
+      hash = XXH3_64bits_withSeed(static_cast<const char*>(tensor.const_data_ptr()) + (from - first), to - from, hash);
+    first += tensor.nbytes();
+  }
+  return static_cast<double>(hash >> 11);  // exact
 }
 
 }  // namespace lockstep
