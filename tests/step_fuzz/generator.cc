@@ -225,6 +225,8 @@ class Generator {
     auto& operations = program_.operations;
     const int at = between(0, static_cast<int>(operations.size()) - 1);
     Operation& chosen = operations[static_cast<std::size_t>(at)];
+    const TrainerPlan& plan = plan_of(chosen.trainer);
+    if ((plan.layout == Layout::kTorch || plan.groups > 1) && chance(0.6)) return spoil_optimizer(chosen.trainer);
     const double kind = fraction();
     if (kind < 0.5) {
       chosen.ranks = some_ranks();
@@ -238,7 +240,12 @@ class Generator {
       operations.insert(operations.begin() + at, make(Action::kOldGraph, chosen.trainer));
       return;
     }
-    Operation extra = make(spoiling(plan_of(chosen.trainer)), chosen.trainer);
+    Operation extra =
+        make(pick({Action::kFailingBackward, Action::kKeepAverage, Action::kSetLr, Action::kSetClipping,
+                   Action::kSetValueClipping, Action::kFreeze, Action::kFreeze, Action::kUnfreeze,
+                   Action::kWriteParameter, Action::kWriteData, Action::kClipNormByHand, Action::kClipValueByHand,
+                   Action::kStep, Action::kNoSyncBackward, Action::kBackward, Action::kLoadParameters}),
+             chosen.trainer);
     set_value(extra);
     if (extra.action == Action::kFreeze) extra.set = some_set(plan_of(chosen.trainer));
     if (extra.action == Action::kUnfreeze) choose_frozen(extra);
@@ -247,14 +254,17 @@ class Generator {
     operations.insert(operations.begin() + at, extra);
   }
 
-  Action spoiling(const TrainerPlan& plan) {
-    if (plan.layout == Layout::kTorch && chance(0.5))
-      return pick({Action::kLoadState, Action::kLoadState, Action::kSetLr, Action::kWriteData});
-    if (plan.groups > 1 && chance(0.5)) return Action::kSetLastLr;
-    return pick({Action::kFailingBackward, Action::kKeepAverage, Action::kSetLr, Action::kSetClipping,
-                 Action::kSetValueClipping, Action::kFreeze, Action::kFreeze, Action::kUnfreeze,
-                 Action::kWriteParameter, Action::kWriteData, Action::kClipNormByHand, Action::kClipValueByHand,
-                 Action::kStep, Action::kNoSyncBackward, Action::kBackward, Action::kLoadParameters});
+  // Some ranks get another state, learning rate or parameter.
+  void spoil_optimizer(int trainer) {
+    const bool torchs = plan_of(trainer).layout == Layout::kTorch;
+    Operation extra = make(torchs ? pick({Action::kLoadState, Action::kLoadState, Action::kSetLr, Action::kWriteData})
+                                  : Action::kSetLastLr,
+                           trainer);
+    set_value(extra);
+    extra.ranks = some_ranks();
+    auto& operations = program_.operations;
+    const auto count = static_cast<int>(operations.size());
+    operations.insert(operations.begin() + between(count / 2, count - 1), extra);
   }
 
   const TrainerPlan& plan_of(int trainer) const { return program_.trainers[static_cast<std::size_t>(trainer)]; }

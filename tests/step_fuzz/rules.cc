@@ -335,6 +335,8 @@ class WorldOfTrainer {
   void illegal_write() {
     illegal("a shared parameter written by hand",
             {"was written between two steps", "parameters written since the last exchange"});
+    if (program_.machines > 1)
+      judgement_.causes.insert(judgement_.causes.end(), kParametersDiffer.begin(), kParametersDiffer.end());
   }
 
   // It is found at the next exchange: another mistake that is made before that may be found first.

@@ -391,7 +391,8 @@ class DistributedDataParallel::Impl {
         {"parameters written since the last exchange, by step() or otherwise,", values == values_ ? 0.0 : 1.0});
     if (mean_) settings.push_back({kMeanChanged, mean_->mean_was_changed() ? 1.0 : 0.0});
     note_own_way(values, /*accumulates=*/false);
-    const bool compares = has_copies() && !goes_own_way_ && !defect("the hash of the parameters is left out");
+    const bool compares = has_copies() && !goes_own_way_ && !(block_ && block_->written_by_hand()) &&
+                          !defect("the hash of the parameters is left out");
     settings.push_back({kParameters, compares ? check_.hash_of_part(parameters_) : 0});
     return settings;
   }
