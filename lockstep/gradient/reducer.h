@@ -9,7 +9,7 @@
 // The result is the mean over all samples: sum_j (m_j / n) grad_j over ranks j with m_j samples each, n = sum_j m_j.
 //
 // Note [A step through buckets]
-//   begin()   starts to all-reduce (m_j, m_j loss_j) and what shows that all ranks agree (gradient/exchange_totals.h): 80 bytes
+//   begin()   starts to all-reduce (m_j, m_j loss_j) and what shows that all ranks agree (gradient/exchange_totals.h): 48 bytes
 //   hooks     a gradient is ready: times m_j / s into its bucket. A bucket is full, and all before it are sent: its
 //             all-reduce starts
 //   finish()  sends the buckets that never filled; waits for all; puts s / n times the sums into .grad

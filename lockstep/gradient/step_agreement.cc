@@ -16,41 +16,24 @@
 namespace lockstep {
 namespace {
 
-constexpr std::size_t kFrozenBits = 48;  // of one setting: exact in a double
+constexpr int kFrozenBits = 48;  // of one setting: exact in a double
 
-std::string how_they_differ(const StepSetting& own, int rank, double theirs, int other) {
+std::string difference(const StepSetting& own, int rank, double theirs, int other) {
   const auto& [name, value, group] = own;
-  if (name == std::string_view(kParameters))
-    return concat("the parameters of rank ", rank, " and rank ", other, " differ");
-  const std::string of_group = group < 0 ? "" : concat(" of parameter group ", group);
+  const std::string ranks = concat("rank ", rank, " and rank ", other);
+  if (name == std::string_view(kParameters)) return concat("the parameters of ", ranks, " differ");
   if (name != std::string_view(kFrozen))
-    return concat(name, of_group, " is ", value, " on rank ", rank, ", ", theirs, " on rank ", other);
-  const auto mine = static_cast<std::uint64_t>(value);
-  const int bit = std::countr_zero(mine ^ static_cast<std::uint64_t>(theirs));
-  const bool is_mine = (mine >> bit & 1) != 0;
-  return concat(name, ": number ", group * static_cast<int>(kFrozenBits) + bit, " is on rank ", is_mine ? rank : other,
-                ", not on rank ", is_mine ? other : rank);
-}
-
-ErrorText advice_for(const char* setting) {
-  if (setting == std::string_view(kParameters))
-    return {.likely =
-                "an optimizer's state or learning rate that one rank alone has loaded or changed, or gradients or "
-                "parameters that it has written",
-            .next =
-                "LOCKSTEP_CHECK=1 names the step and the parameter. Where ranks are meant to differ, set "
-                "LOCKSTEP_CHECK=0"};
-  return {.likely = "a step(), backward() or setting that depends on the rank, such as a schedule or a warm restart",
-          .next =
-              "let all ranks decide alike: all_reduce or broadcast the condition first. After writing parameters by "
-              "hand call parameters_written() on all ranks"};
+    return concat(name, group < 0 ? "" : concat(" of parameter group ", group), " is ", value, " on rank ", rank, ", ",
+                  theirs, " on rank ", other);
+  const int bit = std::countr_zero(static_cast<std::uint64_t>(value) ^ static_cast<std::uint64_t>(theirs));
+  return concat(name, " differs between ", ranks, ": number ", group * kFrozenBits + bit);
 }
 
 }  // namespace
 
-void add_frozen(StepSettings& settings, std::size_t number, bool is_frozen) {
-  if (number % kFrozenBits == 0) settings.push_back({kFrozen, 0, static_cast<int>(number / kFrozenBits)});
-  if (is_frozen) settings.back().value += std::ldexp(1.0, static_cast<int>(number % kFrozenBits));
+void add_frozen(StepSettings& settings, int number, bool is_frozen) {
+  if (number % kFrozenBits == 0) settings.push_back({kFrozen, 0, number / kFrozenBits});
+  if (is_frozen) settings.back().value += std::ldexp(1, number % kFrozenBits);
 }
 
 std::uint64_t hash_of(const StepSettings& settings) {
@@ -66,10 +49,16 @@ void require_same_settings(const StepSettings& own, int rank, std::span<const do
                            const std::string& what, const std::string& here) {
   for (std::size_t i = 0; i < std::min(own.size(), theirs.size()); ++i) {
     if (own[i].value == theirs[i] || std::isnan(own[i].value) || std::isnan(theirs[i])) continue;
-    ErrorText text = advice_for(own[i].name);
-    text.what = concat(what, ": ", how_they_differ(own[i], rank, theirs[i], other));
-    text.here = here;
-    throw MismatchError(text);
+    const bool is_check = own[i].name == std::string_view(kParameters);
+    throw MismatchError(
+        {.what = concat(what, ": ", difference(own[i], rank, theirs[i], other)),
+         .here = here,
+         .likely = "a step(), backward(), setting or loaded state that depends on the rank, such as a schedule or a "
+                   "warm restart",
+         .next = is_check ? "LOCKSTEP_CHECK=1 names the step and the parameter. Where ranks are meant to differ, set "
+                            "LOCKSTEP_CHECK=0 on all"
+                          : "let all ranks decide alike: all_reduce or broadcast the condition first. After "
+                            "writing parameters by hand call parameters_written() on all ranks"});
   }
 }
 
@@ -120,8 +109,8 @@ void StepAgreement::step(const StepSettings& settings) {
 void StepAgreement::end_step() { wait(signature_of(StepPhase::kStepEnd, steps_)); }
 
 void StepAgreement::write_slot(const StepSettings& settings) {
-  if (settings.size() > room_) {
-    room_ = settings.size();
+  if (values_.empty() || settings.size() > room_) {
+    room_ = std::max<std::size_t>(settings.size(), 1);
     values_.push_back(memory_->allocate(room_ * sizeof(double)));
   }
   auto* const values = reinterpret_cast<std::atomic<double>*>(values_.back().data.get());

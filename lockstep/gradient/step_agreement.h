@@ -31,11 +31,9 @@ struct StepSetting {
 };
 using StepSettings = std::vector<StepSetting>;
 
-inline constexpr const char kGroups[] = "the number of parameter groups";
-
 // Adds whether parameter `number` is frozen; they come in order. A setting has the bits of 48 of them.
 inline constexpr const char kFrozen[] = "which parameters are frozen";
-void add_frozen(StepSettings& settings, std::size_t number, bool is_frozen);
+void add_frozen(StepSettings& settings, int number, bool is_frozen);
 
 // A hash of parameters of which each rank has a copy.
 inline constexpr const char kParameters[] = "the parameters";

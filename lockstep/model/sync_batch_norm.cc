@@ -50,16 +50,6 @@ struct Ranks : torch::CustomClassHolder {
   bool need_gradient = false;  // of the input, on this rank
 };
 
-// Its backward() would wait for ranks that do not come.
-MismatchError needed_by_some(const Ranks& ranks, double needing) {
-  return MismatchError(
-      {.what = concat("the input of SyncBatchNorm needs a gradient on ", needing, " ranks of ", ranks.world.size(),
-                      ranks.need_gradient ? ", also on " : ", but not on ", "rank ", ranks.world.rank()),
-       .here = ranks.world.describe(),
-       .likely = "layers before it that are frozen, unused or under no_grad() on some ranks only",
-       .next = "let all ranks compute alike up to this layer"});
-}
-
 UsageError differentiated_twice() {
   return UsageError({.what = "a second derivative of SyncBatchNorm",
                      .likely = "create_graph in a backward() or grad() through it",
@@ -76,7 +66,11 @@ class Normalise : public torch::autograd::Function<Normalise> {
     const torch::Tensor sums = torch::stack({wide.sum(dimensions), wide.square().sum(dimensions)});
     const std::int64_t mine = input.numel() / input.size(1);
     const auto [all, count, needing] = summed_over_ranks(ranks->world, sums, mine, ranks->need_gradient);
-    if (needing > 0 && needing < ranks->world.size()) throw needed_by_some(*ranks, needing);
+    if (needing > 0 && needing < ranks->world.size())  // backward() would wait for the others
+      throw MismatchError(
+          {.what = concat("the input of SyncBatchNorm needs a gradient on ", needing, " ranks only"),
+           .here = concat(ranks->world.describe(), ranks->need_gradient ? ", where it does" : ", where it does not"),
+           .likely = "layers before it that are frozen or unused on some ranks"});
     const torch::Tensor mean = all[0] / count;
     const torch::Tensor variance = (all[1] / count - mean.square()).clamp_min(0);
     const torch::Tensor inverse = (variance + eps).rsqrt();

@@ -256,12 +256,12 @@ StepSettings Optimizer::settings() const {
                         {"the decay of keep_average()", ema_decay_},
                         {"the loss scale", loss_scale_.value_or(0)},
                         {GradientScaler::kScales, adjust_loss_scale_ ? 1.0 : 0.0},
-                        {kGroups, static_cast<double>(param_groups_.size())}};
+                        {"the number of parameter groups", static_cast<double>(param_groups_.size())}};
   for (std::size_t group = 0; group < param_groups_.size(); ++group)
     visit_options(param_groups_[group].options(), [&](const char* name, double value) {
       settings.push_back({name, value, static_cast<int>(group)});
     });
-  std::size_t number = 0;
+  int number = 0;
   for (const auto& group : param_groups_)
     for (const torch::Tensor& parameter : group.params()) add_frozen(settings, number++, !parameter.requires_grad());
   settings.push_back({"how often the optimizer's state was set", layout_ ? layout_->states_set : 0});

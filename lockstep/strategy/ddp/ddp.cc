@@ -67,7 +67,7 @@ double weight_decay_of(const torch::optim::OptimizerParamGroup& group) {
 
 // What all ranks must have alike of an optimizer of torch's.
 StepSettings settings_of(const torch::optim::Optimizer& optimizer) {
-  StepSettings settings{{kGroups, static_cast<double>(optimizer.param_groups().size())}};
+  StepSettings settings{{"the number of parameter groups", static_cast<double>(optimizer.param_groups().size())}};
   for (std::size_t i = 0; i < optimizer.param_groups().size(); ++i) {
     const auto& group = optimizer.param_groups()[i];
     settings.push_back({"lr", lr_of(group), static_cast<int>(i)});
@@ -381,8 +381,8 @@ class DistributedDataParallel::Impl {
     } else if (optimizer_ != nullptr) {
       settings = settings_of(*optimizer_);
     }
-    for (std::size_t i = 0; i < parameters_.size(); ++i)
-      add_frozen(settings, i, !parameters_[i].tensor.requires_grad());
+    int number = 0;
+    for (const NamedTensor& parameter : parameters_) add_frozen(settings, number++, !parameter.tensor.requires_grad());
     settings.push_back({"the number of the DistributedDataParallel", number_});
     const Values values = values_of(parameters_);
     settings.push_back(

@@ -30,25 +30,19 @@ std::string ranks_by_value(const torch::Tensor& hashes) {
 
 }  // namespace
 
-int StepCheck::told_interval() {
-  const int interval = check_interval();
-  return interval == 0 && std::getenv("LOCKSTEP_CHECK") != nullptr ? -1 : interval;
-}
-
 StepCheck::StepCheck(World world, int interval) : world_(std::move(world)), interval_(interval) {
   if (world_.size() == 1) return;
   const torch::Tensor all = world_.all_gather(torch::tensor({static_cast<std::int64_t>(interval_)}));
   if (all.eq(all[0]).all().item<bool>()) return;
   throw MismatchError({.what = concat("LOCKSTEP_CHECK is ", ranks_by_value(all)),
-                       .here = concat(world_.describe(), ", where it is ",
-                                      interval_ == 0 ? "not set" : std::to_string(std::max(interval_, 0))),
+                       .here = concat(world_.describe(), ", where it is ", interval_),
                        .likely = "a variable that was not passed on to all machines",
                        .next = "set it for every rank, or for none"});
 }
 
 void StepCheck::exchanged(const std::vector<NamedTensor>& parameters) {
   ++exchanges_;
-  if (interval_ <= 0 || world_.size() == 1 || exchanges_ % static_cast<unsigned>(interval_) != 0) return;
+  if (interval_ == 0 || world_.size() == 1 || exchanges_ % static_cast<unsigned>(interval_) != 0) return;
   std::vector<std::int64_t> own;
   for (const auto& [name, tensor] : parameters) own.push_back(hash_of_bytes(tensor));
   const torch::Tensor all = world_.all_gather(torch::tensor(own, torch::kInt64)).view({world_.size(), -1});
@@ -66,7 +60,8 @@ void StepCheck::exchanged(const std::vector<NamedTensor>& parameters) {
 
 double StepCheck::hash_of_part(const std::vector<NamedTensor>& parameters) const {
   constexpr std::size_t kLeast = 4096, kMostParts = 100;
-  if (world_.size() == 1 || interval_ < 0) return 0;
+  static const bool is_off = std::getenv("LOCKSTEP_CHECK") != nullptr && check_interval() == 0;
+  if (world_.size() == 1 || is_off) return 0;
   std::size_t bytes = 0, first = 0;
   for (const auto& [name, tensor] : parameters) bytes += tensor.nbytes();
   const std::size_t parts = std::clamp<std::size_t>(bytes / kLeast, 1, kMostParts), part = exchanges_ % parts;

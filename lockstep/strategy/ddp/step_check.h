@@ -6,8 +6,6 @@
 // Threads: one thread
 // Ranks:   all ranks make the same calls in the same order
 //
-// LOCKSTEP_CHECK is not set: all exchanges compare a hash of a part, which ExchangeTotals sends.
-//
 // The parameters compared are those that the last step() left, in every layout: shared by the ranks of a machine or each
 // rank's own, on one machine or several. base/page_guard.h is the other half of LOCKSTEP_CHECK.
 #pragma once
@@ -24,10 +22,7 @@ namespace lockstep {
 class StepCheck {
  public:
   // Blocks. Sends 8 bytes per rank. Throws MismatchError: LOCKSTEP_CHECK differs between ranks.
-  explicit StepCheck(World world, int interval = told_interval());
-
-  // n; 0: LOCKSTEP_CHECK is not set; -1: it is 0.
-  static int told_interval();
+  explicit StepCheck(World world, int interval = check_interval());
 
   // Every n-th call compares; it blocks then, and sends 8 bytes per parameter and rank. Throws MismatchError on all
   // ranks, naming the first parameter that differs and the ranks.

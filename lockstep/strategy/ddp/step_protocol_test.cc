@@ -121,7 +121,7 @@ TEST_P(AnyStep, with_another_set_of_frozen_parameters_on_one_rank_is_refused) {
           net->parameters()[static_cast<std::size_t>(frozen)].requires_grad_(false);
       }
     });
-    expect_refused(refused, "which parameters are frozen: number 2 is on rank 0, not on rank 1");
+    expect_refused(refused, "which parameters are frozen differs between rank 0 and rank 1: number 2");
   }
 }
 
