@@ -2,6 +2,7 @@
 #include "lockstep/gradient/exchange_totals.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "lockstep/base/stop.h"
@@ -12,47 +13,55 @@
 namespace lockstep {
 namespace {
 
-// Where each number is.
-// kCalls: twice the number of backward(), and 1 more for loss.backward().
-enum Sum : std::uint8_t {
-  kSamples,
-  kCounting,
-  kCalls,
-  kCallsSquared,
-  kLow,
-  kLowSquared,
-  kHigh,
-  kHighSquared,
-  kStop,
-  kLoss,
-  kWeights
-};
-
-constexpr std::size_t kGathered = 128;  // settings that can be named
+// Where each number is; after the bits of the calls those of the hash, the loss, and how each rank counts.
+// Calls: twice the number of backward(), and 1 more for loss.backward(), of the ranks that count.
+enum Sum : std::uint8_t { kSamples, kCounting, kStop, kCalls };
+constexpr int kHashBits = 32;
 
 // Not of ranks whose first batches were empty: what they counted the others may have dropped since.
 const char* const kBackwards = "the number of backward() since the last exchange";
 const char* const kPlain = "loss.backward() instead of ddp.backward()";
 
-bool equal(double ranks, double sum, double sum_of_squares) { return ranks * sum_of_squares == sum * sum; }
+int digits_in_a_number(int ranks) { return static_cast<int>(53 / std::log2(ranks + 1.0)); }
+
+void add_bits(std::uint64_t bits, int ranks, std::vector<double>& numbers) {
+  const int digits = digits_in_a_number(ranks);
+  for (int first = 0; first < kHashBits; first += digits) {
+    double number = 0;
+    for (int bit = std::min(first + digits, kHashBits) - 1; bit >= first; --bit)
+      number = number * (ranks + 1.0) + static_cast<double>(bits >> bit & 1);
+    numbers.push_back(number);
+  }
+}
+
+// The bits that `having` of the ranks have, and the others none; none: they differ.
+std::optional<std::uint64_t> common_bits(const double* sum, int ranks, double having) {
+  const auto base = static_cast<std::uint64_t>(ranks) + 1;
+  const int digits = digits_in_a_number(ranks);
+  std::uint64_t bits = 0, left = 0;
+  for (int bit = 0; bit < kHashBits; ++bit, left /= base) {
+    if (bit % digits == 0) left = static_cast<std::uint64_t>(*sum++);
+    if (left % base != 0 && static_cast<double>(left % base) != having) return std::nullopt;
+    bits |= std::uint64_t{left % base != 0} << bit;
+  }
+  return bits;
+}
 
 }  // namespace
 
 void ExchangeTotals::start(const AccumulatedBatches& batches, StepSettings settings) {
   settings_ = std::move(settings);
-  const std::uint64_t hash = hash_of(settings_);
-  const auto low = static_cast<double>(hash & 0xffff), high = static_cast<double>(hash >> 16 & 0xffff);
   const double counting = batches.samples > 0 && batches.leading == 0 ? 1 : 0;
   const auto backwards = static_cast<double>(batches.backwards);
   const double plain = batches.is_plain ? 1 : 0, none = counting > 0 ? 0 : std::numeric_limits<double>::quiet_NaN();
-  const double calls = counting * (2 * backwards + plain);
+  std::vector<double> own{batches.samples, counting, wants_to_stop() ? 1.0 : 0.0};
+  add_bits(static_cast<std::uint64_t>(counting * (2 * backwards + plain)), world_.size(), own);
+  add_bits(hash_of(settings_), world_.size(), own);
   settings_.insert(settings_.begin(), {{kBackwards, backwards + none}, {kPlain, plain + none}});
   const auto options = torch::TensorOptions().dtype(torch::kFloat64).device(world_.device());
   const torch::Tensor loss =
       batches.weighted_loss.defined() ? batches.weighted_loss.reshape({1}).to(options) : torch::zeros({1}, options);
-  const torch::Tensor others = torch::tensor(
-      {batches.samples, counting, calls, calls * calls, low, low * low, high, high * high, wants_to_stop() ? 1.0 : 0.0},
-      torch::kFloat64);
+  const torch::Tensor others = torch::tensor(own, torch::kFloat64);
   std::vector<RankWeight> weights(to_size(world_.size()));  // of the others zeros
   weights[to_size(world_.rank())] = batches.weight_of_rank;
   const torch::Tensor numbers = torch::from_blob(weights.data(), {2 * world_.size()}, torch::kFloat64);
@@ -73,31 +82,35 @@ std::int64_t ExchangeTotals::samples() { return static_cast<std::int64_t>(sums()
 std::optional<std::int64_t> ExchangeTotals::backwards() {
   const torch::Tensor sums = this->sums();
   const auto* sum = sums.const_data_ptr<double>();
-  if (sum[kCounting] == 0 || !equal(sum[kCounting], sum[kCalls], sum[kCallsSquared])) return std::nullopt;
-  return static_cast<std::int64_t>(sum[kCalls] / sum[kCounting]) / 2;
+  const auto calls = common_bits(sum + kCalls, world_.size(), sum[kCounting]);
+  return calls && *calls > 0 ? std::optional(static_cast<std::int64_t>(*calls / 2)) : std::nullopt;
 }
 
 BatchTotals ExchangeTotals::wait() {
   const torch::Tensor sums = this->sums();
   const auto* sum = sums.const_data_ptr<double>();
-  if (!equal(world_.size(), sum[kLow], sum[kLowSquared]) || !equal(world_.size(), sum[kHigh], sum[kHighSquared]) ||
-      !equal(sum[kCounting], sum[kCalls], sum[kCallsSquared]))
+  const std::int64_t loss = sums.numel() - 2 * world_.size() - 1;
+  const auto* const hash = sum + (kCalls + loss) / 2;
+  if (!common_bits(sum + kCalls, world_.size(), sum[kCounting]) || !common_bits(hash, world_.size(), world_.size()))
     throw_difference();
-  const auto* weights = reinterpret_cast<const RankWeight*>(sum + kWeights);
+  const auto* weights = reinterpret_cast<const RankWeight*>(sum + loss + 1);
   const double ranks_alike = compare_weights({weights, to_size(world_.size())}, world_.rank());
   divisor_ = ranks_alike > 0 ? ranks_alike : sum[kSamples];
   if (sum[kStop] > 0) agree_to_stop();
-  return {static_cast<std::int64_t>(sum[kSamples]), sum[kLoss] / sum[kSamples]};
+  return {static_cast<std::int64_t>(sum[kSamples]), sum[loss] / sum[kSamples]};
 }
 
 // All ranks come here, as all have the same sums. Each compares what all have set with what it has set itself.
 void ExchangeTotals::throw_difference() const {
-  std::vector<double> own(kGathered, 0);
-  for (std::size_t i = 0; i < std::min(settings_.size(), own.size()); ++i) own[i] = settings_[i].value;
-  const torch::Tensor all = world_.all_gather(torch::tensor(own, torch::kFloat64).to(world_.device())).cpu();
+  std::vector<double> own{static_cast<double>(settings_.size())};  // other ranks may have another number of them
+  for (const StepSetting& setting : settings_) own.push_back(setting.value);
+  const torch::Tensor all = world_.all_gather_rows(torch::tensor(own, torch::kFloat64).to(world_.device())).cpu();
   const auto* theirs = all.const_data_ptr<double>();
-  for (int rank = 0; rank < world_.size(); ++rank, theirs += own.size())
-    require_same_settings(settings_, world_.rank(), {theirs, own.size()}, rank, "the ranks differ", world_.describe());
+  for (int rank = 0; rank < world_.size(); ++rank) {
+    const auto count = static_cast<std::size_t>(*theirs++);
+    require_same_settings(settings_, world_.rank(), {theirs, count}, rank, "the ranks differ", world_.describe());
+    theirs += count;
+  }
   throw MismatchError({.what = "other ranks differ from one another in what a step() is",
                        .here = world_.describe(),
                        .likely = "a step(), backward() or setting that depends on the rank",

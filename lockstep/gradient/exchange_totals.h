@@ -3,14 +3,15 @@
 // loss; whether one was asked to stop; and whether they all agree on what a step is.
 //
 // Flow:    Reducer -> here -> World::all_reduce
-// Owns:    a tensor of ten numbers, and two for each rank: how it counts (gradient/rank_weights.h)
+// Owns:    a tensor of six numbers, or more with many ranks, and two for each rank: how it counts (gradient/rank_weights.h)
 // Threads: one thread
 // Ranks:   all, in every exchange
 //
 // Note [Equal on all ranks, by a sum]
-// N numbers x_j are equal if and only if N sum(x_j^2) = (sum x_j)^2. So one all-reduce of 80 + 16 N bytes, which is needed for
-// the samples anyway, also compares settings: by two hashes of 16 bits, whose squares are summed exactly in float64 for
-// up to 1,448 ranks. Only if they differ the settings themselves are gathered, to name the one.
+// N ranks have the same bits if and only if each bit is set on none or on all. So one all-reduce, which is needed for the
+// samples anyway, also compares settings: it counts the ranks that have each bit of a hash. A float64 has as many counts as
+// fit into its 53 bits, as digits to the base N + 1: exact for any N. N ranks send 48 bytes for
+// this (1,000 ranks 144) and 16 N for their weights. Only if they differ the settings themselves are gathered, to name the one.
 #pragma once
 
 #include <torch/types.h>

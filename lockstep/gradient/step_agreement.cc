@@ -4,10 +4,11 @@
 #include <xxhash.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstring>
+#include <string_view>
 
 #include "lockstep/base/defects.h"
 #include "lockstep/base/text.h"
@@ -15,9 +16,25 @@
 namespace lockstep {
 namespace {
 
-constexpr std::size_t kSettings = 126;  // that can be named; the hash is of all
+constexpr int kFrozenBits = 48;  // of one setting: exact in a double
+
+std::string difference(const StepSetting& own, int rank, double theirs, int other) {
+  const auto& [name, value, group] = own;
+  const std::string ranks = concat("rank ", rank, " and rank ", other);
+  if (name == std::string_view(kParameters)) return concat("the parameters of ", ranks, " differ");
+  if (name != std::string_view(kFrozen))
+    return concat(name, group < 0 ? "" : concat(" of parameter group ", group), " is ", value, " on rank ", rank, ", ",
+                  theirs, " on rank ", other);
+  const int bit = std::countr_zero(static_cast<std::uint64_t>(value) ^ static_cast<std::uint64_t>(theirs));
+  return concat(name, " differs between ", ranks, ": number ", group * kFrozenBits + bit);
+}
 
 }  // namespace
+
+void add_frozen(StepSettings& settings, int number, bool is_frozen) {
+  if (number % kFrozenBits == 0) settings.push_back({kFrozen, 0, number / kFrozenBits});
+  if (is_frozen) settings.back().value += std::ldexp(1, number % kFrozenBits);
+}
 
 std::uint64_t hash_of(const StepSettings& settings) {
   std::uint64_t hash = settings.size();
@@ -31,15 +48,17 @@ std::uint64_t hash_of(const StepSettings& settings) {
 void require_same_settings(const StepSettings& own, int rank, std::span<const double> theirs, int other,
                            const std::string& what, const std::string& here) {
   for (std::size_t i = 0; i < std::min(own.size(), theirs.size()); ++i) {
-    const auto& [name, value, group] = own[i];
-    if (value == theirs[i] || std::isnan(value) || std::isnan(theirs[i])) continue;
-    throw MismatchError({.what = concat(what, ": ", name, group < 0 ? "" : concat(" of parameter group ", group),
-                                        " is ", value, " on rank ", rank, ", ", theirs[i], " on rank ", other),
-                         .here = here,
-                         .likely = "a step(), backward() or setting that depends on the rank, such as a schedule or a "
-                                   "warm restart",
-                         .next = "let all ranks decide alike: all_reduce or broadcast the condition first. After "
-                                 "writing parameters by hand call parameters_written() on all ranks"});
+    if (own[i].value == theirs[i] || std::isnan(own[i].value) || std::isnan(theirs[i])) continue;
+    const bool is_check = own[i].name == std::string_view(kParameters);
+    throw MismatchError(
+        {.what = concat(what, ": ", difference(own[i], rank, theirs[i], other)),
+         .here = here,
+         .likely = "a step(), backward(), setting or loaded state that depends on the rank, such as a schedule or a "
+                   "warm restart",
+         .next = is_check ? "LOCKSTEP_CHECK=1 names the step and the parameter. Where ranks are meant to differ, set "
+                            "LOCKSTEP_CHECK=0 on all"
+                          : "let all ranks decide alike: all_reduce or broadcast the condition first. After "
+                            "writing parameters by hand call parameters_written() on all ranks"});
   }
 }
 
@@ -55,7 +74,7 @@ MismatchError calls_differ(ErrorText text) {
 struct StepAgreement::Slot {
   std::atomic<std::uint64_t> step;
   std::atomic<std::uint64_t> count;
-  std::array<std::atomic<double>, kSettings> values;
+  std::atomic<std::uint64_t> place;  // of so many std::atomic<double> of the rank
 };
 
 StepAgreement::StepAgreement(std::shared_ptr<SharedMemory> memory) : memory_(std::move(memory)) {
@@ -90,9 +109,14 @@ void StepAgreement::step(const StepSettings& settings) {
 void StepAgreement::end_step() { wait(signature_of(StepPhase::kStepEnd, steps_)); }
 
 void StepAgreement::write_slot(const StepSettings& settings) {
+  if (values_.empty() || settings.size() > room_) {
+    room_ = std::max<std::size_t>(settings.size(), 1);
+    values_.push_back(memory_->allocate(room_ * sizeof(double)));
+  }
+  auto* const values = reinterpret_cast<std::atomic<double>*>(values_.back().data.get());
+  for (std::size_t i = 0; i < settings.size(); ++i) values[i].store(settings[i].value, std::memory_order_relaxed);
   Slot& own = slot(memory_->rank());
-  for (std::size_t i = 0; i < std::min(settings.size(), kSettings); ++i)
-    own.values[i].store(settings[i].value, std::memory_order_relaxed);
+  own.place.store(values_.back().place, std::memory_order_relaxed);
   own.count.store(settings.size(), std::memory_order_relaxed);
   own.step.store(steps_, std::memory_order_relaxed);
 }
@@ -102,10 +126,11 @@ void StepAgreement::compare_slots(const StepSettings& settings) const {
   for (int rank = 0; rank < memory_->size(); ++rank) {
     const Slot& other = slot(rank);
     if (other.step.load(std::memory_order_relaxed) != steps_) continue;
-    if (other.count.load(std::memory_order_relaxed) != settings.size()) continue;
+    const auto count = static_cast<std::size_t>(other.count.load(std::memory_order_relaxed));
+    const auto* const values = reinterpret_cast<const std::atomic<double>*>(
+        memory_->peer(rank, other.place.load(std::memory_order_relaxed), count * sizeof(double)));
     std::vector<double> theirs;
-    for (std::size_t i = 0; i < std::min(settings.size(), kSettings); ++i)
-      theirs.push_back(other.values[i].load(std::memory_order_relaxed));
+    for (std::size_t i = 0; i < count; ++i) theirs.push_back(values[i].load(std::memory_order_relaxed));
     require_same_settings(settings, memory_->rank(), theirs, rank,
                           concat("step() number ", steps_, " with different settings"),
                           concat("rank ", memory_->rank(), " of ", memory_->size(), " on this machine"));

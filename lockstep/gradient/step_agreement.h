@@ -3,13 +3,13 @@
 // step() or backward(), or that has another learning rate, gets an error on every rank before anything is written.
 //
 // Flow:    SharedGradients, LocalGradients -> here -> SharedMemory::barrier
-// Owns:    a slot of shared memory for each rank's settings
+// Owns:    shared memory for each rank's settings
 // Threads: one thread
 // Ranks:   the ranks that share parameters make the same calls in the same order
 //
 // Every barrier announces what it belongs to: its phase, its number and a hash of the settings (call.h). The ranks of a
-// group compare announcements anyway, so this costs nothing. If they differ, every rank reads the settings of the others
-// in their slots, to name the one that differs: a rank writes its slot before it announces its step().
+// group compare announcements anyway, so this costs nothing. If they differ, every rank reads the settings of the others,
+// to name the one that differs: a rank writes them, and its slot, before it announces its step().
 #pragma once
 
 #include <cstdint>
@@ -27,9 +27,16 @@ namespace lockstep {
 struct StepSetting {
   const char* name;  // a literal
   double value;      // NaN: this rank has none, and is not compared
-  int group = -1;    // of parameters; -1: of none
+  int group = -1;    // of parameters; -1: of none. Of kFrozen: which 48 parameters
 };
 using StepSettings = std::vector<StepSetting>;
+
+// Adds whether parameter `number` is frozen; they come in order. A setting has the bits of 48 of them.
+inline constexpr const char kFrozen[] = "which parameters are frozen";
+void add_frozen(StepSettings& settings, int number, bool is_frozen);
+
+// A hash of parameters of which each rank has a copy.
+inline constexpr const char kParameters[] = "the parameters";
 
 inline constexpr const char* kMeanChanged = "gradients written by hand since backward()";
 
@@ -64,7 +71,9 @@ class StepAgreement {
   void compare_slots(const StepSettings& settings) const;
 
   std::shared_ptr<SharedMemory> memory_;
-  std::shared_ptr<std::byte> slots_;  // one per rank
+  std::shared_ptr<std::byte> slots_;       // one per rank
+  std::vector<SharedMemory::Own> values_;  // of this rank's settings: the last one; others may still read older ones
+  std::size_t room_ = 0;                   // for so many
   std::uint64_t backwards_ = 0;
   std::uint64_t steps_ = 0;
 };

@@ -83,11 +83,14 @@ void ParameterBlock::require_not_moved() const {
 
 void ParameterBlock::require_in_place() const {
   require_not_moved();
-  for (const auto& [parameter, place, version, samples] : entries_) {
-    if (parameter.tensor.numel() == 0) continue;
-    if (version_of(parameter.tensor) != version) throw written(parameter.name);
-  }
-  if (const auto changed = watch_.changed()) throw written(entries_[*changed].parameter.name);
+  if (const auto changed = written_by_hand()) throw written(entries_[*changed].parameter.name);
+}
+
+std::optional<std::size_t> ParameterBlock::written_by_hand() const {
+  for (std::size_t i = 0; i < entries_.size(); ++i)
+    if (entries_[i].parameter.tensor.numel() > 0 && version_of(entries_[i].parameter.tensor) != entries_[i].version)
+      return i;
+  return watch_.changed();
 }
 
 void ParameterBlock::require_same_samples() const {

@@ -37,7 +37,8 @@ class ParameterBlock {
 
   // Throws UsageError naming a parameter that is no longer in the block, or was written since the last mark_written().
   void require_in_place() const;
-  void require_not_moved() const;  // the first half of it
+  void require_not_moved() const;                      // the first half of it
+  std::optional<std::size_t> written_by_hand() const;  // the second: which parameter
 
   // Throws UsageError naming a parameter that was written in a way that neither the version counters nor data() show. Only
   // where no rank may be writing: between backward() and barrier 2.

@@ -3,13 +3,21 @@
 
 #include <xxhash.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 
 namespace lockstep {
+namespace {
+
+bool is_all_zero(const char* element, std::int64_t width) {
+  return std::all_of(element, element + width, [](char byte) { return byte == 0; });
+}
+
+}  // namespace
 
 std::uint64_t hash_of_samples(const torch::Tensor& tensor, std::uint64_t seed) {
-  constexpr std::int64_t kElements = 16;
+  constexpr std::int64_t kElements = 16, kPlaces = 4096;
   constexpr std::int64_t kWidest = 16;  // bytes of an element: complex double
   if (!tensor.defined() || tensor.layout() != torch::kStrided || !tensor.is_cpu() || tensor.numel() == 0 ||
       !tensor.is_non_overlapping_and_dense() || static_cast<std::int64_t>(tensor.element_size()) > kWidest)
@@ -17,9 +25,14 @@ std::uint64_t hash_of_samples(const torch::Tensor& tensor, std::uint64_t seed) {
   const auto* const data = static_cast<const char*>(tensor.const_data_ptr());
   const auto width = tensor.element_size();
   std::array<char, kElements * kWidest> bytes;
-  for (std::int64_t i = 0; i < kElements; ++i)
-    std::memcpy(bytes.data() + width * i, data + (tensor.numel() - 1) * i / (kElements - 1) * width,
-                static_cast<std::size_t>(width));
+  const std::int64_t count = tensor.numel(), stride = std::max<std::int64_t>(count / kPlaces, 1);
+  for (std::int64_t i = 0; i < kElements; ++i) {
+    const std::int64_t first = (count - 1) * i / (kElements - 1);
+    const char* element = data + first * width;
+    for (std::int64_t k = 1; k < kPlaces / kElements && k * kElements < count && is_all_zero(element, width); ++k)
+      element = data + (first + k * stride) % count * width;
+    std::memcpy(bytes.data() + width * i, element, static_cast<std::size_t>(width));
+  }
   return XXH3_64bits_withSeed(bytes.data(), static_cast<std::size_t>(kElements * width), seed);
 }
 

@@ -30,11 +30,16 @@ std::vector<std::int64_t> summed_dimensions(const torch::Tensor& input) {
   return dimensions;
 }
 
-// (2, C) and a count -> their sums over all ranks. In float64: the variance is a difference of large numbers.
-std::pair<torch::Tensor, double> summed_over_ranks(const World& world, const torch::Tensor& rows, std::int64_t count) {
-  const torch::Tensor all = torch::cat({rows.flatten(), torch::full({1}, static_cast<double>(count), rows.options())});
+// (2, C) and two counts -> their sums over all ranks. In float64: the variance is a difference of large numbers.
+struct Sums {
+  torch::Tensor rows;
+  double count, needing;
+};
+Sums summed_over_ranks(const World& world, const torch::Tensor& rows, std::int64_t count = 0, bool needs = false) {
+  const torch::Tensor counts = torch::tensor({static_cast<double>(count), needs ? 1.0 : 0.0}, torch::kFloat64);
+  const torch::Tensor all = torch::cat({rows.flatten(), counts.to(rows.device())});
   world.all_reduce(all);
-  return {all.narrow(0, 0, rows.numel()).view(rows.sizes()), all[-1].item<double>()};
+  return {all.narrow(0, 0, rows.numel()).view(rows.sizes()), all[-2].item<double>(), all[-1].item<double>()};
 }
 
 // What backward() needs of the call; the world lives as long as the graph.
@@ -42,6 +47,7 @@ struct Ranks : torch::CustomClassHolder {
   Ranks(World all, std::function<double()> weight) : world(std::move(all)), loss_weight(std::move(weight)) {}
   World world;
   std::function<double()> loss_weight;
+  bool need_gradient = false;  // of the input, on this rank
 };
 
 UsageError differentiated_twice() {
@@ -59,7 +65,12 @@ class Normalise : public torch::autograd::Function<Normalise> {
     const auto dimensions = summed_dimensions(input);
     const torch::Tensor sums = torch::stack({wide.sum(dimensions), wide.square().sum(dimensions)});
     const std::int64_t mine = input.numel() / input.size(1);
-    const auto [all, count] = summed_over_ranks(ranks->world, sums, mine);
+    const auto [all, count, needing] = summed_over_ranks(ranks->world, sums, mine, ranks->need_gradient);
+    if (needing > 0 && needing < ranks->world.size())  // backward() would wait for the others
+      throw MismatchError(
+          {.what = concat("the input of SyncBatchNorm needs a gradient on ", needing, " ranks only"),
+           .here = concat(ranks->world.describe(), ranks->need_gradient ? ", where it does" : ", where it does not"),
+           .likely = "layers before it that are frozen or unused on some ranks"});
     const torch::Tensor mean = all[0] / count;
     const torch::Tensor variance = (all[1] / count - mean.square()).clamp_min(0);
     const torch::Tensor inverse = (variance + eps).rsqrt();
@@ -101,7 +112,7 @@ class Normalise : public torch::autograd::Function<Normalise> {
     const auto dimensions = summed_dimensions(dy);
     torch::Tensor sums = torch::stack({dy.sum(dimensions), (dy * y).sum(dimensions)}) * weight;
     if (weight == 0) sums.zero_();  // dy may be NaN
-    const torch::Tensor means = summed_over_ranks(ranks->world, sums, 0).first / (count * (weight > 0 ? weight : 1));
+    const torch::Tensor means = summed_over_ranks(ranks->world, sums).rows / (count * (weight > 0 ? weight : 1));
     const torch::Tensor dx =
         per_channel(saved[1], dy) * (dy - per_channel(means[0], dy) - y * per_channel(means[1], dy));
     return {dx.to(gradients[0].scalar_type()), {}, {}};
@@ -112,7 +123,9 @@ class Normalise : public torch::autograd::Function<Normalise> {
 
 std::vector<torch::Tensor> normalise_over_ranks(const World& world, const torch::Tensor& input, double eps,
                                                 const std::function<double()>& loss_weight) {
-  return Normalise::apply(input, c10::make_intrusive<Ranks>(world, loss_weight), eps);
+  const auto ranks = c10::make_intrusive<Ranks>(world, loss_weight);
+  ranks->need_gradient = torch::GradMode::is_enabled() && input.requires_grad();
+  return Normalise::apply(input, ranks, eps);
 }
 
 // In a group of its own its collectives keep their order, even while gradients are exchanged during backward.

@@ -255,18 +255,15 @@ StepSettings Optimizer::settings() const {
                         {"clipping by value", clipping_.max_value},
                         {"the decay of keep_average()", ema_decay_},
                         {"the loss scale", loss_scale_.value_or(0)},
-                        {GradientScaler::kScales, adjust_loss_scale_ ? 1.0 : 0.0}};
-  double number = 0, frozen = 0;
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+                        {GradientScaler::kScales, adjust_loss_scale_ ? 1.0 : 0.0},
+                        {"the number of parameter groups", static_cast<double>(param_groups_.size())}};
+  for (std::size_t group = 0; group < param_groups_.size(); ++group)
     visit_options(param_groups_[group].options(), [&](const char* name, double value) {
       settings.push_back({name, value, static_cast<int>(group)});
     });
-    for (const torch::Tensor& parameter : param_groups_[group].params()) {
-      number += 1;
-      frozen += parameter.requires_grad() ? 0 : number * number;
-    }
-  }
-  settings.push_back({"a checksum of which parameters are frozen", frozen});
+  int number = 0;
+  for (const auto& group : param_groups_)
+    for (const torch::Tensor& parameter : group.params()) add_frozen(settings, number++, !parameter.requires_grad());
   settings.push_back({"how often the optimizer's state was set", layout_ ? layout_->states_set : 0});
   settings.push_back({"how often the optimizer's state was written by hand since the last step()",
                       layout_ ? static_cast<double>(layout_->writes_by_hand()) : 0});

@@ -154,6 +154,52 @@ def one_rank_loads_the_optimizer(group, before):
     expect_error(lockstep.MismatchError, "how often the optimizer's state was set", call)
 
 
+def one_rank_changes_torchs_optimizer(group, change):
+    """Each rank has its own parameters: they differ after the step, and the next backward() finds it."""
+    net = make_model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    model = lockstep.DistributedDataParallel(net, process_group=group)
+    batches = [parts_of(global_batch(i), group) for i in range(5)]
+    train(model, optimizer, batches[:2])
+    if dist.get_rank(group) == 1:
+        change(optimizer)
+    error = expect_error(lockstep.MismatchError, "the parameters of rank", lambda: train(model, optimizer, batches[2:4]))
+    assert "LOCKSTEP_CHECK" in error.next, error.next
+
+
+def other_rate(optimizer):
+    optimizer.param_groups[0]["lr"] = 0.02
+
+
+def other_state(optimizer):
+    state = optimizer.state_dict()
+    for each in state["state"].values():
+        each["exp_avg"] *= 3
+    optimizer.load_state_dict(state)
+
+
+def a_step_along_each_ranks_own_gradient(group):
+    """As sharpness-aware minimisation does: parameters differ at the exchange, and not at the step."""
+    net = make_model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = lockstep.DistributedDataParallel(net, process_group=group)
+    for i in range(3):
+        batch = parts_of(global_batch(i), group)
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        with model.no_sync():
+            loss_of(model, batch).backward()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.add_(parameter.grad, alpha=0.05)
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        with torch.no_grad():
+            for parameter, old in zip(net.parameters(), before):
+                parameter.copy_(old)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def a_state_changed_in_place(group):
     net = make_model()
     optimizer = lockstep.Adam(net.parameters(), lr=0.1)
@@ -390,6 +436,13 @@ class Errors(RanksTestCase):
 
     def test_a_step_left_out_by_one_rank(self):
         self.on_ranks(2, one_rank_leaves_out_a_step)
+
+    def test_torchs_optimizer_changed_on_one_rank(self):
+        for change in (other_rate, other_state):
+            self.on_ranks(2, one_rank_changes_torchs_optimizer, change)
+
+    def test_a_step_along_each_ranks_own_gradient_is_fine(self):
+        self.on_ranks(2, a_step_along_each_ranks_own_gradient)
 
     def test_a_layer_that_is_added_late(self):
         self.on_ranks(2, a_layer_added_late)

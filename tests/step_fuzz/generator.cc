@@ -58,7 +58,9 @@ class Generator {
     if (chance(0.15) && plan.shards == 0 && plan.dtype != torch::kBFloat16)
       plan.norm = chance(0.5) && !keeps_residual(plan) ? Norm::kSynchronised : Norm::kOfRank;
     plan.alike = chance(0.2) && plan.shards == 0 && plan.norm != Norm::kSynchronised;
-    if (chance(0.15)) plan.frozen = 1U << some_parameter(plan);
+    if (chance(0.15)) plan.frozen = chance(0.5) ? some_set(plan) : 1U << some_parameter(plan);
+    if (own && chance(0.1)) plan.groups = between(12, 40);
+    if (!own) plan.untold = chance(0.5);
     if (chance(0.15))
       for (int& color : plan.color) color = between(0, 1);
     else if (program_.machines > 1 && plan.layout == Layout::kSharedThroughBuckets)
@@ -97,6 +99,12 @@ class Generator {
   int some_parameter(const TrainerPlan& plan) {
     const int parameter = pick({0, 1, 3, 4, 5});
     return parameter == 5 && !plan.words ? 4 : parameter;
+  }
+
+  unsigned some_set(const TrainerPlan& plan) {
+    unsigned set = 0;
+    for (int i = between(1, 4); i > 0; --i) set |= 1U << some_parameter(plan);
+    return set;
   }
 
   // ---- Steps
@@ -171,6 +179,7 @@ class Generator {
     Operation& operation = add(action, trainer);
     if (action == Action::kFailingForward) operation.ranks = some_ranks();
     if (action == Action::kUnfreeze) choose_frozen(operation);
+    if (action == Action::kFreeze && chance(0.5)) operation.set = some_set(plan_of(trainer));
     set_value(operation);
   }
 
@@ -182,7 +191,8 @@ class Generator {
 
   void set_value(Operation& operation) {
     switch (operation.action) {
-      case Action::kSetLr: operation.value = pick({0.01, 0.02, 0.03}); return;
+      case Action::kSetLr:
+      case Action::kSetLastLr: operation.value = pick({0.01, 0.02, 0.03}); return;
       case Action::kSetClipping: operation.value = pick({0.0, 0.05, 0.5, 100.0}); return;
       case Action::kSetValueClipping: operation.value = pick({0.0, 0.02, 1.0}); return;
       case Action::kClipNormByHand:
@@ -216,6 +226,8 @@ class Generator {
     auto& operations = program_.operations;
     const int at = between(0, static_cast<int>(operations.size()) - 1);
     Operation& chosen = operations[static_cast<std::size_t>(at)];
+    const TrainerPlan& plan = plan_of(chosen.trainer);
+    if ((plan.layout == Layout::kTorch || plan.groups > 1) && chance(0.6)) return spoil_optimizer(chosen.trainer);
     const double kind = fraction();
     if (kind < 0.5) {
       chosen.ranks = some_ranks();
@@ -229,16 +241,31 @@ class Generator {
       operations.insert(operations.begin() + at, make(Action::kOldGraph, chosen.trainer));
       return;
     }
-    Operation extra = make(pick({Action::kFailingBackward, Action::kKeepAverage, Action::kSetLr, Action::kSetClipping,
-                                 Action::kSetValueClipping, Action::kFreeze, Action::kUnfreeze, Action::kWriteParameter,
-                                 Action::kWriteData, Action::kClipNormByHand, Action::kClipValueByHand, Action::kStep,
-                                 Action::kNoSyncBackward, Action::kBackward, Action::kLoadParameters}),
-                           chosen.trainer);
+    Operation extra =
+        make(pick({Action::kFailingBackward, Action::kKeepAverage, Action::kSetLr, Action::kSetClipping,
+                   Action::kSetValueClipping, Action::kFreeze, Action::kFreeze, Action::kUnfreeze,
+                   Action::kWriteParameter, Action::kWriteData, Action::kClipNormByHand, Action::kClipValueByHand,
+                   Action::kStep, Action::kNoSyncBackward, Action::kBackward, Action::kLoadParameters}),
+             chosen.trainer);
     set_value(extra);
+    if (extra.action == Action::kFreeze) extra.set = some_set(plan_of(chosen.trainer));
     if (extra.action == Action::kUnfreeze) choose_frozen(extra);
     if (extra.action == Action::kFailingBackward) extra.value = between(0, 1);
     if (chance(0.7)) extra.ranks = some_ranks();
     operations.insert(operations.begin() + at, extra);
+  }
+
+  // Some ranks get another state, learning rate or parameter.
+  void spoil_optimizer(int trainer) {
+    const bool torchs = plan_of(trainer).layout == Layout::kTorch;
+    Operation extra = make(torchs ? pick({Action::kLoadState, Action::kLoadState, Action::kSetLr, Action::kWriteData})
+                                  : Action::kSetLastLr,
+                           trainer);
+    set_value(extra);
+    extra.ranks = some_ranks();
+    auto& operations = program_.operations;
+    const auto count = static_cast<int>(operations.size());
+    operations.insert(operations.begin() + between(count / 2, count - 1), extra);
   }
 
   const TrainerPlan& plan_of(int trainer) const { return program_.trainers[static_cast<std::size_t>(trainer)]; }
@@ -299,6 +326,8 @@ void simplify_values(Program& program, const std::function<bool(const Program&)>
     with([](TrainerPlan& plan) { plan.scaled = false; });
     with([](TrainerPlan& plan) { plan.shards = 0; });
     with([](TrainerPlan& plan) { plan.frozen = 0; });
+    with([](TrainerPlan& plan) { plan.groups = 1; });
+    with([](TrainerPlan& plan) { plan.untold = false; });
     if (program.trainers[i].mean_in_grad) with([](TrainerPlan& plan) { plan.color = {}; });
     with([](TrainerPlan& plan) { plan.destruction = {}; });
     with([](TrainerPlan& plan) { plan.wide = plan.buffers = plan.bucket_view = plan.small_buckets = false; });

@@ -60,7 +60,8 @@ class Meetings {
 
   void run_local_operation(Operation first) {
     execute(first, heads([&](const Operation& head) {
-              return head.action == first.action && head.value == first.value && head.parameter == first.parameter;
+              return head.action == first.action && head.value == first.value && head.parameter == first.parameter &&
+                     head.set == first.set;
             }));
   }
 

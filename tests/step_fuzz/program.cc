@@ -2,6 +2,7 @@
 #include "tests/step_fuzz/program.h"
 
 #include <algorithm>
+#include <bit>
 #include <set>
 #include <sstream>
 
@@ -18,6 +19,8 @@ const std::vector<std::string> kActions{"backward",
                                         "zero_grad",
                                         "zero_grad(false)",
                                         "set_learning_rate",
+                                        "set_lr of the last group",
+                                        "load another state",
                                         "set_clipping norm",
                                         "set_clipping value",
                                         "clip_grad_norm_",
@@ -40,7 +43,7 @@ const std::vector<std::string> kNorms{"no norm", "batch norm of each rank", "syn
 
 std::string ranks_text(Ranks ranks) {
   std::string text;
-  for (int rank = 0; rank < kMaxRanks; ++rank)
+  for (int rank = 0; rank < kMaxParameters; ++rank)
     if (has(ranks, rank)) text += std::to_string(rank);
   return text;
 }
@@ -61,6 +64,8 @@ void describe(std::ostream& out, const TrainerPlan& plan, int ranks) {
   if (plan.norm != Norm::kNone) out << ", " << kNorms[static_cast<std::size_t>(plan.norm)];
   if (plan.words) out << ", sparse embedding";
   if (plan.frozen != 0) out << ", frozen " << ranks_text(plan.frozen);
+  if (plan.groups > 1) out << ", " << plan.groups << " parameter groups";
+  if (plan.untold) out << ", an optimizer that the ranks are not told of";
   out << ", colors";
   for (int rank = 0; rank < ranks; ++rank) out << ' ' << plan.color[static_cast<std::size_t>(rank)];
 }
@@ -69,7 +74,8 @@ void describe(std::ostream& out, const Operation& operation, int ranks) {
   out << "trainer " << operation.trainer << " ranks " << ranks_text(operation.ranks) << ": "
       << name_of(operation.action);
   if (operation.value != 0) out << ' ' << operation.value;
-  if (operation.action == Action::kFreeze || operation.action == Action::kUnfreeze) out << ' ' << operation.parameter;
+  if (operation.action == Action::kFreeze) out << ' ' << ranks_text(frozen_by(operation));
+  if (operation.action == Action::kUnfreeze) out << ' ' << operation.parameter;
   if (is_backward(operation.action)) {
     out << " samples";
     for (int rank = 0; rank < ranks; ++rank) out << ' ' << operation.samples[static_cast<std::size_t>(rank)];
@@ -102,6 +108,9 @@ void features_of(const TrainerPlan& plan, int ranks, std::set<std::string>& feat
   note(plan.alike, "ranks that count alike");
   note(plan.words, "sparse embedding");
   note(plan.frozen != 0, "frozen at first");
+  note(std::popcount(plan.frozen) > 1, "several frozen at first");
+  note(plan.groups > 1, "parameter groups by the dozen");
+  note(plan.untold, "an optimizer that the ranks are not told of");
   for (int rank = 1; rank < ranks; ++rank)
     note(plan.color[static_cast<std::size_t>(rank)] != plan.color[0], "sub-worlds");
 }
@@ -111,6 +120,7 @@ void features_of(const Operation& operation, int ranks, std::set<std::string>& f
   if (operation.ranks != all_of(ranks)) features.insert("on some ranks only");
   if (operation.overflow != 0) features.insert("overflow");
   if (operation.halves) features.insert("begin_backward()");
+  if (operation.action == Action::kFreeze && operation.set != 0) features.insert("freeze several");
   if (!is_backward(operation.action)) return;
   for (int rank = 0; rank < ranks; ++rank) {
     const auto r = static_cast<std::size_t>(rank);

@@ -13,6 +13,7 @@
 namespace lockstep::fuzz {
 
 inline constexpr int kMaxRanks = 5;
+inline constexpr int kMaxParameters = 8;
 
 using Ranks = unsigned;  // bit r: rank r
 inline Ranks all_of(int ranks) { return (1U << ranks) - 1; }
@@ -44,10 +45,12 @@ struct TrainerPlan {
   bool wide = false;     // gradients large enough for autograd to write them into shared memory
   bool buffers = false;  // the module has a buffer that forward() changes
   Norm norm = Norm::kNone;
-  bool alike = false;                  // ranks count alike, as in Python by default; every backward() is in halves
-  bool words = false;                  // the module has an embedding with sparse gradients
-  unsigned frozen = 0;                 // parameters frozen before the DistributedDataParallel is made
-  std::array<int, kMaxRanks> color{};  // the sub-world of each rank
+  bool alike = false;                        // ranks count alike, as in Python by default; every backward() is in halves
+  bool words = false;                        // the module has an embedding with sparse gradients
+  unsigned frozen = 0;                       // parameters frozen before the DistributedDataParallel is made
+  int groups = 1;                            // of lockstep's optimizer
+  bool untold = false;                       // the DistributedDataParallel is not given torch's optimizer, as in Python
+  std::array<int, kMaxRanks> color{};        // the sub-world of each rank
   std::array<int, kMaxRanks> destruction{};  // in which order each rank destroys its objects: 0 to 5
 };
 
@@ -62,11 +65,13 @@ enum class Action : std::uint8_t {
   kZeroGrad,         // to none
   kZeroGradToZeros,  // set_to_none = false
   kSetLr,            // value
+  kSetLastLr,        // value: of the last parameter group
+  kLoadState,        // of torch's optimizer: another one
   kSetClipping,      // value: the norm
   kSetValueClipping,
   kClipNormByHand,  // torch's clip_grad_norm_ with value
   kClipValueByHand,
-  kFreeze,  // parameter
+  kFreeze,  // frozen_by()
   kUnfreeze,
   kKeepAverage,     // after the first step
   kLoadParameters,  // every rank writes the same values; then parameters_written()
@@ -87,6 +92,7 @@ struct Operation {
   std::array<int, kMaxRanks> ids{};  // of each rank, where ranks meet from several operations; 0: id
   double value = 0;
   int parameter = 0;
+  unsigned set = 0;  // of kFreeze: parameters; 0: the one above
   std::array<int, kMaxRanks> samples{};
   std::array<unsigned, kMaxRanks>
       unused{};         // Branch in network.h: parts of the model that this rank's forward leaves out
@@ -115,6 +121,9 @@ inline int samples_of_shard(const Operation& operation, int rank, int shard) {
 inline int id_of(const Operation& operation, int rank) {
   const int own = operation.ids[static_cast<std::size_t>(rank)];
   return own != 0 ? own : operation.id;
+}
+inline unsigned frozen_by(const Operation& operation) {
+  return operation.set != 0 ? operation.set : 1U << operation.parameter;
 }
 inline bool is_backward(Action action) {
   return action == Action::kBackward || action == Action::kNoSyncBackward || action == Action::kPlainBackward;

@@ -104,11 +104,13 @@ class Trainer {
       case Action::kZeroGrad: return optimizer_->zero_grad();
       case Action::kZeroGradToZeros: return optimizer_->zero_grad(false);
       case Action::kSetLr: return set_learning_rate(*optimizer_, operation.value);
+      case Action::kSetLastLr: return optimizer_->param_groups().back().options().set_lr(operation.value);
+      case Action::kLoadState: return load_other_state(*optimizer_);
       case Action::kSetClipping: clipping_.max_norm = operation.value; return own_->set_clipping(clipping_);
       case Action::kSetValueClipping: clipping_.max_value = operation.value; return own_->set_clipping(clipping_);
       case Action::kClipNormByHand: return void(torch::nn::utils::clip_grad_norm_(network_->weights, operation.value));
       case Action::kClipValueByHand: return torch::nn::utils::clip_grad_value_(network_->weights, operation.value);
-      case Action::kFreeze: return void(weight(operation).requires_grad_(false));
+      case Action::kFreeze: return network_->freeze(frozen_by(operation));
       case Action::kUnfreeze: return void(weight(operation).requires_grad_(true));
       case Action::kKeepAverage: return own_->keep_average(0.5);
       case Action::kLoadParameters: return load(operation);
@@ -167,7 +169,8 @@ class Trainer {
     clipping_ = {};
     scaler_ = GradientScaler({.initial_scale = 1024, .growth_interval = 3});
     if (plan_.average > 0) own_->keep_average(plan_.average);
-    ddp_ = std::make_unique<DistributedDataParallel>(*world_, *network_, *optimizer_, options());
+    ddp_ = plan_.untold ? std::make_unique<DistributedDataParallel>(*world_, *network_, options())
+                        : std::make_unique<DistributedDataParallel>(*world_, *network_, *optimizer_, options());
   }
 
   DistributedDataParallelOptions options() const {
@@ -195,10 +198,23 @@ class Trainer {
     return nullptr;
   }
 
+  // With groups by the dozen the first has the first parameter, each of the last ones another one, and those between none.
   std::shared_ptr<torch::optim::Optimizer> make() const {
     const auto& weights = network_->weights;
-    const double lr = plan_.lr, decay = plan_.weight_decay;
     if (plan_.layout == Layout::kTorch) return make_torch_optimizer(plan_, weights);
+    if (plan_.groups == 1) return make(weights);
+    const auto optimizer = make({weights[0]});
+    for (int group = 1; group < plan_.groups; ++group) {
+      const std::ptrdiff_t left = plan_.groups - group;
+      std::vector<torch::Tensor> parameters;
+      if (left < std::ssize(weights)) parameters.push_back(*(weights.end() - left));
+      optimizer->add_param_group({parameters, optimizer->param_groups()[0].options().clone()});
+    }
+    return optimizer;
+  }
+
+  std::shared_ptr<torch::optim::Optimizer> make(const std::vector<torch::Tensor>& weights) const {
+    const double lr = plan_.lr, decay = plan_.weight_decay;
     switch (plan_.rule) {
       case Rule::kSGD: return std::make_shared<SGD>(weights, SGDOptions{.lr = lr, .weight_decay = decay});
       case Rule::kMomentum:

@@ -294,8 +294,9 @@ class Reference {
   // ---- What is written by hand
 
   void freeze(const Operation& operation, bool requires_grad) {
-    if (first_makes(operation))
-      network_.weights[static_cast<std::size_t>(operation.parameter)].requires_grad_(requires_grad);
+    if (!first_makes(operation)) return;
+    if (!requires_grad) return network_.freeze(frozen_by(operation));
+    network_.weights[static_cast<std::size_t>(operation.parameter)].requires_grad_(true);
   }
 
   void load(const Operation& operation) {

@@ -134,4 +134,13 @@ void load_state(torch::optim::Optimizer& optimizer, const std::string& state, do
   for (auto& group : optimizer.param_groups()) group.options().set_lr(lr);
 }
 
+void load_other_state(torch::optim::Optimizer& optimizer) {
+  const torch::NoGradGuard no_grad;
+  for (auto& [parameter, state] : optimizer.state()) {
+    if (auto* const sgd = dynamic_cast<torch::optim::SGDParamState*>(state.get())) sgd->momentum_buffer().mul_(3);
+    if (auto* const adam = dynamic_cast<torch::optim::AdamParamState*>(state.get())) adam->exp_avg().mul_(3);
+    if (auto* const adamw = dynamic_cast<torch::optim::AdamWParamState*>(state.get())) adamw->exp_avg().mul_(3);
+  }
+}
+
 }  // namespace lockstep::fuzz

@@ -37,5 +37,6 @@ std::shared_ptr<torch::optim::Optimizer> make_torch_optimizer(const TrainerPlan&
 // Its whole state, to be given to load_state().
 std::string state_of(const torch::optim::Optimizer& optimizer);
 void load_state(torch::optim::Optimizer& optimizer, const std::string& state, double lr);
+void load_other_state(torch::optim::Optimizer& optimizer);  // three times the momentum that it has
 
 }  // namespace lockstep::fuzz

@@ -25,12 +25,16 @@ const Causes kCallsDiffer{"left out a backward(), step()",
                           "step() number",
                           "did not answer within"};  // with what every rank is doing, where they wait in two groups
 
+// A mistake that makes the parameters of the ranks differ is found at the next exchange.
+const Causes kParametersDiffer{"the parameters of rank", "parameters written since the last exchange"};
+
 const std::string kLeftOutBackward = "a backward() that some ranks leave out";
 
 // What one rank has done to one trainer.
 struct Rank {
   bool joined = false;
   double lr = 0, norm = 0, value = 0;
+  double last_lr = 0;             // of the last parameter group
   double scale = 0;               // that its next step() divides by
   bool optimizer_scales = false;  // it knows the scale, from the first step() on: also in join()
   unsigned frozen = 0;
@@ -40,9 +44,12 @@ struct Rank {
   int unseen = 0;          // those without samples before them: a zero_grad() that drops no gradient is not seen
   bool published = false;  // of shared gradients: by the last backward(), since the last step()
   int written = 0;         // parameters written by hand, since the last exchange
-  bool defined = false;    // .grad
-  bool touched = false;    // .grad changed by hand since the exchange
-  bool clipped = false;    // .grad of shared gradients changed by hand since zero_grad()
+  std::array<int, kMaxParameters>
+      data{};            // how often each was written through .data(), since all ranks had the same values
+  bool loaded = false;   // another state, which the other ranks may not have
+  bool defined = false;  // .grad
+  bool touched = false;  // .grad changed by hand since the exchange
+  bool clipped = false;  // .grad of shared gradients changed by hand since zero_grad()
   int good_steps = 0;
 };
 
@@ -73,16 +80,18 @@ class WorldOfTrainer {
     for_each(members_, [&](Rank& rank) {
       const unsigned frozen = begun_ ? rank.frozen : plan_.frozen;
       start_frozen_ = frozen;
-      rank = {.lr = plan_.lr, .scale = plan_.scaled ? 1024.0 : 0, .frozen = frozen};
+      rank = {.lr = plan_.lr, .last_lr = plan_.lr, .scale = plan_.scaled ? 1024.0 : 0, .frozen = frozen};
     });
     begun_ = true;
+    drift_ = own_way_ = tiny_ = has_state_ = false;
     stepped_ = stepped_since_exchange_ = exchanged_ = plain_ = stale_ = mean_ = mixed_ = partial_ = zeros_ = overflow_ =
         uneven_ = accumulates_ = data_written_ = false;
   }
 
   void judge(const Operation& operation, Ranks ranks) {
     if ((ranks & ~active()) != 0) return outside("an operation of a rank in join()");
-    if (operation.parameter == 5 && !plan_.words) return outside("an embedding that there is not");
+    if ((operation.parameter == 5 || has(operation.set, 5)) && !plan_.words)
+      return outside("an embedding that there is not");
     switch (operation.action) {
       case Action::kBackward:
       case Action::kNoSyncBackward:
@@ -93,7 +102,9 @@ class WorldOfTrainer {
       case Action::kStep: return step(ranks);
       case Action::kZeroGrad:
       case Action::kZeroGradToZeros: return zero_grad(operation, ranks);
-      case Action::kSetLr: return for_each(ranks, [&](Rank& rank) { rank.lr = operation.value; });
+      case Action::kSetLr: return for_each(ranks, [&](Rank& rank) { rank.lr = rank.last_lr = operation.value; });
+      case Action::kSetLastLr: return set_last_lr(operation, ranks);
+      case Action::kLoadState: return load_state(ranks);
       case Action::kSetClipping: return clipping(ranks, [&](Rank& rank) { rank.norm = operation.value; });
       case Action::kSetValueClipping: return clipping(ranks, [&](Rank& rank) { rank.value = operation.value; });
       case Action::kClipNormByHand:
@@ -104,8 +115,10 @@ class WorldOfTrainer {
       case Action::kLoadParameters: return load(ranks);
       case Action::kSave: return save(ranks);
       case Action::kResume: return saved_ ? load(ranks) : outside("a checkpoint that was never saved");
-      case Action::kWriteParameter: return for_each(ranks, [&](Rank& rank) { rank.written += 1; });
-      case Action::kWriteData: return write_data(ranks);
+      case Action::kWriteParameter:
+        own_way_ = own_way_ || pending();
+        return for_each(ranks, [&](Rank& rank) { rank.written += 1; });
+      case Action::kWriteData: return write_data(operation, ranks);
       case Action::kJoin: return join(ranks);
       case Action::kRebuild: return rebuild(ranks);
       case Action::kCount: return;
@@ -195,7 +208,9 @@ class WorldOfTrainer {
     }
     if (ranks != members_ || samples.contains(0))
       return illegal("synchronised batch normalisation without a batch on some ranks", calls_differ());
-    if (!equal_need_of_hidden(operation)) return outside("synchronised batch normalisation of what needs no gradient");
+    if (!equal_need_of_hidden(operation))
+      return illegal("synchronised batch normalisation of what needs a gradient on some ranks only",
+                     {"the input of SyncBatchNorm needs a gradient on"});
     uneven_ = uneven_ || samples.size() > 1;
     const bool several = any([](const Rank& rank) { return rank.backwards > 0; });
     if (uneven_ && (several || operation.action == Action::kPlainBackward))
@@ -237,6 +252,7 @@ class WorldOfTrainer {
     require_equal_settings();
     if (!shares_parameters(plan_) && !equal([](const Rank& rank) { return rank.written; }))
       illegal("a parameter written on some ranks only", {"parameters written since the last exchange"});
+    require_same_parameters();
     stepped_since_exchange_ = uneven_ = data_written_ = false;
     for_each(members_, [&](Rank& rank) {
       rank.backwards = rank.samples = rank.leading = rank.unseen = 0;
@@ -272,7 +288,9 @@ class WorldOfTrainer {
   void make_step(bool nothing) {
     step_with_gradients();
     if (judgement_.verdict != Verdict::kLegal) return;
+    if (!nothing) note_drift();
     stepped_ = stepped_since_exchange_ = true;
+    has_state_ = has_state_ || !nothing;
     exchanged_ = false;
     stale_ = !nothing && plan_.shards == 0;
     if (!in_shared_memory(plan_)) plain_ = uneven_ = false;
@@ -309,13 +327,16 @@ class WorldOfTrainer {
         return illegal("a mean that some ranks change", {"gradients written by hand"});
       }
     }
-    if (plan_.layout == Layout::kTorch && set_before_exchange()) return outside("a setting for some steps of torch's");
+    if (plan_.layout == Layout::kTorch && set_before_exchange())
+      return outside("a frozen parameter for some steps of torch's");
     require_equal_settings();
   }
 
   void illegal_write() {
     illegal("a shared parameter written by hand",
             {"was written between two steps", "parameters written since the last exchange"});
+    if (program_.machines > 1)
+      judgement_.causes.insert(judgement_.causes.end(), kParametersDiffer.begin(), kParametersDiffer.end());
   }
 
   // It is found at the next exchange: another mistake that is made before that may be found first.
@@ -383,6 +404,7 @@ class WorldOfTrainer {
     if (active() == 0) {
       if (start_unfrozen()) return illegal_unfrozen();
       if (!in_shared_memory(plan_)) require_equal_settings();
+      if (!shares_parameters(plan_)) require_same_parameters();
       for_each(members_, [](Rank& rank) {
         rank.joined = rank.published = false;
         rank.unseen = 0;
@@ -400,7 +422,11 @@ class WorldOfTrainer {
     }
     if (any([](const Rank& rank) { return rank.backwards > 0; }) && !(in_shared_memory(plan_) && exchanged_))
       return outside("parameters_written() between backward() and the exchange");
-    for_each(ranks, [](Rank& rank) { rank.written = 0; });
+    if (differ()) return outside("parameters_written() after what the ranks did differently");
+    for_each(ranks, [](Rank& rank) {
+      rank.written = 0;
+      rank.data = {};
+    });
     data_written_ = false;
   }
 
@@ -408,6 +434,7 @@ class WorldOfTrainer {
     if (ranks != members_ || joined()) return outside("a checkpoint of some ranks");
     if (any([](const Rank& rank) { return rank.written > 0; }))
       return outside("a checkpoint of what was written by hand");
+    if (differ()) return outside("a checkpoint of ranks that differ");
     saved_ = true;
   }
 
@@ -416,6 +443,7 @@ class WorldOfTrainer {
     if (any([](const Rank& rank) { return rank.defined || rank.written > 0 || rank.backwards > 0; }))
       return outside("a DistributedDataParallel made in the midst of a step");
     if (!equal([](const Rank& rank) { return rank.frozen; })) return outside("models that differ");
+    if (differ()) return outside("a DistributedDataParallel made after what the ranks did differently");
     begin();
   }
 
@@ -468,6 +496,8 @@ class WorldOfTrainer {
     if (pending && (!in_shared_memory(plan_) || (plain_ && !exchanged_)))
       return outside("clipping before the exchange");
     if (operation.value > 1 || plan_.shards > 0) return;  // there is nothing to clip
+    if (differ()) return outside("tiny gradients of ranks that differ");
+    tiny_ = true;
     if (plan_.words && !in_shared_memory(plan_)) return outside("torch leaves sparse gradients as they are");
     if (in_shared_memory(plan_) && stale_ && !exchanged_) return outside("clipping after step()");
     if (in_shared_memory(plan_) && !plain_) return for_each(ranks, [](Rank& rank) { rank.clipped = rank.samples > 0; });
@@ -476,8 +506,8 @@ class WorldOfTrainer {
   }
 
   void freeze(const Operation& operation, Ranks ranks) {
-    if (operation.parameter == 2) return outside("w2 frozen: every loss needs a parameter");
-    for_each(ranks, [&](Rank& rank) { rank.frozen |= 1U << operation.parameter; });
+    if (has(frozen_by(operation), 2)) return outside("w2 frozen: every loss needs a parameter");
+    for_each(ranks, [&](Rank& rank) { rank.frozen |= frozen_by(operation); });
   }
 
   void keep_average() {
@@ -486,11 +516,56 @@ class WorldOfTrainer {
     illegal("keep_average() too late", {"keep_average() after the optimizer"});
   }
 
-  void write_data(Ranks ranks) {
+  void write_data(const Operation& operation, Ranks ranks) {
     if (shares_parameters(plan_)) return for_each(ranks, [](Rank& rank) { rank.written += 1; });
-    if (ranks != active()) outside("a write through .data() on some ranks only");
+    if (ranks != active() && plan_.wide) return outside("a small part of large parameters");
     if (joined()) outside("a write while a rank is in join()");
+    own_way_ = own_way_ || pending();
     data_written_ = true;
+    for_each(ranks, [&](Rank& rank) { rank.data[static_cast<std::size_t>(operation.parameter)] += 1; });
+  }
+
+  // ---- Parameters of each rank that do not stay the same
+
+  void set_last_lr(const Operation& operation, Ranks ranks) {
+    if (ranks == active() || plan_.groups == 1) return outside("a learning rate of one group on all ranks");
+    for_each(ranks, [&](Rank& rank) { rank.last_lr = operation.value; });
+  }
+
+  void load_state(Ranks ranks) {
+    if (plan_.layout != Layout::kTorch || plan_.rule == Rule::kSGD || ranks == active() || joined() || !has_state_)
+      return outside("a state that all ranks load, or that there is not");
+    if (too_small_to_differ()) return outside("a state that changes little");
+    for_each(ranks, [](Rank& rank) { rank.loaded = true; });
+  }
+
+  // A step() with another learning rate or state, or beside other parameters.
+  void note_drift() {
+    if (shares_parameters(plan_)) return;
+    const bool other_lr = plan_.layout == Layout::kTorch && !equal([](const Rank& rank) { return rank.lr; });
+    if (other_lr && too_small_to_differ()) return outside("a learning rate that changes little");
+    if ((other_lr || differ()) && !mean_) return outside("ranks that differ in a step() without gradients");
+    drift_ = other_lr || differ();
+  }
+  bool differ() const {
+    return drift_ || !equal([](const Rank& rank) { return rank.loaded; }) || data_differs();
+  }
+  bool data_differs() const {
+    for (std::size_t i = 0; i < kMaxParameters; ++i)
+      if (!equal([&](const Rank& rank) { return rank.data[i]; })) return true;
+    return false;
+  }
+  bool too_small_to_differ() const { return plan_.dtype == torch::kBFloat16 || tiny_; }
+  bool pending() const {
+    return any([](const Rank& rank) { return rank.backwards > 0; });
+  }
+
+  void require_same_parameters() {
+    if (plan_.layout == Layout::kTorch && !plan_.untold && !equal([](const Rank& rank) { return rank.lr; }))
+      illegal("settings that differ: lr of torch's optimizer", {"lr of parameter group 0"});
+    if (!drift_ && !data_differs()) return;
+    if (own_way_ && judgement_.verdict == Verdict::kLegal) return outside("ranks that go their own way, and differ");
+    illegal("parameters that differ between the ranks", kParametersDiffer);
   }
 
   // ---- What comes until the next exchange
@@ -527,9 +602,7 @@ class WorldOfTrainer {
     return any_before_exchange([](Action action) { return action == Action::kStep; });
   }
   bool set_before_exchange() const {
-    return any_before_exchange([](Action action) {
-      return action == Action::kSetLr || action == Action::kFreeze || action == Action::kUnfreeze;
-    });
+    return any_before_exchange([](Action action) { return action == Action::kFreeze || action == Action::kUnfreeze; });
   }
 
   // Whether all ranks take the parameters of the first before it matters that they differ.
@@ -622,7 +695,11 @@ class WorldOfTrainer {
     const auto require = [&](const auto& get, const std::string& name) {
       if (!equal(get)) illegal("settings that differ: " + name, {name, "a setting of the last step()"});
     };
-    require([](const Rank& rank) { return rank.lr; }, "lr of parameter group 0");
+    if (plan_.layout != Layout::kTorch) require([](const Rank& rank) { return rank.lr; }, "lr of parameter group 0");
+    require([](const Rank& rank) { return rank.last_lr == rank.lr ? 0 : rank.last_lr; },
+            "lr of parameter group " + std::to_string(plan_.groups - 1));
+    if (judgement_.verdict == Verdict::kLegal && any([](const Rank& rank) { return rank.last_lr != rank.lr; }))
+      outside("a learning rate of one group on all ranks");
     require([](const Rank& rank) { return rank.norm; }, "clipping by norm");
     require([](const Rank& rank) { return rank.value; }, "clipping by value");
     require([](const Rank& rank) { return rank.frozen; }, "which parameters are frozen");
@@ -673,6 +750,7 @@ class WorldOfTrainer {
     add(in_shared_memory(plan_) && any([](const Rank& rank) { return rank.touched || rank.clipped; }),
         "was changed between backward() and step()");
     add(start_unfrozen(), "requires a gradient, and did not when");
+    if (differ()) judgement_.causes.insert(judgement_.causes.end(), kParametersDiffer.begin(), kParametersDiffer.end());
   }
   void outside(const std::string& rule) { judgement_ = {Verdict::kOutside, rule}; }
 
@@ -697,7 +775,11 @@ class WorldOfTrainer {
   bool zeros_ = false;         // in .grad, by zero_grad(false)
   bool overflow_ = false;      // in .grad
   bool accumulates_ = false;   // the last ddp.backward() was under no_sync()
-  bool data_written_ = false;  // through .data(), on all ranks, since the last exchange
+  bool data_written_ = false;  // through .data(), since the last exchange
+  bool drift_ = false;         // parameters of each rank are no longer the same
+  bool own_way_ = false;       // they were written between a no_sync() and its exchange: not compared any more
+  bool tiny_ = false;          // gradients were clipped by hand
+  bool has_state_ = false;     // the optimizer has made a step
   Judgement judgement_;
 };
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <optional>
 #include <unordered_set>
 #include <utility>
 
@@ -68,22 +69,13 @@ double weight_decay_of(const torch::optim::OptimizerParamGroup& group) {
 
 // What all ranks must have alike of an optimizer of torch's.
 StepSettings settings_of(const torch::optim::Optimizer& optimizer) {
-  StepSettings settings;
+  StepSettings settings{{"the number of parameter groups", static_cast<double>(optimizer.param_groups().size())}};
   for (std::size_t i = 0; i < optimizer.param_groups().size(); ++i) {
     const auto& group = optimizer.param_groups()[i];
     settings.push_back({"lr", lr_of(group), static_cast<int>(i)});
     settings.push_back({"weight_decay", weight_decay_of(group), static_cast<int>(i)});
   }
   return settings;
-}
-
-double checksum_of_frozen(const std::vector<NamedTensor>& parameters) {
-  double number = 0, frozen = 0;
-  for (const auto& [name, parameter] : parameters) {
-    number += 1;
-    frozen += parameter.requires_grad() ? 0 : number * number;
-  }
-  return frozen;
 }
 
 // The optimizer that updates parameters which the ranks of a machine share; null: every rank has its own.
@@ -185,6 +177,7 @@ class DistributedDataParallel::Impl {
     exchange_seconds_ = 0;
     begun_ = {batch.samples, !no_sync_};
     size_ += batch.size;
+    if (no_sync_ && !block_) note_own_way(values_of(parameters_), /*accumulates=*/true);
     own_progress::begin_next_step();
     own_progress::enter(Phase::kBackward);
     backward_began_ = trace::now_if_recording();
@@ -221,8 +214,10 @@ class DistributedDataParallel::Impl {
       memory_->barrier(signature_of(StepPhase::kParametersWritten, 0));
       block_->mark_written();
     }
-    if (!block_ || memory_->size() < world_.size()) world_.barrier();
+    if (has_copies()) world_.barrier();
     note_values();
+    unexchanged_.reset();
+    goes_own_way_ = false;
   }
 
   // All ranks see in the same step that no rank has samples. A loop that begins with zero_grad() leaves gradients that a
@@ -387,7 +382,7 @@ class DistributedDataParallel::Impl {
   }
 
   // What every rank must have alike when gradients go through buckets.
-  StepSettings settings() const {
+  StepSettings settings() {
     StepSettings settings;
     if (const auto* own = dynamic_cast<const Optimizer*>(optimizer_)) {
       settings = own->settings();
@@ -395,7 +390,8 @@ class DistributedDataParallel::Impl {
     } else if (optimizer_ != nullptr) {
       settings = settings_of(*optimizer_);
     }
-    settings.push_back({"a checksum of which parameters are frozen", checksum_of_frozen(parameters_)});
+    int number = 0;
+    for (const NamedTensor& parameter : parameters_) add_frozen(settings, number++, !parameter.tensor.requires_grad());
     settings.push_back({"the number of the DistributedDataParallel", number_});
     const Values values = values_of(parameters_);
     settings.push_back(
@@ -403,7 +399,21 @@ class DistributedDataParallel::Impl {
     settings.push_back(
         {"parameters written since the last exchange, by step() or otherwise,", values == values_ ? 0.0 : 1.0});
     if (mean_) settings.push_back({kMeanChanged, mean_->mean_was_changed() ? 1.0 : 0.0});
+    note_own_way(values, /*accumulates=*/false);
+    const bool compares = has_copies() && !goes_own_way_ && !(block_ && block_->written_by_hand()) &&
+                          !defect("the hash of the parameters is left out");
+    settings.push_back({kParameters, compares ? check_.hash_of_part(parameters_) : 0});
     return settings;
+  }
+
+  // Whether parameters of several ranks are at several places.
+  bool has_copies() const { return !block_ || memory_->size() < world_.size(); }
+
+  // Before each backward(). A rank that writes parameters between one in no_sync() and the exchange trains by itself, as local
+  // SGD does, or looks ahead along its own gradient: from then on parameters may differ.
+  void note_own_way(const Values& values, bool accumulates) {
+    if (unexchanged_ && !(values == *unexchanged_)) goes_own_way_ = true;
+    unexchanged_ = accumulates ? std::optional(values) : std::nullopt;
   }
 
   bool through_buckets() const { return !block_ || mean_; }
@@ -445,6 +455,8 @@ class DistributedDataParallel::Impl {
   std::size_t held_ = 0;                  // parameters of the optimizer, when this was made
   double number_ = 0;                     // tells it from others of the same ranks, when they exchange through buckets
   Values values_;                         // through buckets: of parameters_ after the last exchange
+  std::optional<Values> unexchanged_;     // the same at the last backward() in no_sync() since then
+  bool goes_own_way_ = false;             // parameters may differ between the ranks
   double steps_ = 0;                      // step() of lockstep's optimizer until then; kStepCalls
   std::shared_ptr<SharedMemory> memory_;  // with shared parameters
   std::shared_ptr<ParameterBlock> block_;

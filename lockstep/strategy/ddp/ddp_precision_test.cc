@@ -161,5 +161,16 @@ TEST(Ddp, synchronised_batch_norm_equals_one_rank_on_the_whole_batch) {
   });
 }
 
+// Its backward() would wait for ranks that do not come.
+TEST(Ddp, refuses_synchronised_batch_norm_of_what_needs_a_gradient_on_some_ranks) {
+  run_ranks(3, [](World& world) {
+    SyncBatchNorm norm(world, SyncBatchNormOptions{.features = 3});
+    const torch::Tensor input = torch::ones({2, 3}).set_requires_grad(world.rank() == 1);
+    const std::string error = message_of<MismatchError>([&] { norm(input); });
+    EXPECT_TRUE(contains(error, "the input of SyncBatchNorm needs a gradient on 1 ranks only"));
+    EXPECT_TRUE(contains(error, world.rank() == 1 ? "where it does\n" : "where it does not"));
+  });
+}
+
 }  // namespace
 }  // namespace lockstep

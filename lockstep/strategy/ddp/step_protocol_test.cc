@@ -106,6 +106,62 @@ TEST_P(AnyStep, with_a_parameter_frozen_on_one_rank_is_refused) {
   expect_refused(refused, "which parameters are frozen");
 }
 
+// 3 * 3 + 4 * 4 = 5 * 5: sets of several parameters that a sum of squares takes for one.
+TEST_P(AnyStep, with_another_set_of_frozen_parameters_on_one_rank_is_refused) {
+  for (const int ranks : {2, 3, 4}) {
+    const auto refused = errors(ranks, [](World& world) {
+      torch::nn::Sequential net(torch::nn::Linear(3, 3), torch::nn::Linear(3, 3), torch::nn::Linear(3, 2));
+      SGD sgd(net->parameters(), {.lr = 0.1});
+      DistributedDataParallel ddp(world, *net, sgd, options_of(GetParam()));
+      for (int i = 0; i < 3; ++i) {
+        ddp.backward(net->forward(torch::ones({4, 3})).mean(), 4);
+        sgd.step();
+        sgd.zero_grad();
+        for (const int frozen : world.rank() == 1 ? std::vector<int>{4} : std::vector<int>{2, 3})
+          net->parameters()[static_cast<std::size_t>(frozen)].requires_grad_(false);
+      }
+    });
+    expect_refused(refused, "which parameters are frozen differs between rank 0 and rank 1: number 2");
+  }
+}
+
+// Each setting is named however many there are.
+TEST_P(AnyStep, with_another_learning_rate_of_a_late_group_on_one_rank_is_refused_by_its_name) {
+  for (const int ranks : {2, 3}) {
+    const auto refused = errors(ranks, [](World& world) {
+      torch::nn::Sequential net(torch::nn::Linear(2, 2));
+      AdamW adamw(net->parameters(), {.lr = 0.1});
+      for (int i = 1; i < 30; ++i) {
+        torch::nn::Linear layer(2, 2);
+        net->push_back(layer);
+        adamw.add_param_group(parameter_group(layer->parameters(), AdamWOptions{.lr = 0.1}));
+      }
+      DistributedDataParallel ddp(world, *net, adamw, options_of(GetParam()));
+      for (int i = 0; i < 2; ++i) {
+        ddp.backward(net->forward(torch::ones({4, 2})).mean(), 4);
+        adamw.step();
+        adamw.zero_grad();
+        if (world.rank() == 1) adamw.param_groups()[27].options().set_lr(0.2);
+      }
+    });
+    for (int rank = 0; rank < ranks; ++rank)
+      EXPECT_TRUE(testing::contains(refused[rank], "lr of parameter group 27")) << refused[rank];
+  }
+}
+
+TEST_P(AnyStep, with_another_number_of_groups_on_one_rank_is_refused) {
+  const auto refused = errors(2, [](World& world) {
+    torch::nn::Linear net(3, 2);
+    SGD sgd(world.rank() == 0 ? net->parameters() : std::vector{net->weight}, {.lr = 0.1});
+    if (world.rank() == 1) sgd.add_param_group(parameter_group({net->bias}, SGDOptions{.lr = 0.1}));
+    DistributedDataParallel ddp(world, *net, sgd, options_of(GetParam()));
+    ddp.backward(net->forward(torch::ones({4, 3})).mean(), 4);
+    sgd.step();
+    ddp.backward(net->forward(torch::ones({4, 3})).mean(), 4);
+  });
+  expect_refused(refused, "the number of parameter groups is 1 on rank 0, 2 on rank 1");
+}
+
 TEST_P(AnyStep, after_a_state_was_set_on_one_rank_is_refused) {
   const auto refused = errors(2, [](World& world) {
     Trainer trainer(world, GetParam(), {.lr = 0.1, .momentum = 0.9});
@@ -245,6 +301,131 @@ TEST(StepOfTorch, that_the_ranks_were_not_told_of_needs_the_same_frozen_paramete
     ddp.backward(net->forward(torch::ones({4, 3})).mean(), 4);
   });
   expect_refused(refused, "which parameters are frozen");
+}
+
+// ---- Parameters of each rank that are no longer the same
+
+// One rank's model with an optimizer of torch's that DistributedDataParallel does not know, as in Python.
+struct UntoldTrainer {
+  explicit UntoldTrainer(World& all, double lr = 0.1, double momentum = 0)
+      : world(all), sgd(net->parameters(), torch::optim::SGDOptions(lr).momentum(momentum)), ddp(world, *net) {}
+
+  void train(int steps) {
+    for (int i = 0; i < steps; ++i) {
+      sgd.zero_grad();
+      ddp.backward(net->forward(torch::full({4, 3}, 1.0 + world.rank())).square().mean(), 4);
+      sgd.step();
+    }
+  }
+
+  World& world;
+  torch::nn::Linear net{3, 2};
+  torch::optim::SGD sgd;
+  DistributedDataParallel ddp;
+};
+
+TEST(StepOfTorch, after_another_learning_rate_that_the_ranks_were_not_told_of_is_refused) {
+  for (const int ranks : {2, 3, 4, 7}) {
+    const auto refused = errors(ranks, [](World& world) {
+      UntoldTrainer trainer(world, world.rank() == 1 ? 0.2 : 0.1);
+      trainer.train(2);
+    });
+    expect_refused(refused, "the parameters of rank 0 and rank 1 differ");
+  }
+}
+
+TEST(StepOfTorch, after_a_state_that_one_rank_alone_has_loaded_is_refused) {
+  for (const testing::Nodes& machines : {testing::Nodes{0, 0}, testing::Nodes{0, 1}, testing::Nodes{0, 0, 1}}) {
+    const auto refused = testing::errors_on(machines, [](World& world) {
+      UntoldTrainer trainer(world, 0.1, 0.9);
+      trainer.train(3);
+      if (world.rank() == 1)
+        for (auto& [parameter, state] : trainer.sgd.state())
+          static_cast<torch::optim::SGDParamState&>(*state).momentum_buffer().mul_(2);
+      trainer.train(2);
+    });
+    expect_refused(refused, "the parameters of rank 0 and rank 1 differ");
+  }
+}
+
+TEST(StepOfTorch, finds_a_single_byte_within_a_hundred_steps) {
+  const auto refused = errors(2, [](World& world) {
+    torch::nn::Linear net(700, 700);
+    torch::optim::SGD sgd(net->parameters(), 0.1);
+    DistributedDataParallel ddp(world, *net);
+    if (world.rank() == 1) static_cast<float*>(net->weight.mutable_data_ptr())[333'333] += 1;
+    for (int i = 0; i < 100; ++i) {
+      sgd.zero_grad();
+      ddp.backward(net->forward(torch::ones({1, 700})).mean(), 1);
+      sgd.step();
+    }
+  });
+  expect_refused(refused, "the parameters of rank 0 and rank 1 differ");
+}
+
+TEST(StepOfTorch, goes_on_where_all_ranks_load_the_same_state) {
+  EXPECT_EQ(errors(3,
+                   [](World& world) {
+                     UntoldTrainer trainer(world, 0.1, 0.9);
+                     trainer.train(3);
+                     for (auto& [parameter, state] : trainer.sgd.state())
+                       static_cast<torch::optim::SGDParamState&>(*state).momentum_buffer().mul_(2);
+                     set_learning_rate(trainer.sgd, 0.05);
+                     trainer.train(4);
+                   }),
+            IntVector<std::string>(3));
+}
+
+// Shared through buckets on several machines: each machine has a copy.
+TEST(SharedStepThroughBuckets, finds_a_copy_that_one_machine_alone_has_written) {
+  const auto refused = testing::errors_on({0, 0, 1}, [](World& world) {
+    Trainer trainer(world, Sharing::kSharedThroughBuckets);
+    trainer.train(2);
+    world.barrier();
+    trainer.ddp.write_parameters([&] { trainer.net->parameters()[1].fill_(world.rank() < 2 ? 1 : 2); });
+    trainer.train(2);
+  });
+  expect_refused(refused, "the parameters of rank 0 and rank 2 differ");
+}
+
+// Each rank goes its own way: local SGD.
+TEST(StepOfTorch, in_no_sync_may_make_the_parameters_of_the_ranks_differ) {
+  EXPECT_EQ(errors(2,
+                   [](World& world) {
+                     UntoldTrainer trainer(world);
+                     trainer.train(1);
+                     for (int i = 0; i < 3; ++i) {
+                       const auto no_sync = trainer.ddp.no_sync();
+                       trainer.train(1);
+                     }
+                     trainer.train(2);
+                   }),
+            IntVector<std::string>(2));
+}
+
+// As sharpness-aware minimisation, which steps along each rank's own gradient and back.
+TEST(StepOfTorch, after_a_perturbation_of_each_rank_in_no_sync_is_fine) {
+  EXPECT_EQ(errors(2,
+                   [](World& world) {
+                     UntoldTrainer trainer(world);
+                     for (int i = 0; i < 3; ++i) {
+                       const torch::Tensor before = trainer.net->weight.detach().clone();
+                       trainer.sgd.zero_grad();
+                       {
+                         const auto no_sync = trainer.ddp.no_sync();
+                         const torch::Tensor input = torch::full({4, 3}, 1.0 + world.rank());
+                         trainer.ddp.backward(trainer.net->forward(input).square().mean(), 4);
+                         const torch::NoGradGuard no_grad;
+                         trainer.net->weight.add_(trainer.net->weight.grad(), 0.05);
+                       }
+                       trainer.sgd.zero_grad();
+                       trainer.ddp.backward(trainer.net->forward(torch::ones({4, 3})).square().mean(), 4);
+                       const torch::NoGradGuard no_grad;
+                       trainer.net->weight.copy_(before);
+                       trainer.sgd.step();
+                     }
+                   }),
+            IntVector<std::string>(2));
 }
 
 // ---- Gradients in shared memory: step() exchanges what backward() has not

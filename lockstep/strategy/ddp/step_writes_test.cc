@@ -104,6 +104,21 @@ TEST(SharedStep, refuses_a_parameter_written_through_data) {
   }
 }
 
+// Zeros stay zeros where it is scaled.
+TEST(SharedStep, refuses_a_gradient_of_few_rows_that_is_scaled_through_a_pointer) {
+  const auto refused = errors(2, [](World& world) {
+    torch::nn::Embedding words(10000, 16);
+    SGD sgd(words->parameters(), {.lr = 0.1});
+    DistributedDataParallel ddp(world, *words, sgd);
+    ddp.backward(words->forward(torch::arange(48) * 199 + 3).square().mean(), 48);
+    const torch::Tensor gradient = words->weight.grad();
+    auto* const values = static_cast<float*>(gradient.mutable_data_ptr());
+    for (std::int64_t i = 0; i < gradient.numel(); ++i) values[i] *= 0.5F;
+    sgd.step();
+  });
+  expect_refused(refused, "was changed between backward() and step()");
+}
+
 TEST(SharedStep, refuses_a_whole_parameter_written_through_a_pointer) {
   for (const Sharing sharing : {Sharing::kShared, Sharing::kSharedThroughBuckets})
     expect_refused(errors(2,
