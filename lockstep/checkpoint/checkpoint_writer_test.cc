@@ -2,6 +2,7 @@
 #include "lockstep/checkpoint/checkpoint_writer.h"
 
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -239,13 +240,37 @@ TEST(CheckpointReader, gives_the_mapping_itself) {
   EXPECT_EQ(once.const_data_ptr(), again.const_data_ptr());
 }
 
+// Nothing comes of the last shard.
+TEST(Shards, stay_whole_when_their_step_cannot_be_saved_again) {
+  const TempFolder folder;
+  CheckpointFolder checkpoints(folder.path(), /*keep=*/1, kTwoTensors);
+  checkpoints.save(1, large_state(1));
+  TensorFile again = large_state(7);
+  again.tensors["z"] = torch::empty({4}, torch::kMeta);  // the last of all
+  const auto fails = [](const std::string&) -> torch::Tensor { throw SystemError({.what = "no room"}); };
+  const auto expect = [&](int state) {
+    const auto newest = checkpoints.load_newest();
+    ASSERT_TRUE(newest);
+    expect_large_state(newest->file, state);
+  };
+  for (int time = 0; time < 2; ++time) {
+    EXPECT_THROW(checkpoints.save(1, again, fails), SystemError);
+    expect(1);
+  }
+  for (const int state : {3, 4, 5}) {  // and is replaced by what can be saved
+    checkpoints.save(1, large_state(state));
+    expect(state);
+    EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 5 + 1 + 1) << state;  // and .lock
+  }
+}
+
 TEST(CheckpointFolder, has_one_writer_and_names_it) {
   const TempFolder folder;
   const CheckpointFolder first(folder.path());
-  write_file(folder / "step-00000002.safetensors.tmp-1", "half");  // of the first
+  write_file(folder / "step-00000002.safetensors.tmp-0123456789abcdef", "half");  // of the first
   const std::string message = message_of<CheckpointError>([&] { CheckpointFolder(folder.path()); });
   EXPECT_TRUE(contains(message, concat("is in use by process ", ::getpid(), " on ")));
-  EXPECT_TRUE(folder.has("step-00000002.safetensors.tmp-1"));
+  EXPECT_TRUE(folder.has("step-00000002.safetensors.tmp-0123456789abcdef"));
 }
 
 // Kills it in the midst of a save, over and over.
@@ -274,6 +299,62 @@ TEST(CheckpointWriter, killed_while_it_writes_leaves_a_whole_checkpoint) {
     EXPECT_GT(newest_step(folder), 0);
     for (const auto& entry : std::filesystem::directory_iterator(folder.path())) std::filesystem::remove(entry);
   }
+}
+
+// Tensors of zeros that take no memory.
+torch::Tensor zeros(std::int64_t bytes) {
+  void* const memory = ::mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  EXPECT_NE(memory, MAP_FAILED);
+  return torch::from_blob(memory, {bytes}, [bytes](void* p) { ::munmap(p, static_cast<std::size_t>(bytes)); }, torch::kUInt8);
+}
+
+TEST(CheckpointWriter, saves_a_tensor_of_more_than_2_gib) {
+  const TempFolder folder;
+  const std::int64_t bytes = (std::int64_t{1} << 31) + 3;
+  TensorFile file = {.tensors = {{"large", zeros(bytes)}, {"small", torch::tensor({1.5})}}, .metadata = {}};
+  for (const std::int64_t at : {std::int64_t{0}, bytes / 2, bytes - 1}) file.tensors["large"][at] = 7;
+  {
+    CheckpointWriter writer{CheckpointFolder(folder.path())};
+    writer.save(1, file);
+    ASSERT_TRUE(writer.finish(1, 5 * kLong)) << writer.trouble();
+  }
+  const auto newest = CheckpointFolder(folder.path()).load_newest();
+  ASSERT_TRUE(newest);
+  const torch::Tensor large = newest->file.read("large");
+  EXPECT_EQ(large.numel(), bytes);
+  for (const std::int64_t at : {std::int64_t{0}, bytes / 2, bytes - 1}) EXPECT_EQ(large[at].item<int>(), 7);
+  EXPECT_EQ(large[bytes - 2].item<int>(), 0);
+  EXPECT_EQ(newest->file.read("small").item<float>(), 1.5F);
+}
+
+TEST(OwnCheckpoints, refuse_to_save_below_a_checkpoint_that_they_have_not_read) {
+  const TempFolder folder;
+  Checkpoints(folder.path()).save(1000, state_of(1000));
+  {
+    Checkpoints checkpoints(folder.path());  // of a program that begins anew
+    const std::string message = message_of<CheckpointError>([&] { checkpoints.save(1, state_of(1)); });
+    EXPECT_TRUE(contains(message, "step 1 ")) << message;
+    EXPECT_TRUE(contains(message, "step 1000")) << message;
+    checkpoints.save(1000, state_of(1000));  // nothing is above it
+    checkpoints.finish(1000);
+  }
+  Checkpoints checkpoints(folder.path());
+  EXPECT_TRUE(checkpoints.newest());
+  checkpoints.save(1001, state_of(1001));
+  checkpoints.finish(1001);
+  EXPECT_TRUE(folder.has("step-00001000.safetensors"));
+}
+
+TEST(OwnCheckpoints, refuse_what_cannot_be_saved_at_the_call) {
+  const TempFolder folder;
+  Checkpoints checkpoints(folder.path());
+  EXPECT_TRUE(contains(message_of<UsageError>([&] {
+                         checkpoints.save(1, {.tensors = {{"__metadata__", torch::zeros({3})}}, .metadata = {}});
+                       }), "__metadata__"));
+  EXPECT_TRUE(contains(message_of<UsageError>([&] {
+                         checkpoints.save(1, {.tensors = {}, .metadata = {{"lockstep.xxh3", "mine"}}});
+                       }), "lockstep.xxh3"));
 }
 
 TEST(OwnCheckpoints, are_written_while_the_loop_goes_on_and_the_newest_is_found) {
