@@ -233,6 +233,41 @@ TEST(CheckpointFolder, passes_over_one_that_cannot_be_read_and_renames_nothing) 
   EXPECT_TRUE(std::filesystem::is_symlink(folder / "step-00000002.safetensors"));
 }
 
+TEST(CheckpointFolder, goes_back_only_to_a_whole_checkpoint_and_moves_nothing_else) {
+  const TempFolder folder;
+  CheckpointFolder checkpoints(folder.path());
+  for (const int step : {1, 2}) checkpoints.save(step, sample());
+  write_file(folder / "step-00000001.safetensors", "damaged");
+  EXPECT_TRUE(contains(message_of<CheckpointError>([&] { checkpoints.go_back(1); }), "is damaged"));
+  EXPECT_EQ(names_in(folder.path()), (std::vector<std::string>{"step-00000001.safetensors", "step-00000002.safetensors"}));
+}
+
+TEST(CheckpointFolder, goes_back_to_the_same_step_as_often_as_told) {
+  const TempFolder folder;
+  CheckpointFolder checkpoints(folder.path(), 2, /*shard_bytes=*/50);
+  for (const int again : {1, 2, 3}) {
+    for (const int step : {1, 2}) checkpoints.save(step, sample());
+    checkpoints.go_back(1);
+    EXPECT_EQ(checkpoints.load_newest()->path.filename(), "step-00000001.safetensors.index.json");
+    const std::string aside = again == 1 ? "after-00000001" : "after-00000001-" + std::to_string(again);
+    EXPECT_EQ(load_safetensors(folder / aside / "step-00000002.safetensors.index.json").tensors.size(), 5U);
+  }
+}
+
+// As a kill leaves it between a save of the other kind and the end of what was there.
+TEST(CheckpointFolder, finds_a_whole_checkpoint_beside_a_damaged_one_of_the_same_step) {
+  const TempFolder folder;
+  CheckpointFolder(folder.path(), 2, /*shard_bytes=*/50).save(1, sample());
+  save_safetensors(folder / "step-00000001.safetensors", sample());
+  std::filesystem::remove(folder / "step-00000001-00001-of-00003.safetensors");
+  CheckpointFolder checkpoints(folder.path());
+  EXPECT_EQ(checkpoints.load_newest()->path.filename(), "step-00000001.safetensors");
+  for (const char* other : {"step-00000001.safetensors.index.json", "step-00000001-00002-of-00003.safetensors"}) {
+    EXPECT_FALSE(folder.has(other));
+    EXPECT_TRUE(folder.has(std::string(other) + ".damaged"));
+  }
+}
+
 TEST(CheckpointFolder, loads_nothing_from_an_empty_folder) {
   const TempFolder folder;
   EXPECT_FALSE(CheckpointFolder(folder / "new").load_newest().has_value());

@@ -3,7 +3,6 @@
 
 #include <signal.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -14,6 +13,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/checkpoints.h"
 #include "lockstep/deadline.h"
+#include "tests/held_disk.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -42,8 +42,9 @@ int newest_step(const TempFolder& folder) {
   return step;
 }
 
-std::string temporary(const TempFolder& folder, const std::string& step) {
-  return folder / concat("step-0000000", step, ".safetensors.tmp-", ::getpid());
+// A folder lies where its file should be.
+void block_checkpoint(const TempFolder& folder, int step) {
+  std::filesystem::create_directory(folder / concat("step-0000000", step, ".safetensors"));
 }
 
 bool comes_true(const std::function<bool()>& condition) {
@@ -97,20 +98,19 @@ TEST(CheckpointWriter, goes_on_after_a_save_that_failed) {
   CheckpointWriter writer{CheckpointFolder(folder.path())};
   writer.save(1, state_of(1));
   ASSERT_TRUE(writer.finish(1, kLong));
-  std::filesystem::create_directory(temporary(folder, "2"));  // where the file should be
+  block_checkpoint(folder, 2);
   writer.save(2, state_of(2));
   EXPECT_FALSE(writer.finish(2, kLong));
-  EXPECT_TRUE(contains(writer.trouble(), "can't write"));
+  EXPECT_TRUE(contains(writer.trouble(), "can't rename a finished file to"));
   EXPECT_TRUE(folder.has("step-00000001.safetensors"));
   writer.save(3, state_of(3));
   EXPECT_TRUE(writer.finish(3, kLong));
 }
 
-// Opening a named pipe to write waits for its reader: a disk that does not answer.
 TEST(CheckpointWriter, leaves_saves_out_while_the_disk_does_not_answer) {
   const TempFolder folder;
+  testing::HeldDisk disk(folder / "disk");
   CheckpointWriter writer{CheckpointFolder(folder.path()), std::chrono::milliseconds(1)};
-  ASSERT_EQ(::mkfifo(temporary(folder, "1").c_str(), 0600), 0);
   writer.save(1, state_of(1));
   const Stopwatch watch;
   writer.save(2, state_of(2));
@@ -118,8 +118,8 @@ TEST(CheckpointWriter, leaves_saves_out_while_the_disk_does_not_answer) {
   EXPECT_FALSE(writer.finish(3, std::chrono::milliseconds(1)));
   EXPECT_LT(watch.seconds(), 60);
   EXPECT_TRUE(contains(writer.trouble(), "the disk does not answer"));
-  const ReadableFile reader(temporary(folder, "1"));  // now it answers, with an error: a pipe can't be flushed
-  ASSERT_TRUE(comes_true([&] { return contains(writer.trouble(), "flush to disk"); }));
+  EXPECT_TRUE(contains(message_of<CheckpointError>([&] { writer.folder(); }), "the disk does not answer"));
+  disk.answer();
   ASSERT_TRUE(comes_true([&] { return writer.save(4, state_of(4)), writer.finish(4, kLong); }));
   EXPECT_FALSE(folder.has("step-00000002.safetensors"));
 }
@@ -134,7 +134,7 @@ TEST(CheckpointWriter, receives_what_other_ranks_send_whether_or_not_it_can_be_w
     return torch::zeros({4});
   };
   CheckpointWriter writer{CheckpointFolder(folder.path())};
-  std::filesystem::create_directory(temporary(folder, "1"));
+  block_checkpoint(folder, 1);
   writer.save(1, file, fetch);
   EXPECT_EQ(received, (std::vector<std::string>{"t1", "t2", "t3"}));
   EXPECT_FALSE(writer.finish(1, kLong));
@@ -344,6 +344,39 @@ TEST(OwnCheckpoints, refuse_to_save_below_a_checkpoint_that_they_have_not_read) 
   checkpoints.save(1001, state_of(1001));
   checkpoints.finish(1001);
   EXPECT_TRUE(folder.has("step-00001000.safetensors"));
+}
+
+TEST(OwnCheckpoints, move_later_checkpoints_aside_when_they_go_back_on_purpose) {
+  const TempFolder folder;
+  {
+    Checkpoints checkpoints(folder.path());
+    for (const int step : {500, 1000}) checkpoints.save(step, state_of(step));
+    checkpoints.finish(1000);
+  }
+  const std::string message = message_of<CheckpointError>([&] { Checkpoints(folder.path(), /*after=*/400); });
+  EXPECT_TRUE(contains(message, "no checkpoint of step 400; there are: 500, 1000"));
+  Checkpoints checkpoints(folder.path(), /*after=*/500);
+  EXPECT_EQ(checkpoints.newest()->filename(), "step-00000500.safetensors");
+  checkpoints.save(501, state_of(501));
+  checkpoints.save(502, state_of(502));
+  checkpoints.finish(502);
+  EXPECT_EQ(load_safetensors(folder / "after-00000500/step-00001000.safetensors").metadata.at("step"), "1000");
+  EXPECT_FALSE(folder.has("step-00001000.safetensors"));
+  EXPECT_TRUE(folder.has("step-00000501.safetensors"));
+}
+
+// Also a later one that this run has found, or saved itself.
+TEST(OwnCheckpoints, remove_no_later_checkpoint) {
+  const TempFolder folder;
+  Checkpoints(folder.path()).save(1000, state_of(1000));
+  Checkpoints checkpoints(folder.path());
+  EXPECT_TRUE(checkpoints.newest());
+  for (const int step : {1, 2, 1}) checkpoints.save(step, state_of(step));
+  checkpoints.finish(1);
+  for (const int step : {1000, 2})
+    EXPECT_EQ(load_safetensors(folder / concat("after-00000001/step-0000", step == 2 ? "0002" : "1000", ".safetensors"))
+                  .metadata.at("step"), concat(step));
+  EXPECT_EQ(checkpoints.newest()->filename(), "step-00000001.safetensors");
 }
 
 TEST(OwnCheckpoints, refuse_what_cannot_be_saved_at_the_call) {

@@ -43,6 +43,20 @@ class OwnCheckpoints(unittest.TestCase):
             again.save(1001, tensors)
             again.finish(1001)
 
+    def test_going_back_on_purpose_moves_later_ones_aside(self):
+        with tempfile.TemporaryDirectory() as folder:
+            tensors = {"weight": torch.zeros(3)}
+            first = lockstep.Checkpoints(folder)
+            for step in (500, 1000):
+                first.save(step, tensors)
+            first.finish(1000)
+            del first
+            back = lockstep.Checkpoints(folder, after=500)
+            self.assertEqual(back.newest(), Path(folder) / "step-00000500.safetensors")
+            back.save(501, tensors)
+            back.finish(501)
+            self.assertTrue((Path(folder) / "after-00000500" / "step-00001000.safetensors").exists())
+
     def test_every_dtype_of_the_format_is_saved_and_reserved_names_are_refused_at_the_call(self):
         with tempfile.TemporaryDirectory() as folder:
             dtypes = ("float8_e4m3fn", "float8_e5m2", "int8", "uint16", "uint32", "uint64", "complex64")
