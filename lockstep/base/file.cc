@@ -6,8 +6,11 @@
 
 #include <array>
 #include <cerrno>
+#include <iomanip>
+#include <random>
 
 #include "lockstep/base/read_fully.h"
+#include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/base/write_all.h"
 #include "lockstep/error.h"
@@ -34,11 +37,28 @@ UniqueFd open_to_read(const std::filesystem::path& path) {
   return fd;
 }
 
+constexpr std::string_view kTemporary = ".tmp-";
+constexpr std::size_t kRandomDigits = 16;
+
+// Random, because processes on other machines may write the same path.
+std::string temporary_name(const std::filesystem::path& path) {
+  std::random_device random;
+  const std::uint64_t number = std::uint64_t{random()} << 32 | random();
+  return concat(path.string(), kTemporary, std::hex, std::setw(kRandomDigits), std::setfill('0'), number);
+}
+
 }  // namespace
 
-AtomicFile::AtomicFile(std::filesystem::path path)
-    : path_(std::move(path)), temporary_(path_.string() + ".tmp-" + std::to_string(::getpid())) {
-  fd_.reset(::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
+bool take_off_temporary(std::string& name) {
+  const std::size_t end = name.size() - std::min(name.size(), kTemporary.size() + kRandomDigits);
+  if (name.compare(end, kTemporary.size(), kTemporary) != 0) return false;
+  if (name.find_first_not_of("0123456789abcdef", end + kTemporary.size()) != std::string::npos) return false;
+  name.resize(end);
+  return true;
+}
+
+AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), temporary_(temporary_name(path_)) {
+  fd_.reset(::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
   if (!fd_) throw system_error("write", path_);
 }
 

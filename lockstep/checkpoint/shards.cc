@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/checkpoint/shards.h"
 
+#include <cstdio>
 #include <iomanip>
-#include <set>
 
 #include <nlohmann/json.hpp>
 
@@ -52,6 +52,12 @@ std::string shard_name(const std::string& stem, std::size_t i, std::size_t shard
   return concat(stem, "-", std::setfill('0'), std::setw(5), i + 1, "-of-", std::setw(5), shards, ".safetensors");
 }
 
+bool is_shard_name(const std::string& name, const std::string& stem) {
+  std::size_t number = 0, shards = 0;
+  return name.starts_with(stem) && std::sscanf(name.c_str() + stem.size(), "-%zu-of-%zu", &number, &shards) == 2 &&
+         number >= 1 && number <= shards && name == shard_name(stem, number - 1, shards);
+}
+
 std::string index_of_shards(const std::string& stem, const std::vector<std::vector<std::string>>& names,
                             std::size_t total_bytes) {
   nlohmann::ordered_json index = {{"metadata", {{"total_size", total_bytes}}},
@@ -59,6 +65,12 @@ std::string index_of_shards(const std::string& stem, const std::vector<std::vect
   for (std::size_t i = 0; i < names.size(); ++i)
     for (const std::string& name : names[i]) index["weight_map"][name] = shard_name(stem, i, names.size());
   return index.dump(2) + "\n";
+}
+
+std::set<std::string> shards_in(const std::filesystem::path& index) {
+  std::set<std::string> shards;
+  for (const auto& [name, file] : read_index(index)) shards.insert(file);
+  return shards;
 }
 
 CheckpointReader::CheckpointReader(const std::filesystem::path& path, Checksum checksum) {
@@ -77,6 +89,8 @@ void CheckpointReader::open_shards(const std::filesystem::path& index, Checksum 
   for (const auto& [name, file] : map) shards.insert(file);
   for (const std::string& shard : shards) {
     const auto path = index.parent_path() / shard;
+    if (std::error_code unknown; !std::filesystem::exists(path, unknown) && !unknown)
+      throw bad_index(index, concat(shard, " is missing"));
     files_.emplace_back(bytes_in(path), path, checksum);
     for (const auto& [name, entry] : files_.back().entries()) {
       if (!map.contains(name) || map.at(name) != shard) throw bad_index(index, concat(name, " is in ", shard));
