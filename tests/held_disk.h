@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // tests/held_disk.h: a disk that does not answer, in the program that includes this and the libraries that it loads. While
 // $LOCKSTEP_TEST_DISK names a pipe, fsync() waits until somebody opens that to read.
+// For one source of a program.
 #pragma once
 
 #include <fcntl.h>
@@ -13,7 +14,7 @@
 
 #include "lockstep/base/unique_fd.h"
 
-extern "C" inline int fsync(int file) {
+extern "C" int fsync(int file) {
   const char* const pipe = std::getenv("LOCKSTEP_TEST_DISK");
   if (pipe != nullptr) const lockstep::UniqueFd opened(::open(pipe, O_WRONLY | O_CLOEXEC));
   return static_cast<int>(::syscall(SYS_fsync, file));

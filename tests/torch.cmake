@@ -223,6 +223,14 @@ add_test(NAME command.checkpoints_are_what_safetensors_reads
   COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/safetensors_test.py $<TARGET_FILE:lockstep_command>)
 set_tests_properties(command.checkpoints_are_what_safetensors_reads PROPERTIES TIMEOUT 300)
 
+# A checkpoint folder with foreign files, kills, and disks that are full or fail; LOCKSTEP_FOLDER_FUZZ makes it longer.
+add_executable(folder_program checkpoint_folder/folder_program.cc)
+target_link_libraries(folder_program PRIVATE lockstep)
+target_precompile_headers(folder_program REUSE_FROM lockstep_pch)
+add_test(NAME checkpoint.folder_fuzz
+  COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/checkpoint_folder/fuzz.py $<TARGET_FILE:folder_program>)
+set_tests_properties(checkpoint.folder_fuzz PROPERTIES TIMEOUT 14400)
+
 # Timelines of runs that end well and of one that loses a rank.
 add_test(NAME command.a_trace_shows_what_every_rank_does
   COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/trace_test.py $<TARGET_FILE:lockstep_command>

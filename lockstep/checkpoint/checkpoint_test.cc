@@ -259,10 +259,10 @@ TEST(CheckpointFolder, finds_a_whole_checkpoint_beside_a_damaged_one_of_the_same
   const TempFolder folder;
   CheckpointFolder(folder.path(), 2, /*shard_bytes=*/50).save(1, sample());
   save_safetensors(folder / "step-00000001.safetensors", sample());
-  std::filesystem::remove(folder / "step-00000001-00001-of-00003.safetensors");
+  std::filesystem::remove(folder / "step-00000001-00001-of-00002.safetensors");
   CheckpointFolder checkpoints(folder.path());
   EXPECT_EQ(checkpoints.load_newest()->path.filename(), "step-00000001.safetensors");
-  for (const char* other : {"step-00000001.safetensors.index.json", "step-00000001-00002-of-00003.safetensors"}) {
+  for (const char* other : {"step-00000001.safetensors.index.json", "step-00000001-00002-of-00002.safetensors"}) {
     EXPECT_FALSE(folder.has(other));
     EXPECT_TRUE(folder.has(std::string(other) + ".damaged"));
   }

@@ -206,18 +206,20 @@ TEST(Shards, damaged_or_missing_are_passed_over) {
     std::filesystem::remove(folder / "step-00000003-00002-of-00005.safetensors");
     std::filesystem::resize_file(folder / "step-00000002-00005-of-00005.safetensors", 100);
     expect_large_state(checkpoints.load_newest()->file, 1);
-    std::filesystem::copy_file(folder / "step-00000002-00001-of-00005.safetensors",
-                               folder / "step-00000001-00001-of-00005.safetensors",
-                               std::filesystem::copy_options::overwrite_existing);
-    std::filesystem::copy_file(folder / "step-00000002-00001-of-00005.safetensors",
-                               folder / "step-00000001-00002-of-00005.safetensors",
-                               std::filesystem::copy_options::overwrite_existing);
-    EXPECT_TRUE(contains(message_of<CheckpointError>([&] { checkpoints.load_newest(); }), "none of the 3"));
+    for (const char* one : {"step-00000003.safetensors.index.json", "step-00000003-00005-of-00005.safetensors",
+                            "step-00000002-00001-of-00005.safetensors"})
+      EXPECT_TRUE(folder.has(concat(one, ".damaged")) && !folder.has(one)) << one;
+    for (const char* shard : {"00001", "00002"})
+      std::filesystem::copy_file(folder / "step-00000002-00001-of-00005.safetensors.damaged",
+                                 folder / concat("step-00000001-", shard, "-of-00005.safetensors"),
+                                 std::filesystem::copy_options::overwrite_existing);
+    EXPECT_TRUE(contains(message_of<CheckpointError>([&] { checkpoints.load_newest(); }), "none of the 1"));
+    checkpoints.save(2, large_state(2));
   }
-  std::filesystem::remove(folder / "step-00000003.safetensors.index.json");  // killed before it was written
+  std::filesystem::remove(folder / "step-00000002.safetensors.index.json");  // killed before it was written
   CheckpointFolder{folder.path()};
-  EXPECT_FALSE(folder.has("step-00000003-00001-of-00005.safetensors"));
-  EXPECT_TRUE(folder.has("step-00000002-00001-of-00005.safetensors"));
+  EXPECT_FALSE(folder.has("step-00000002-00001-of-00005.safetensors"));
+  EXPECT_TRUE(folder.has("step-00000001-00001-of-00005.safetensors"));
 }
 
 TEST(Shards, index_from_elsewhere_opens_no_other_folder) {
