@@ -11,7 +11,6 @@
 #include <cstring>
 #include <functional>
 #include <iomanip>
-#include <set>
 #include <utility>
 
 #include "lockstep/base/file.h"
@@ -122,12 +121,10 @@ void rename_checkpoint(const fs::path& checkpoint,
   for (const fs::path& file : files) fs::rename(file, name(file, number));
 }
 
-void rename_damaged(const fs::path& checkpoint) try {
+void rename_damaged(const fs::path& checkpoint) {
   rename_checkpoint(checkpoint, [](const fs::path& file, const std::string& number) {
     return fs::path(concat(file.string(), ".damaged", number));
   });
-} catch (const std::exception& error) {
-  log_warning(error.what());
 }
 
 void require_writable(const fs::path& folder) try {
@@ -227,6 +224,7 @@ void CheckpointFolder::save_files(std::int64_t step, const Files& files) try {
     write_file(index, index_of_shards(stem, files.names, files.bytes));
     ::unlink(whole.c_str());
   }
+  passed_over_.erase(step);
   move_later_aside(step);
   remove_older(step);
 } catch (...) {
@@ -239,6 +237,7 @@ void CheckpointFolder::remove_older(std::int64_t newest) {
   std::error_code ignored;
   for (const fs::path& each : newest_first()) {
     const std::int64_t step = step_of(each);
+    if (passed_over_.contains(step)) continue;
     if (step > newest || std::ssize(kept) < keep_) kept.insert(step);
     if (!kept.contains(step)) fs::remove(each, ignored);
   }
@@ -283,7 +282,10 @@ std::optional<CheckpointFolder::Loaded> CheckpointFolder::load_newest() {
       unread_ = older == files.end() ? -1 : step_of(*older);
       return found;
     } catch (const Error& error) {
-      if (dynamic_cast<const CheckpointError*>(&error) != nullptr) damaged.push_back(*path);
+      if (dynamic_cast<const CheckpointError*>(&error) != nullptr)
+        damaged.push_back(*path);
+      else
+        passed_over_.insert(step_of(*path));
       log_warning(concat("passing over a checkpoint: ", error.text().what));
     }
   }

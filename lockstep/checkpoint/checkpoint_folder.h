@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -74,6 +75,7 @@ class CheckpointFolder {
   UniqueFd lock_;
   int keep_;
   std::size_t shard_bytes_;
+  std::set<std::int64_t> passed_over_;  // steps that load_newest() could not read: neither counted nor removed
   std::int64_t unread_ = -1;  // the newest step that this run has neither read nor written
 };
 
