@@ -37,25 +37,14 @@ UniqueFd open_to_read(const std::filesystem::path& path) {
   return fd;
 }
 
-constexpr std::string_view kTemporary = ".tmp-";
-constexpr std::size_t kRandomDigits = 16;
-
 // Random, because processes on other machines may write the same path.
 std::string temporary_name(const std::filesystem::path& path) {
   std::random_device random;
   const std::uint64_t number = std::uint64_t{random()} << 32 | random();
-  return concat(path.string(), kTemporary, std::hex, std::setw(kRandomDigits), std::setfill('0'), number);
+  return concat(path.string(), ".tmp-", std::hex, std::setw(16), std::setfill('0'), number);
 }
 
 }  // namespace
-
-bool take_off_temporary(std::string& name) {
-  const std::size_t end = name.size() - std::min(name.size(), kTemporary.size() + kRandomDigits);
-  if (name.compare(end, kTemporary.size(), kTemporary) != 0) return false;
-  if (name.find_first_not_of("0123456789abcdef", end + kTemporary.size()) != std::string::npos) return false;
-  name.resize(end);
-  return true;
-}
 
 AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), temporary_(temporary_name(path_)) {
   fd_.reset(::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));

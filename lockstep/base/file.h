@@ -12,10 +12,7 @@
 
 namespace lockstep {
 
-// Whether the end of a name is one that an AtomicFile gives its temporary file; then removes it from the name.
-bool take_off_temporary(std::string& name);
-
-// Writes to PATH.tmp-R, R being 16 random digits, which must not exist yet, also as a link. commit() flushes to the disk and
+// Writes to PATH.tmp- and 16 random hexadecimal digits: a new file, never through a link. commit() flushes to the disk and
 // renames. Without commit() nothing is left behind.
 // Every call throws SystemError naming the path: a full disk, no permission, a size limit.
 class AtomicFile {

@@ -7,10 +7,11 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cstring>
 #include <functional>
 #include <iomanip>
+#include <regex>
+#include <set>
 #include <utility>
 
 #include "lockstep/base/file.h"
@@ -27,46 +28,39 @@ namespace fs = std::filesystem;
 
 constexpr const char* kPrefix = "step-";
 constexpr const char* kSuffix = ".safetensors";
-constexpr const char* kAgain = "-again";
 constexpr const char* kLock = ".lock";
 
 std::string stem_of(std::int64_t step) { return concat(kPrefix, std::setw(8), std::setfill('0'), step); }
 
-enum class Part { kForeign, kWhole, kIndex, kShard, kTemporary };
-
 // A file whose whole name is one that lockstep makes.
 struct OwnFile {
+  enum Kind { kCheckpoint, kShard, kTemporary };
   fs::path path;
-  Part part = Part::kForeign;
-  std::int64_t step = -1;
+  Kind kind;
+  std::int64_t step;
 };
 
-OwnFile own_file(const fs::path& path) {
-  std::string name = path.filename();
-  const bool temporary = take_off_temporary(name);
-  if (temporary && name == kLock) return {.path = path, .part = Part::kTemporary};
-  OwnFile file{.path = path};
-  if (name.starts_with(kPrefix))
-    std::from_chars(name.data() + std::strlen(kPrefix), name.data() + name.size(), file.step);
-  const std::string stem = stem_of(file.step);
-  if (file.step < 0) return file;
-  if (name == stem + kSuffix) file.part = Part::kWhole;
-  if (name == stem + kIndexSuffix) file.part = Part::kIndex;
-  if (is_shard_name(name, stem) || is_shard_name(name, stem + kAgain)) file.part = Part::kShard;
-  if (temporary && file.part != Part::kForeign) file.part = Part::kTemporary;
-  return file;
+std::optional<OwnFile> own_file(const fs::path& path) {
+  static const std::regex names(R"((?:\.lock|step-(\d{8}|[1-9]\d{8,17})(?:\.safetensors(?:\.index\.json)?|)"
+                                R"((?:-again)?-(\d{5})-of-(\d{5})\.safetensors))(\.tmp-[0-9a-f]{16})?)");
+  const std::string name = path.filename();
+  std::smatch match;
+  if (!std::regex_match(name, match, names) || name == kLock) return std::nullopt;
+  if (match[2].matched && (match[2] < "00001" || match[2] > match[3])) return std::nullopt;
+  const std::int64_t step = match[1].matched ? std::stoll(match[1]) : -1;
+  if (match[4].matched) return OwnFile{path, OwnFile::kTemporary, step};
+  return OwnFile{path, match[2].matched ? OwnFile::kShard : OwnFile::kCheckpoint, step};
 }
 
 std::vector<OwnFile> own_files(const fs::path& folder) {
   std::vector<OwnFile> files;
   std::error_code unknown;
   for (const auto& entry : fs::directory_iterator(folder))
-    if (OwnFile file = own_file(entry.path()); file.part != Part::kForeign && !entry.is_directory(unknown))
-      files.push_back(std::move(file));
+    if (const auto file = own_file(entry.path()); file && !entry.is_directory(unknown)) files.push_back(*file);
   return files;
 }
 
-std::int64_t step_of(const fs::path& path) { return own_file(path).step; }
+std::int64_t step_of(const fs::path& path) { return own_file(path)->step; }
 
 // Of two forms of one step the index comes first: a save replaces it last (save_files()).
 bool is_later(const fs::path& a, const fs::path& b) {
@@ -76,24 +70,23 @@ bool is_later(const fs::path& a, const fs::path& b) {
 std::vector<fs::path> checkpoints_in(const fs::path& folder) {
   std::vector<fs::path> files;
   for (const OwnFile& file : own_files(folder))
-    if (file.part == Part::kWhole || file.part == Part::kIndex) files.push_back(file.path);
+    if (file.kind == OwnFile::kCheckpoint) files.push_back(file.path);
   std::ranges::sort(files, is_later);
   return files;
 }
 
 // The shards that an index names, or all of its step if it can't be read; the index or the one file comes last.
 std::vector<fs::path> files_of(const fs::path& checkpoint) {
-  const OwnFile own = own_file(checkpoint);
   std::vector<fs::path> files;
-  if (own.part == Part::kIndex) {
+  if (checkpoint.string().ends_with(kIndexSuffix)) {
     std::optional<std::set<std::string>> named;
     try {
       named = shards_in(checkpoint);
     } catch (const Error&) {
     }
-    for (const OwnFile& each : own_files(checkpoint.parent_path()))
-      if (each.part == Part::kShard && each.step == own.step && (!named || named->contains(each.path.filename())))
-        files.push_back(each.path);
+    for (const auto& [path, kind, step] : own_files(checkpoint.parent_path()))
+      if (kind == OwnFile::kShard && step == step_of(checkpoint) && (!named || named->contains(path.filename())))
+        files.push_back(path);
   }
   files.push_back(checkpoint);
   return files;
@@ -110,21 +103,13 @@ void remove_leftovers(const fs::path& folder) try {
 } catch (const std::exception&) {
 }
 
-// Renames the files of a checkpoint. `name` tells how: with a number if there is such a file already.
-void rename_checkpoint(const fs::path& checkpoint,
-                       const std::function<fs::path(const fs::path& file, const std::string& number)>& name) {
+// Adds `end` to the names of a checkpoint's files, and a number if there is such a file already.
+void rename_checkpoint(const fs::path& checkpoint, std::string end) {
   const auto files = files_of(checkpoint);
-  std::string number;
-  const auto is_there = [&](const fs::path& file) { return fs::exists(fs::symlink_status(name(file, number))); };
-  for (int next = 2; std::ranges::any_of(files, is_there); ++next) number = concat("-", next);
-  fs::create_directories(name(checkpoint, number).parent_path());
-  for (const fs::path& file : files) fs::rename(file, name(file, number));
-}
-
-void rename_damaged(const fs::path& checkpoint) {
-  rename_checkpoint(checkpoint, [](const fs::path& file, const std::string& number) {
-    return fs::path(concat(file.string(), ".damaged", number));
-  });
+  const std::string first = end;
+  const auto is_taken = [&](const fs::path& file) { return fs::exists(fs::symlink_status(file.string() + end)); };
+  for (int next = 2; std::ranges::any_of(files, is_taken); ++next) end = concat(first, "-", next);
+  for (const fs::path& file : files) fs::rename(file, file.string() + end);
 }
 
 void require_writable(const fs::path& folder) try {
@@ -181,10 +166,10 @@ std::vector<fs::path> CheckpointFolder::newest_first() const { return checkpoint
 void CheckpointFolder::require_newest(std::int64_t step) const {
   if (step >= unread_) return;
   throw CheckpointError(
-      {.what = concat("can't save step ", step, " in ", folder_.string(), ": it has a checkpoint of step ", unread_,
+      {.what = concat("can't save step ", step, ": ", folder_.string(), " has a checkpoint of step ", unread_,
                       ", which this run has neither read nor written"),
        .likely = "a program that was started again and has begun anew",
-       .next = "go on from the newest checkpoint there, go back with after=STEP, or name another folder"});
+       .next = "go on from the newest, go back to another one (after=STEP), or name another folder"});
 }
 
 void CheckpointFolder::save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) {
@@ -219,13 +204,12 @@ void CheckpointFolder::save_files(std::int64_t step, const Files& files) try {
     if (::unlink(index.c_str()) != 0 && errno != ENOENT && errno != EISDIR) throw system_error("remove", index);
   } else {
     const auto old = files_of(index);
-    if (std::ranges::find(old, folder_ / shard_name(stem, 0, count)) != old.end()) stem += kAgain;
+    if (std::ranges::find(old, folder_ / shard_name(stem, 0, count)) != old.end()) stem += "-again";
     for (std::size_t i = 0; i < count; ++i) files.write(i, folder_ / shard_name(stem, i, count));
     write_file(index, index_of_shards(stem, files.names, files.bytes));
     ::unlink(whole.c_str());
   }
-  passed_over_.erase(step);
-  move_later_aside(step);
+  rename_later(step);
   remove_older(step);
 } catch (...) {
   remove_leftovers(folder_);
@@ -237,37 +221,31 @@ void CheckpointFolder::remove_older(std::int64_t newest) {
   std::error_code ignored;
   for (const fs::path& each : newest_first()) {
     const std::int64_t step = step_of(each);
-    if (passed_over_.contains(step)) continue;
     if (step > newest || std::ssize(kept) < keep_) kept.insert(step);
     if (!kept.contains(step)) fs::remove(each, ignored);
   }
   remove_leftovers(folder_);
 }
 
-void CheckpointFolder::move_later_aside(std::int64_t newest) {
-  const fs::path aside = folder_ / concat("after-", std::setw(8), std::setfill('0'), newest);
+void CheckpointFolder::rename_later(std::int64_t newest) {
   for (const fs::path& each : newest_first()) {
     if (step_of(each) <= newest) return;
-    log_warning(concat("moving ", each.string(), " into ", aside.string(), ", because a run goes on from before it"));
-    rename_checkpoint(each, [&](const fs::path& file, const std::string& number) {
-      return fs::path(aside.string() + number) / file.filename();
-    });
+    const std::string end = concat(".after-", newest);
+    log_warning(concat("a run goes on from step ", newest, ": adding ", end, " to the name of ", each.string()));
+    rename_checkpoint(each, end);
   }
 }
 
 void CheckpointFolder::go_back(std::int64_t step) {
   const auto files = newest_first();
   const auto found = std::ranges::find(files, step, step_of);
-  if (found == files.end()) {
-    std::set<std::int64_t> steps;
-    for (const fs::path& each : files) steps.insert(step_of(each));
-    throw CheckpointError({.what = concat("there is no checkpoint of step ", step, "; there are: ", join(steps, ", ")),
+  if (found == files.end())
+    throw CheckpointError({.what = concat("there is no checkpoint of step ", step, " to go back to"),
                            .here = folder_.string(),
                            .likely = "only the newest are kept; or a run that has gone back already was started again",
-                           .next = "name one of these, or leave the step out to go on from the newest"});
-  }
+                           .next = "name the step of one that is there, or none to go on from the newest"});
   CheckpointReader(*found, Checksum::kRequired);
-  move_later_aside(step);
+  rename_later(step);
   unread_ = step;
 }
 
@@ -277,22 +255,15 @@ std::optional<CheckpointFolder::Loaded> CheckpointFolder::load_newest() {
   for (auto path = files.begin(); path != files.end(); ++path) {
     try {
       Loaded found{*path, CheckpointReader(*path, Checksum::kRequired)};
-      std::ranges::for_each(damaged, rename_damaged);
-      const auto older = std::find_if(path, files.end(), [&](const auto& each) { return step_of(each) < step_of(*path); });
-      unread_ = older == files.end() ? -1 : step_of(*older);
+      for (const fs::path& each : damaged) rename_checkpoint(each, ".damaged");
+      unread_ = path + 1 == files.end() ? -1 : step_of(*(path + 1));
       return found;
-    } catch (const Error& error) {
-      if (dynamic_cast<const CheckpointError*>(&error) != nullptr)
-        damaged.push_back(*path);
-      else
-        passed_over_.insert(step_of(*path));
+    } catch (const CheckpointError& error) {
+      damaged.push_back(*path);
       log_warning(concat("passing over a checkpoint: ", error.text().what));
     }
   }
-  if (files.empty()) {
-    unread_ = -1;
-    return std::nullopt;
-  }
+  if (files.empty()) return std::nullopt;
   throw CheckpointError({.what = concat("none of the ", files.size(), " checkpoints is whole"),
                          .here = folder_.string(),
                          .likely = "a disk that was full or is failing",

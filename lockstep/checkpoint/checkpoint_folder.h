@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <filesystem>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -36,8 +35,8 @@ class CheckpointFolder {
   // Call it before save(). Does not touch the disk.
   void require_newest(std::int64_t step) const;
 
-  // Writes the checkpoint of `step` atomically, shards included, then removes the older ones beyond `keep`, and moves later
-  // ones into the folder after-STEP. If writing fails, all checkpoints stay as they are. Throws SystemError. fetch: as for
+  // Writes the checkpoint of `step` atomically, shards included, then removes the older ones beyond `keep`, and renames later
+  // ones as go_back() does. If writing fails, all checkpoints stay as they are. Throws SystemError. fetch: as for
   // save_safetensors().
   void save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch = nullptr);
 
@@ -52,16 +51,16 @@ class CheckpointFolder {
     std::filesystem::path path;
     CheckpointReader file;  // whole and verified
   };
-  // The newest checkpoint that is whole; one that can't be read is named in a warning, and renamed to NAME.damaged if its
-  // content is wrong. Nothing if the folder has none. Throws CheckpointError if it has some, but none is whole; then it
-  // renames none.
+  // The newest checkpoint that is not damaged; a damaged one is named in a warning, and renamed to NAME.damaged. Nothing if
+  // the folder has none. Throws CheckpointError if it has some, but all are damaged; SystemError if one can't be read. Then
+  // all stay as they are.
   std::optional<Loaded> load_newest();
 
-  // Makes `step` the newest: moves later ones into the folder after-STEP. Throws CheckpointError: that one is damaged, or
-  // not there; then everything stays.
+  // Makes `step` the newest: renames the files of later ones to NAME.after-STEP. Throws CheckpointError: that one is damaged,
+  // or not there; then all stay as they are.
   void go_back(std::int64_t step);
 
-  // All that is there is of the run that goes on here, which need not read it: its state was in memory.
+  // Says that all checkpoints are those of the run that goes on here, from what it has in memory.
   void take_over() { unread_ = -1; }
 
  private:
@@ -69,13 +68,12 @@ class CheckpointFolder {
   struct Files;
   void save_files(std::int64_t step, const Files& files);
   void remove_older(std::int64_t newest);
-  void move_later_aside(std::int64_t newest);
+  void rename_later(std::int64_t newest);
 
   std::filesystem::path folder_;
   UniqueFd lock_;
   int keep_;
   std::size_t shard_bytes_;
-  std::set<std::int64_t> passed_over_;  // steps that load_newest() could not read: neither counted nor removed
   std::int64_t unread_ = -1;  // the newest step that this run has neither read nor written
 };
 

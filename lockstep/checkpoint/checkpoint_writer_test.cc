@@ -336,7 +336,7 @@ TEST(OwnCheckpoints, refuse_to_save_below_a_checkpoint_that_they_have_not_read) 
   {
     Checkpoints checkpoints(folder.path());  // of a program that begins anew
     const std::string message = message_of<CheckpointError>([&] { checkpoints.save(1, state_of(1)); });
-    EXPECT_TRUE(contains(message, "step 1 ")) << message;
+    EXPECT_TRUE(contains(message, "step 1:")) << message;
     EXPECT_TRUE(contains(message, "step 1000")) << message;
     checkpoints.save(1000, state_of(1000));  // nothing is above it
     checkpoints.finish(1000);
@@ -356,13 +356,13 @@ TEST(OwnCheckpoints, move_later_checkpoints_aside_when_they_go_back_on_purpose) 
     checkpoints.finish(1000);
   }
   const std::string message = message_of<CheckpointError>([&] { Checkpoints(folder.path(), /*after=*/400); });
-  EXPECT_TRUE(contains(message, "no checkpoint of step 400; there are: 500, 1000"));
+  EXPECT_TRUE(contains(message, "no checkpoint of step 400"));
   Checkpoints checkpoints(folder.path(), /*after=*/500);
   EXPECT_EQ(checkpoints.newest()->filename(), "step-00000500.safetensors");
   checkpoints.save(501, state_of(501));
   checkpoints.save(502, state_of(502));
   checkpoints.finish(502);
-  EXPECT_EQ(load_safetensors(folder / "after-00000500/step-00001000.safetensors").metadata.at("step"), "1000");
+  EXPECT_EQ(load_safetensors(folder / "step-00001000.safetensors.after-500").metadata.at("step"), "1000");
   EXPECT_FALSE(folder.has("step-00001000.safetensors"));
   EXPECT_TRUE(folder.has("step-00000501.safetensors"));
 }
@@ -376,8 +376,9 @@ TEST(OwnCheckpoints, remove_no_later_checkpoint) {
   for (const int step : {1, 2, 1}) checkpoints.save(step, state_of(step));
   checkpoints.finish(1);
   for (const int step : {1000, 2})
-    EXPECT_EQ(load_safetensors(folder / concat("after-00000001/step-0000", step == 2 ? "0002" : "1000", ".safetensors"))
-                  .metadata.at("step"), concat(step));
+    EXPECT_EQ(load_safetensors(folder / concat("step-0000", step == 2 ? "0002" : "1000", ".safetensors.after-1"))
+                  .metadata.at("step"),
+              concat(step));
   EXPECT_EQ(checkpoints.newest()->filename(), "step-00000001.safetensors");
 }
 

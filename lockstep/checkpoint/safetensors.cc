@@ -58,9 +58,10 @@ std::string dtype_name(torch::ScalarType dtype, const std::string& tensor) {
   throw UsageError({.what = concat("safetensors has no dtype for ", tensor, " (", c10::toString(dtype), ")")});
 }
 
-void require_free(bool is_free, const char* name) {
-  if (!is_free) throw UsageError({.what = concat("safetensors files of lockstep have the name ", name, " for themselves"),
-                                  .next = "give it another name"});
+void require_free_names(const TensorFile& file) {
+  if (file.tensors.contains(kMetadata) || file.metadata.contains(kChecksum))
+    throw UsageError({.what = concat("a tensor ", kMetadata, " or a key ", kChecksum, " can't be saved: files have their own"),
+                      .next = "give it another name"});
 }
 
 CheckpointError damaged(const std::string& origin, const std::string& what) {
@@ -79,8 +80,7 @@ std::size_t checksum_position(const std::string& header) {
 }
 
 Json make_header(const TensorFile& file) {
-  require_free(!file.tensors.contains(kMetadata), kMetadata);
-  require_free(!file.metadata.contains(kChecksum), kChecksum);
+  require_free_names(file);
   Json header;
   Json& metadata = header[kMetadata] = Json::object();
   metadata[kChecksum] = kNoChecksum;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/checkpoint/shards.h"
 
-#include <cstdio>
 #include <iomanip>
 
 #include <nlohmann/json.hpp>
@@ -50,12 +49,6 @@ std::vector<TensorFile> split_into_shards(const TensorFile& file, std::size_t mo
 
 std::string shard_name(const std::string& stem, std::size_t i, std::size_t shards) {
   return concat(stem, "-", std::setfill('0'), std::setw(5), i + 1, "-of-", std::setw(5), shards, ".safetensors");
-}
-
-bool is_shard_name(const std::string& name, const std::string& stem) {
-  std::size_t number = 0, shards = 0;
-  return name.starts_with(stem) && std::sscanf(name.c_str() + stem.size(), "-%zu-of-%zu", &number, &shards) == 2 &&
-         number >= 1 && number <= shards && name == shard_name(stem, number - 1, shards);
 }
 
 std::string index_of_shards(const std::string& stem, const std::vector<std::vector<std::string>>& names,

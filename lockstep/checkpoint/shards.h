@@ -30,9 +30,6 @@ std::vector<TensorFile> split_into_shards(const TensorFile& file, std::size_t mo
 // "step-00000470" -> "step-00000470-00001-of-00002.safetensors"; i: from 0.
 std::string shard_name(const std::string& stem, std::size_t i, std::size_t shards);
 
-// Whether shard_name() gives this name for some shard of a checkpoint.
-bool is_shard_name(const std::string& name, const std::string& stem);
-
 // The index's text. names: the tensors of each shard.
 std::string index_of_shards(const std::string& stem, const std::vector<std::vector<std::string>>& names,
                             std::size_t total_bytes);

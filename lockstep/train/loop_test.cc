@@ -302,8 +302,8 @@ TEST(TrainingLoop, goes_back_to_a_step_with_a_lower_learning_rate) {
   options.from_step = std::ranges::min(steps);
   std::get<SGDOptions>(options.strategy.optimizer).lr = 0.01;
   EXPECT_EQ(run_alone(options, points()).metrics["steps"], 21);
-  EXPECT_TRUE(folder.has(concat("after-", std::setw(8), std::setfill('0'), options.from_step, "/step-", std::setw(8),
-                                std::ranges::max(steps), ".safetensors")));
+  EXPECT_TRUE(folder.has(concat("step-", std::setw(8), std::setfill('0'), std::ranges::max(steps), ".safetensors.after-",
+                                options.from_step)));
   options.from_step = 0;  // from now on it has the new one
   EXPECT_EQ(run_alone(options, points()).metrics["steps"], 21);
 }

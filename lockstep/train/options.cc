@@ -202,8 +202,7 @@ std::vector<Option> output_table(TrainOptions& o) {
              {.at_least = 1, .next = "the default is 5000000000"}),
       flag("--resume", o.resume, kMayChange, "go on from the newest whole checkpoint of --checkpoint-dir"),
       option("--from-step", o.from_step, kMayChange,
-             "with --resume: go back to the checkpoint of this step, also with another --lr; later ones are moved into "
-             "after-STEP; 0: the newest",
+             "with --resume: go back to the checkpoint of this step, also with another --lr; later ones are renamed",
              {.at_least = 0, .next = "0: the newest"}),
       option("--preempt-signal", o.preemption.signals, kMayChange,
              "signals after which the run finishes its step, saves and stops: SIGTERM, SIGUSR1, SIGUSR2"),

@@ -37,7 +37,7 @@ class OwnCheckpoints(unittest.TestCase):
             first.finish(1000)
             del first
             again = lockstep.Checkpoints(folder)
-            with self.assertRaisesRegex(lockstep.CheckpointError, "step 1 .*step 1000"):
+            with self.assertRaisesRegex(lockstep.CheckpointError, "step 1: .*step 1000"):
                 again.save(1, tensors)
             self.assertEqual(again.newest(), Path(folder) / "step-00001000.safetensors")
             again.save(1001, tensors)
@@ -55,7 +55,7 @@ class OwnCheckpoints(unittest.TestCase):
             self.assertEqual(back.newest(), Path(folder) / "step-00000500.safetensors")
             back.save(501, tensors)
             back.finish(501)
-            self.assertTrue((Path(folder) / "after-00000500" / "step-00001000.safetensors").exists())
+            self.assertTrue((Path(folder) / "step-00001000.safetensors.after-500").exists())
 
     def test_every_dtype_of_the_format_is_saved_and_reserved_names_are_refused_at_the_call(self):
         with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-OWN = re.compile(r"step-\d{8}(\.safetensors(\.index\.json)?|(-again)?-\d{5}-of-\d{5}\.safetensors)(\.damaged(-\d+)?)?|\.lock|after-\d{8}(-\d+)?")
+OWN = re.compile(r"step-\d{8}(\.safetensors(\.index\.json)?|(-again)?-\d{5}-of-\d{5}\.safetensors)(\.(damaged|after-\d+)(-\d+)?)?|\.lock")
 CALLS = {"openat", "write", "lseek", "fsync", "rename", "unlink", "mkdir", "ftruncate", "flock", "newfstatat", "fstat", "getdents64", "pread64",
          "read", "close", "statx"}
 KEEP = 2
@@ -73,7 +73,7 @@ def foreign_name(rng):
     name = name.format(step, change if rng.random() < 0.3 else "")
     if OWN.fullmatch(name) or rng.random() < 0.5:
         name += change
-    return rng.choice([name] * 9 + [".writable", "model.safetensors", "after-1", "step-00000001-00000-of-00004.safetensors",
+    return rng.choice([name] * 9 + [".writable", "model.safetensors", ".lock~", "step-00000001-00000-of-00004.safetensors",
                                     "step-00000002-00005-of-00004.safetensors", "step-00000001-0001-of-0004.safetensors"])
 
 
@@ -98,8 +98,8 @@ def foreign_in(folder):
 
 
 def is_half(name):
-    return (match := re.fullmatch(r"(.*)\.tmp-[0-9a-f]{16}", name)) is not None and (match[1] == ".lock" or (OWN.fullmatch(match[1]) is not None and
-                                                                                      "damaged" not in match[1] and not match[1].startswith("after")))
+    match = re.fullmatch(r"(.*)\.tmp-[0-9a-f]{16}", name)
+    return match is not None and OWN.fullmatch(match[1]) is not None and re.search(r"damaged|after", name) is None
 
 
 def whole_in(program, folder):
@@ -115,9 +115,12 @@ def whole_in(program, folder):
 
 def aside_in(program, folder):
     found = {}
-    for each in folder.glob("after-????????*"):
-        for step, tags in whole_in(program, each).items():
-            found.setdefault(step, set()).update(tags)
+    for end in {path.name[path.name.index(".after-"):] for path in folder.glob("step-????????*.after-*") if OWN.fullmatch(path.name)}:
+        with tempfile.TemporaryDirectory() as back:
+            for path in folder.glob(f"*{end}"):
+                shutil.copy(path, Path(back, path.name.removesuffix(end)))
+            for step, tags in whole_in(program, back).items():
+                found.setdefault(step, set()).update(tags)
     return found
 
 
@@ -140,7 +143,7 @@ def check(program, folder, before, foreign, saves, answers, moves=False):
         is_there = tag in after.get(step, ()) or tag in aside.get(step, ())
         replaced = any(step == other and value in after.get(step, ()) for other, value in saves)
         pruned = any(other > step and value in after.get(other, ()) for other, value in saves) and sum(other > step for other in after) >= KEEP
-        half_moved = moves and any(folder.glob("after-*"))
+        half_moved = moves and any(folder.glob("*.after-*"))
         assert is_there or replaced or pruned or half_moved, f"step {step} is lost"
     [opened, found] = program.run(f"open {folder}", "newest")
     if newest >= 0:
