@@ -341,6 +341,12 @@ TEST(OwnCheckpoints, refuse_to_save_below_a_checkpoint_that_they_have_not_read) 
     checkpoints.save(1000, state_of(1000));  // nothing is above it
     checkpoints.finish(1000);
   }
+  {
+    CheckpointFolder from_memory(folder.path());  // of a job that goes on after the loss of a rank
+    EXPECT_THROW(from_memory.require_newest(999), CheckpointError);
+    from_memory.take_over();
+    from_memory.require_newest(999);
+  }
   Checkpoints checkpoints(folder.path());
   EXPECT_TRUE(checkpoints.newest());
   checkpoints.save(1001, state_of(1001));

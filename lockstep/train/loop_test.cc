@@ -308,6 +308,13 @@ TEST(TrainingLoop, goes_back_to_a_step_with_a_lower_learning_rate) {
   EXPECT_EQ(run_alone(options, points()).metrics["steps"], 21);
 }
 
+TEST(Snapshot, looks_for_numbers_that_are_not_finite_in_every_dtype) {
+  for (const auto dtype : {torch::kFloat32, torch::kFloat64, torch::kBFloat16, torch::kFloat8_e4m3fn, torch::kFloat8_e5m2}) {
+    const torch::Tensor good = torch::ones({3}).to(dtype), bad = torch::tensor({1.0F, std::nanf("")}).to(dtype);
+    EXPECT_EQ(first_non_finite({{"good", good}, {"bad", bad}}), "bad") << dtype;
+  }
+}
+
 TEST(TrainingLoop, refuses_a_folder_that_holds_another_run) {
   const TempFolder folder;
   TrainOptions options = small_options();

@@ -59,10 +59,12 @@ class OwnCheckpoints(unittest.TestCase):
 
     def test_every_dtype_of_the_format_is_saved_and_reserved_names_are_refused_at_the_call(self):
         with tempfile.TemporaryDirectory() as folder:
-            dtypes = ("float8_e4m3fn", "float8_e5m2", "int8", "uint16", "uint32", "uint64", "complex64")
+            dtypes = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8": "I8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "complex64": "C64"}
             checkpoints = lockstep.Checkpoints(folder)
             checkpoints.save(1, {name: torch.ones(3).to(getattr(torch, name)) for name in dtypes})
             checkpoints.finish(1)
+            for torchs, formats in dtypes.items():
+                self.assertIn(f'"{torchs}":{{"dtype":"{formats}"'.encode(), checkpoints.newest().read_bytes())
             for tensors, metadata, name in (({"__metadata__": torch.zeros(3)}, {}, "__metadata__"), ({}, {"lockstep.xxh3": "mine"}, "lockstep.xxh3")):
                 with self.assertRaisesRegex(lockstep.UsageError, name):
                     checkpoints.save(2, tensors, metadata)
