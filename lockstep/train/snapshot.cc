@@ -197,7 +197,7 @@ std::optional<CheckpointReader> open_same(const std::string& path, const std::st
 // Of NaN and infinity, and of nothing else, all bits of the exponent are set. One pass, at the speed of memory.
 bool all_finite(const torch::Tensor& tensor) {
   if (!tensor.is_cpu() || tensor.scalar_type() != torch::kFloat32 || !tensor.is_non_overlapping_and_dense())
-    return torch::isfinite(tensor).all().item<bool>();
+    return torch::isfinite(tensor.element_size() == 1 ? tensor.to(torch::kFloat32) : tensor).all().item<bool>();
   constexpr std::uint32_t kExponent = 0x7f800000;
   const std::span values(tensor.const_data_ptr<float>(), to_size(tensor.numel()));
   std::uint32_t largest = 0;
