@@ -5,6 +5,12 @@ set(command $<TARGET_FILE:lockstep_command>)
 
 lockstep_check(command.full_disk 300 ${here}/train/full_disk_test.sh ${command})
 
+# A checkpoint folder with foreign files, kills, and disks that are full or fail; LOCKSTEP_FOLDER_FUZZ makes it longer.
+add_executable(folder_program checkpoint_folder/folder_program.cc)
+target_link_libraries(folder_program PRIVATE lockstep)
+target_precompile_headers(folder_program REUSE_FROM lockstep_pch)
+lockstep_check(checkpoint.folder_fuzz 14400 ${Python3_EXECUTABLE} ${here}/checkpoint_folder/fuzz.py $<TARGET_FILE:folder_program>)
+
 # Several machines, as network namespaces.
 add_library(drifting_clock MODULE hosts/drifting_clock.cc)
 add_executable(pattern_ranks security/pattern_ranks.cc)

@@ -135,4 +135,3 @@ lockstep_torch_test(reference_test reference SHARDS 2 TIMEOUT 300
 target_compile_definitions(reference_test PRIVATE
   REFERENCE_FILE="${CMAKE_CURRENT_SOURCE_DIR}/reference/lenet_ddp.safetensors"
   OPTIMIZER_REFERENCE="${CMAKE_CURRENT_SOURCE_DIR}/reference/optimizers.safetensors")
-

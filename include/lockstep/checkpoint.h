@@ -26,7 +26,7 @@ struct TensorFile {
 // verifies it where there is one.
 //
 // save: atomic: a reader sees the old file or the whole new one. Blocks until it is on the disk. Throws SystemError;
-// UsageError for a dtype that the format does not know.
+// UsageError: a dtype that the format does not know, a tensor "__metadata__", or a key "lockstep.xxh3" of the caller's own.
 // load: path: a file, or the index of several (*.safetensors.index.json, as large checkpoints of `lockstep train` and of
 // Hugging Face's tools have). Every length and offset is checked before it is used. Throws SystemError; CheckpointError: damaged, and how.
 void save_safetensors(const std::filesystem::path& path, const TensorFile& file);

@@ -21,22 +21,26 @@ class CheckpointWriter;
 
 class Checkpoints {
  public:
-  // Makes the folder if it is missing. Throws CheckpointError: it can't be written, or another process writes there, and
-  // which.
-  explicit Checkpoints(const std::filesystem::path& folder);
+  // Makes the folder if it is missing. after: goes back to the checkpoint of this step on purpose: later ones are renamed to
+  // NAME.after-STEP, and never counted or removed. Throws CheckpointError: the folder can't be written; another process writes
+  // there, and which; there is no whole checkpoint of the step `after`.
+  explicit Checkpoints(const std::filesystem::path& folder, std::optional<std::int64_t> after = std::nullopt);
 
   // Waits for the disk, at most ten seconds.
   ~Checkpoints();
   Checkpoints(const Checkpoints&) = delete;
   Checkpoints& operator=(const Checkpoints&) = delete;
 
-  // The newest checkpoint that is whole; nothing if there is none. Reads it for its checksum. Throws CheckpointError: there
-  // are some, and all are damaged.
+  // The newest checkpoint that is whole; nothing if there is none. Reads it for its checksum. Newer ones that are damaged are
+  // renamed to NAME.damaged, with a warning. If a save is still being written, waits for it first, at most ten seconds.
+  // Throws CheckpointError: there are some, and all are damaged; the disk does not answer. Throws SystemError: one can't be read.
   std::optional<std::filesystem::path> newest() const;
 
   // Blocks for a copy of the tensors (CPU or GPU, any layout) in memory; if the save before this one is still being written,
   // first for that, at most ten seconds. The two newest checkpoints are kept. A disk that is full or does not answer is a
-  // warning, and the next save tries again. Throws UsageError: a dtype that the format does not know.
+  // warning, and the next save tries again. Throws UsageError: as save_safetensors() does. Throws CheckpointError: the folder
+  // has a checkpoint above `step` that this object has neither written nor read in newest(); nothing is saved. One above `step`
+  // that it has is renamed to NAME.after-STEP once this one is saved.
   void save(std::int64_t step, const TensorFile& file);
 
   // Blocks until nothing is being written any more. Throws CheckpointError: the newest on the disk is not that of `step`, and

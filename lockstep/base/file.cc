@@ -6,8 +6,11 @@
 
 #include <array>
 #include <cerrno>
+#include <iomanip>
+#include <random>
 
 #include "lockstep/base/read_fully.h"
+#include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/base/write_all.h"
 #include "lockstep/error.h"
@@ -34,11 +37,17 @@ UniqueFd open_to_read(const std::filesystem::path& path) {
   return fd;
 }
 
+// Random, because processes on other machines may write the same path.
+std::string temporary_name(const std::filesystem::path& path) {
+  std::random_device random;
+  const std::uint64_t number = std::uint64_t{random()} << 32 | random();
+  return concat(path.string(), ".tmp-", std::hex, std::setw(16), std::setfill('0'), number);
+}
+
 }  // namespace
 
-AtomicFile::AtomicFile(std::filesystem::path path)
-    : path_(std::move(path)), temporary_(path_.string() + ".tmp-" + std::to_string(::getpid())) {
-  fd_.reset(::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
+AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), temporary_(temporary_name(path_)) {
+  fd_.reset(::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
   if (!fd_) throw system_error("write", path_);
 }
 

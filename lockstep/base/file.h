@@ -12,7 +12,8 @@
 
 namespace lockstep {
 
-// Writes to PATH.tmp-PID; commit() flushes to the disk and renames. Without commit() nothing is left behind.
+// Writes to PATH.tmp- and 16 random hexadecimal digits: a new file, never through a link. commit() flushes to the disk and
+// renames. Without commit() nothing is left behind.
 // Every call throws SystemError naming the path: a full disk, no permission, a size limit.
 class AtomicFile {
  public:

@@ -7,10 +7,11 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cstring>
 #include <functional>
 #include <iomanip>
+#include <regex>
+#include <set>
 #include <utility>
 
 #include "lockstep/base/file.h"
@@ -27,58 +28,93 @@ namespace fs = std::filesystem;
 
 constexpr const char* kPrefix = "step-";
 constexpr const char* kSuffix = ".safetensors";
+constexpr const char* kLock = ".lock";
 
 std::string stem_of(std::int64_t step) { return concat(kPrefix, std::setw(8), std::setfill('0'), step); }
 
-// Of step-STEP… ; -1: another file.
-std::int64_t step_of(const fs::path& path) {
+// A file whose whole name is one that lockstep makes.
+struct OwnFile {
+  enum Kind { kCheckpoint, kShard, kTemporary };
+  fs::path path;
+  Kind kind;
+  std::int64_t step;
+};
+
+std::optional<OwnFile> own_file(const fs::path& path) {
+  static const std::regex names(R"((?:\.lock|step-(\d{8}|[1-9]\d{8,17})(?:\.safetensors(?:\.index\.json)?|)"
+                                R"((?:-again)?-(\d{5})-of-(\d{5})\.safetensors))(\.tmp-[0-9a-f]{16})?)");
   const std::string name = path.filename();
-  std::int64_t step = -1;
-  if (!name.starts_with(kPrefix)) return -1;
-  std::from_chars(name.data() + std::strlen(kPrefix), name.data() + name.size(), step);
-  return step;
+  std::smatch match;
+  if (!std::regex_match(name, match, names) || name == kLock) return std::nullopt;
+  if (match[2].matched && (match[2] < "00001" || match[2] > match[3])) return std::nullopt;
+  const std::int64_t step = match[1].matched ? std::stoll(match[1]) : -1;
+  if (match[4].matched) return OwnFile{path, OwnFile::kTemporary, step};
+  return OwnFile{path, match[2].matched ? OwnFile::kShard : OwnFile::kCheckpoint, step};
 }
 
-// Without the shards of one.
-bool is_checkpoint(const fs::path& path) {
-  const std::int64_t step = step_of(path);
-  const std::string name = path.filename();
-  return step >= 0 && (name == stem_of(step) + kSuffix || name == stem_of(step) + kIndexSuffix);
+std::vector<OwnFile> own_files(const fs::path& folder) {
+  std::vector<OwnFile> files;
+  std::error_code unknown;
+  for (const auto& entry : fs::directory_iterator(folder))
+    if (const auto file = own_file(entry.path()); file && !entry.is_directory(unknown)) files.push_back(*file);
+  return files;
 }
 
-bool is_shard(const fs::path& path) {
-  const std::int64_t step = step_of(path);
-  return step >= 0 && path.filename().string().starts_with(stem_of(step) + "-") && path.extension() == kSuffix;
-}
+std::int64_t step_of(const fs::path& path) { return own_file(path)->step; }
 
+// Of two forms of one step the index comes first: a save replaces it last (save_files()).
 bool is_later(const fs::path& a, const fs::path& b) {
   return std::pair(step_of(a), a.string()) > std::pair(step_of(b), b.string());
 }
 
-// What can't be removed is only a file too many.
-void remove_half_written(const fs::path& folder) {
-  std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator(folder)) {
-    const bool half = entry.path().filename().string().find(".tmp-") != std::string::npos;
-    const bool without_index =
-        is_shard(entry.path()) && !fs::exists(folder / (stem_of(step_of(entry.path())) + kIndexSuffix));
-    if ((half && step_of(entry.path()) >= 0) || without_index) fs::remove(entry.path(), ignored);
-  }
+std::vector<fs::path> checkpoints_in(const fs::path& folder) {
+  std::vector<fs::path> files;
+  for (const OwnFile& file : own_files(folder))
+    if (file.kind == OwnFile::kCheckpoint) files.push_back(file.path);
+  std::ranges::sort(files, is_later);
+  return files;
 }
 
-// First what makes the files of `step` a checkpoint.
-void remove_checkpoint(const fs::path& folder, std::int64_t step) {
+// The shards that an index names, or all of its step if it can't be read; the index or the one file comes last.
+std::vector<fs::path> files_of(const fs::path& checkpoint) {
+  std::vector<fs::path> files;
+  if (checkpoint.string().ends_with(kIndexSuffix)) {
+    std::optional<std::set<std::string>> named;
+    try {
+      named = shards_in(checkpoint);
+    } catch (const Error&) {
+    }
+    for (const auto& [path, kind, step] : own_files(checkpoint.parent_path()))
+      if (kind == OwnFile::kShard && step == step_of(checkpoint) && (!named || named->contains(path.filename())))
+        files.push_back(path);
+  }
+  files.push_back(checkpoint);
+  return files;
+}
+
+// What a killed writer left half-written, and shards that no index names. What can't be removed is only a file too many.
+void remove_leftovers(const fs::path& folder) try {
+  std::set<fs::path> kept;
+  for (const fs::path& checkpoint : checkpoints_in(folder))
+    for (const fs::path& file : files_of(checkpoint)) kept.insert(file);
   std::error_code ignored;
-  for (const char* suffix : {kSuffix, kIndexSuffix}) fs::remove(folder / (stem_of(step) + suffix), ignored);
-  for (const auto& entry : fs::directory_iterator(folder, ignored))
-    if (is_shard(entry.path()) && step_of(entry.path()) == step) fs::remove(entry.path(), ignored);
+  for (const OwnFile& file : own_files(folder))
+    if (!kept.contains(file.path)) fs::remove(file.path, ignored);
+} catch (const std::exception&) {
+}
+
+// Adds `end` to the names of a checkpoint's files, and a number if there is such a file already.
+void rename_checkpoint(const fs::path& checkpoint, std::string end) {
+  const auto files = files_of(checkpoint);
+  const std::string first = end;
+  const auto is_taken = [&](const fs::path& file) { return fs::exists(fs::symlink_status(file.string() + end)); };
+  for (int next = 2; std::ranges::any_of(files, is_taken); ++next) end = concat(first, "-", next);
+  for (const fs::path& file : files) fs::rename(file, file.string() + end);
 }
 
 void require_writable(const fs::path& folder) try {
   fs::create_directories(folder);
-  const fs::path probe = folder / ".writable";
-  write_file(probe, "");
-  fs::remove(probe);
+  static_cast<void>(AtomicFile(folder / kLock));  // makes a temporary file and removes it
 } catch (const std::exception& error) {
   throw CheckpointError({.what = concat("can't write checkpoints into ", folder.string()),
                          .here = split(error.what(), '\n').front(),
@@ -96,8 +132,8 @@ CheckpointError locked_by(const std::string& holder, const fs::path& folder) {
 // Kept as long as the file is open; the kernel gives it back when a process dies. The file stays: a process that removed
 // it could remove another one's.
 UniqueFd lock_folder(const fs::path& folder) {
-  const fs::path path = folder / ".lock";
-  UniqueFd file(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644));
+  const fs::path path = folder / kLock;
+  UniqueFd file(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0644));
   if (!file) throw system_error("open", path);
   if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) {
     if (errno == EWOULDBLOCK) throw locked_by(read_file(path), folder);
@@ -121,15 +157,19 @@ CheckpointFolder::CheckpointFolder(fs::path folder, int keep, std::size_t shard_
     : folder_(std::move(folder)), keep_(keep), shard_bytes_(shard_bytes) {
   require_writable(folder_);
   lock_ = lock_folder(folder_);
-  remove_half_written(folder_);
+  remove_leftovers(folder_);
+  if (const auto files = newest_first(); !files.empty()) unread_ = step_of(files.front());
 }
 
-std::vector<fs::path> CheckpointFolder::newest_first() const {
-  std::vector<fs::path> files;
-  for (const auto& entry : fs::directory_iterator(folder_))
-    if (is_checkpoint(entry.path())) files.push_back(entry.path());
-  std::sort(files.begin(), files.end(), is_later);
-  return files;
+std::vector<fs::path> CheckpointFolder::newest_first() const { return checkpoints_in(folder_); }
+
+void CheckpointFolder::require_newest(std::int64_t step) const {
+  if (step >= unread_) return;
+  throw CheckpointError(
+      {.what = concat("can't save step ", step, ": ", folder_.string(), " has a checkpoint of step ", unread_,
+                      ", which this run has neither read nor written"),
+       .likely = "a program that was started again and has begun anew",
+       .next = "go on from the newest, go back to another one (after=STEP), or name another folder"});
 }
 
 void CheckpointFolder::save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) {
@@ -154,32 +194,72 @@ void CheckpointFolder::save(std::int64_t step, FileImage& image) {
   save_files(step, files);
 }
 
-void CheckpointFolder::save_files(std::int64_t step, const Files& files) {
-  const std::string stem = stem_of(step);
+// Each kind of checkpoint is there from one rename or removal of an index on: before that, what was there is as it was.
+void CheckpointFolder::save_files(std::int64_t step, const Files& files) try {
+  std::string stem = stem_of(step);
+  const fs::path whole = folder_ / (stem + kSuffix), index = folder_ / (stem + kIndexSuffix);
   const std::size_t count = files.names.size();
   if (count == 1) {
-    files.write(0, folder_ / (stem + kSuffix));
-    fs::remove(folder_ / (stem + kIndexSuffix));  // of a run that was resumed from an earlier step
+    files.write(0, whole);
+    if (::unlink(index.c_str()) != 0 && errno != ENOENT && errno != EISDIR) throw system_error("remove", index);
   } else {
-    remove_checkpoint(folder_, step);  // likewise: its shards must not be mixed with ours
+    const auto old = files_of(index);
+    if (std::ranges::find(old, folder_ / shard_name(stem, 0, count)) != old.end()) stem += "-again";
     for (std::size_t i = 0; i < count; ++i) files.write(i, folder_ / shard_name(stem, i, count));
-    write_file(folder_ / (stem + kIndexSuffix), index_of_shards(stem, files.names, files.bytes));
+    write_file(index, index_of_shards(stem, files.names, files.bytes));
+    ::unlink(whole.c_str());
   }
-  remove_all_but(step);
+  rename_later(step);
+  remove_older(step);
+} catch (...) {
+  remove_leftovers(folder_);
+  throw;
 }
 
-void CheckpointFolder::remove_all_but(std::int64_t newest) {
-  int kept = 0;
-  for (const fs::path& each : newest_first())
-    if (step_of(each) > newest || ++kept > keep_) remove_checkpoint(folder_, step_of(each));
+void CheckpointFolder::remove_older(std::int64_t newest) {
+  std::set<std::int64_t> kept;
+  std::error_code ignored;
+  for (const fs::path& each : newest_first()) {
+    const std::int64_t step = step_of(each);
+    if (step > newest || std::ssize(kept) < keep_) kept.insert(step);
+    if (!kept.contains(step)) fs::remove(each, ignored);
+  }
+  remove_leftovers(folder_);
 }
 
-std::optional<CheckpointFolder::Loaded> CheckpointFolder::load_newest() const {
+void CheckpointFolder::rename_later(std::int64_t newest) {
+  for (const fs::path& each : newest_first()) {
+    if (step_of(each) <= newest) return;
+    const std::string end = concat(".after-", newest);
+    log_warning(concat("a run goes on from step ", newest, ": adding ", end, " to the name of ", each.string()));
+    rename_checkpoint(each, end);
+  }
+}
+
+void CheckpointFolder::go_back(std::int64_t step) {
   const auto files = newest_first();
-  for (const fs::path& path : files) {
+  const auto found = std::ranges::find(files, step, step_of);
+  if (found == files.end())
+    throw CheckpointError({.what = concat("there is no checkpoint of step ", step, " to go back to"),
+                           .here = folder_.string(),
+                           .likely = "only the newest are kept; or a run that has gone back already was started again",
+                           .next = "name the step of one that is there, or none to go on from the newest"});
+  CheckpointReader(*found, Checksum::kRequired);
+  rename_later(step);
+  unread_ = step;
+}
+
+std::optional<CheckpointFolder::Loaded> CheckpointFolder::load_newest() {
+  const auto files = newest_first();
+  std::vector<fs::path> damaged;
+  for (auto path = files.begin(); path != files.end(); ++path) {
     try {
-      return Loaded{path, CheckpointReader(path, Checksum::kRequired)};
-    } catch (const Error& error) {
+      Loaded found{*path, CheckpointReader(*path, Checksum::kRequired)};
+      for (const fs::path& each : damaged) rename_checkpoint(each, ".damaged");
+      unread_ = path + 1 == files.end() ? -1 : step_of(*(path + 1));
+      return found;
+    } catch (const CheckpointError& error) {
+      damaged.push_back(*path);
       log_warning(concat("passing over a checkpoint: ", error.text().what));
     }
   }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// checkpoint/checkpoint_folder.h: the checkpoints of a run: the newest few are kept, a damaged one is passed over.
+// checkpoint/checkpoint_folder.h: the checkpoints of a run: the newest few are kept, a damaged one is passed over. It removes
+// nothing but older checkpoints, and files of saves that were not finished: by their whole names, which only lockstep makes.
 //
 // Flow:    train/ -> TensorFile -> DIR/step-00000470.safetensors -> --resume
-// Owns:    the files step-* in its folder (shards.h), and a lock on it: the file .lock, which also says who holds it
+// Owns:    a checkpoint's files (shards.h), and a lock on the folder: the file .lock, which also says who holds it
 // Threads: one thread
 // Ranks:   only rank 0 has one
 #pragma once
@@ -30,9 +31,13 @@ class CheckpointFolder {
   // that is a warning.
   explicit CheckpointFolder(std::filesystem::path folder, int keep = 2, std::size_t shard_bytes = kShardBytes);
 
-  // Writes the checkpoint of `step` atomically, then removes the older ones beyond `keep`, and later ones, which a run
-  // that was resumed from an earlier step has left. If writing fails, all files stay as they are. Throws SystemError.
-  // fetch: as for save_safetensors().
+  // Throws CheckpointError if there was, when this was made, a checkpoint above `step` that load_newest() has not looked at.
+  // Call it before save(). Does not touch the disk.
+  void require_newest(std::int64_t step) const;
+
+  // Writes the checkpoint of `step` atomically, shards included, then removes the older ones beyond `keep`, and renames later
+  // ones as go_back() does. If writing fails, all checkpoints stay as they are. Throws SystemError. fetch: as for
+  // save_safetensors().
   void save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch = nullptr);
 
   // The same for a copy of the state, of what split() returns.
@@ -46,20 +51,30 @@ class CheckpointFolder {
     std::filesystem::path path;
     CheckpointReader file;  // whole and verified
   };
-  // The newest checkpoint that is not damaged; a damaged one is named in a warning. Nothing if the folder has none.
-  // Throws CheckpointError if it has some, but all of them are damaged.
-  std::optional<Loaded> load_newest() const;
+  // The newest checkpoint that is not damaged; a damaged one is named in a warning, and renamed to NAME.damaged. Nothing if
+  // the folder has none. Throws CheckpointError if it has some, but all are damaged; SystemError if one can't be read. Then
+  // all stay as they are.
+  std::optional<Loaded> load_newest();
+
+  // Makes `step` the newest: renames the files of later ones to NAME.after-STEP. Throws CheckpointError: that one is damaged,
+  // or not there; then all stay as they are.
+  void go_back(std::int64_t step);
+
+  // Says that all checkpoints are those of the run that goes on here, from what it has in memory.
+  void take_over() { unread_ = -1; }
 
  private:
   std::vector<std::filesystem::path> newest_first() const;
   struct Files;
   void save_files(std::int64_t step, const Files& files);
-  void remove_all_but(std::int64_t newest);
+  void remove_older(std::int64_t newest);
+  void rename_later(std::int64_t newest);
 
   std::filesystem::path folder_;
   UniqueFd lock_;
   int keep_;
   std::size_t shard_bytes_;
+  std::int64_t unread_ = -1;  // the newest step that this run has neither read nor written
 };
 
 }  // namespace lockstep

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <unistd.h>
+
 #include <algorithm>
 #include <random>
 
 #include "lockstep/base/file.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/checkpoint/file_image.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "tests/support.h"
 
@@ -50,6 +53,48 @@ TEST(Safetensors, reads_a_file_of_another_tool) {
   const float values[] = {0.5F, -3};
   bytes += header + std::string(reinterpret_cast<const char*>(values), sizeof values);
   EXPECT_TRUE(torch::equal(from_safetensors(bytes, "other").tensors.at("w"), torch::tensor({0.5F, -3.0F})));
+}
+
+TEST(Safetensors, saves_every_dtype_that_the_format_has) {
+  TensorFile file;
+  for (const auto dtype :
+       {torch::kFloat32, torch::kFloat64, torch::kFloat16, torch::kBFloat16, torch::kInt64, torch::kInt32, torch::kInt16,
+        torch::kInt8, torch::kUInt8, torch::kUInt16, torch::kUInt32, torch::kUInt64, torch::kBool, torch::kFloat8_e4m3fn,
+        torch::kFloat8_e4m3fnuz, torch::kFloat8_e5m2, torch::kFloat8_e5m2fnuz, torch::kComplexFloat})
+    file.tensors[c10::toString(dtype)] = torch::tensor({{1, 0, 3}, {4, 5, 6}}, torch::kFloat32).to(dtype).t();
+  const TempFolder folder;
+  save_safetensors(folder / "file", file);
+  FileImage image;
+  image.copy({file});
+  image.write(image.files().front(), folder / "image");
+  EXPECT_EQ(read_file(folder / "image"), read_file(folder / "file"));
+  for (const auto& [name, tensor] : load_safetensors(folder / "file").tensors) {
+    EXPECT_EQ(tensor.dtype(), file.tensors.at(name).dtype());
+    const auto wide = tensor.is_complex() ? torch::kComplexDouble : torch::kFloat64;
+    EXPECT_TRUE(torch::equal(tensor.to(wide), file.tensors.at(name).to(wide))) << name;
+  }
+}
+
+// torch keeps a conjugate as the numbers and a mark.
+TEST(Safetensors, saves_the_values_of_conjugates_and_of_their_parts) {
+  const torch::Tensor conjugate = torch::complex(torch::ones({3}), torch::arange(3, torch::kFloat32)).conj();
+  const TensorFile file = {.tensors = {{"conjugate", conjugate}, {"part", torch::imag(conjugate)}}, .metadata = {}};
+  const TempFolder folder;
+  FileImage image;
+  image.copy({file});
+  image.write(image.files().front(), folder / "image");
+  EXPECT_EQ(read_file(folder / "image"), to_safetensors(file));
+  for (const auto& [name, tensor] : load_safetensors(folder / "image").tensors)
+    EXPECT_TRUE(torch::equal(tensor, file.tensors.at(name))) << name;
+}
+
+TEST(Safetensors, refuses_names_that_the_format_has_for_itself) {
+  const TempFolder folder;
+  const TensorFile tensor = {.tensors = {{"__metadata__", torch::zeros({3})}}, .metadata = {}};
+  const TensorFile key = {.tensors = {}, .metadata = {{"lockstep.xxh3", "mine"}}};
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { save_safetensors(folder / "a", tensor); }), "__metadata__"));
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { save_safetensors(folder / "a", key); }), "lockstep.xxh3"));
+  EXPECT_TRUE(names_in(folder.path()).empty());
 }
 
 TEST(Safetensors, refuses_a_file_cut_at_any_byte) {
@@ -123,19 +168,35 @@ TEST(CheckpointFolder, keeps_the_newest) {
   EXPECT_EQ(checkpoints.load_newest()->path.filename(), "step-100000000.safetensors");
 }
 
-TEST(CheckpointFolder, removes_later_checkpoints_when_a_run_went_on_from_an_earlier_one) {
-  const TempFolder folder;
-  CheckpointFolder checkpoints(folder.path());
-  for (const int step : {1, 2, 3}) checkpoints.save(step, sample());
-  checkpoints.save(1, sample());
-  EXPECT_EQ(names_in(folder.path()), std::vector<std::string>{"step-00000001.safetensors"});
-}
-
 TEST(CheckpointFolder, removes_half_written_files_of_a_killed_run) {
   const TempFolder folder;
-  write_file(folder / "step-00000002.safetensors.tmp-4711", "half");
+  for (const char* half : {"step-00000002.safetensors.tmp-0123456789abcdef", "step-00000003-00001-of-00002.safetensors",
+                           "step-00000003.safetensors.index.json.tmp-0123456789abcdef", ".lock.tmp-0123456789abcdef"})
+    write_file(folder / half, "half");
   EXPECT_TRUE(CheckpointFolder(folder.path()).empty());
   EXPECT_TRUE(names_in(folder.path()).empty());
+}
+
+// Names that are nearly those of lockstep.
+TEST(CheckpointFolder, leaves_files_alone_whose_names_it_does_not_make) {
+  const TempFolder folder;
+  const std::vector<std::string> foreign = {
+      ".writable", "step-00000001-best.safetensors", "step-00000001-1-of-2.safetensors",
+      "step-00000001-00000-of-00002.safetensors", "step-00000001-00003-of-00002.safetensors",
+      "step-00000001-00001-of-00002.safetensors.bak", "step-00000001.safetensors.bak",
+      "step-00000001.safetensors.tmp-4711", "step-00000001.safetensors.tmp-0123456789abcdeF",
+      "step-00000001.safetensors.tmp-0123456789abcdef0", "step-00000001.tmp-0123456789abcdef",
+      "step-000000001.safetensors", "step-1.safetensors", "step--0000001.safetensors"};
+  for (const std::string& name : foreign) write_file(folder / name, name);
+  std::filesystem::create_directories(folder / "step-00000007.safetensors");  // no file
+  {
+    CheckpointFolder checkpoints(folder.path(), /*keep=*/1);
+    EXPECT_TRUE(checkpoints.empty());
+    for (const int step : {1, 2}) checkpoints.save(step, sample());
+  }
+  EXPECT_EQ(CheckpointFolder(folder.path()).load_newest()->path.filename(), "step-00000002.safetensors");
+  for (const std::string& name : foreign) EXPECT_EQ(read_file(folder / name), name);
+  EXPECT_EQ(names_in(folder.path()).size(), foreign.size() + 2);
 }
 
 TEST(CheckpointFolder, loads_the_newest_undamaged_file) {
@@ -147,6 +208,67 @@ TEST(CheckpointFolder, loads_the_newest_undamaged_file) {
   EXPECT_EQ(checkpoints.load_newest()->path.filename(), "step-00000001.safetensors");
 }
 
+TEST(CheckpointFolder, keeps_the_newest_two_that_are_whole_and_renames_a_damaged_one) {
+  const TempFolder folder;
+  CheckpointFolder checkpoints(folder.path());
+  for (const int step : {1, 2}) checkpoints.save(step, sample());
+  write_file(folder / "step-00000003.safetensors", "damaged");
+  write_file(folder / "step-00000003.safetensors.damaged", "of an earlier time");
+  EXPECT_EQ(checkpoints.load_newest()->path.filename(), "step-00000002.safetensors");
+  EXPECT_EQ(read_file(folder / "step-00000003.safetensors.damaged"), "of an earlier time");
+  EXPECT_EQ(read_file(folder / "step-00000003.safetensors.damaged-2"), "damaged");
+  checkpoints.save(4, sample());
+  EXPECT_EQ(names_in(folder.path()),
+            (std::vector<std::string>{"step-00000002.safetensors", "step-00000003.safetensors.damaged",
+                                      "step-00000003.safetensors.damaged-2", "step-00000004.safetensors"}));
+}
+
+// A link to itself can't be read, but that does not say that it is damaged.
+TEST(CheckpointFolder, stops_at_one_that_cannot_be_read_and_renames_nothing) {
+  const TempFolder folder;
+  CheckpointFolder checkpoints(folder.path());
+  checkpoints.save(1, sample());
+  std::filesystem::create_symlink("step-00000002.safetensors", folder / "step-00000002.safetensors");
+  EXPECT_TRUE(contains(message_of<SystemError>([&] { checkpoints.load_newest(); }), "step-00000002.safetensors"));
+  EXPECT_TRUE(std::filesystem::is_symlink(folder / "step-00000002.safetensors"));
+}
+
+TEST(CheckpointFolder, goes_back_only_to_a_whole_checkpoint_and_moves_nothing_else) {
+  const TempFolder folder;
+  CheckpointFolder checkpoints(folder.path());
+  for (const int step : {1, 2}) checkpoints.save(step, sample());
+  write_file(folder / "step-00000001.safetensors", "damaged");
+  EXPECT_TRUE(contains(message_of<CheckpointError>([&] { checkpoints.go_back(1); }), "is damaged"));
+  EXPECT_EQ(names_in(folder.path()), (std::vector<std::string>{"step-00000001.safetensors", "step-00000002.safetensors"}));
+}
+
+TEST(CheckpointFolder, goes_back_to_the_same_step_as_often_as_told) {
+  const TempFolder folder;
+  CheckpointFolder checkpoints(folder.path(), 2, /*shard_bytes=*/50);
+  for (const int again : {1, 2, 3}) {
+    for (const int step : {1, 2}) checkpoints.save(step, sample());
+    checkpoints.go_back(1);
+    EXPECT_EQ(checkpoints.load_newest()->path.filename(), "step-00000001.safetensors.index.json");
+    const std::string end = again == 1 ? ".after-1" : ".after-1-" + std::to_string(again);
+    for (const char* name : {"step-00000002.safetensors.index.json", "step-00000002-00002-of-00002.safetensors"})
+      EXPECT_TRUE(folder.has(name + end)) << end;
+  }
+}
+
+// As a kill leaves it between a save of the other kind and the end of what was there.
+TEST(CheckpointFolder, finds_a_whole_checkpoint_beside_a_damaged_one_of_the_same_step) {
+  const TempFolder folder;
+  CheckpointFolder(folder.path(), 2, /*shard_bytes=*/50).save(1, sample());
+  save_safetensors(folder / "step-00000001.safetensors", sample());
+  std::filesystem::remove(folder / "step-00000001-00001-of-00002.safetensors");
+  CheckpointFolder checkpoints(folder.path());
+  EXPECT_EQ(checkpoints.load_newest()->path.filename(), "step-00000001.safetensors");
+  for (const char* other : {"step-00000001.safetensors.index.json", "step-00000001-00002-of-00002.safetensors"}) {
+    EXPECT_FALSE(folder.has(other));
+    EXPECT_TRUE(folder.has(std::string(other) + ".damaged"));
+  }
+}
+
 TEST(CheckpointFolder, loads_nothing_from_an_empty_folder) {
   const TempFolder folder;
   EXPECT_FALSE(CheckpointFolder(folder / "new").load_newest().has_value());
@@ -156,7 +278,8 @@ TEST(CheckpointFolder, throws_when_every_file_is_damaged) {
   const TempFolder folder;
   CheckpointFolder checkpoints(folder.path());
   write_file(folder / "step-00000002.safetensors", "rubbish");
-  EXPECT_TRUE(contains(message_of<CheckpointError>([&] { checkpoints.load_newest(); }), "none of the 1 checkpoints"));
+  for (int again = 0; again < 2; ++again)  // and no run begins at step 0 unasked
+    EXPECT_TRUE(contains(message_of<CheckpointError>([&] { checkpoints.load_newest(); }), "none of the 1 checkpoints"));
 }
 
 TEST(CheckpointFolder, throws_at_once_for_a_folder_that_is_not_writable) {
@@ -175,6 +298,36 @@ TEST(AtomicFile, keeps_the_old_file_and_removes_the_new_one_without_commit) {
   }
   EXPECT_EQ(read_file(folder / "file"), "old");
   EXPECT_EQ(names_in(folder.path()), std::vector<std::string>{"file"});
+}
+
+TEST(AtomicFile, follows_no_link_that_lies_where_its_temporary_file_would_be) {
+  const TempFolder folder;
+  write_file(folder / "precious", "precious");
+  const std::string name = (folder / "file").string() + ".tmp-" + std::to_string(::getpid());
+  std::filesystem::create_symlink(folder / "precious", name);
+  write_file(folder / "file", "new");
+  EXPECT_EQ(read_file(folder / "precious"), "precious");
+  EXPECT_TRUE(std::filesystem::is_symlink(name));
+  EXPECT_FALSE(std::filesystem::is_symlink(folder / "file"));
+}
+
+TEST(AtomicFile, lets_two_writers_of_a_path_write_whole_files) {
+  const TempFolder folder;
+  AtomicFile one(folder / "file"), other(folder / "file");
+  one.write("one", 3);
+  other.write("other", 5);
+  one.commit();
+  EXPECT_EQ(read_file(folder / "file"), "one");
+  other.commit();
+  EXPECT_EQ(read_file(folder / "file"), "other");
+}
+
+TEST(CheckpointFolder, follows_no_link_in_place_of_its_lock) {
+  const TempFolder folder;
+  write_file(folder / "precious", "precious");
+  std::filesystem::create_symlink("precious", folder / ".lock");
+  EXPECT_THROW(CheckpointFolder(folder.path()), Error);
+  EXPECT_EQ(read_file(folder / "precious"), "precious");
 }
 
 }  // namespace

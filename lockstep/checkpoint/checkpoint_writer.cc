@@ -104,7 +104,10 @@ CheckpointWriter::~CheckpointWriter() {
   idle ? thread_.join() : thread_.detach();
 }
 
-const CheckpointFolder& CheckpointWriter::folder() const { return shared_->folder; }
+CheckpointFolder& CheckpointWriter::folder() {
+  if (!wait_until_idle(patience_)) throw CheckpointError({.what = trouble(), .next = "try again later"});
+  return shared_->folder;
+}
 
 bool CheckpointWriter::wait_until_idle(std::chrono::milliseconds timeout) {
   std::unique_lock lock(shared_->mutex);
@@ -125,6 +128,8 @@ void CheckpointWriter::reserve(std::size_t bytes) {
 
 void CheckpointWriter::save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) {
   const own_progress::During saving(Phase::kSaving);
+  static_cast<void>(safetensors_head(file));  // throws what this thread has to throw
+  shared_->folder.require_newest(step);
   const bool elsewhere = std::ranges::any_of(file.tensors, [](const auto& each) { return each.second.is_meta(); });
   if (!wait_until_idle(patience_)) {
     log_warning(concat("the checkpoint of step ", step, " is left out: ", trouble(), "; training goes on"));

@@ -28,15 +28,16 @@ class CheckpointWriter {
   CheckpointWriter(const CheckpointWriter&) = delete;
   CheckpointWriter& operator=(const CheckpointWriter&) = delete;
 
-  const CheckpointFolder& folder() const;
+  // Waits until nothing is being written, at most `patience`; then throws CheckpointError.
+  CheckpointFolder& folder();
 
   // Takes memory for the first save, in the background.
   void reserve(std::size_t bytes);
 
   // Blocks for a copy of the state. If the save before it is still being written, waits for that first, at most `patience`;
   // then leaves this one out and says so, and the next ones at once until the disk has answered. Where tensors come from
-  // other ranks (fetch), or there is no memory for a copy, blocks until the file is written. Throws what fetch throws, and
-  // UsageError, but nothing because of the disk.
+  // other ranks (fetch), or there is no memory for a copy, blocks until the file is written. Throws what fetch throws,
+  // UsageError and CheckpointFolder::require_newest()'s error, but nothing because of the disk.
   void save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch = nullptr);
 
   // Waits, at most `timeout`, until nothing is being written. Returns whether the newest checkpoint on the disk is that of

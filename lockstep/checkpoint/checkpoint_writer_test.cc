@@ -2,7 +2,7 @@
 #include "lockstep/checkpoint/checkpoint_writer.h"
 
 #include <signal.h>
-#include <sys/stat.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -13,6 +13,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/checkpoints.h"
 #include "lockstep/deadline.h"
+#include "tests/held_disk.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -41,8 +42,9 @@ int newest_step(const TempFolder& folder) {
   return step;
 }
 
-std::string temporary(const TempFolder& folder, const std::string& step) {
-  return folder / concat("step-0000000", step, ".safetensors.tmp-", ::getpid());
+// A folder lies where its file should be.
+void block_checkpoint(const TempFolder& folder, int step) {
+  std::filesystem::create_directory(folder / concat("step-0000000", step, ".safetensors"));
 }
 
 bool comes_true(const std::function<bool()>& condition) {
@@ -96,20 +98,19 @@ TEST(CheckpointWriter, goes_on_after_a_save_that_failed) {
   CheckpointWriter writer{CheckpointFolder(folder.path())};
   writer.save(1, state_of(1));
   ASSERT_TRUE(writer.finish(1, kLong));
-  std::filesystem::create_directory(temporary(folder, "2"));  // where the file should be
+  block_checkpoint(folder, 2);
   writer.save(2, state_of(2));
   EXPECT_FALSE(writer.finish(2, kLong));
-  EXPECT_TRUE(contains(writer.trouble(), "can't write"));
+  EXPECT_TRUE(contains(writer.trouble(), "can't rename a finished file to"));
   EXPECT_TRUE(folder.has("step-00000001.safetensors"));
   writer.save(3, state_of(3));
   EXPECT_TRUE(writer.finish(3, kLong));
 }
 
-// Opening a named pipe to write waits for its reader: a disk that does not answer.
 TEST(CheckpointWriter, leaves_saves_out_while_the_disk_does_not_answer) {
   const TempFolder folder;
+  testing::HeldDisk disk(folder / "disk");
   CheckpointWriter writer{CheckpointFolder(folder.path()), std::chrono::milliseconds(1)};
-  ASSERT_EQ(::mkfifo(temporary(folder, "1").c_str(), 0600), 0);
   writer.save(1, state_of(1));
   const Stopwatch watch;
   writer.save(2, state_of(2));
@@ -117,8 +118,8 @@ TEST(CheckpointWriter, leaves_saves_out_while_the_disk_does_not_answer) {
   EXPECT_FALSE(writer.finish(3, std::chrono::milliseconds(1)));
   EXPECT_LT(watch.seconds(), 60);
   EXPECT_TRUE(contains(writer.trouble(), "the disk does not answer"));
-  const ReadableFile reader(temporary(folder, "1"));  // now it answers, with an error: a pipe can't be flushed
-  ASSERT_TRUE(comes_true([&] { return contains(writer.trouble(), "flush to disk"); }));
+  EXPECT_TRUE(contains(message_of<CheckpointError>([&] { writer.folder(); }), "the disk does not answer"));
+  disk.answer();
   ASSERT_TRUE(comes_true([&] { return writer.save(4, state_of(4)), writer.finish(4, kLong); }));
   EXPECT_FALSE(folder.has("step-00000002.safetensors"));
 }
@@ -133,7 +134,7 @@ TEST(CheckpointWriter, receives_what_other_ranks_send_whether_or_not_it_can_be_w
     return torch::zeros({4});
   };
   CheckpointWriter writer{CheckpointFolder(folder.path())};
-  std::filesystem::create_directory(temporary(folder, "1"));
+  block_checkpoint(folder, 1);
   writer.save(1, file, fetch);
   EXPECT_EQ(received, (std::vector<std::string>{"t1", "t2", "t3"}));
   EXPECT_FALSE(writer.finish(1, kLong));
@@ -205,18 +206,20 @@ TEST(Shards, damaged_or_missing_are_passed_over) {
     std::filesystem::remove(folder / "step-00000003-00002-of-00005.safetensors");
     std::filesystem::resize_file(folder / "step-00000002-00005-of-00005.safetensors", 100);
     expect_large_state(checkpoints.load_newest()->file, 1);
-    std::filesystem::copy_file(folder / "step-00000002-00001-of-00005.safetensors",
-                               folder / "step-00000001-00001-of-00005.safetensors",
-                               std::filesystem::copy_options::overwrite_existing);
-    std::filesystem::copy_file(folder / "step-00000002-00001-of-00005.safetensors",
-                               folder / "step-00000001-00002-of-00005.safetensors",
-                               std::filesystem::copy_options::overwrite_existing);
-    EXPECT_TRUE(contains(message_of<CheckpointError>([&] { checkpoints.load_newest(); }), "none of the 3"));
+    for (const char* one : {"step-00000003.safetensors.index.json", "step-00000003-00005-of-00005.safetensors",
+                            "step-00000002-00001-of-00005.safetensors"})
+      EXPECT_TRUE(folder.has(concat(one, ".damaged")) && !folder.has(one)) << one;
+    for (const char* shard : {"00001", "00002"})
+      std::filesystem::copy_file(folder / "step-00000002-00001-of-00005.safetensors.damaged",
+                                 folder / concat("step-00000001-", shard, "-of-00005.safetensors"),
+                                 std::filesystem::copy_options::overwrite_existing);
+    EXPECT_TRUE(contains(message_of<CheckpointError>([&] { checkpoints.load_newest(); }), "none of the 1"));
+    checkpoints.save(2, large_state(2));
   }
-  std::filesystem::remove(folder / "step-00000003.safetensors.index.json");  // killed before it was written
+  std::filesystem::remove(folder / "step-00000002.safetensors.index.json");  // killed before it was written
   CheckpointFolder{folder.path()};
-  EXPECT_FALSE(folder.has("step-00000003-00001-of-00005.safetensors"));
-  EXPECT_TRUE(folder.has("step-00000002-00001-of-00005.safetensors"));
+  EXPECT_FALSE(folder.has("step-00000002-00001-of-00005.safetensors"));
+  EXPECT_TRUE(folder.has("step-00000001-00001-of-00005.safetensors"));
 }
 
 TEST(Shards, index_from_elsewhere_opens_no_other_folder) {
@@ -239,13 +242,37 @@ TEST(CheckpointReader, gives_the_mapping_itself) {
   EXPECT_EQ(once.const_data_ptr(), again.const_data_ptr());
 }
 
+// Nothing comes of the last shard.
+TEST(Shards, stay_whole_when_their_step_cannot_be_saved_again) {
+  const TempFolder folder;
+  CheckpointFolder checkpoints(folder.path(), /*keep=*/1, kTwoTensors);
+  checkpoints.save(1, large_state(1));
+  TensorFile again = large_state(7);
+  again.tensors["z"] = torch::empty({4}, torch::kMeta);  // the last of all
+  const auto fails = [](const std::string&) -> torch::Tensor { throw SystemError({.what = "no room"}); };
+  const auto expect = [&](int state) {
+    const auto newest = checkpoints.load_newest();
+    ASSERT_TRUE(newest);
+    expect_large_state(newest->file, state);
+  };
+  for (int time = 0; time < 2; ++time) {
+    EXPECT_THROW(checkpoints.save(1, again, fails), SystemError);
+    expect(1);
+  }
+  for (const int state : {3, 4, 5}) {  // and is replaced by what can be saved
+    checkpoints.save(1, large_state(state));
+    expect(state);
+    EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 5 + 1 + 1) << state;  // and .lock
+  }
+}
+
 TEST(CheckpointFolder, has_one_writer_and_names_it) {
   const TempFolder folder;
   const CheckpointFolder first(folder.path());
-  write_file(folder / "step-00000002.safetensors.tmp-1", "half");  // of the first
+  write_file(folder / "step-00000002.safetensors.tmp-0123456789abcdef", "half");  // of the first
   const std::string message = message_of<CheckpointError>([&] { CheckpointFolder(folder.path()); });
   EXPECT_TRUE(contains(message, concat("is in use by process ", ::getpid(), " on ")));
-  EXPECT_TRUE(folder.has("step-00000002.safetensors.tmp-1"));
+  EXPECT_TRUE(folder.has("step-00000002.safetensors.tmp-0123456789abcdef"));
 }
 
 // Kills it in the midst of a save, over and over.
@@ -274,6 +301,102 @@ TEST(CheckpointWriter, killed_while_it_writes_leaves_a_whole_checkpoint) {
     EXPECT_GT(newest_step(folder), 0);
     for (const auto& entry : std::filesystem::directory_iterator(folder.path())) std::filesystem::remove(entry);
   }
+}
+
+// Tensors of zeros that take no memory.
+torch::Tensor zeros(std::int64_t bytes) {
+  void* const memory = ::mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  EXPECT_NE(memory, MAP_FAILED);
+  return torch::from_blob(memory, {bytes}, [bytes](void* p) { ::munmap(p, static_cast<std::size_t>(bytes)); }, torch::kUInt8);
+}
+
+TEST(CheckpointWriter, saves_a_tensor_of_more_than_2_gib) {
+  const TempFolder folder;
+  const std::int64_t bytes = (std::int64_t{1} << 31) + 3;
+  TensorFile file = {.tensors = {{"large", zeros(bytes)}, {"small", torch::tensor({1.5})}}, .metadata = {}};
+  for (const std::int64_t at : {std::int64_t{0}, bytes / 2, bytes - 1}) file.tensors["large"][at] = 7;
+  {
+    CheckpointWriter writer{CheckpointFolder(folder.path())};
+    writer.save(1, file);
+    ASSERT_TRUE(writer.finish(1, 5 * kLong)) << writer.trouble();
+  }
+  const auto newest = CheckpointFolder(folder.path()).load_newest();
+  ASSERT_TRUE(newest);
+  const torch::Tensor large = newest->file.read("large");
+  EXPECT_EQ(large.numel(), bytes);
+  for (const std::int64_t at : {std::int64_t{0}, bytes / 2, bytes - 1}) EXPECT_EQ(large[at].item<int>(), 7);
+  EXPECT_EQ(large[bytes - 2].item<int>(), 0);
+  EXPECT_EQ(newest->file.read("small").item<float>(), 1.5F);
+}
+
+TEST(OwnCheckpoints, refuse_to_save_below_a_checkpoint_that_they_have_not_read) {
+  const TempFolder folder;
+  Checkpoints(folder.path()).save(1000, state_of(1000));
+  {
+    Checkpoints checkpoints(folder.path());  // of a program that begins anew
+    const std::string message = message_of<CheckpointError>([&] { checkpoints.save(1, state_of(1)); });
+    EXPECT_TRUE(contains(message, "step 1:")) << message;
+    EXPECT_TRUE(contains(message, "step 1000")) << message;
+    checkpoints.save(1000, state_of(1000));  // nothing is above it
+    checkpoints.finish(1000);
+  }
+  {
+    CheckpointFolder from_memory(folder.path());  // of a job that goes on after the loss of a rank
+    EXPECT_THROW(from_memory.require_newest(999), CheckpointError);
+    from_memory.take_over();
+    from_memory.require_newest(999);
+  }
+  Checkpoints checkpoints(folder.path());
+  EXPECT_TRUE(checkpoints.newest());
+  checkpoints.save(1001, state_of(1001));
+  checkpoints.finish(1001);
+  EXPECT_TRUE(folder.has("step-00001000.safetensors"));
+}
+
+TEST(OwnCheckpoints, move_later_checkpoints_aside_when_they_go_back_on_purpose) {
+  const TempFolder folder;
+  {
+    Checkpoints checkpoints(folder.path());
+    for (const int step : {500, 1000}) checkpoints.save(step, state_of(step));
+    checkpoints.finish(1000);
+  }
+  const std::string message = message_of<CheckpointError>([&] { Checkpoints(folder.path(), /*after=*/400); });
+  EXPECT_TRUE(contains(message, "no checkpoint of step 400"));
+  Checkpoints checkpoints(folder.path(), /*after=*/500);
+  EXPECT_EQ(checkpoints.newest()->filename(), "step-00000500.safetensors");
+  checkpoints.save(501, state_of(501));
+  checkpoints.save(502, state_of(502));
+  checkpoints.finish(502);
+  EXPECT_EQ(load_safetensors(folder / "step-00001000.safetensors.after-500").metadata.at("step"), "1000");
+  EXPECT_FALSE(folder.has("step-00001000.safetensors"));
+  EXPECT_TRUE(folder.has("step-00000501.safetensors"));
+}
+
+// Also a later one that this run has found, or saved itself.
+TEST(OwnCheckpoints, remove_no_later_checkpoint) {
+  const TempFolder folder;
+  Checkpoints(folder.path()).save(1000, state_of(1000));
+  Checkpoints checkpoints(folder.path());
+  EXPECT_TRUE(checkpoints.newest());
+  for (const int step : {1, 2, 1}) checkpoints.save(step, state_of(step));
+  checkpoints.finish(1);
+  for (const int step : {1000, 2})
+    EXPECT_EQ(load_safetensors(folder / concat("step-0000", step == 2 ? "0002" : "1000", ".safetensors.after-1"))
+                  .metadata.at("step"),
+              concat(step));
+  EXPECT_EQ(checkpoints.newest()->filename(), "step-00000001.safetensors");
+}
+
+TEST(OwnCheckpoints, refuse_what_cannot_be_saved_at_the_call) {
+  const TempFolder folder;
+  Checkpoints checkpoints(folder.path());
+  EXPECT_TRUE(contains(message_of<UsageError>([&] {
+                         checkpoints.save(1, {.tensors = {{"__metadata__", torch::zeros({3})}}, .metadata = {}});
+                       }), "__metadata__"));
+  EXPECT_TRUE(contains(message_of<UsageError>([&] {
+                         checkpoints.save(1, {.tensors = {}, .metadata = {{"lockstep.xxh3", "mine"}}});
+                       }), "lockstep.xxh3"));
 }
 
 TEST(OwnCheckpoints, are_written_while_the_loop_goes_on_and_the_newest_is_found) {

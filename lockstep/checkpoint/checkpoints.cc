@@ -7,8 +7,10 @@
 
 namespace lockstep {
 
-Checkpoints::Checkpoints(const std::filesystem::path& folder)
-    : writer_(std::make_unique<CheckpointWriter>(CheckpointFolder(folder))) {}
+Checkpoints::Checkpoints(const std::filesystem::path& folder, std::optional<std::int64_t> after)
+    : writer_(std::make_unique<CheckpointWriter>(CheckpointFolder(folder))) {
+  if (after) writer_->folder().go_back(*after);
+}
 
 Checkpoints::~Checkpoints() = default;
 

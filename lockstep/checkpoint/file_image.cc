@@ -21,7 +21,7 @@ std::size_t tensor_bytes(const TensorFile& file) {
 // memcpy() passes large copies by the caches, copy_() does not.
 void copy_values(const torch::Tensor& tensor, std::byte* into) {
   if (tensor.nbytes() == 0) return;
-  if (tensor.is_cpu() && tensor.is_contiguous()) {
+  if (tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
     std::memcpy(into, tensor.const_data_ptr(), tensor.nbytes());
     return;
   }

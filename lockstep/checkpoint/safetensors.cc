@@ -31,7 +31,7 @@ constexpr const char* kNoChecksum = "0000000000000000";  // what the field holds
 constexpr std::size_t kLengthBytes = 8;
 constexpr std::size_t kPartBytes = std::size_t{1} << 20;  // that are read at a time
 
-constexpr std::array<std::pair<torch::ScalarType, const char*>, 9> kDtypes = {{
+constexpr std::array<std::pair<torch::ScalarType, const char*>, 18> kDtypes = {{
     {torch::kFloat32, "F32"},
     {torch::kFloat64, "F64"},
     {torch::kFloat16, "F16"},
@@ -41,12 +41,27 @@ constexpr std::array<std::pair<torch::ScalarType, const char*>, 9> kDtypes = {{
     {torch::kInt16, "I16"},
     {torch::kUInt8, "U8"},
     {torch::kBool, "BOOL"},
+    {torch::kInt8, "I8"},
+    {torch::kUInt16, "U16"},
+    {torch::kUInt32, "U32"},
+    {torch::kUInt64, "U64"},
+    {torch::kFloat8_e4m3fn, "F8_E4M3"},
+    {torch::kFloat8_e4m3fnuz, "F8_E4M3FNUZ"},
+    {torch::kFloat8_e5m2, "F8_E5M2"},
+    {torch::kFloat8_e5m2fnuz, "F8_E5M2FNUZ"},
+    {torch::kComplexFloat, "C64"},
 }};
 
 std::string dtype_name(torch::ScalarType dtype, const std::string& tensor) {
   for (const auto& [type, name] : kDtypes)
     if (type == dtype) return name;
   throw UsageError({.what = concat("safetensors has no dtype for ", tensor, " (", c10::toString(dtype), ")")});
+}
+
+void require_free_names(const TensorFile& file) {
+  if (file.tensors.contains(kMetadata) || file.metadata.contains(kChecksum))
+    throw UsageError({.what = concat("a tensor ", kMetadata, " or a key ", kChecksum, " can't be saved: files have their own"),
+                      .next = "give it another name"});
 }
 
 CheckpointError damaged(const std::string& origin, const std::string& what) {
@@ -65,6 +80,7 @@ std::size_t checksum_position(const std::string& header) {
 }
 
 Json make_header(const TensorFile& file) {
+  require_free_names(file);
   Json header;
   Json& metadata = header[kMetadata] = Json::object();
   metadata[kChecksum] = kNoChecksum;
@@ -166,7 +182,8 @@ Written write_safetensors(const TensorFile& file, const FetchTensor& fetch,
   };
   add(head.data(), head.size());
   for (const auto& [name, tensor] : file.tensors) {
-    const torch::Tensor values = (tensor.is_meta() ? fetch(name) : tensor).detach().to(torch::kCPU).contiguous();
+    const torch::Tensor values =
+        (tensor.is_meta() ? fetch(name) : tensor).detach().to(torch::kCPU).contiguous().resolve_conj().resolve_neg();
     add(values.const_data_ptr(), values.nbytes());
   }
   return {.checksum = hash.digits(), .position = checksum_position(head)};

@@ -24,7 +24,7 @@ using FetchTensor = std::function<torch::Tensor(const std::string& name)>;
 // As in lockstep/checkpoint.h. fetch: called for each meta tensor, in the order of the names, when its turn comes.
 void save_safetensors(const std::filesystem::path& path, const TensorFile& file, const FetchTensor& fetch);
 
-// Throws UsageError for a dtype that the format does not know.
+// Throws UsageError for a dtype that the format does not know, and for names that it has for itself.
 std::string to_safetensors(const TensorFile& file);
 
 // The file up to the first tensor's bytes, with zeros for the checksum. The tensors follow in the order of their names,

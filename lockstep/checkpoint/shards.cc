@@ -2,7 +2,6 @@
 #include "lockstep/checkpoint/shards.h"
 
 #include <iomanip>
-#include <set>
 
 #include <nlohmann/json.hpp>
 
@@ -61,6 +60,12 @@ std::string index_of_shards(const std::string& stem, const std::vector<std::vect
   return index.dump(2) + "\n";
 }
 
+std::set<std::string> shards_in(const std::filesystem::path& index) {
+  std::set<std::string> shards;
+  for (const auto& [name, file] : read_index(index)) shards.insert(file);
+  return shards;
+}
+
 CheckpointReader::CheckpointReader(const std::filesystem::path& path, Checksum checksum) {
   if (path.string().ends_with(kIndexSuffix)) {
     open_shards(path, checksum);
@@ -77,6 +82,8 @@ void CheckpointReader::open_shards(const std::filesystem::path& index, Checksum 
   for (const auto& [name, file] : map) shards.insert(file);
   for (const std::string& shard : shards) {
     const auto path = index.parent_path() / shard;
+    if (std::error_code unknown; !std::filesystem::exists(path, unknown) && !unknown)
+      throw bad_index(index, concat(shard, " is missing"));
     files_.emplace_back(bytes_in(path), path, checksum);
     for (const auto& [name, entry] : files_.back().entries()) {
       if (!map.contains(name) || map.at(name) != shard) throw bad_index(index, concat(name, " is in ", shard));

@@ -4,7 +4,8 @@
 //   step-00000470-00001-of-00002.safetensors …   each a file of its own, with the metadata and a checksum
 //   step-00000470.safetensors.index.json         {"metadata": {"total_size": bytes}, "weight_map": {name: file}}
 //
-// The index is written last and removed first: without it there is no checkpoint.
+// The index is written last and removed first: without it there is no checkpoint. Where the index that is there names these
+// files, the step is being saved again, and the new ones are step-00000470-again-00001-of-00002.safetensors …
 //
 // Threads: any
 // Ranks:   no communication; the files do not depend on the number of ranks
@@ -13,6 +14,7 @@
 #include <cstddef>
 #include <filesystem>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -31,6 +33,9 @@ std::string shard_name(const std::string& stem, std::size_t i, std::size_t shard
 // The index's text. names: the tensors of each shard.
 std::string index_of_shards(const std::string& stem, const std::vector<std::vector<std::string>>& names,
                             std::size_t total_bytes);
+
+// The files that an index names. Throws SystemError; CheckpointError: it is damaged.
+std::set<std::string> shards_in(const std::filesystem::path& index);
 
 // A checkpoint: one file, or the shards of an index.
 class CheckpointReader {

@@ -99,7 +99,11 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
     in_place_ = InPlaceState::of(*memory, world_, strategy_, options_);
     if (!in_place_) kept_.emplace(step_world_, *memory, kShareForKeeping, is_in_parts(strategy_));
   }
-  if (!go_on_from_memory() && options.resume) resume();
+  if (go_on_from_memory()) {
+    if (checkpoints_) checkpoints_->folder().take_over();
+  } else if (options.resume) {
+    resume();
+  }
   begin_to_keep();
   name_modules(named_parameters(strategy.model()));
 }
@@ -195,8 +199,7 @@ void TrainingLoop::require_finite_loss(const BatchTotals& totals) const {
                                     : concat("the first that is not finite is the ", where, first)),
        .here = world_.describe(),
        .likely = "a learning rate that is too high, or a sample with values that are not finite",
-       .next = options_.checkpoint_dir.empty() ? "try a lower --lr or --warmup-epochs"
-                                               : "the last checkpoint is good: --resume with a lower --lr"});
+       .next = options_.checkpoint_dir.empty() ? "try a lower --lr or --warmup-epochs" : kLowerRate});
 }
 
 double TrainingLoop::learning_rate() const {
@@ -416,6 +419,7 @@ void TrainingLoop::begin_to_keep() {
 
 // Rank 0 finds and verifies the newest file.
 void TrainingLoop::resume() {
+  if (checkpoints_ && options_.from_step > 0) checkpoints_->folder().go_back(options_.from_step);
   auto newest = checkpoints_ ? checkpoints_->folder().load_newest() : std::nullopt;
   SharedCheckpoint file(world_, newest);
   if (!file.is_there()) {

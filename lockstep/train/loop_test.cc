@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cmath>
 #include <functional>
+#include <iomanip>
 #include <limits>
 #include <mutex>
 #include <thread>
@@ -285,6 +286,35 @@ TEST(TrainingLoop, refuses_to_resume_with_other_options) {
   EXPECT_TRUE(contains(message_of<CheckpointError>([&] { run_alone(options, points()); }), "drop_factor"));
 }
 
+// As the error says that a number which is not finite ends with.
+TEST(TrainingLoop, goes_back_to_a_step_with_a_lower_learning_rate) {
+  const TempFolder folder;
+  TrainOptions options = small_options();
+  options.checkpoint_dir = folder.path();
+  options.checkpoint_every = 1;
+  const std::string message = message_of<NonFiniteError>([&] { run_alone(options, points(/*poisoned=*/17)); });
+  EXPECT_TRUE(contains(message, "--resume --from-step STEP and a lower --lr"));
+  std::vector<std::int64_t> steps;
+  for (const auto& entry : std::filesystem::directory_iterator(folder.path()))
+    if (entry.path().extension() == ".safetensors") steps.push_back(std::stoll(entry.path().filename().string().substr(5)));
+  ASSERT_EQ(steps.size(), 2U);
+  options.resume = true;
+  options.from_step = std::ranges::min(steps);
+  std::get<SGDOptions>(options.strategy.optimizer).lr = 0.01;
+  EXPECT_EQ(run_alone(options, points()).metrics["steps"], 21);
+  EXPECT_TRUE(folder.has(concat("step-", std::setw(8), std::setfill('0'), std::ranges::max(steps), ".safetensors.after-",
+                                options.from_step)));
+  options.from_step = 0;  // from now on it has the new one
+  EXPECT_EQ(run_alone(options, points()).metrics["steps"], 21);
+}
+
+TEST(Snapshot, looks_for_numbers_that_are_not_finite_in_every_dtype) {
+  for (const auto dtype : {torch::kFloat32, torch::kFloat64, torch::kBFloat16, torch::kFloat8_e4m3fn, torch::kFloat8_e5m2}) {
+    const torch::Tensor good = torch::ones({3}).to(dtype), bad = torch::tensor({1.0F, std::nanf("")}).to(dtype);
+    EXPECT_EQ(first_non_finite({{"good", good}, {"bad", bad}}), "bad") << dtype;
+  }
+}
+
 TEST(TrainingLoop, refuses_a_folder_that_holds_another_run) {
   const TempFolder folder;
   TrainOptions options = small_options();
@@ -318,8 +348,7 @@ TEST(TrainingLoop, stops_at_a_loss_that_is_not_finite_and_keeps_the_good_checkpo
 
 // A checkpoint of this step can't be written: a folder lies where its file would be.
 void block_checkpoint(const TempFolder& folder, int step) {
-  std::filesystem::create_directories(folder /
-                                      concat("step-000000", step, ".safetensors.tmp-", ::getpid(), "/something"));
+  std::filesystem::create_directories(folder / concat("step-000000", step, ".safetensors/something"));
 }
 
 std::map<std::string, int> events_in(const std::string& metrics) {
@@ -337,7 +366,7 @@ TEST(TrainingLoop, goes_on_after_a_checkpoint_that_could_not_be_written) {
   options.metrics = folder / "metrics";
   block_checkpoint(folder, 10);
   run_alone(options, points());
-  EXPECT_FALSE(folder.has("step-00000010.safetensors"));
+  EXPECT_FALSE(std::filesystem::is_regular_file(folder / "step-00000010.safetensors"));
   EXPECT_TRUE(folder.has("step-00000020.safetensors"));
   EXPECT_TRUE(folder.has("step-00000021.safetensors"));
   EXPECT_EQ(events_in(options.metrics)["checkpoint"], 4);
@@ -350,7 +379,7 @@ TEST(TrainingLoop, ends_with_an_error_if_its_last_checkpoint_cannot_be_written) 
   options.metrics = folder / "metrics";
   block_checkpoint(folder, 21);
   const std::string message = message_of<SystemError>([&] { run_alone(options, points()); });
-  EXPECT_TRUE(contains(message, "the checkpoint of the last step, 21, is not saved: can't write"));
+  EXPECT_TRUE(contains(message, "the checkpoint of the last step, 21, is not saved: can't rename"));
   EXPECT_TRUE(contains(message, "--resume goes on from the newest checkpoint"));
   EXPECT_EQ(events_in(options.metrics)["run"], 1);
 }

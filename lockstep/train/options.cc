@@ -201,6 +201,9 @@ std::vector<Option> output_table(TrainOptions& o) {
              "a checkpoint above this becomes several files with an index, each of at most this or one tensor",
              {.at_least = 1, .next = "the default is 5000000000"}),
       flag("--resume", o.resume, kMayChange, "go on from the newest whole checkpoint of --checkpoint-dir"),
+      option("--from-step", o.from_step, kMayChange,
+             "with --resume: go back to the checkpoint of this step, also with another --lr; later ones are renamed",
+             {.at_least = 0, .next = "0: the newest"}),
       option("--preempt-signal", o.preemption.signals, kMayChange,
              "signals after which the run finishes its step, saves and stops: SIGTERM, SIGUSR1, SIGUSR2"),
       option("--on-stop", o.preemption.then, kMayChange,
@@ -331,6 +334,7 @@ void check_options(const TrainOptions& options) {
           "leave it out, or choose a strategy whose devices are threads");
   require(!options.resume || !options.checkpoint_dir.empty(), "--resume without --checkpoint-dir",
           "name the folder to resume from");
+  require(options.from_step == 0 || options.resume, "--from-step without --resume", "give --resume, too");
   static_cast<void>(stop_signals(options.preemption));
   require(after_stop(options.preemption) != AfterStop::kRequeue || std::getenv("SLURM_JOB_ID") != nullptr,
           "--on-stop requeue outside of a Slurm job", "submit it with sbatch, or give an exit code");

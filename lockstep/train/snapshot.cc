@@ -63,13 +63,16 @@ std::vector<NamedTensor> parameters_and_buffers(const torch::nn::Module& model) 
 }
 
 // A value that is null on either side belongs to an option that the chosen optimizer does not have.
-void require_same_fingerprint(const Json& saved, const Json& now) {
+void require_same_fingerprint(const Json& saved, const TrainOptions& options) {
+  const Json now = resume_fingerprint(options);
   for (const auto& [option, value] : saved.items()) {
+    if (option == "lr" && options.from_step > 0) continue;
     if (now.contains(option) && (now[option] == value || now[option].is_null() || value.is_null())) continue;
     throw CheckpointError({.what = concat("the checkpoint was made with ", option, " = ", value.dump(), ", now it is ",
                                           now.contains(option) ? now[option].dump() : "unknown"),
                            .likely = "--resume with other options than the run was started with",
-                           .next = "give the same options, or start a new run in another --checkpoint-dir"});
+                           .next = "give the same options, or start a new run in another --checkpoint-dir; --lr may change with "
+                                   "--from-step"});
   }
 }
 
@@ -81,6 +84,9 @@ std::string send_to_all(const World& world, const std::string& text) {
   world.broadcast(buffer);
   return {static_cast<const char*>(buffer.const_data_ptr()), buffer.nbytes()};
 }
+
+// The same memory, to be sent: collectives do not have every dtype.
+torch::Tensor bytes_of(const torch::Tensor& contiguous) { return contiguous.reshape({-1}).view(torch::kUInt8); }
 
 CheckpointError no_such_tensor(const std::string& name, const torch::Tensor& into) {
   return CheckpointError(
@@ -191,7 +197,7 @@ std::optional<CheckpointReader> open_same(const std::string& path, const std::st
 // Of NaN and infinity, and of nothing else, all bits of the exponent are set. One pass, at the speed of memory.
 bool all_finite(const torch::Tensor& tensor) {
   if (!tensor.is_cpu() || tensor.scalar_type() != torch::kFloat32 || !tensor.is_non_overlapping_and_dense())
-    return torch::isfinite(tensor).all().item<bool>();
+    return torch::isfinite(tensor.element_size() == 1 ? tensor.to(torch::kFloat32) : tensor).all().item<bool>();
   constexpr std::uint32_t kExponent = 0x7f800000;
   const std::span values(tensor.const_data_ptr<float>(), to_size(tensor.numel()));
   std::uint32_t largest = 0;
@@ -212,7 +218,7 @@ void require_finite_everywhere(const World& world, Strategy& strategy, const Pos
     if (!bad.empty())
       throw NonFiniteError({.what = concat("parameter ", bad, " is not finite after step ", position.step),
                             .likely = "a learning rate that is too high",
-                            .next = "go on from the checkpoint before with a lower --lr"});
+                            .next = kLowerRate});
 }
 
 std::size_t snapshot_bytes(Strategy& strategy) {
@@ -237,7 +243,7 @@ Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& p
     return {.file = {}, .fetch = nullptr, .send = [world, own = std::move(own), elsewhere] {
               for (const auto& [name, tensor] : elsewhere)
                 if (tensor.owner == world.rank() && tensor.meta.numel() > 0)
-                  world.send(own.at(name).detach().to(torch::kCPU).contiguous(), 0, kTag);
+                  world.send(bytes_of(own.at(name).detach().to(torch::kCPU).contiguous()), 0, kTag);
             }};
   file.metadata = metadata_of(position, options);
   file.tensors.merge(own);
@@ -245,7 +251,7 @@ Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& p
   const auto fetch = [world, elsewhere](const std::string& name) {
     const Elsewhere& from = elsewhere.at(name);
     const torch::Tensor tensor = torch::empty_like(from.meta, torch::TensorOptions(torch::kCPU));
-    if (tensor.numel() > 0) world.receive(tensor, {.from = from.owner, .tag = kTag});
+    if (tensor.numel() > 0) world.receive(bytes_of(tensor), {.from = from.owner, .tag = kTag});
     return tensor;
   };
   return {.file = std::move(file), .fetch = fetch, .send = nullptr};
@@ -279,7 +285,7 @@ torch::Tensor SharedCheckpoint::read(const std::string& name) {
       file_ ? file_->read(name) : torch::empty_like(shapes_.tensors.at(name), torch::TensorOptions(torch::kCPU));
   if (!is_mapped_) {
     if (file_) tensor = tensor.clone();  // a transport may write to what it sends
-    world_.broadcast(tensor);
+    world_.broadcast(bytes_of(tensor));
   }
   read_.add(tensor.const_data_ptr(), tensor.nbytes());
   return tensor;
@@ -301,7 +307,7 @@ Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& 
                           const TrainOptions& options) try {
   const torch::NoGradGuard no_grad;
   const ParameterWrite write;
-  require_same_fingerprint(Json::parse(file.metadata().at(kFingerprint)), resume_fingerprint(options));
+  require_same_fingerprint(Json::parse(file.metadata().at(kFingerprint)), options);
   const Position position = nlohmann::json::parse(file.metadata().at(kPosition));
   const TensorsByName places = places_of(strategy, file.shapes());
   TensorsByName generators;
@@ -419,7 +425,7 @@ Names names_of_all(const World& world, const Names& mine) {
 torch::Tensor send_tensor(const World& world, int owner, const Json& looks, const torch::Tensor& mine) {
   const auto dtype = static_cast<torch::ScalarType>(looks[0].get<int>());
   torch::Tensor tensor = world.rank() == owner ? mine.clone() : torch::empty(looks[1].get<std::vector<std::int64_t>>(), dtype);
-  world.broadcast(tensor, owner);
+  world.broadcast(bytes_of(tensor), owner);
   return tensor;
 }
 
@@ -456,7 +462,7 @@ std::optional<Position> restore_parts(const LoopState::Found& found, const World
                                       const TrainOptions& options) try {
   const torch::NoGradGuard no_grad;
   const ParameterWrite write;
-  require_same_fingerprint(Json::parse(found.common.metadata().at(kFingerprint)), resume_fingerprint(options));
+  require_same_fingerprint(Json::parse(found.common.metadata().at(kFingerprint)), options);
   const Position position = nlohmann::json::parse(found.common.metadata().at(kPosition));
   KeptTensors kept(found);
   if (const std::string lost = gather_parts(world, strategy, kept); !lost.empty()) {
@@ -491,7 +497,7 @@ TensorFile own_state(Strategy& strategy, const Position& position, const TrainOp
 
 Position restore_own_state(const SafetensorsReader& file, Strategy& strategy, const TrainOptions& options) try {
   const torch::NoGradGuard no_grad;
-  require_same_fingerprint(Json::parse(file.metadata().at(kFingerprint)), resume_fingerprint(options));
+  require_same_fingerprint(Json::parse(file.metadata().at(kFingerprint)), options);
   const Position position = nlohmann::json::parse(file.metadata().at(kPosition));
   for (const auto& [name, tensor] : named_buffers(strategy.model())) torch::Tensor(tensor).copy_(file.read("model." + name));
   for (const auto& [name, tensor] : strategy.state()) torch::Tensor(tensor).copy_(file.read("strategy." + name));

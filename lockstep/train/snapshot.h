@@ -33,6 +33,10 @@
 
 namespace lockstep {
 
+// What to do about a number that is not finite, where there are checkpoints.
+inline constexpr const char* kLowerRate =
+    "the checkpoints are good: go on from one with --resume --from-step STEP and a lower --lr";
+
 // What a checkpoint is made of. It refers to the strategy's tensors: copy or write it before the next step.
 struct Snapshot {
   TensorFile file;             // on rank 0: a meta tensor where another rank has the values

@@ -4,6 +4,7 @@
 //   MISBEHAVE=exit|kill|throw|hang   in the tenth call of its middle layer
 //   MISBEHAVE=other_model            its model differs from the others'
 //   MISBEHAVE=stop_in_validation     it is asked to stop, by SIGTERM, in each batch of its first validation
+//   LOCKSTEP_TEST_DISK=PIPE          its disk does not answer (tests/held_disk.h)
 #include <signal.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <unistd.h>
@@ -13,6 +14,7 @@
 #include <string>
 
 #include "lockstep/lockstep.h"
+#include "tests/held_disk.h"
 
 namespace {
 

@@ -126,18 +126,21 @@ TEST(Stop, a_signal_during_validation_is_not_lost) {
   EXPECT_TRUE(folder.has("checkpoints/" + checkpoint_of(11)));
 }
 
-// A pipe in place of the file that rank 0 is about to write: the save goes on until somebody reads the pipe.
+// The save goes on until somebody reads the pipe (tests/held_disk.h).
 TEST(Stop, a_signal_during_a_save_is_not_lost) {
   constexpr std::size_t kSave = 200;
   const TempFolder folder;
-  Ranks ranks(2, kTrain + Words{"--checkpoint-dir", folder / "checkpoints", "--checkpoint-every", concat(kSave)});
-  ASSERT_TRUE(ranks.have_made(2));
-  const std::string file = folder / concat("checkpoints/", checkpoint_of(kSave), ".tmp-", ranks[0].pid());
-  ASSERT_EQ(::mkfifo(file.c_str(), 0600), 0);
-  ASSERT_LT(steps_in(ranks.metrics()), kSave);
+  const std::string disk = folder / "disk";
+  ASSERT_EQ(::mkfifo(disk.c_str(), 0600), 0);
+  Ranks ranks(2,
+              Words{MISBEHAVING_TASK} + Words(kTrain.begin() + 2, kTrain.end()) +
+                  Words{"--checkpoint-dir", folder / "checkpoints", "--checkpoint-every", concat(kSave)},
+              {{"LOCKSTEP_TEST_DISK", disk}});
   ASSERT_TRUE(ranks.have_made(kSave + 1));
   ranks[1].signal(SIGTERM);
-  std::ifstream(file).ignore(std::numeric_limits<std::streamsize>::max());
+  std::ifstream pipe(disk);
+  std::filesystem::remove(disk);
+  pipe.ignore(std::numeric_limits<std::streamsize>::max());
   expect_all_end_with(ranks, kStopped);
   const auto steps = stopped_after(ranks.metrics());
   EXPECT_EQ(steps, std::ssize(ranks.losses()));

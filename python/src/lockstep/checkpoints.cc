@@ -15,7 +15,7 @@ void bind_checkpoints(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
   // python/src/lockstep/checkpoints.py says what they do.
   py::class_<Checkpoints>(module, "Checkpoints")
-      .def(py::init<const std::filesystem::path&>(), Release())
+      .def(py::init<const std::filesystem::path&, std::optional<std::int64_t>>(), Release())
       .def("newest", &Checkpoints::newest, Release())
       .def(
           "save",
