@@ -62,7 +62,7 @@ std::vector<OwnFile> own_files(const fs::path& folder) {
 
 std::int64_t step_of(const fs::path& path) { return own_file(path)->step; }
 
-// Of two forms of one step the index comes first: a save replaces it last (save_files()).
+// The index comes before one file of the same step: a save replaces it last (save_files()).
 bool is_later(const fs::path& a, const fs::path& b) {
   return std::pair(step_of(a), a.string()) > std::pair(step_of(b), b.string());
 }
@@ -92,7 +92,7 @@ std::vector<fs::path> files_of(const fs::path& checkpoint) {
   return files;
 }
 
-// What a killed writer left half-written, and shards that no index names. What can't be removed is only a file too many.
+// Removes half-written files of a killed writer, and shards that no index names. One that can't be removed is only a file too many.
 void remove_leftovers(const fs::path& folder) try {
   std::set<fs::path> kept;
   for (const fs::path& checkpoint : checkpoints_in(folder))
@@ -165,11 +165,10 @@ std::vector<fs::path> CheckpointFolder::newest_first() const { return checkpoint
 
 void CheckpointFolder::require_newest(std::int64_t step) const {
   if (step >= unread_) return;
-  throw CheckpointError(
-      {.what = concat("can't save step ", step, ": ", folder_.string(), " has a checkpoint of step ", unread_,
-                      ", which this run has neither read nor written"),
-       .likely = "a program that was started again and has begun anew",
-       .next = "go on from the newest, go back to another one (after=STEP), or name another folder"});
+  throw CheckpointError({.what = concat("can't save step ", step, ": ", folder_.string(), " has a checkpoint of step ",
+                                        unread_, ", which this run has neither read nor written"),
+                         .likely = "a program that was started again and has begun anew",
+                         .next = "go on from the newest, go back to another one (after=STEP), or name another folder"});
 }
 
 void CheckpointFolder::save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) {
@@ -194,7 +193,8 @@ void CheckpointFolder::save(std::int64_t step, FileImage& image) {
   save_files(step, files);
 }
 
-// Each kind of checkpoint is there from one rename or removal of an index on: before that, what was there is as it was.
+// The rename or removal of an index, or else the rename of one file, makes the new checkpoint the one that is there. Until then
+// the old one is whole.
 void CheckpointFolder::save_files(std::int64_t step, const Files& files) try {
   std::string stem = stem_of(step);
   const fs::path whole = folder_ / (stem + kSuffix), index = folder_ / (stem + kIndexSuffix);

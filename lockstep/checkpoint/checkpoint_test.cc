@@ -57,10 +57,10 @@ TEST(Safetensors, reads_a_file_of_another_tool) {
 
 TEST(Safetensors, saves_every_dtype_that_the_format_has) {
   TensorFile file;
-  for (const auto dtype :
-       {torch::kFloat32, torch::kFloat64, torch::kFloat16, torch::kBFloat16, torch::kInt64, torch::kInt32, torch::kInt16,
-        torch::kInt8, torch::kUInt8, torch::kUInt16, torch::kUInt32, torch::kUInt64, torch::kBool, torch::kFloat8_e4m3fn,
-        torch::kFloat8_e4m3fnuz, torch::kFloat8_e5m2, torch::kFloat8_e5m2fnuz, torch::kComplexFloat})
+  for (const auto dtype : {torch::kFloat32, torch::kFloat64, torch::kFloat16, torch::kBFloat16, torch::kInt64,
+                           torch::kInt32, torch::kInt16, torch::kInt8, torch::kUInt8, torch::kUInt16, torch::kUInt32,
+                           torch::kUInt64, torch::kBool, torch::kFloat8_e4m3fn, torch::kFloat8_e4m3fnuz,
+                           torch::kFloat8_e5m2, torch::kFloat8_e5m2fnuz, torch::kComplexFloat})
     file.tensors[c10::toString(dtype)] = torch::tensor({{1, 0, 3}, {4, 5, 6}}, torch::kFloat32).to(dtype).t();
   const TempFolder folder;
   save_safetensors(folder / "file", file);
@@ -180,13 +180,20 @@ TEST(CheckpointFolder, removes_half_written_files_of_a_killed_run) {
 // Names that are nearly those of lockstep.
 TEST(CheckpointFolder, leaves_files_alone_whose_names_it_does_not_make) {
   const TempFolder folder;
-  const std::vector<std::string> foreign = {
-      ".writable", "step-00000001-best.safetensors", "step-00000001-1-of-2.safetensors",
-      "step-00000001-00000-of-00002.safetensors", "step-00000001-00003-of-00002.safetensors",
-      "step-00000001-00001-of-00002.safetensors.bak", "step-00000001.safetensors.bak",
-      "step-00000001.safetensors.tmp-4711", "step-00000001.safetensors.tmp-0123456789abcdeF",
-      "step-00000001.safetensors.tmp-0123456789abcdef0", "step-00000001.tmp-0123456789abcdef",
-      "step-000000001.safetensors", "step-1.safetensors", "step--0000001.safetensors"};
+  const std::vector<std::string> foreign = {".writable",
+                                            "step-00000001-best.safetensors",
+                                            "step-00000001-1-of-2.safetensors",
+                                            "step-00000001-00000-of-00002.safetensors",
+                                            "step-00000001-00003-of-00002.safetensors",
+                                            "step-00000001-00001-of-00002.safetensors.bak",
+                                            "step-00000001.safetensors.bak",
+                                            "step-00000001.safetensors.tmp-4711",
+                                            "step-00000001.safetensors.tmp-0123456789abcdeF",
+                                            "step-00000001.safetensors.tmp-0123456789abcdef0",
+                                            "step-00000001.tmp-0123456789abcdef",
+                                            "step-000000001.safetensors",
+                                            "step-1.safetensors",
+                                            "step--0000001.safetensors"};
   for (const std::string& name : foreign) write_file(folder / name, name);
   std::filesystem::create_directories(folder / "step-00000007.safetensors");  // no file
   {
@@ -239,7 +246,8 @@ TEST(CheckpointFolder, goes_back_only_to_a_whole_checkpoint_and_moves_nothing_el
   for (const int step : {1, 2}) checkpoints.save(step, sample());
   write_file(folder / "step-00000001.safetensors", "damaged");
   EXPECT_TRUE(contains(message_of<CheckpointError>([&] { checkpoints.go_back(1); }), "is damaged"));
-  EXPECT_EQ(names_in(folder.path()), (std::vector<std::string>{"step-00000001.safetensors", "step-00000002.safetensors"}));
+  EXPECT_EQ(names_in(folder.path()),
+            (std::vector<std::string>{"step-00000001.safetensors", "step-00000002.safetensors"}));
 }
 
 TEST(CheckpointFolder, goes_back_to_the_same_step_as_often_as_told) {

@@ -308,7 +308,8 @@ torch::Tensor zeros(std::int64_t bytes) {
   void* const memory = ::mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE,
                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   EXPECT_NE(memory, MAP_FAILED);
-  return torch::from_blob(memory, {bytes}, [bytes](void* p) { ::munmap(p, static_cast<std::size_t>(bytes)); }, torch::kUInt8);
+  return torch::from_blob(
+      memory, {bytes}, [bytes](void* p) { ::munmap(p, static_cast<std::size_t>(bytes)); }, torch::kUInt8);
 }
 
 TEST(CheckpointWriter, saves_a_tensor_of_more_than_2_gib) {
@@ -393,10 +394,12 @@ TEST(OwnCheckpoints, refuse_what_cannot_be_saved_at_the_call) {
   Checkpoints checkpoints(folder.path());
   EXPECT_TRUE(contains(message_of<UsageError>([&] {
                          checkpoints.save(1, {.tensors = {{"__metadata__", torch::zeros({3})}}, .metadata = {}});
-                       }), "__metadata__"));
+                       }),
+                       "__metadata__"));
   EXPECT_TRUE(contains(message_of<UsageError>([&] {
                          checkpoints.save(1, {.tensors = {}, .metadata = {{"lockstep.xxh3", "mine"}}});
-                       }), "lockstep.xxh3"));
+                       }),
+                       "lockstep.xxh3"));
 }
 
 TEST(OwnCheckpoints, are_written_while_the_loop_goes_on_and_the_newest_is_found) {

@@ -60,8 +60,9 @@ std::string dtype_name(torch::ScalarType dtype, const std::string& tensor) {
 
 void require_free_names(const TensorFile& file) {
   if (file.tensors.contains(kMetadata) || file.metadata.contains(kChecksum))
-    throw UsageError({.what = concat("a tensor ", kMetadata, " or a key ", kChecksum, " can't be saved: files have their own"),
-                      .next = "give it another name"});
+    throw UsageError(
+        {.what = concat("a tensor ", kMetadata, " or a key ", kChecksum, " can't be saved: files have their own"),
+         .next = "give it another name"});
 }
 
 CheckpointError damaged(const std::string& origin, const std::string& what) {

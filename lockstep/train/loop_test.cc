@@ -296,20 +296,22 @@ TEST(TrainingLoop, goes_back_to_a_step_with_a_lower_learning_rate) {
   EXPECT_TRUE(contains(message, "--resume --from-step STEP and a lower --lr"));
   std::vector<std::int64_t> steps;
   for (const auto& entry : std::filesystem::directory_iterator(folder.path()))
-    if (entry.path().extension() == ".safetensors") steps.push_back(std::stoll(entry.path().filename().string().substr(5)));
+    if (entry.path().extension() == ".safetensors")
+      steps.push_back(std::stoll(entry.path().filename().string().substr(5)));
   ASSERT_EQ(steps.size(), 2U);
   options.resume = true;
   options.from_step = std::ranges::min(steps);
   std::get<SGDOptions>(options.strategy.optimizer).lr = 0.01;
   EXPECT_EQ(run_alone(options, points()).metrics["steps"], 21);
-  EXPECT_TRUE(folder.has(concat("step-", std::setw(8), std::setfill('0'), std::ranges::max(steps), ".safetensors.after-",
-                                options.from_step)));
+  EXPECT_TRUE(folder.has(concat("step-", std::setw(8), std::setfill('0'), std::ranges::max(steps),
+                                ".safetensors.after-", options.from_step)));
   options.from_step = 0;  // from now on it has the new one
   EXPECT_EQ(run_alone(options, points()).metrics["steps"], 21);
 }
 
 TEST(Snapshot, looks_for_numbers_that_are_not_finite_in_every_dtype) {
-  for (const auto dtype : {torch::kFloat32, torch::kFloat64, torch::kBFloat16, torch::kFloat8_e4m3fn, torch::kFloat8_e5m2}) {
+  for (const auto dtype :
+       {torch::kFloat32, torch::kFloat64, torch::kBFloat16, torch::kFloat8_e4m3fn, torch::kFloat8_e5m2}) {
     const torch::Tensor good = torch::ones({3}).to(dtype), bad = torch::tensor({1.0F, std::nanf("")}).to(dtype);
     EXPECT_EQ(first_non_finite({{"good", good}, {"bad", bad}}), "bad") << dtype;
   }
@@ -523,7 +525,9 @@ TEST(TrainingLoop, trains_on_several_ranks_and_resumes_them) {
 // What each of 3 ranks does with a checkpoint that rank 0 has found.
 void share_checkpoint(bool visible, const std::function<void(SharedCheckpoint& file, int rank)>& use) {
   const TempFolder folder;
-  const TensorFile state = {.tensors = {{"a", torch::arange(1000, torch::kFloat32)}, {"b", torch::ones({3})}}};
+  const TensorFile state = {.tensors = {{"a", torch::arange(1000, torch::kFloat32)}, {"b", torch::ones({3})},
+                                        {"small", torch::ones({3}).to(torch::kFloat8_e5m2)},
+                                        {"unsigned", torch::tensor(7).to(torch::kUInt16)}}};
   CheckpointFolder checkpoints(folder.path());
   checkpoints.save(1, state);
   run_ranks(3, [&](World& world) {
@@ -540,6 +544,8 @@ TEST(SharedCheckpoint, is_mapped_by_ranks_that_see_the_file_and_sent_to_others) 
   for (const bool visible : {true, false})
     share_checkpoint(visible, [](SharedCheckpoint& file, int) {
       EXPECT_TRUE(torch::equal(file.read("b"), torch::ones({3})));
+      EXPECT_TRUE(torch::equal(file.read("small").to(torch::kFloat32), torch::ones({3})));
+      EXPECT_EQ(file.read("unsigned").to(torch::kInt64).item<int>(), 7);
       file.require_same_on_all_ranks();
     });
 }

@@ -68,11 +68,12 @@ void require_same_fingerprint(const Json& saved, const TrainOptions& options) {
   for (const auto& [option, value] : saved.items()) {
     if (option == "lr" && options.from_step > 0) continue;
     if (now.contains(option) && (now[option] == value || now[option].is_null() || value.is_null())) continue;
-    throw CheckpointError({.what = concat("the checkpoint was made with ", option, " = ", value.dump(), ", now it is ",
-                                          now.contains(option) ? now[option].dump() : "unknown"),
-                           .likely = "--resume with other options than the run was started with",
-                           .next = "give the same options, or start a new run in another --checkpoint-dir; --lr may change with "
-                                   "--from-step"});
+    throw CheckpointError(
+        {.what = concat("the checkpoint was made with ", option, " = ", value.dump(), ", now it is ",
+                        now.contains(option) ? now[option].dump() : "unknown"),
+         .likely = "--resume with other options than the run was started with",
+         .next = "give the same options, or start a new run in another --checkpoint-dir; --lr may change with "
+                 "--from-step"});
   }
 }
 

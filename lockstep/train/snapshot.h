@@ -33,7 +33,7 @@
 
 namespace lockstep {
 
-// What to do about a number that is not finite, where there are checkpoints.
+// Advice about a number that is not finite, where there are checkpoints.
 inline constexpr const char* kLowerRate =
     "the checkpoints are good: go on from one with --resume --from-step STEP and a lower --lr";
 

@@ -78,6 +78,7 @@ def foreign_name(rng):
 
 
 def add_foreign(folder, rng, count):
+    (folder / rng.choice(["step-00000099.safetensors", "step-00000099-00001-of-00004.safetensors"])).mkdir()  # no file
     for _ in range(count):
         path = folder / foreign_name(rng)
         if path.exists() or path.is_symlink():
@@ -94,7 +95,7 @@ def add_foreign(folder, rng, count):
 
 
 def foreign_in(folder):
-    return {path.name: look(path) for path in folder.iterdir() if not OWN.fullmatch(path.name) and not is_half(path.name)}
+    return {path.name: look(path) for path in folder.iterdir() if path.is_dir() or not OWN.fullmatch(path.name) and not is_half(path.name)}
 
 
 def is_half(name):
@@ -124,8 +125,9 @@ def aside_in(program, folder):
     return found
 
 
-def check(program, folder, before, foreign, saves, answers, moves=False):
-    """before: {step: tag}. saves: [(step, tag)] that may have been made, in this order; those that were are "saved" in `answers`."""
+def check(program, folder, before, foreign, saves, answers, back=None):
+    """before: {step: tag}. saves: [(step, tag)] that may have been made, in this order; those that were are "saved" in `answers`. back: the
+    step above which checkpoints are put aside; if that was interrupted, it is done again."""
     assert foreign_in(folder) == foreign, "something foreign has changed"
     after, aside = whole_in(program, folder), aside_in(program, folder)
     newest = max(after, default=-1)
@@ -143,8 +145,11 @@ def check(program, folder, before, foreign, saves, answers, moves=False):
         is_there = tag in after.get(step, ()) or tag in aside.get(step, ())
         replaced = any(step == other and value in after.get(step, ()) for other, value in saves)
         pruned = any(other > step and value in after.get(other, ()) for other, value in saves) and sum(other > step for other in after) >= KEEP
-        half_moved = moves and any(folder.glob("*.after-*"))
-        assert is_there or replaced or pruned or half_moved, f"step {step} is lost"
+        if not (is_there or replaced or pruned) and back is not None:
+            assert program.run(f"open {folder}", f"back {back}")[1:] == ["back"]
+            after, newest = whole_in(program, folder), back
+            is_there = tag in aside_in(program, folder).get(step, ())
+        assert is_there or replaced or pruned, f"step {step} is lost"
     [opened, found] = program.run(f"open {folder}", "newest")
     if newest >= 0:
         [word, step, tag] = found.split()
@@ -207,14 +212,14 @@ def at_every_call(program, root, every):
         leave_half(template)
         add_foreign(template, rng, 20)
         foreign = foreign_in(template)
-        moves = "back" in name or "below" in name
+        back = 1 if "back" in name or "below" in name else None
         folder, log = root / "folder", root / "log"
 
         def one(how, inject):
             shutil.copytree(template, folder, symlinks=True)
             answers = program.run_under_strace(["-o", str(log), *inject], f"open {folder}", *operations)
             try:
-                check(program, folder, before, foreign, saves, answers, moves)
+                check(program, folder, before, foreign, saves, answers, back)
             except AssertionError as error:
                 print(f"{name}, {how}: {error}\n{answers}\n{sorted(os.listdir(folder))}\n{log.read_text()}"[:3000], file=sys.stderr)
                 counts["failed"] += 1
@@ -246,9 +251,9 @@ def random_rounds(program, root, rounds):
                 foreign = foreign_in(folder)
                 newest = max(before, default=0)
                 operations, saves = ["newest"], []
-                moves = len(before) > 1 and rng.random() < 0.2
-                if moves:
-                    newest = min(before)
+                back = min(before) if len(before) > 1 and rng.random() < 0.2 else None
+                if back is not None:
+                    newest = back
                     operations = [f"back {newest}"]
                 for step in range(newest + rng.randrange(2), newest + rng.randrange(2, 5)):
                     tag = str(rng.randrange(10, 90))
@@ -265,7 +270,7 @@ def random_rounds(program, root, rounds):
                     except ProcessLookupError:
                         pass
                 answers = program.answers()
-                check(program, folder, before, foreign, saves, answers, moves)
+                check(program, folder, before, foreign, saves, answers, back)
                 counts["operations"] += len(operations) + 1
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}\n{history}\n{sorted(os.listdir(folder))}") from error
