@@ -14,12 +14,11 @@ void hand_to_handler(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
 }
 
 c10::DispatchKey registered_key() {
-  static const auto* const library = [] {
+  [[gnu::used]] static const auto* const library = [] {  // used: leak checkers look for it
     auto* made = new torch::Library(torch::Library::IMPL, "_", c10::DispatchKey::DeferredInit, __FILE__, __LINE__);
     made->fallback(torch::CppFunction::makeFromBoxedFunction<&hand_to_handler>());
     return made;  // registered as long as the process runs
   }();
-  static_cast<void>(library);
   return c10::DispatchKey::DeferredInit;
 }
 
