@@ -46,10 +46,11 @@ plots: setup-docs  ## draws README's and docs' plots; COMPARISONS="FOLDER..." th
 	cmake --build --preset release --target lockstep_command -j $(JOBS)
 	tools/plots.py build/release/bin/lockstep $(COMPARISONS)
 
+# One more at a time than there are cores: many tests wait for others.
 test: setup-test  ## builds and runs what every change has to pass; the rest is `make check`
 	cmake --preset release -DLOCKSTEP_TESTS=ON
 	cmake --build --preset release --target quick_tests -j $(JOBS)
-	$(call run_tests,release,test,-LE check)
+	$(call run_tests,release,test,-LE check -j $$(expr $(JOBS) + 1))
 
 check: setup-check test-tsan wheel deb  ## the rest: wheel, users' projects, hosts, MPI, Slurm, browsers, ThreadSanitizer
 	cmake --preset release -DLOCKSTEP_TESTS=ON -DLOCKSTEP_BENCH=ON

@@ -13,7 +13,7 @@
 namespace lockstep {
 namespace {
 
-// Where each number is; after the bits of the calls those of the hash, the loss, and how each rank counts.
+// Where each number is; after the bits of the calls those of the hash, how each rank counts, and the loss.
 // Calls: twice the number of backward(), and 1 more for loss.backward(), of the ranks that count.
 enum Sum : std::uint8_t { kSamples, kCounting, kStop, kCalls };
 constexpr int kHashBits = 32;
@@ -57,16 +57,15 @@ void ExchangeTotals::start(const AccumulatedBatches& batches, StepSettings setti
   std::vector<double> own{batches.samples, counting, wants_to_stop() ? 1.0 : 0.0};
   add_bits(static_cast<std::uint64_t>(counting * (2 * backwards + plain)), world_.size(), own);
   add_bits(hash_of(settings_), world_.size(), own);
+  const auto [kinds, size] = batches.weight_of_rank;
+  for (int rank = 0; rank < world_.size(); ++rank)
+    own.insert(own.end(), {rank == world_.rank() ? kinds : 0, rank == world_.rank() ? size : 0});
   settings_.insert(settings_.begin(), {{kBackwards, backwards + none}, {kPlain, plain + none}});
   const auto options = torch::TensorOptions().dtype(torch::kFloat64).device(world_.device());
   const torch::Tensor loss =
       batches.weighted_loss.defined() ? batches.weighted_loss.reshape({1}).to(options) : torch::zeros({1}, options);
   const torch::Tensor others = torch::tensor(own, torch::kFloat64);
-  std::vector<RankWeight> weights(to_size(world_.size()));  // of the others zeros
-  weights[to_size(world_.rank())] = batches.weight_of_rank;
-  const torch::Tensor numbers = torch::from_blob(weights.data(), {2 * world_.size()}, torch::kFloat64);
-  sums_ = torch::cat({others.to(world_.device(), /*non_blocking=*/true), loss,  // forward may still run on a GPU
-                      numbers.to(world_.device())});
+  sums_ = torch::cat({others.to(world_.device(), /*non_blocking=*/true), loss});  // forward may still run on a GPU
   work_.emplace(world_.all_reduce_async(sums_));
 }
 
@@ -89,11 +88,11 @@ std::optional<std::int64_t> ExchangeTotals::backwards() {
 BatchTotals ExchangeTotals::wait() {
   const torch::Tensor sums = this->sums();
   const auto* sum = sums.const_data_ptr<double>();
-  const std::int64_t loss = sums.numel() - 2 * world_.size() - 1;
-  const auto* const hash = sum + (kCalls + loss) / 2;
+  const std::int64_t loss = sums.numel() - 1, weights_at = loss - 2 * world_.size();
+  const auto* const hash = sum + (kCalls + weights_at) / 2;
   if (!common_bits(sum + kCalls, world_.size(), sum[kCounting]) || !common_bits(hash, world_.size(), world_.size()))
     throw_difference();
-  const auto* weights = reinterpret_cast<const RankWeight*>(sum + loss + 1);
+  const auto* weights = reinterpret_cast<const RankWeight*>(sum + weights_at);
   const double ranks_alike = compare_weights({weights, to_size(world_.size())}, world_.rank());
   divisor_ = ranks_alike > 0 ? ranks_alike : sum[kSamples];
   if (sum[kStop] > 0) agree_to_stop();
