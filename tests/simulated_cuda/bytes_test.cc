@@ -186,13 +186,17 @@ std::map<int, BytesOfRank> bytes_between_ranks(int ranks, const StrategyOptions&
   return all;
 }
 
-// A bucket has the gradients and a number for each of the four tensors; ten sums of samples, losses and settings go beside it. Each
-// rank then gives its slice of the parameters.
+// The numbers that are summed in an exchange beside a bucket: samples, ranks that count and that stop, the loss; two times 32
+// bits, counted; and two for each rank.
+std::int64_t totals(int ranks) { return 4 + 2 * (ranks == 2 ? 1 : 2) + 2 * ranks; }
+
+// A bucket has the gradients and a number for each of the four tensors. Each rank then gives its slice of the parameters.
 TEST(BytesOfRanks, in_ddp_are_gradients_and_some_numbers) {
   for (const int ranks : {2, 3, 4})
     for (const auto& [rank, each] : bytes_between_ranks(ranks, {.optimizer = SGDOptions{.lr = 0.1}, .seed = 4})) {
-      EXPECT_EQ(each.exchanged, kK + kK / ranks + 4 * kNumber + 10 * kNumber) << rank << " of " << ranks;
-      EXPECT_EQ(each.bytes, (Bytes{.up = 9 * kNumber, .down = 4 * kNumber + 10 * kNumber})) << rank << " of " << ranks;
+      EXPECT_EQ(each.exchanged, kK + kK / ranks + (4 + totals(ranks)) * kNumber) << rank << " of " << ranks;
+      EXPECT_EQ(each.bytes, (Bytes{.up = (totals(ranks) - 1) * kNumber, .down = (4 + totals(ranks)) * kNumber}))
+          << rank << " of " << ranks;
     }
 }
 
@@ -202,8 +206,9 @@ TEST(BytesOfRanks, in_ddp_with_clipping_are_norms_besides) {
   for (const int ranks : {2, 3, 4})
     for (const auto& [rank, each] :
          bytes_between_ranks(ranks, {.optimizer = SGDOptions{.lr = 0.1}, .clipping = {.max_norm = 1}, .seed = 4})) {
-      EXPECT_EQ(each.exchanged, kK + kK / ranks + (4 + 10 + 4 + ranks - 1) * kNumber) << rank << " of " << ranks;
-      EXPECT_EQ(each.bytes, (Bytes{.up = 9 * kNumber, .down = (4 + 10 + 1) * kNumber})) << rank << " of " << ranks;
+      EXPECT_EQ(each.exchanged, kK + kK / ranks + (4 + totals(ranks) + 4 + ranks - 1) * kNumber) << rank << " of " << ranks;
+      EXPECT_EQ(each.bytes, (Bytes{.up = (totals(ranks) - 1) * kNumber, .down = (4 + totals(ranks) + 1) * kNumber}))
+          << rank << " of " << ranks;
     }
 }
 
@@ -211,8 +216,8 @@ TEST(BytesOfRanks, in_ddp_with_clipping_are_norms_besides) {
 TEST(BytesOfRanks, in_ddp_with_separate_parameters_are_gradients_and_some_numbers) {
   for (const auto& [rank, each] :
        bytes_between_ranks(3, {.optimizer = SGDOptions{.lr = 0.1}, .seed = 4, .ddp = {.share_parameters = false}})) {
-    EXPECT_EQ(each.exchanged, kK + 4 * kNumber + 10 * kNumber) << rank;
-    EXPECT_EQ(each.bytes, (Bytes{.up = 9 * kNumber, .down = 4 * kNumber + 10 * kNumber})) << rank;
+    EXPECT_EQ(each.exchanged, kK + (4 + totals(3)) * kNumber) << rank;
+    EXPECT_EQ(each.bytes, (Bytes{.up = (totals(3) - 1) * kNumber, .down = (4 + totals(3)) * kNumber})) << rank;
   }
 }
 
