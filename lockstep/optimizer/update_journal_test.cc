@@ -15,10 +15,11 @@ using testing::message_of;
 // A rank that is alone, whose memory outlives it.
 class KeptRank {
  public:
-  explicit KeptRank(const OptimizerOptions& options, std::int64_t width = 6) {
+  explicit KeptRank(const OptimizerOptions& options, std::int64_t width = 6, std::vector<NamedTensor> more = {}) {
     torch::manual_seed(3);
-    const std::vector<NamedTensor> parameters{{"weight", torch::randn({width, 700}).set_requires_grad(true)},
-                                              {"bias", torch::randn({width}).set_requires_grad(true)}};
+    std::vector<NamedTensor> parameters{{"weight", torch::randn({width, 700}).set_requires_grad(true)},
+                                        {"bias", torch::randn({width}).set_requires_grad(true)}};
+    std::ranges::move(more, std::back_inserter(parameters));
     for (const auto& [name, tensor] : parameters) parameters_.push_back(tensor);
     block_ = std::make_shared<ParameterBlock>(*memory_, parameters);
     source_ = std::make_shared<SharedGradients>(memory_, parameters, SharedGradientsOptions{.block = block_});
@@ -83,6 +84,23 @@ TEST(TakenOver, is_what_was_restored_if_there_was_no_step_since) {
   EXPECT_EQ(third.take_over(second), 0u);
   EXPECT_TRUE(torch::equal(third.parameter(0), first.parameter(0)));
   EXPECT_EQ(third.optimizer().state_of(third.parameter(0)).at("step").item<float>(), 1);
+}
+
+TEST(TakenOver, goes_on_where_parameters_have_no_elements) {
+  const auto kept_rank = [](bool with_masters) {
+    const auto empty = [](torch::IntArrayRef sizes, torch::ScalarType dtype) {
+      return torch::zeros(sizes, dtype).set_requires_grad(true);
+    };
+    std::vector<NamedTensor> more{{"empty", empty({0, 3}, torch::kFloat32)}, {"flat", empty({3, 0}, torch::kFloat32)}};
+    if (with_masters) more.push_back({"half", empty({0}, torch::kBFloat16)});
+    return KeptRank(SGDOptions{.momentum = 0.9}, 6, std::move(more));
+  };
+  for (const bool with_masters : {false, true}) {
+    KeptRank lost = kept_rank(with_masters), next = kept_rank(with_masters);
+    lost.step(1);
+    EXPECT_EQ(next.take_over(lost), 1u);
+    EXPECT_TRUE(torch::equal(next.parameter(0), lost.parameter(0)));
+  }
 }
 
 TEST(TakenOver, refuses_another_model) {

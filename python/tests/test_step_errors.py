@@ -72,6 +72,14 @@ def load_into_the_module(net):
     net.load_state_dict(make_model().state_dict())
 
 
+def renormalised_in_forward(group):
+    net = nn.Embedding(20, 8, max_norm=0.5)
+    model = lockstep.DistributedDataParallel(net, lockstep.SGD(net.parameters(), lr=0.1), process_group=group)
+    loss = model(torch.arange(4) + dist.get_rank(group)).mean()
+    error = expect_error(lockstep.UsageError, "was written between two steps", loss.backward)
+    assert "max_norm" in error.likely and "write_parameters()" in error.next, str(error)
+
+
 def clipped_by_hand(group):
     _, optimizer, model = wrapped(group)
     loss_of(model, parts_of(global_batch(0), group)).backward()
@@ -421,6 +429,9 @@ class Errors(RanksTestCase):
     def test_parameters_written_by_hand(self):
         self.on_ranks(2, moved_parameters, write_data, "was written between two steps")
         self.on_ranks(2, moved_parameters, load_into_the_module, "was written between two steps")
+
+    def test_an_embedding_that_writes_its_weight_in_forward_is_refused_by_name(self):
+        self.on_ranks(2, renormalised_in_forward)
 
     def test_torchs_clip_grad_norm_is_refused_by_name(self):
         self.on_ranks(2, clipped_by_hand)

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Losses from which a job can't recover, or not at once.
 #include <signal.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
 
 #include "lockstep/base/file.h"
 #include "lockstep/deadline.h"
+#include "lockstep/launch/job_memory.h"
+#include "lockstep/launch/launcher.h"
+#include "lockstep/world.h"
 #include "tests/recovery/jobs.h"
 
 namespace lockstep {
@@ -77,6 +81,44 @@ TEST(BadCases, a_rank_without_memory_in_each_generation_ends_the_job) {
   EXPECT_NE(ended.exit_code, 0);
   EXPECT_EQ(count(ended.error, kReplaced), 2) << ended.error;
   EXPECT_TRUE(contains(ended.error, "RankFailed: rank 1"));
+}
+
+TEST(BadCases, a_model_with_a_parameter_without_elements_is_taken_over) {
+  const auto outcome_of = [](const std::string& faults) {
+    const TempFolder folder;
+    const Job job{.options = kMomentum, .faults = faults, .program_does = "has_empty"};
+    const auto ended = run(command_of(job, folder), kPatienceForJob);
+    EXPECT_EQ(ended.exit_code, 0) << ended.error;
+    EXPECT_EQ(count(ended.error, kReplaced), faults.empty() ? 0 : 1) << ended.error;
+    return outcome_in(folder);
+  };
+  EXPECT_EQ(testing::difference(outcome_of(""), outcome_of("rank=1,step=8,phase=update")), "");
+}
+
+// Memory of ranks that this rank's launcher holds, once it has read all that this rank has sent.
+int memories_of_launcher() {
+  static_cast<void>(JobMemory::get()->previous());
+  int held = 0;
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(concat("/proc/", ::getppid(), "/fd")))
+    if (std::filesystem::read_symlink(entry, ignored).string().starts_with("/memfd:lockstep the memory")) ++held;
+  return held;
+}
+
+int make_and_end_groups() {
+  const World world = World::from_env();
+  for (int i = 0; i < 20; ++i) {
+    const auto group = world.separate({0, 1});
+    group->all_reduce(torch::ones({100'000}));
+  }
+  world.barrier();
+  return memories_of_launcher();
+}
+
+TEST(BadCasesDeathTest, the_launcher_holds_no_memory_of_groups_that_have_ended) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // one with threads should not fork
+  const LaunchOptions options{.ranks = 2, .max_restarts = 1, .output = RankOutput::kFirst};
+  EXPECT_EXIT(std::exit(launch(options, make_and_end_groups).exit_code), ::testing::ExitedWithCode(0), "");
 }
 
 TEST(BadCases, a_job_that_fewer_ranks_could_not_go_on_with_is_refused_at_the_start) {

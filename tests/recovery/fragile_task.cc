@@ -4,6 +4,7 @@
 //
 //   FRAGILE=exhausts_memory   rank 1 needs more memory than it may have, in each generation
 //   FRAGILE=dies_at_once      rank 1 throws in its first forward pass, in each generation
+//   FRAGILE=has_empty         the model of all ranks has a parameter without elements
 #include <sys/resource.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>
@@ -18,10 +19,14 @@
 
 namespace {
 
-bool is_told(const std::string& how) {
+bool all_are_told(const std::string& how) {
   const char* const told = std::getenv("FRAGILE");
+  return told != nullptr && how == told;
+}
+
+bool is_told(const std::string& how) {
   const char* const rank = std::getenv("RANK");
-  return told != nullptr && how == told && rank != nullptr && std::string(rank) == "1";
+  return all_are_told(how) && rank != nullptr && std::string(rank) == "1";
 }
 
 // As under a limit of the system, but the others have as much as they like.
@@ -33,7 +38,9 @@ void exhaust_memory() {
 
 lockstep::ModulePtr make_model() {
   using namespace torch::nn;
-  return Sequential(Linear(784, 48), BatchNorm1d(48), ReLU(), Dropout(0.3), Linear(48, 10)).ptr();
+  Sequential model(Linear(784, 48), BatchNorm1d(48), ReLU(), Dropout(0.3), Linear(48, 10));
+  if (all_are_told("has_empty")) model->register_parameter("empty", torch::zeros({0}));
+  return model.ptr();
 }
 
 torch::Tensor forward(torch::nn::Module& model, const torch::Tensor& data) {

@@ -69,15 +69,24 @@ TEST_F(StartedRanks, train_as_one_rank_does_under_lockstep_run) {
   expect_close(losses_in(folder / "run.jsonl"), losses_of_one_rank());
 }
 
-TEST_F(StartedRanks, leave_no_rendezvous_file_behind) {
+// Not even root can write there.
+TEST_F(StartedRanks, need_no_folder_in_which_they_can_write) {
+  const Words as_root = {"unshare", "--mount", "--user", "--map-root-user"};
+  const Words read_only = {"sh", "-c", "mount -t tmpfs -o ro none /tmp && exec \"$@\"", "sh"};
+  const Words three_steps = kTrain + Words{"--max-steps", "3", "--batch-size", "32", "--quiet", "--data", "synthetic:96x1x28x28"};
+  for (const Words& start : {Words{}, Words{LOCKSTEP_COMMAND, "run", "--nproc-per-node", "2", "--"}}) {
+    const Words ranks = start.empty() ? Words{"--ranks", "2"} : Words{};
+    const Ended ended = run(with_variables({{"XDG_RUNTIME_DIR", "/proc"}}, as_root + read_only + start + three_steps + ranks));
+    EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  }
+}
+
+TEST_F(StartedRanks, leave_nothing_behind) {
   const TempFolder runtime;
   const Words mpirun = {"mpirun.mpich", "-np", "2"};
   const Ended ended = run(with_variables({{"XDG_RUNTIME_DIR", runtime.path()}}, mpirun + steps_into("mpi.jsonl")));
   EXPECT_EQ(ended.exit_code, 0) << ended.error;
-  std::size_t files = 0;
-  for (const auto& entry : std::filesystem::recursive_directory_iterator(runtime.path()))
-    files += !entry.is_directory();
-  EXPECT_EQ(files, 0U);
+  EXPECT_TRUE(std::filesystem::is_empty(runtime.path()));
 }
 
 TEST(Train, prints_a_table_with_a_line_per_epoch) {
@@ -95,6 +104,24 @@ TEST(Train, prints_nothing_when_quiet) {
   EXPECT_EQ(ended.exit_code, 0);
   EXPECT_EQ(ended.output, "");
   EXPECT_EQ(ended.error, "");
+}
+
+TEST(Train, names_the_sample_whose_target_is_no_class) {
+  for (const Words& ranks : {Words{"--ranks", "2"}, Words{"--strategy", "towers", "--ranks", "2"}}) {
+    const Ended ended = run(kTrain + Words{"--model", "lenet", "--data", "synthetic:96x1x28x28?classes=12", "--quiet"} + ranks);
+    EXPECT_EQ(ended.exit_code, 1);
+    EXPECT_TRUE(contains(ended.error, "DataError: target "));
+    EXPECT_TRUE(contains(ended.error, " is not one of the model's 10 classes"));
+    EXPECT_TRUE(contains(ended.error, "of this rank's batch"));
+    EXPECT_FALSE(contains(ended.error, "frame #"));
+  }
+}
+
+TEST(Train, says_in_a_line_what_libtorch_says_with_a_backtrace) {
+  const Ended ended = run(with_variables({{"MISBEHAVE", "shapes"}}, kProgram + Words{"--epochs", "1", "--quiet"}));
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(contains(ended.error, "shapes cannot be multiplied"));
+  EXPECT_FALSE(contains(ended.error, "frame #"));
 }
 
 TEST(Train, lists_every_strategy_in_its_help) {

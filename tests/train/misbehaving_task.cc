@@ -2,6 +2,7 @@
 // A training program that misbehaves on rank 1 or, without ranks, on one device:
 //
 //   MISBEHAVE=exit|kill|throw|hang   in the tenth call of its middle layer
+//   MISBEHAVE=shapes                 there, too: a product of matrices that do not fit
 //   MISBEHAVE=other_model            its model differs from the others'
 //   MISBEHAVE=stop_in_validation     it is asked to stop, by SIGTERM, in each batch of its first validation
 //   LOCKSTEP_TEST_DISK=PIPE          its disk does not answer (tests/held_disk.h)
@@ -43,6 +44,7 @@ struct SpoiltReLUImpl : torch::nn::Module {
     if (misbehaves("kill")) ::raise(SIGKILL);
     if (misbehaves("throw")) throw lockstep::DataError({.what = "thrown on purpose"});
     if (misbehaves("hang")) hang();
+    if (misbehaves("shapes")) torch::ones({2, 3}).matmul(torch::ones({2, 3}));
   }
 
   static inline std::atomic<int> calls{0};  // of all devices

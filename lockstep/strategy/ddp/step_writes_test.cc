@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gradients and parameters that are written by hand, also in ways that torch's version counters do not see.
+#include <torch/nn/modules/embedding.h>
 #include <torch/nn/utils/clip_grad.h>
 
 #include "tests/step_programs.h"
@@ -42,6 +43,18 @@ TEST(SharedStep, refuses_a_write_before_backward_also_where_parameters_written_f
                             trainer.step();
                           }),
                    "was written between two steps");
+}
+
+TEST(SharedStep, refuses_an_embedding_that_writes_its_weight_in_forward_and_names_max_norm) {
+  const auto refused = errors(2, [](World& world) {
+    torch::nn::Embedding net(torch::nn::EmbeddingOptions(20, 8).max_norm(0.5));
+    SGD sgd(net->parameters(), {.lr = 0.1});
+    DistributedDataParallel ddp(world, *net, sgd);
+    ddp.backward(net->forward(torch::arange(world.rank(), world.rank() + 4)).mean(), 4);
+    sgd.step();
+  });
+  expect_refused(refused, "max_norm");
+  expect_refused(refused, "write_parameters()");
 }
 
 TEST(SharedStep, refuses_clip_grad_norm_and_names_set_clipping) {

@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 
 #include <cstdlib>
+#include <deque>
 #include <fstream>
 #include <random>
 #include <thread>
@@ -249,6 +250,35 @@ TEST_F(Rendezvous, joins_128_ranks_of_an_ordinary_user_who_may_open_1024_files) 
               return sum_over_processes(kRanks) == kRanks ? 0 : 1;
             })),
             0);
+}
+
+// With the usual limit of open files, and one of addresses as a batch system may set it (ulimit -v).
+TEST_F(Rendezvous, holds_200_groups_of_4_ranks_at_once) {
+  constexpr int kRanks = 4, kGroups = LOCKSTEP_TEST_PATIENCE > 1 ? 20 : 200;
+  std::deque<RendezvousServer> servers;
+  for (int i = 0; i < kGroups; ++i) servers.emplace_back(kRanks, Options{.staging_bytes = 4096});
+  std::vector<pid_t> ranks;
+  for (int rank = 0; rank < kRanks; ++rank)
+    ranks.push_back(fork_child([&, rank] {
+      rlimit files{};
+      ::getrlimit(RLIMIT_NOFILE, &files);
+      files.rlim_cur = std::min<rlim_t>(files.rlim_max, 1024);
+      ::setrlimit(RLIMIT_NOFILE, &files);
+      const rlimit addresses{.rlim_cur = rlim_t{100} << 30, .rlim_max = rlim_t{100} << 30};
+      if (LOCKSTEP_TEST_PATIENCE == 1) ::setrlimit(RLIMIT_AS, &addresses);  // a sanitizer needs more
+      std::vector<Group> groups;
+      for (RendezvousServer& server : servers)
+        groups.push_back(rank == 0 ? server.connect(soon()) : join_rendezvous(server.address(), rank, kRanks, soon()));
+      int wrong = 0;
+      for (Group& group : groups) {
+        std::vector<std::int32_t> data(20'000, rank + 1);
+        group.all_reduce({.input = data.data(), .output = data.data(), .count = data.size(), .dtype = DType::kInt32});
+        wrong += std::ranges::count(data, 10) == std::ssize(data) ? 0 : 1;
+      }
+      for (Group& group : groups) group.leave();
+      return std::min(wrong, 50);
+    }));
+  for (const pid_t pid : ranks) EXPECT_EQ(exit_code_of(pid), 0);
 }
 
 TEST_F(Rendezvous, says_so_when_descriptors_run_out) {
