@@ -4,7 +4,9 @@
 // Threads: any
 #pragma once
 
+#include <cstdlib>
 #include <iostream>
+#include <string>
 
 #include "lockstep/error.h"
 
@@ -12,6 +14,12 @@ namespace lockstep {
 
 inline constexpr int kFailed = 1;
 inline constexpr int kUsage = 2;
+
+// An error of libtorch carries a backtrace, which is printed where torch's own variable asks for it.
+inline std::string without_backtrace(const std::string& text) {
+  const char* const asked = std::getenv("TORCH_SHOW_CPP_STACKTRACES");
+  return asked != nullptr && *asked == '1' ? text : text.substr(0, text.find("\nException raised from "));
+}
 
 // What body() returns, or the exit code of what it throws.
 template <class Body>
@@ -22,7 +30,7 @@ int guarded(const Body& body) {
     std::cerr << error.what() << std::endl;
     return kUsage;
   } catch (const std::exception& error) {
-    std::cerr << error.what() << std::endl;
+    std::cerr << without_backtrace(error.what()) << std::endl;
     return kFailed;
   }
 }

@@ -1,19 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/base/local_socket.h"
 
+#include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/un.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <fstream>
 #include <thread>
 
 #include "lockstep/base/poll.h"
+#include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
+
+constexpr rlim_t kEnoughDescriptors = 65'536;  // programs that close all that they might have get slow with more
 
 UniqueFd make_local_socket(int type) {
   UniqueFd fd(::socket(AF_UNIX, type | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -74,17 +81,44 @@ UniqueFd listen_locally(const std::string& address, int type) {
   return fd;
 }
 
-UniqueFd connect_locally(const std::string& address, int type) {
+UniqueFd connect_locally(const std::string& address, int type, Deadline deadline) {
   UniqueFd fd = make_local_socket(type);
   const LocalAddress local(address);
-  if (::connect(fd.get(), local.get(), local.bytes) != 0) throw system_error("connect to", address);
+  while (::connect(fd.get(), local.get(), local.bytes) != 0) {
+    if (errno != EAGAIN || deadline.passed()) throw system_error("connect to", address);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
   return fd;
+}
+
+std::string new_local_address(const std::string& prefix) {
+  std::array<std::uint64_t, 2> noise{};
+  if (::getrandom(noise.data(), sizeof noise, 0) != sizeof noise) throw system_error("draw", "random numbers");
+  return concat(prefix, noise[0], "-", noise[1]);
+}
+
+std::vector<std::string> local_listeners(const std::string& prefix) {
+  std::vector<std::string> names;
+  std::ifstream sockets("/proc/net/unix");
+  for (std::string line; std::getline(sockets, line);) {
+    const std::size_t name = line.find(' ' + prefix);
+    const bool listens = line.find(" 00010000 ") != std::string::npos;  // its flags
+    if (name != std::string::npos && listens) names.push_back(line.substr(name + 1));
+  }
+  return names;
 }
 
 UniqueFd accept_locally(int listener) {
   UniqueFd fd(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (!fd && (errno == EMFILE || errno == ENFILE)) throw system_error("accept", "a rank of this machine");
   return fd;
+}
+
+void raise_descriptor_limit() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= kEnoughDescriptors) return;
+  limit.rlim_cur = std::min(limit.rlim_max, kEnoughDescriptors);
+  ::setrlimit(RLIMIT_NOFILE, &limit);
 }
 
 bool is_own_user(int socket) {

@@ -17,11 +17,20 @@
 
 namespace lockstep {
 
-// Addresses are paths, or names that start with '@': the kernel forgets those when nobody listens any more. Each throws
-// SystemError.
+// Addresses are names that start with '@', which need no file system and which the kernel forgets when nobody listens any
+// more; or paths. Each throws SystemError.
 UniqueFd listen_locally(const std::string& address, int type = SOCK_SEQPACKET);
-UniqueFd connect_locally(const std::string& address, int type = SOCK_SEQPACKET);
+UniqueFd connect_locally(const std::string& address, int type = SOCK_SEQPACKET,
+                         Deadline deadline = Deadline::after({}));  // until then waits for room where many connect
+
+std::string new_local_address(const std::string& prefix);  // which nobody can guess, and listen there first
+// The names with this prefix at which processes of any user listen; none where the system does not list them.
+std::vector<std::string> local_listeners(const std::string& prefix);
+
 UniqueFd accept_locally(int listener);  // none: nobody is waiting. Throws: no descriptors left
+
+// Gives this process as many descriptors as it may have without privileges, up to 65,536: each group of N ranks takes 2 N.
+void raise_descriptor_limit();
 
 bool is_own_user(int socket);  // the process at the other end has this one's user
 

@@ -1,61 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/machine_meeting.h"
 
-#include <fcntl.h>
-#include <sys/file.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
-#include <cerrno>
-#include <cstdlib>
-#include <filesystem>
 #include <memory>
-#include <optional>
 #include <thread>
 
 #include "lockstep/base/hash.h"
+#include "lockstep/base/local_socket.h"
 #include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/job_store.h"
-#include "lockstep/collective/shm/connect/local_socket.h"
 #include "lockstep/collective/store/store_client.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
 
-namespace fs = std::filesystem;
 using std::chrono::milliseconds;
 
 // Note [Meeting at a Unix socket]
 // The ranks of a job know something in common that names the socket: the launcher, the scheduler's job, or MASTER_ADDR and
-// MASTER_PORT, where nobody listens then. Rank 0 listens; it removes the socket when all ranks have connected, so a job
-// that begins later with the same name does not find this one. The socket of a rank 0 that was killed refuses connections.
-
-// A folder that only this user may enter, in XDG_RUNTIME_DIR if that exists (under Slurm it names a folder of the
-// submitting machine), else in /tmp.
-fs::path private_folder() {
-  const char* runtime = std::getenv("XDG_RUNTIME_DIR");
-  const bool exists = runtime != nullptr && fs::is_directory(runtime);
-  const fs::path folder = fs::path(exists ? runtime : "/tmp") / concat("lockstep-", ::geteuid());
-  ::mkdir(folder.c_str(), 0700);
-  struct stat info {};
-  if (::lstat(folder.c_str(), &info) != 0) throw system_error("make the folder", folder);
-  if (!S_ISDIR(info.st_mode) || info.st_uid != ::geteuid() || (info.st_mode & 077) != 0)
-    throw RendezvousError({.what = concat(folder.string(), " is not a folder that only this user can enter"),
-                           .likely = "somebody else made it",
-                           .next = "remove it, or set XDG_RUNTIME_DIR to a private folder"});
-  return folder;
-}
+// MASTER_PORT, where nobody listens then. Rank 0 listens until all ranks have connected. The name is in no file system, and
+// the kernel forgets it with its listener. Another user may have taken it first: rank 0 then adds random numbers, and the
+// others look for such names in the kernel's list. Whoever listens elsewhere belongs to another user, and is passed over.
 
 std::string common_name(const JobEnvironment& job) {
   return concat(job.job_id, " ", job.job_name, " ", job.master_addr, " ", job.master_port);
 }
 
-// Ids may be longer than a socket's path, so a hash stands for them; require_own_job tells apart what it does not.
-fs::path path_of_socket(const JobEnvironment& job) {
-  return private_folder() / concat("meeting-", hash_of(common_name(job)));
+// Ids may be longer than a socket's name, so a hash stands for them; require_own_job tells apart what it does not.
+std::string name_of_socket(const JobEnvironment& job) {
+  return concat("@lockstep-meeting-", ::geteuid(), "-", hash_of(common_name(job)));
 }
 
 std::string where(const JobEnvironment& job) {
@@ -64,12 +41,14 @@ std::string where(const JobEnvironment& job) {
 }
 
 // A connection to a rank 0 of this user that listens there; none if nobody does.
-UniqueFd try_to_connect(const fs::path& path) {
-  try {
-    UniqueFd fd = connect_locally(path, SOCK_STREAM);
-    if (is_own_user(fd.get())) return fd;
-  } catch (const SystemError&) {  // not yet there, or its owner was killed
-  }
+UniqueFd try_to_connect(const std::string& name) {
+  std::vector<std::string> names = local_listeners(name + "-");
+  names.insert(names.begin(), name);
+  for (const std::string& each : names) try {
+      UniqueFd fd = connect_locally(each, SOCK_STREAM);
+      if (is_own_user(fd.get())) return fd;
+    } catch (const SystemError&) {  // nobody listens, or no more
+    }
   return {};
 }
 
@@ -84,13 +63,11 @@ UniqueFd try_to_connect(const fs::path& path) {
                          .next = "choose another MASTER_PORT, or wait until the other job has begun"});
 }
 
-// Two first ranks that find an old socket at the same time take turns.
-UniqueFd listen_for(const JobEnvironment& job, const fs::path& path) {
-  const UniqueFd turn(::open(path.parent_path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  if (!turn || ::flock(turn.get(), LOCK_EX) != 0) throw system_error("lock", path.parent_path());
-  if (const UniqueFd first = try_to_connect(path)) refuse_second(job, first);
-  ::unlink(path.c_str());
-  return listen_locally(path, SOCK_STREAM);
+UniqueFd listen_for(const JobEnvironment& job, const std::string& name) try {
+  return listen_locally(name, SOCK_STREAM);
+} catch (const SystemError&) {
+  if (const UniqueFd first = try_to_connect(name)) refuse_second(job, first);
+  return listen_locally(new_local_address(name + "-"), SOCK_STREAM);
 }
 
 std::unique_ptr<Channel> admit_own_user(UniqueFd fd) {
@@ -98,9 +75,7 @@ std::unique_ptr<Channel> admit_own_user(UniqueFd fd) {
 }
 
 c10::intrusive_ptr<c10d::Store> serve_on_machine(const JobEnvironment& job, milliseconds timeout) {
-  const fs::path path = path_of_socket(job);
-  auto server = std::make_shared<MeetingServer>(listen_for(job, path), &admit_own_user);
-  const std::shared_ptr<void> removed_at_exit(nullptr, [&path](void*) { ::unlink(path.c_str()); });
+  auto server = std::make_shared<MeetingServer>(listen_for(job, name_of_socket(job)), &admit_own_user);
   auto client = std::make_shared<MeetingClient>(std::make_unique<Channel>(server->own_connection()));
   auto store = c10::make_intrusive<MeetingStore>(std::move(client), server, timeout);
   require_own_job(*store, where(job), job);
@@ -110,10 +85,10 @@ c10::intrusive_ptr<c10d::Store> serve_on_machine(const JobEnvironment& job, mill
 }
 
 c10::intrusive_ptr<c10d::Store> join_on_machine(const JobEnvironment& job, milliseconds timeout) {
-  const fs::path path = path_of_socket(job);
+  const std::string name = name_of_socket(job);
   const Deadline deadline = Deadline::after(timeout);
   for (; !deadline.passed(); std::this_thread::sleep_for(kRetryEvery)) {
-    UniqueFd fd = try_to_connect(path);
+    UniqueFd fd = try_to_connect(name);
     if (!fd) continue;
     auto client = std::make_shared<MeetingClient>(std::make_unique<Channel>(std::move(fd)));
     if (!client->hello(deadline)) continue;
@@ -124,7 +99,7 @@ c10::intrusive_ptr<c10d::Store> join_on_machine(const JobEnvironment& job, milli
   }
   throw RendezvousError(
       {.what = concat("rank ", job.rank, " found no rank 0 of ", where(job), " on this machine"),
-       .here = path.string(),
+       .here = name,
        .likely = "rank 0 did not start, died early, runs on another machine or as another user",
        .next = "look at rank 0's output; on several machines set MASTER_ADDR and MASTER_PORT for all ranks"});
 }

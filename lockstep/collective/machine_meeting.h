@@ -2,7 +2,7 @@
 // collective/machine_meeting.h: how the ranks of a job that is on one machine find each other: at a Unix socket, without TCP.
 //
 // Flow:    rendezvous.cc -> here -> store/store_client.h
-// Owns:    a socket in a folder that only this user can enter, until all ranks have connected
+// Owns:    a socket without a file, until all ranks have connected
 // Threads: call from one thread
 // Ranks:   every rank calls it once
 #pragma once

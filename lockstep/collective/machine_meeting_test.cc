@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/machine_meeting.h"
 
-#include <fcntl.h>
-#include <sys/file.h>
-#include <sys/stat.h>
+#include <signal.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <filesystem>
+#include <functional>
 #include <future>
+#include <thread>
 
+#include "lockstep/base/local_socket.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/shm/connect/local_socket.h"
 #include "lockstep/collective/store/store_client.h"
 #include "lockstep/deadline.h"
 #include "tests/support.h"
@@ -19,40 +19,43 @@
 namespace lockstep {
 namespace {
 
-namespace fs = std::filesystem;
 using std::chrono::milliseconds;
 using Store = c10::intrusive_ptr<c10d::Store>;
 
 constexpr milliseconds kMeetingPatience = std::chrono::seconds(20);
 
-// Meets in a folder of its own.
-struct MachineMeeting : ::testing::Test {
-  MachineMeeting() { ::setenv("XDG_RUNTIME_DIR", folder.path().c_str(), 1); }
-  ~MachineMeeting() override { ::unsetenv("XDG_RUNTIME_DIR"); }
+// The process that listens there; 0: nobody.
+pid_t listener_at(const std::string& address) try {
+  const UniqueFd fd = connect_locally(address, SOCK_STREAM);
+  ucred other{};
+  socklen_t length = sizeof other;
+  return ::getsockopt(fd.get(), SOL_SOCKET, SO_PEERCRED, &other, &length) == 0 ? other.pid : 0;
+} catch (const SystemError&) {
+  return 0;
+}
 
+// With names of jobs that no other process has.
+struct MachineMeeting : ::testing::Test {
   static JobEnvironment job(int rank, int size, const std::string& id = "a job") {
     JobEnvironment environment;
     environment.rank = environment.local_rank = rank;
     environment.world_size = environment.local_size = size;
-    environment.job_id = id;
+    environment.job_id = concat(id, " of ", ::getpid());
     return environment;
   }
   static std::future<Store> begin(const JobEnvironment& rank, milliseconds timeout = kMeetingPatience) {
     return std::async(std::launch::async, [=] { return meet_on_machine(rank, timeout); });
   }
-  // The socket at which rank 0 listens. Between its bind and its listen rank 0 holds a lock, which this takes in turn.
-  fs::path socket() const {
-    const fs::path inside = folder / concat("lockstep-", ::geteuid());
-    for (;;) {
-      const UniqueFd turn(::open(inside.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-      std::error_code ignored;
-      if (turn && ::flock(turn.get(), LOCK_SH) == 0)
-        for (const auto& entry : fs::directory_iterator(inside, ignored)) return entry.path();
-    }
+  static std::vector<std::string> sockets() {
+    std::vector<std::string> own = local_listeners(concat("@lockstep-meeting-", ::geteuid(), "-"));
+    std::erase_if(own, [](const std::string& each) { return listener_at(each) != ::getpid(); });
+    return own;
   }
-  bool has_socket() const { return !fs::is_empty(folder / concat("lockstep-", ::geteuid())); }
-
-  testing::TempFolder folder;
+  // The one at which rank 0 listens, once it does.
+  static std::string socket() {
+    for (;;)
+      if (const auto all = sockets(); !all.empty()) return all.front();
+  }
 };
 
 TEST_F(MachineMeeting, joins_ranks_whichever_comes_first) {
@@ -65,7 +68,7 @@ TEST_F(MachineMeeting, joins_ranks_whichever_comes_first) {
     stores[1]->set("key", "value");
     EXPECT_EQ(stores[2]->get_to_str("key"), "value");
     EXPECT_EQ(stores[0]->clone()->get_to_str("key"), "value");
-    EXPECT_FALSE(has_socket());
+    EXPECT_EQ(sockets(), std::vector<std::string>());
   }
 }
 
@@ -87,18 +90,12 @@ TEST_F(MachineMeeting, a_second_rank_0_of_one_name_is_refused_and_disturbs_nobod
   EXPECT_TRUE(first.get());
 }
 
-TEST_F(MachineMeeting, replaces_the_socket_of_a_rank_0_that_was_killed) {
-  const std::string path = [&] {
+TEST_F(MachineMeeting, jobs_of_one_name_may_follow_one_another_at_once) {
+  for (int i = 0; i < 50; ++i) {
     auto first = begin(job(0, 2));
-    const std::string there = socket();
     begin(job(1, 2)).get();
-    first.get();
-    return there;
-  }();
-  listen_locally(path, SOCK_STREAM).reset();  // bound, and nobody listens any more
-  auto again = begin(job(0, 2));
-  begin(job(1, 2)).get();
-  EXPECT_TRUE(again.get());
+    EXPECT_TRUE(first.get());
+  }
 }
 
 TEST_F(MachineMeeting, says_who_is_missing_at_the_deadline) {
@@ -106,27 +103,50 @@ TEST_F(MachineMeeting, says_who_is_missing_at_the_deadline) {
     return testing::message_of<RendezvousError>([rank] { meet_on_machine(job(rank, 3), milliseconds(100)); });
   };
   EXPECT_TRUE(testing::contains(message(0), "only 1 of 3 ranks came"));
-  EXPECT_TRUE(testing::contains(message(1), "rank 1 found no rank 0 of job a job on this machine"));
+  EXPECT_TRUE(testing::contains(message(1), "rank 1 found no rank 0 of job a job of"));
 }
 
-// Needs to be root: becomes another user, who finds all doors open.
+// As another user, which needs root. The child's exit code is what `body` returns.
+pid_t fork_stranger(const std::function<int()>& body) {
+  const pid_t stranger = ::fork();
+  if (stranger != 0) return stranger;
+  if (::setgid(65534) != 0 || ::setuid(65534) != 0) ::_exit(2);
+  ::_exit(body());
+}
+
 TEST_F(MachineMeeting, another_user_is_not_heard) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
   auto first = begin(job(0, 2));
-  const fs::path path = socket();
-  for (const fs::path& open : {folder.path() / fs::path(), path.parent_path(), path}) ::chmod(open.c_str(), 0777);
-  const pid_t stranger = ::fork();
-  if (stranger == 0) {
-    if (::setgid(65534) != 0 || ::setuid(65534) != 0) ::_exit(2);
-    MeetingClient client(std::make_unique<Channel>(connect_locally(path, SOCK_STREAM)));
-    ::_exit(client.hello(Deadline::after(kMeetingPatience)) ? 1 : 0);
-  }
+  const std::string address = socket();
+  const pid_t stranger = fork_stranger([&] {
+    MeetingClient client(std::make_unique<Channel>(connect_locally(address, SOCK_STREAM)));
+    return client.hello(Deadline::after(kMeetingPatience)) ? 1 : 0;
+  });
   int status = -1;
   ::waitpid(stranger, &status, 0);
   EXPECT_EQ(status, 0) << "let in, or could not try";
-  ::chmod(path.parent_path().c_str(), 0700);
   begin(job(1, 2)).get();
   EXPECT_TRUE(first.get());
+}
+
+TEST_F(MachineMeeting, a_name_that_another_user_has_taken_is_passed_over) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
+  auto before = begin(job(0, 2));
+  const std::string address = socket();
+  begin(job(1, 2)).get();
+  before.get();
+  const pid_t stranger = fork_stranger([&] {
+    const UniqueFd taken = listen_locally(address, SOCK_STREAM), also = listen_locally(address + "-0", SOCK_STREAM);
+    return ::pause();
+  });
+  while (listener_at(address + "-0") != stranger) std::this_thread::yield();
+  auto first = begin(job(0, 2));
+  while (sockets().empty()) std::this_thread::yield();
+  EXPECT_THROW(meet_on_machine(job(0, 2), kMeetingPatience), RendezvousError) << "a second rank 0";
+  begin(job(1, 2)).get();
+  EXPECT_TRUE(first.get());
+  ::kill(stranger, SIGKILL);
+  ::waitpid(stranger, nullptr, 0);
 }
 
 }  // namespace

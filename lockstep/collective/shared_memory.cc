@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shared_memory.h"
 
-#include <unistd.h>
-
 #include <atomic>
 #include <bit>
 #include <cstring>
@@ -51,14 +49,6 @@ std::shared_ptr<std::byte> ordinary_memory(std::size_t bytes) {
           [alignment](std::byte* data) { ::operator delete(data, alignment); }};
 }
 
-// The launcher holds it, too, as it holds those of ranks that share memory (shm/connect/rendezvous_server.cc).
-std::shared_ptr<shm::Arena> kept_arena(JobMemory& launcher) {
-  const auto bytes = static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES) * ::sysconf(_SC_PAGESIZE));
-  UniqueFd file = shm::make_segment("the memory of rank 0", 0);
-  launcher.keep("arena", file.get());
-  return std::make_shared<shm::Arena>(std::move(file), bytes, "the memory of rank 0");
-}
-
 }  // namespace
 
 SharedMemory::SharedMemory(std::unique_ptr<shm::Group> group, std::shared_ptr<shm::Arena> arena)
@@ -68,7 +58,9 @@ SharedMemory::~SharedMemory() = default;
 std::shared_ptr<SharedMemory> SharedMemory::of(const World& world) {
   auto group = world.machine_group();
   JobMemory* const launcher = JobMemory::get();
-  if (!group) return launcher != nullptr && world.size() == 1 ? alone(kept_arena(*launcher)) : alone();
+  if (!group && launcher != nullptr && world.size() == 1)
+    return alone(std::make_shared<shm::Arena>(shm::make_segment("the memory of rank 0", 0), "the memory of rank 0"));
+  if (!group) return alone();
   std::shared_ptr<SharedMemory> memory(new SharedMemory(std::make_unique<shm::Group>(std::move(*group)), nullptr));
   memory->outlives_ranks_ = launcher != nullptr;
   return memory;
@@ -122,10 +114,16 @@ const std::byte* SharedMemory::peer(int rank, std::uint64_t place, std::size_t b
 }
 
 std::optional<SharedMemory::Place> SharedMemory::locate(const void* address, std::size_t bytes) const {
-  if (arena_ && arena_->window().contains(address, bytes)) return Place{0, arena_->window().offset_of(address)};
+  const auto offset = arena_ ? arena_->window().offset_of(address, bytes) : std::nullopt;
+  if (offset) return Place{0, *offset};
   const shm::Place place = group_ ? group_->locate(address, bytes) : shm::Place{};
   if (place.kind != shm::Place::Kind::kArena) return std::nullopt;
   return Place{place.owner, place.at};
+}
+
+void SharedMemory::keep() const {
+  JobMemory* const launcher = outlives_ranks_ ? JobMemory::get() : nullptr;
+  if (launcher != nullptr) launcher->keep("arena", group_ ? group_->memory_file() : arena_->window().fd());
 }
 
 void SharedMemory::barrier(const Signature& announced) {

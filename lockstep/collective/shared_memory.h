@@ -40,8 +40,9 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   int rank() const;  // among the ranks that share
   int size() const;
 
-  // Whether somebody else holds the memory, so that it outlives the ranks.
+  // Whether somebody else can hold the memory, so that it outlives the ranks; and begins to hold all that this rank allocates.
   bool outlives_ranks() const { return outlives_ranks_; }
+  void keep() const;
 
   // Zeroed memory that exists once for all ranks, at a multiple of 64 bytes. Collective, with the same size on every
   // rank; blocks. It stays valid until the last rank has released it. Throws SystemError: no memory left; PeerLost.

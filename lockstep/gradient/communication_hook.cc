@@ -116,7 +116,7 @@ class TopKHook : public CommunicationHook {
         std::get<1>(left.abs().topk(std::max<std::int64_t>(wanted, 1), 0, true, /*sorted=*/false));
     const torch::Tensor largest = left.index_select(0, index);
     left.index_fill_(0, index, 0);
-    const torch::Tensor all_indices = world.all_gather(index.to(torch::kInt32));
+    const torch::Tensor all_indices = world.all_gather(left.numel() <= INT32_MAX ? index.to(torch::kInt32) : index);
     const torch::Tensor all_values = world.all_gather(largest);
     return [all_indices, all_values, flat = bucket.flat]() mutable {
       flat.zero_();

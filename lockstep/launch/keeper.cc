@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/launch/keeper.h"
 
-#include <sys/random.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,13 +15,6 @@ namespace {
 // A rank takes an answer at once, unless it was stopped; then the launcher does not wait for it.
 constexpr std::chrono::milliseconds kToTakeAnswer{200};
 
-// Nobody can guess it, and listen there first.
-std::string new_address() {
-  std::array<std::uint64_t, 2> noise{};
-  if (::getrandom(noise.data(), sizeof noise, 0) != sizeof noise) throw system_error("draw", "random numbers");
-  return concat("@lockstep-keeper-", noise[0], "-", noise[1]);
-}
-
 KeeperMessage generation_message(int generation, const Variables& variables) {
   KeeperMessage message{.kind = KeeperMessage::Kind::kGeneration, .generation = generation};
   std::string text;
@@ -34,7 +26,7 @@ KeeperMessage generation_message(int generation, const Variables& variables) {
 }  // namespace
 
 Keeper::Keeper(Callbacks callbacks)
-    : callbacks_(std::move(callbacks)), address_(new_address()), listener_(listen_locally(address_)) {}
+    : callbacks_(std::move(callbacks)), address_(new_local_address("@lockstep-keeper-")), listener_(listen_locally(address_)) {}
 
 std::string Keeper::address(int seat) const { return concat(address_, " ", seat); }
 

@@ -207,6 +207,7 @@ class Job {
 
 LaunchResult launch(const LaunchOptions& options, const ProcessOptions& what) {
   check(options);
+  raise_descriptor_limit();
   Sinks sinks;
   const LaunchResult result = Job(options, what, sinks).run();  // the job is gone before the rest
   sinks.out.flush();  // blocks if the reader has stopped, but signals are back to normal

@@ -40,9 +40,10 @@ UsageError written(const std::string& name) {
       {.what = concat("parameter ", name,
                       " was written between two steps, while all ranks of this machine "
                       "share it"),
-       .likely = "an update by hand, Module::load, load_state_dict() of the module itself, or a second optimizer",
-       .next = "if every rank wrote the same values, call parameters_written(); else give "
-               "DistributedDataParallel the option share_parameters = false"});
+       .likely = "an update by hand, an Embedding with max_norm (it writes its weight in forward), Module::load, "
+                 "load_state_dict() of the module itself, or a second optimizer",
+       .next = "write the same values on every rank within write_parameters() (instead of max_norm, renormalise the "
+               "whole weight there), or give DistributedDataParallel the option share_parameters = false"});
 }
 
 }  // namespace

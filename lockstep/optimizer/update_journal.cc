@@ -16,7 +16,7 @@
 namespace lockstep {
 namespace {
 
-constexpr int kManifestVersion = 2;
+constexpr int kManifestVersion = 3;
 constexpr std::uint64_t kNoPlace = std::numeric_limits<std::uint64_t>::max();
 constexpr int kOffsetBits = 48;
 
@@ -253,14 +253,14 @@ std::vector<RedoSlot*> JournalWriter::all_slots() const {
   return all;
 }
 
-// ---- The manifest: a JSON object. A place is [arena, offset, bytes], or null.
+// ---- The manifest: a JSON object. A place is [arena, offset, bytes]; [] without bytes, null where there is none.
 
 namespace {
 
 using nlohmann::json;
 
 json text_of(const SharedMemory& memory, std::span<const std::byte> bytes) {
-  if (bytes.empty()) return nullptr;
+  if (bytes.empty()) return json::array();
   const auto place = memory.locate(bytes.data(), bytes.size());
   if (!place)
     throw UsageError({.what = "a parameter or a part of the optimizer's state is not in memory that the ranks share",
@@ -275,22 +275,24 @@ json text_of(const SharedMemory& memory, const torch::Tensor& tensor) {
 }
 
 std::byte* address_of(const KeptUpdate::Find& find, const json& place) {
-  if (place.is_null()) return nullptr;
+  if (place.empty()) return nullptr;
   return find({place[0].get<int>(), place[1].get<std::uint64_t>()}, place[2].get<std::size_t>());
 }
 
 torch::Tensor tensor_at(const KeptUpdate::Find& find, const json& place, const json& like, torch::ScalarType dtype) {
   const auto sizes = like["sizes"].get<std::vector<std::int64_t>>();
   const auto options = torch::TensorOptions().dtype(dtype);
-  std::byte* const data = address_of(find, place);
-  if (data == nullptr) return c10::multiply_integers(sizes) == 0 ? torch::empty(sizes, options) : torch::Tensor();
-  return torch::from_blob(data, sizes, like["strides"].get<std::vector<std::int64_t>>(), options);
+  const auto strides = like["strides"].get<std::vector<std::int64_t>>();
+  if (place.is_null()) return {};
+  if (place.empty()) return torch::empty_strided(sizes, strides, options);
+  return torch::from_blob(address_of(find, place), sizes, strides, options);
 }
 
 }  // namespace
 
 std::string manifest_of(const OptimizerState& state, const JournalShape& shape, const ManifestPlaces& places,
                         const SharedMemory& memory) {
+  memory.keep();  // for whoever finds what the manifest names
   json parameters = json::array();
   for (std::size_t i = 0; i < state.parameters.size(); ++i) {
     const torch::Tensor& parameter = state.parameters[i];

@@ -50,7 +50,7 @@ class KeptRank {
 
  private:
   std::shared_ptr<shm::Arena> arena_ =
-      std::make_shared<shm::Arena>(shm::make_segment("kept", 0), std::size_t{1} << 30, "kept");
+      std::make_shared<shm::Arena>(shm::make_segment("kept", 0), "kept");
   std::shared_ptr<SharedMemory> memory_ = SharedMemory::alone(arena_);
   std::vector<torch::Tensor> parameters_;
   std::shared_ptr<ParameterBlock> block_;

@@ -17,7 +17,7 @@
 namespace lockstep {
 namespace {
 
-// Names in the launcher's memory; that of arenas is rendezvous_server.cc's.
+// Names in the launcher's memory; that of arenas is collective/shared_memory.cc's.
 constexpr const char* kManifest = "manifest";
 constexpr const char* kArena = "arena";
 constexpr const char* kOwnState = "own state";
@@ -43,7 +43,7 @@ class LostArenas {
   explicit LostArenas(const std::vector<JobMemory::Kept>& kept) {
     for (const JobMemory::Kept& each : kept)
       if (const std::size_t bytes = each.name == kArena ? size_of_kept(each.fd.get()) : 0; bytes > 0)
-        arenas_.try_emplace(each.local_rank, map_kept(each.fd.get(), bytes, PROT_READ | PROT_WRITE), bytes);  // the first is that of its World
+        arenas_.try_emplace(each.local_rank, map_kept(each.fd.get(), bytes, PROT_READ | PROT_WRITE), bytes);
   }
 
   std::byte* find(int rank, std::uint64_t offset, std::size_t bytes) const {

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/train/kept_images.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstring>
 #include <utility>
 
@@ -103,8 +105,8 @@ void KeptImages::resize(int index, std::size_t bytes) {
     if (!slot->fd) throw system_error("take memory for", "the state that the launcher keeps");
   }
   slot->memory.reset();
-  if (::ftruncate(slot->fd.get(), static_cast<off_t>(bytes)) != 0)
-    throw system_error("take memory for", "the state that the launcher keeps");
+  while (::fallocate(slot->fd.get(), 0, 0, static_cast<off_t>(bytes)) != 0)  // or a later write might end in SIGBUS
+    if (errno != EINTR) throw system_error("take memory for", "the state that the launcher keeps");
   slot->memory = map_kept(slot->fd.get(), bytes, PROT_READ | PROT_WRITE);
   slot->bytes = bytes;
   ::madvise(slot->memory.get(), bytes, MADV_POPULATE_WRITE);  // an older kernel has none: the first copy is slower

@@ -108,6 +108,35 @@ std::string one_of(const std::vector<DevicePlace>& places) {
   return join(names, " or ");
 }
 
+// Throws DataError where a target is no class of the model; what libtorch then says names no sample.
+void require_classes(const torch::Tensor& output, const torch::Tensor& target) {
+  if (output.dim() != target.dim() + 1 || !torch::isIntegralType(target.scalar_type(), false)) return;
+  const bool classes_last = output.sizes().slice(0, target.dim()) == target.sizes();
+  const std::int64_t classes = output.size(classes_last ? -1 : 1);
+  constexpr std::int64_t kIgnored = -100;  // by torch's losses
+  const torch::Tensor is_wrong = (target != kIgnored).logical_and((target < 0).logical_or(target >= classes));
+  if (!is_wrong.any().item<bool>()) return;
+  const auto label = target.masked_select(is_wrong)[0].item<std::int64_t>();
+  const auto sample = is_wrong.nonzero()[0][0].item<std::int64_t>();
+  throw DataError({.what = concat("target ", label, " is not one of the model's ", classes, " classes"),
+                   .here = concat("sample ", sample, " of the ", target.size(0), " of this rank's batch"),
+                   .likely = "a model with fewer outputs than the data has classes, or a wrong label",
+                   .next = concat("give the model more outputs, or the data targets from 0 to ", classes - 1)});
+}
+
+// The task with a loss that names the sample at which it fails.
+Task with_named_targets(Task task) {
+  task.loss = [loss = std::move(task.loss)](const torch::Tensor& output, const torch::Tensor& target) {
+    try {
+      return loss(output, target);
+    } catch (const c10::Error&) {
+      require_classes(output, target);
+      throw;
+    }
+  };
+  return task;
+}
+
 // One rank in one generation of the job, from its first connection to its last step.
 int train_generation(TrainOptions options, const Program& program, const Task& task, const Datasets& datasets) {
   const JobEnvironment job = read_job_environment();
@@ -126,7 +155,7 @@ int train_generation(TrainOptions options, const Program& program, const Task& t
 
 int train_rank(const TrainOptions& options, const Program& program) {
   keep_freed_memory();
-  const Task task = program.make_task(options);
+  const Task task = with_named_targets(program.make_task(options));
   const Datasets datasets = load_datasets(options.source, task);
   return recover([&] { return train_generation(options, program, task, datasets); });
 }

@@ -93,7 +93,7 @@ void run_case(const UpdateCase& given, const Plan& plan, int arena, SharedBoard&
   at::set_num_threads(
       given.threads);  // here: after a fork the first call makes libtorch's pool anew, and must be alone
   if (given.ranks == 1) {
-    auto memory = std::make_shared<shm::Arena>(UniqueFd(::dup(arena)), std::size_t{1} << 30, "the memory of rank 0");
+    auto memory = std::make_shared<shm::Arena>(UniqueFd(::dup(arena)), "the memory of rank 0");
     return be_rank(SharedMemory::alone(std::move(memory)), given, plan, board);
   }
   auto groups =

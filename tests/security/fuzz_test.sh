@@ -11,8 +11,7 @@ source "$here/../hosts/hosts.sh"
 in_own_namespaces "$0" "$@"
 lockstep=$1
 make_hosts n1 n2 stranger
-export HOME=$work XDG_RUNTIME_DIR=$work/runtime
-mkdir -m 0700 "$XDG_RUNTIME_DIR"
+export HOME=$work
 messages=${LOCKSTEP_SECURITY_FUZZ:-400}
 train=("$lockstep" train --threads 1 --batch-size 37 --quiet --timeout 3000 --max-steps 60)
 

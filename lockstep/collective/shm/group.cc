@@ -168,6 +168,11 @@ Memory Group::allocate(std::size_t bytes) {
   return parts_->state.allocate(bytes);
 }
 
+int Group::memory_file() const {
+  const GroupState& state = parts_->state;
+  return state.machine().arena(state.machine_rank(state.rank()))->window().fd();
+}
+
 std::byte* Group::peer_memory(int rank, std::uint64_t offset, std::size_t bytes) {
   return parts_->state.pointer(place_in(parts_->state.machine_rank(rank), offset), bytes);
 }

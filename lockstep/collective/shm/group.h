@@ -74,6 +74,8 @@ class Group {
   // Memory that peers read in place. It may outlive the group. Throws SystemError.
   Memory allocate(std::size_t bytes);
 
+  int memory_file() const;  // in which allocate() takes memory
+
   // Where a peer's Memory of `bytes` bytes at its offset() is for this rank. What may be read there, and when, is up to
   // the callers: wait with barrier(). Throws SystemError: not mappable.
   std::byte* peer_memory(int rank, std::uint64_t offset, std::size_t bytes);

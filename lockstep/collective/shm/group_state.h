@@ -147,6 +147,8 @@ class GroupState final : public Narrator {
   IntVector<std::array<std::byte, Announcement::kLineBytes>> lines;
 
  private:
+  friend struct CountersOf;  // a test, which begins near the wrap
+
   void wait_for_arrivals();
   void compare_signatures() const;
   const Announcement& last_of(int rank) const;

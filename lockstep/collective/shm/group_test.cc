@@ -2,18 +2,35 @@
 // What all collectives have in common: order, disagreement, sub-groups, calls that do not block, errors.
 #include "lockstep/collective/shm/group.h"
 
+#include <algorithm>
 #include <atomic>
+#include <functional>
 #include <latch>
+#include <memory>
 #include <numeric>
+#include <thread>
 
 #include "lockstep/base/text.h"
 #include "lockstep/collective/call_queue.h"
+#include "lockstep/collective/shm/collectives.h"
+#include "lockstep/collective/shm/connect/machine.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
+#include "lockstep/collective/shm/group_state.h"
 #include "lockstep/collective/shm/memory/control_block.h"
+#include "lockstep/collective/shm/transfer.h"
 #include "tests/shm/support.h"
 #include "tests/support.h"
 
 namespace lockstep::shm {
+
+struct CountersOf {
+  static void set(GroupState& state, std::uint32_t collectives, std::uint32_t steps) {
+    state.sequence_ = collectives;
+    state.phase_ = steps;
+    state.post(0);
+  }
+};
+
 namespace {
 
 using lockstep::testing::contains;
@@ -42,6 +59,89 @@ TEST_P(Sizes, barrier_lets_nobody_through_before_the_last) {
       group.barrier();
     }
   }));
+}
+
+// The states of all ranks of a group of threads, whose counters are about to wrap.
+class NearWrap {
+ public:
+  explicit NearWrap(int size) {
+    MachineParts parts;
+    parts.control = make_control_segment(size, 4096);
+    for (int rank = 0; rank < size; ++rank) parts.memories.push_back(make_segment("memory", 0));
+    machine_ = std::make_shared<Machine>(std::move(parts));
+    std::vector<int> ranks(static_cast<unsigned>(size));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    for (int rank = 0; rank < size; ++rank) machine_->take_seat(rank, rank);
+    for (int rank = 0; rank < size; ++rank) {
+      states_.push_back(
+          std::make_unique<GroupState>(machine_, machine_->group_area(), ranks, rank, std::chrono::seconds(20)));
+      CountersOf::set(*states_.back(), kWrap - 3, kWrap - 10);
+      states_.back()->area().progress(rank).bell.raise(kWrap - 2);
+    }
+  }
+
+  void on_each(const std::function<void(GroupState&)>& body) {
+    std::vector<std::thread> threads;
+    for (const auto& state : states_) threads.emplace_back([&] { EXPECT_NO_THROW(body(*state)); });
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  static constexpr std::uint32_t kWrap = 0;  // 2^32
+
+ private:
+  std::shared_ptr<Machine> machine_;
+  std::vector<std::unique_ptr<GroupState>> states_;
+};
+
+TEST_P(Sizes, counters_wrap_between_collectives_and_within_one) {
+  NearWrap(GetParam()).on_each([size = GetParam()](GroupState& state) {
+    const int sum = size * (size + 1) / 2;
+    for (int round = 0; round < 12; ++round)
+      for (const std::size_t count : {1, 700, 20'000}) {  // in a line, in a slot, in 20 chunks
+        std::vector<std::int32_t> data(count, state.rank() + 1), all(count * static_cast<unsigned>(size));
+        state.run({}, [&] {
+          all_reduce(state, {.operation = Operation::kAllReduce,
+                             .input = data.data(),
+                             .output = data.data(),
+                             .count = count,
+                             .dtype = DType::kInt32});
+        });
+        EXPECT_EQ(std::ranges::count(data, sum), std::ssize(data));
+        state.run({}, [&] { barrier(state); });
+        std::ranges::fill(data, state.rank());
+        state.run({}, [&] {
+          gather(state, {.operation = Operation::kAllGather,
+                         .input = data.data(),
+                         .output = all.data(),
+                         .count = count,
+                         .dtype = DType::kInt32});
+        });
+        for (int rank = 0; rank < size; ++rank) EXPECT_EQ(all[static_cast<unsigned>(rank) * count + count - 1], rank);
+      }
+  });
+}
+
+// Four headers, so that messages of both sides of the wrap lie there together.
+TEST_P(Sizes, messages_stay_in_order_where_their_numbers_wrap) {
+  std::latch sent(GetParam());
+  NearWrap(GetParam()).on_each([&, size = GetParam()](GroupState& state) {
+    IntVector<std::uint32_t> numbers(size, NearWrap::kWrap - 2);
+    const auto transfer = [&](Operation operation, int peer, std::int32_t& value) {
+      Call call{.operation = operation, .count = 1, .dtype = DType::kInt32};
+      call.input = call.output = &value;
+      call.peer = peer;
+      Transfer one(state, call, numbers);
+      while (!one.progress()) std::this_thread::yield();
+    };
+    const int next = (state.rank() + 1) % size, previous = (state.rank() + size - 1) % size;
+    for (std::int32_t value = 0; value < 4; ++value) transfer(Operation::kSend, next, value);
+    sent.arrive_and_wait();
+    for (std::int32_t expected = 0; expected < 4; ++expected) {
+      std::int32_t value = -1;
+      transfer(Operation::kReceive, previous, value);
+      EXPECT_EQ(value, expected);
+    }
+  });
 }
 
 TEST(group, disagreement_is_named_on_all_ranks_and_the_group_stays_usable) {

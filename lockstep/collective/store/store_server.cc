@@ -44,12 +44,20 @@ MeetingServer::~MeetingServer() {
 
 void MeetingServer::ask(Wish wish) const { (void)!::send(control_.get(), &wish, 1, MSG_NOSIGNAL); }
 
+void MeetingServer::stop_listening() const {
+  ask(kNoMoreRanks);
+  Wish done = kEnd;
+  (void)!::recv(control_.get(), &done, 1, 0);
+}
+
 bool MeetingServer::hear_wish() {
   Wish wish = kEnd;
   if (::recv(wishes_.get(), &wish, 1, 0) != 1 || wish == kEnd) return false;
+  ::shutdown(listener_.get(), SHUT_RDWR);  // also for forked children, which have it, too
   listener_.reset();
   admit_ = nullptr;  // with the secret that it holds
   std::erase_if(connections_, [](const Connection& connection) { return !connection.known; });
+  (void)!::send(wishes_.get(), &wish, 1, MSG_NOSIGNAL);  // it is done
   return true;
 }
 

@@ -39,7 +39,7 @@ class MeetingServer {
   // A connection for the process that serves, which needs no hello. Once.
   UniqueFd own_connection() { return std::move(own_end_); }
 
-  void stop_listening() { ask(kNoMoreRanks); }  // whoever has said hello stays
+  void stop_listening() const;  // whoever has said hello stays; others can listen there when it returns
 
  private:
   struct Connection {

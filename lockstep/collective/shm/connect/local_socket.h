@@ -1,17 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // collective/shm/connect/local_socket.h: messages of fixed size with descriptors, over a Unix socket between two
-// processes of one user, in a folder that only this user can enter.
+// processes of one user.
 //
 // Flow:    rendezvous_server.cc on both sides
-// Owns:    SocketFolder: the folder and its lock. The caller owns the sockets
+// Owns:    nothing: the caller owns the sockets
 // Threads: one per socket
 // Ranks:   both ends ask the kernel who the other is
 #pragma once
 
 #include <array>
 #include <cstdint>
-#include <filesystem>
-#include <string>
 #include <vector>
 
 #include "lockstep/base/local_socket.h"
@@ -19,22 +17,6 @@
 #include "lockstep/deadline.h"
 
 namespace lockstep::shm {
-
-// A new folder with mode 0700, locked until it is removed.
-class SocketFolder {
- public:
-  SocketFolder();  // also removes folders of this user whose owners were killed. Throws SystemError
-  ~SocketFolder() { remove(); }
-  SocketFolder(const SocketFolder&) = delete;
-  SocketFolder& operator=(const SocketFolder&) = delete;
-
-  std::string socket() const { return (path_ / "socket").string(); }
-  void remove();
-
- private:
-  std::filesystem::path path_;
-  UniqueFd lock_;
-};
 
 struct Message {
   enum class Kind : std::uint32_t { kHello = 1, kWelcome, kRank, kReady, kGo };

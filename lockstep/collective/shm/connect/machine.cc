@@ -21,8 +21,6 @@
 namespace lockstep::shm {
 namespace {
 
-constexpr std::size_t kMostAddresses = std::size_t{32} << 40;  // of the 128 TiB that a process has
-
 // Who sleeps looks around a lot more often.
 constexpr std::chrono::milliseconds kStandsStillAfter = 20 * kLongestSleep;
 
@@ -32,12 +30,6 @@ std::int64_t now_in_ms() {
 
 std::size_t seats_offset() { return round_up(sizeof(MachineBlock), kCacheLine); }
 std::size_t area_offset(int size) { return seats_offset() + static_cast<unsigned>(size) * sizeof(Seat); }
-
-// No rank can use more memory than the machine has.
-std::size_t addresses_per_rank(int ranks) {
-  const auto memory = static_cast<std::uint64_t>(::sysconf(_SC_PHYS_PAGES) * ::sysconf(_SC_PAGESIZE));
-  return std::min(memory, kMostAddresses / static_cast<unsigned>(ranks));
-}
 
 struct Advice {
   const char* likely;
@@ -112,11 +104,8 @@ Machine::Machine(MachineParts parts)
     : control_(std::move(parts.control), control_bytes(parts.memories.size()), "the control segment"),
       pidfds_(std::move(parts.pidfds)),
       share_ordinary_memory_(parts.share_ordinary_memory) {
-  const std::size_t reserve = addresses_per_rank(parts.memories.size());
-  for (UniqueFd& memory : parts.memories) {
-    const std::string name = concat("the memory of rank ", size());
-    arenas_.push_back(std::make_shared<Arena>(std::move(memory), reserve, name));
-  }
+  for (UniqueFd& memory : parts.memories)
+    arenas_.push_back(std::make_shared<Arena>(std::move(memory), concat("the memory of rank ", size())));
   control_.at(0, control_bytes(size()));
 }
 
@@ -144,10 +133,8 @@ GroupArea Machine::group_area() const { return {control_.at(area_offset(size()),
 
 Place Machine::locate(const void* address, std::size_t bytes) const {
   if (share_ordinary_memory_) return {.kind = Place::Kind::kAddress, .at = reinterpret_cast<std::uintptr_t>(address)};
-  for (int rank = 0; rank < size(); ++rank) {
-    const Window& window = arenas_[rank]->window();
-    if (window.contains(address, bytes)) return place_in(rank, window.offset_of(address));
-  }
+  for (int rank = 0; rank < size(); ++rank)
+    if (const auto offset = arenas_[rank]->window().offset_of(address, bytes)) return place_in(rank, *offset);
   return {};
 }
 

@@ -10,7 +10,6 @@
 #include "lockstep/collective/shm/connect/machine.h"
 #include "lockstep/collective/shm/thresholds.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/job_memory.h"
 
 namespace lockstep::shm {
 namespace {
@@ -22,8 +21,6 @@ std::size_t staging_bytes_of(const Options& options, int size) {
 void take_seat(Machine& machine, int rank, const Options& options) {
   machine.take_seat(rank, options.job_ranks.empty() ? rank : options.job_ranks[static_cast<unsigned>(rank)]);
 }
-
-constexpr const char* kMemoryOfARank = "arena";  // as the launcher keeps it
 
 std::string memory_name(int rank) { return concat("the memory of rank ", rank); }
 
@@ -45,12 +42,12 @@ UniqueFd own_pidfd() {
 
 // What `rank` hands to the others, with room for what they hand to it.
 MachineParts own_parts(int rank, int size) {
+  raise_descriptor_limit();
   MachineParts parts;
   parts.memories.resize(size);
   parts.pidfds.resize(size);
   parts.memories[rank] = make_memory(rank);
   parts.pidfds[rank] = own_pidfd();
-  if (JobMemory* const memory = JobMemory::get()) memory->keep(kMemoryOfARank, parts.memories[rank].get());
   return parts;
 }
 
@@ -171,9 +168,9 @@ class ServerHandshake {
   MachineParts parts_;
 };
 
-UniqueFd connect_to_server(const std::string& address) {
+UniqueFd connect_to_server(const std::string& address, Deadline deadline) {
   try {
-    UniqueFd socket = connect_locally(address);
+    UniqueFd socket = connect_locally(address, SOCK_SEQPACKET, deadline);
     if (is_own_user(socket.get())) return socket;
   } catch (const SystemError& error) {
     throw RendezvousError({.what = error.text().what,
@@ -188,7 +185,7 @@ UniqueFd connect_to_server(const std::string& address) {
 class ClientHandshake {
  public:
   ClientHandshake(const std::string& address, int rank, int size, Deadline deadline)
-      : rank_(rank), size_(size), deadline_(deadline), socket_(connect_to_server(address)) {}
+      : rank_(rank), size_(size), deadline_(deadline), socket_(connect_to_server(address, deadline)) {}
 
   MachineParts exchange() {
     if (rank_ < 1 || rank_ >= size_) refused();  // as rank 0 would, which is the server's
@@ -250,7 +247,10 @@ class ClientHandshake {
 }  // namespace
 
 RendezvousServer::RendezvousServer(int size, const Options& options)
-    : size_(size), options_(options), listener_(listen_locally(folder_.socket())) {}
+    : size_(size),
+      options_(options),
+      address_(new_local_address("@lockstep-shm-")),
+      listener_(listen_locally(address_)) {}
 
 Group RendezvousServer::connect(Deadline deadline) {
   ServerHandshake handshake(listener_.get(), size_, staging_bytes_of(options_, size_), deadline);
@@ -258,7 +258,6 @@ Group RendezvousServer::connect(Deadline deadline) {
   take_seat(*machine, 0, options_);
   handshake.wait_until_ready();
   listener_.reset();
-  folder_.remove();
   handshake.go();
   return {machine, 0, options_.timeout};
 }

@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // collective/shm/connect/rendezvous_server.h: how the ranks of a machine come to share memory.
 //
-// Ranks as processes. Local rank 0 makes a RendezvousServer: a folder with mode 0700 and a Unix socket in it. Its
-// address reaches the others by whatever store the job has. Then:
+// Ranks as processes. Local rank 0 makes a RendezvousServer: a Unix socket with a random name. Its address reaches the
+// others by whatever store the job has. Then:
 //
 //   peer -> server   hello: magic, version, its rank, the size it believes in; with it the descriptors of its memory and
 //                    of its own process
 //   server -> peer   when all have said hello: welcome, with the control segment; then for each rank its two descriptors
 //   peer -> server   ready: everything is mapped
-//   server -> peer   go: everybody is ready. The server removes socket and folder
+//   server -> peer   go: everybody is ready. The server closes the socket
 //
 // Both sides ask the kernel for the other's user and go on only if it is their own. Whoever says anything but a valid
 // hello is disconnected and learns nothing; the server goes on waiting for the others. Only open descriptors keep the
-// memory alive. If the server is killed meanwhile, the next one of that user removes its folder.
+// memory alive.
 //
 // Ranks as threads: make_thread_group.
 //
-// Owns:    the folder and the socket, until connect() is done or the RendezvousServer goes
+// Owns:    the socket, until connect() is done or the RendezvousServer goes
 // Threads: one at a time
 // Ranks:   all ranks of the machine, once
 #pragma once
@@ -44,7 +44,7 @@ class RendezvousServer {
  public:
   explicit RendezvousServer(int size, const Options& options = {});  // throws SystemError
 
-  std::string address() const { return folder_.socket(); }
+  std::string address() const { return address_; }
 
   // Blocks until all peers are connected and ready. Throws RendezvousError naming the ranks that are missing at the
   // deadline, or the one that was lost; SystemError.
@@ -53,7 +53,7 @@ class RendezvousServer {
  private:
   int size_;
   Options options_;
-  SocketFolder folder_;
+  std::string address_;
   UniqueFd listener_;
 };
 

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 
-#include <fcntl.h>
 #include <sys/resource.h>
-#include <sys/stat.h>
+#include <sys/socket.h>
 
-#include <cstdlib>
+#include <algorithm>
 #include <deque>
 #include <fstream>
 #include <random>
 #include <thread>
 
+#include "lockstep/base/local_socket.h"
 #include "lockstep/collective/shm/connect/local_socket.h"
 #include "lockstep/launch/own_progress.h"
 #include "tests/shm/support.h"
@@ -19,7 +19,6 @@
 namespace lockstep::shm {
 namespace {
 
-namespace fs = std::filesystem;
 using lockstep::testing::contains;
 using lockstep::testing::message_of;
 using testing::exit_code_of;
@@ -34,15 +33,11 @@ int sum_is_right(Group& group) {
   return sum == group.size() * (group.size() + 1) / 2 ? 0 : 1;
 }
 
-// Every test has a folder of its own for the sockets, so that what is left over can be seen.
 class Rendezvous : public ::testing::Test {
  protected:
-  Rendezvous() { ::setenv("XDG_RUNTIME_DIR", folder_.path().c_str(), 1); }
-  ~Rendezvous() override {
-    EXPECT_TRUE(fs::is_empty(folder_.path()));
-    ::unsetenv("XDG_RUNTIME_DIR");
+  static bool is_listening(const std::string& address) {
+    return std::ranges::count(local_listeners("@lockstep-shm-"), address) > 0;
   }
-  lockstep::testing::TempFolder folder_;
 };
 
 class RendezvousSizes : public Rendezvous, public ::testing::WithParamInterface<int> {};
@@ -52,7 +47,7 @@ TEST_P(RendezvousSizes, connects_processes) {
   EXPECT_EQ(run_processes(GetParam(), sum_is_right), IntVector<int>(GetParam(), 0));
 }
 
-TEST_F(Rendezvous, leaves_no_descriptor_mapping_or_folder) {
+TEST_F(Rendezvous, leaves_no_descriptor_mapping_or_socket) {
   const auto mappings = [] {
     std::ifstream maps("/proc/self/maps");
     int found = 0;
@@ -64,6 +59,7 @@ TEST_F(Rendezvous, leaves_no_descriptor_mapping_or_folder) {
   const auto before = open_descriptors();
   {
     RendezvousServer server(2);
+    EXPECT_TRUE(is_listening(server.address()));
     const pid_t peer = fork_child([&] {
       Group group = join_rendezvous(server.address(), 1, 2, soon());
       const int code = sum_is_right(group);
@@ -71,12 +67,11 @@ TEST_F(Rendezvous, leaves_no_descriptor_mapping_or_folder) {
       return code;
     });
     Group group = server.connect(soon());
-    EXPECT_FALSE(fs::exists(server.address()));
-    EXPECT_TRUE(fs::is_empty(folder_.path()));
     EXPECT_EQ(sum_is_right(group), 0);
     EXPECT_GT(mappings(), mappings_before);
     group.leave();
-    EXPECT_EQ(exit_code_of(peer), 0);
+    EXPECT_EQ(exit_code_of(peer), 0);  // which has a copy of the socket
+    EXPECT_FALSE(is_listening(server.address()));
   }
   EXPECT_EQ(open_descriptors(), before);
   EXPECT_EQ(mappings(), mappings_before);
@@ -94,7 +89,7 @@ TEST_F(Rendezvous, names_the_ranks_that_did_not_come) {
 
 TEST_F(Rendezvous, a_peer_without_a_host_fails_at_once) {
   const std::string message =
-      message_of<RendezvousError>([&] { join_rendezvous((folder_ / "nobody").string(), 1, 2, soon()); });
+      message_of<RendezvousError>([&] { join_rendezvous("@lockstep-shm-nobody", 1, 2, soon()); });
   EXPECT_TRUE(contains(message, "can't connect to"));
 }
 
@@ -167,40 +162,30 @@ TEST_F(Rendezvous, a_peer_that_dies_while_connecting_may_be_replaced) {
   EXPECT_EQ(exit_code_of(second), 0);
 }
 
-TEST_F(Rendezvous, removes_the_folder_of_a_host_that_was_killed) {
-  EXPECT_EQ(exit_code_of(fork_child([] {
-              auto* const server = new RendezvousServer(2);
-              return server->address().empty() ? 1 : ::kill(::getpid(), SIGKILL);
-            })),
-            128 + SIGKILL);
-  EXPECT_FALSE(fs::is_empty(folder_.path()));
-  const RendezvousServer next(1);
-  EXPECT_EQ(std::distance(fs::directory_iterator(folder_.path()), fs::directory_iterator()), 1);
+// As many as there is room for, and more: those wait in turn.
+TEST_F(Rendezvous, connects_where_others_fill_the_queue) {
+  const std::string address = new_local_address("@lockstep-test-");
+  const UniqueFd listener = listen_locally(address);
+  ASSERT_EQ(::listen(listener.get(), 1), 0);
+  std::vector<UniqueFd> others;
+  try {
+    for (int i = 0; i < 100; ++i) others.push_back(connect_locally(address));
+    FAIL() << "the queue has no end";
+  } catch (const SystemError&) {
+  }
+  std::thread late([&] { EXPECT_NO_THROW(connect_locally(address, SOCK_SEQPACKET, soon())); });
+  for (std::size_t accepted = 0; accepted <= others.size();)
+    if (accept_locally(listener.get())) ++accepted;
+  late.join();
 }
 
 // Needs to be root: becomes another user.
 TEST_F(Rendezvous, another_user_gets_nothing) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
   RendezvousServer server(2);
-  struct stat status {};
-  ASSERT_EQ(::stat(fs::path(server.address()).parent_path().c_str(), &status), 0);
-  EXPECT_EQ(status.st_mode & 0777, 0700U);
   const auto as_nobody = [](const std::function<int()>& body) {
     return exit_code_of(fork_child([&] { return ::setgid(65534) != 0 || ::setuid(65534) != 0 ? 98 : body(); }));
   };
-  EXPECT_EQ(as_nobody([&] {
-              try {
-                connect_locally(server.address());
-                return 1;
-              } catch (const SystemError& error) {
-                return errno == EACCES ? 0 : 2;
-              }
-            }),
-            0);
-  // Even with all doors open, the user at the other end is asked for.
-  ::chmod(folder_.path().c_str(), 0755);
-  ::chmod(fs::path(server.address()).parent_path().c_str(), 0755);
-  ::chmod(server.address().c_str(), 0777);
   const pid_t patient = fork_child([&] {
     try {
       server.connect(Deadline::after(std::chrono::milliseconds(500)));
@@ -242,7 +227,6 @@ int sum_over_processes(int size) {
 // The kernel counts the descriptors that such a user has on their way through sockets, too.
 TEST_F(Rendezvous, joins_128_ranks_of_an_ordinary_user_who_may_open_1024_files) {
   constexpr int kRanks = LOCKSTEP_TEST_PATIENCE > 1 ? 16 : 128;  // a sanitizer's processes are large
-  ::chmod(folder_.path().c_str(), 0777);
   EXPECT_EQ(exit_code_of(fork_child([] {
               const rlimit limit{.rlim_cur = 1024, .rlim_max = 1024};
               if (::setrlimit(RLIMIT_NOFILE, &limit) != 0) return 97;
@@ -323,19 +307,6 @@ TEST_F(Rendezvous, a_peer_without_descriptors_fails_all) {
   });
   EXPECT_EQ(exit_code_of(first), 0);
   for (const pid_t pid : peers) EXPECT_EQ(exit_code_of(pid), 0);
-}
-
-// Each new server removes folders that nobody holds; none may take one that another is just making.
-TEST_F(Rendezvous, servers_that_start_at_the_same_time_leave_each_other_their_folders) {
-  std::vector<std::thread> threads;
-  for (int thread = 0; thread < 8; ++thread)
-    threads.emplace_back([] {
-      for (int i = 0; i < 500; ++i) {
-        const SocketFolder folder;
-        EXPECT_NO_THROW(listen_locally(folder.socket()));
-      }
-    });
-  for (std::thread& thread : threads) thread.join();
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ namespace {
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kGrowthUnit = std::size_t{1} << 20;
 
-// Large arrays start on a page of their own, small ones on a cache line.
+// Arrays start on a cache line; large ones take whole pages.
 std::size_t rounded(std::size_t bytes) {
   const std::size_t some = std::max(bytes, std::size_t{1});
   return round_up(some, some >= kPage ? kPage : kCacheLine);
@@ -50,14 +50,23 @@ Arena::FreeRanges::iterator Arena::best_fit(std::size_t bytes) {
   return best;
 }
 
-// By what is missing behind a free range at the end, in whole units.
+// By what is missing behind a free range at the end, in whole units. What does not fit the extent of the window begins the
+// next one that it fits: the file has a hole there, which takes no memory.
 void Arena::grow(std::size_t bytes) {
-  std::size_t missing = bytes;
-  if (!free_.empty() && free_.rbegin()->first + free_.rbegin()->second == taken_) missing -= free_.rbegin()->second;
-  const std::size_t end = taken_ + round_up(missing, kGrowthUnit);
-  window_.grow(taken_, end);
-  insert(taken_, end - taken_);
-  taken_ = end;
+  std::uint64_t start = end_;
+  if (!free_.empty() && free_.rbegin()->first + free_.rbegin()->second == end_) start = free_.rbegin()->first;
+  std::size_t extent = window_.extent_of(start);
+  while (start + bytes > window_.begin_of(extent + 1)) start = window_.begin_of(++extent);
+  const std::uint64_t from = std::max(start, end_);
+  const std::uint64_t end = from + round_up(start + bytes - from, kGrowthUnit);
+  window_.grow(from, end);
+  taken_ += end - from;
+  insert(from, end - from);
+  end_ = end;
+}
+
+bool Arena::adjoin(const FreeRanges::value_type& one, const FreeRanges::value_type& next) const {
+  return one.first + one.second == next.first && window_.extent_of(one.first) == window_.extent_of(next.first);
 }
 
 void Arena::give_back(std::uint64_t offset, std::size_t bytes) {
@@ -68,13 +77,13 @@ void Arena::give_back(std::uint64_t offset, std::size_t bytes) {
 void Arena::insert(std::uint64_t offset, std::size_t bytes) {
   auto range = free_.emplace(offset, bytes).first;
   const auto next = std::next(range);
-  if (next != free_.end() && range->first + range->second == next->first) {
+  if (next != free_.end() && adjoin(*range, *next)) {
     range->second += next->second;
     free_.erase(next);
   }
   if (range == free_.begin()) return;
   const auto previous = std::prev(range);
-  if (previous->first + previous->second != range->first) return;
+  if (!adjoin(*previous, *range)) return;
   previous->second += range->second;
   free_.erase(range);
 }

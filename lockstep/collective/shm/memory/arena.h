@@ -27,8 +27,10 @@ class Memory;
 
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
-  // In the segment `fd`, which `name` calls in messages; at most `reserve` bytes. Throws SystemError.
-  Arena(UniqueFd fd, std::size_t reserve, std::string name) : window_(std::move(fd), reserve, std::move(name)) {}
+  static constexpr std::size_t kFirstExtent = std::size_t{64} << 20;
+
+  // In the segment `fd`, which `name` calls in messages.
+  Arena(UniqueFd fd, std::string name) : window_(std::move(fd), kFirstExtent, std::move(name)) {}
 
   Window& window() { return window_; }
 
@@ -47,18 +49,20 @@ class Arena : public std::enable_shared_from_this<Arena> {
     std::uint64_t offset = 0;
     std::size_t size = 0;
   };
-  using FreeRanges = std::map<std::uint64_t, std::size_t>;  // offset -> bytes; no two adjacent
+  using FreeRanges = std::map<std::uint64_t, std::size_t>;  // offset -> bytes; each in one extent, no two adjacent there
 
   std::uint64_t take(std::size_t bytes);
   FreeRanges::iterator best_fit(std::size_t bytes);
   void grow(std::size_t bytes);
   void give_back(std::uint64_t offset, std::size_t bytes);
   void insert(std::uint64_t offset, std::size_t bytes);
+  bool adjoin(const FreeRanges::value_type& one, const FreeRanges::value_type& next) const;
 
   Window window_;
   mutable std::mutex mutex_;
   FreeRanges free_;
-  std::size_t taken_ = 0;
+  std::size_t taken_ = 0;   // from the machine
+  std::uint64_t end_ = 0;  // of the file
 };
 
 // A range of an arena; gives it back when it goes.

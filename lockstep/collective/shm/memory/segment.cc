@@ -16,7 +16,7 @@
 namespace lockstep::shm {
 namespace {
 
-constexpr std::size_t kMappingUnit = std::size_t{2} << 20;  // late mappings are rounded up to this
+constexpr std::size_t kMappingUnit = std::size_t{2} << 20;  // addresses are rounded up to this
 
 std::size_t size_of_file(int fd, const std::string& name) {
   struct stat status {};
@@ -65,38 +65,56 @@ void check_segment(int fd, std::size_t bytes, const std::string& name) {
                      .next = "start all ranks from the same installation"});
 }
 
-Window::Window(UniqueFd fd, std::size_t reserve, std::string name)
-    : fd_(std::move(fd)), reserve_(round_up(reserve, kMappingUnit)), name_(std::move(name)) {
-  void* address = ::mmap(nullptr, reserve_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (address == MAP_FAILED) throw system_error("reserve " + human_bytes(reserve_) + " of addresses for", name_);
-  base_ = static_cast<std::byte*>(address);
+Window::Window(UniqueFd fd, std::size_t first, std::string name)
+    : fd_(std::move(fd)), first_(first), shift_(std::bit_width(first - 1)), name_(std::move(name)) {}
+
+Window::~Window() {
+  for (std::size_t i = 0; i < used_.load(); ++i)
+    if (std::byte* const base = extents_[i].base.load()) ::munmap(base, addresses_of(i));
 }
 
-Window::~Window() { ::munmap(base_, reserve_); }
-
-void Window::grow(std::size_t from, std::size_t to) {
-  if (to > reserve_) {
-    errno = ENOMEM;
-    throw system_error("take another " + human_bytes(to - from) + " for", name_);
-  }
-  grow_segment(fd_.get(), from, to);
+std::size_t Window::addresses_of(std::size_t extent) const {
+  return round_up(begin_of(extent + 1) - begin_of(extent), kMappingUnit);
 }
 
-// Maps up to the end of the file, so that what comes next seldom needs another call.
-void Window::map_until(std::uint64_t end) {
+void Window::grow(std::size_t from, std::size_t to) { grow_segment(fd_.get(), from, to); }
+
+// Maps up to the end of the extent or of the file, so that what comes next seldom needs another call. Where the file goes
+// on behind the extent, the extent may end in a hole: filling the page tables would take memory for that.
+void Window::map_until(std::size_t index, std::uint64_t end) {
   const std::lock_guard lock(mutex_);
-  const std::size_t from = mapped_.load(std::memory_order_relaxed);
+  Extent& extent = extents_.at(index);
+  const std::uint64_t begin = begin_of(index), file = size_of_file(fd_.get(), name_);
+  const std::uint64_t from = std::max(begin, extent.mapped.load(std::memory_order_relaxed));
+  const std::uint64_t to = std::min(file, begin_of(index + 1));
   if (end <= from) return;
-  const std::size_t size = std::min(size_of_file(fd_.get(), name_), reserve_);
-  if (end > size) {
+  if (end > to) {
     errno = ERANGE;
     throw system_error("reach " + human_bytes(end) + " into", name_);
   }
-  void* address = ::mmap(base_ + from, size - from, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_POPULATE,
-                         fd_.get(), static_cast<off_t>(from));
+  std::byte* base = extent.base.load(std::memory_order_relaxed);
+  if (base == nullptr) {
+    void* reserved = ::mmap(nullptr, addresses_of(index), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (reserved == MAP_FAILED) throw system_error("reserve " + human_bytes(addresses_of(index)) + " of addresses for", name_);
+    base = static_cast<std::byte*>(reserved);
+    extent.base.store(base, std::memory_order_release);
+    used_.store(std::max(used_.load(), index + 1), std::memory_order_release);
+  }
+  void* address = ::mmap(base + (from - begin), to - from, PROT_READ | PROT_WRITE,
+                         MAP_SHARED | MAP_FIXED | (to == file ? MAP_POPULATE : 0), fd_.get(), static_cast<off_t>(from));
   if (address == MAP_FAILED) throw system_error("map", name_);
-  ::madvise(address, size - from, MADV_DONTDUMP);  // or every rank's core dump would hold all ranks' memory
-  mapped_.store(size, std::memory_order_release);
+  ::madvise(address, to - from, MADV_DONTDUMP);  // or every rank's core dump would hold all ranks' memory
+  extent.mapped.store(to, std::memory_order_release);
+}
+
+std::optional<std::uint64_t> Window::offset_of(const void* address, std::size_t bytes) const {
+  for (std::size_t i = used_.load(std::memory_order_acquire); i-- > 0;) {
+    const auto* const base = extents_[i].base.load(std::memory_order_acquire);
+    const auto inside = static_cast<std::uint64_t>(static_cast<const std::byte*>(address) - base);
+    const std::uint64_t size = begin_of(i + 1) - begin_of(i);
+    if (base != nullptr && inside < size && bytes <= size - inside) return begin_of(i) + inside;
+  }
+  return std::nullopt;
 }
 
 }  // namespace lockstep::shm

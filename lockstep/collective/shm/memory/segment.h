@@ -1,19 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 // collective/shm/memory/segment.h: memory that several processes map: an anonymous file that grows and never shrinks.
 //
-// A segment is the file. A Window is the range of addresses at which one process sees it. The range is reserved for the
-// largest size from the start, so that pointers stay valid while the file grows; what was added is mapped on first use.
+// A segment is the file. A Window is where one process sees it: in extents, each at addresses that follow one another. The
+// addresses of an extent are reserved when it is first used, so that pointers stay valid while the file grows; what was
+// added is mapped on first use. The first extent has `first` bytes, and so has the second; each further one has as many as
+// all before it. So a process needs addresses for about twice the memory that it uses, however large the machine is.
 // The kernel frees a file when no process maps or holds it any more, however the processes ended.
 //
-// Owns:    Segment: a descriptor. Window: a descriptor and a mapping
+// Owns:    Segment: a descriptor. Window: a descriptor and its mappings
 // Threads: Window::at from any thread; the rest from one
 // Ranks:   the file is sealed against shrinking: no peer can take pages away from under a reader
 #pragma once
 
+#include <array>
 #include <atomic>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "lockstep/base/unique_fd.h"
@@ -29,37 +34,46 @@ void check_segment(int fd, std::size_t bytes, const std::string& name);
 
 class Window {
  public:
-  Window(UniqueFd fd, std::size_t reserve, std::string name);  // throws SystemError: no addresses left (ulimit -v)
+  // first: 64 MiB or so, a power of two; or all that the file ever has.
+  Window(UniqueFd fd, std::size_t first, std::string name);
   ~Window();
   Window(const Window&) = delete;
   Window& operator=(const Window&) = delete;
 
-  // The address of `offset`, valid for `bytes` bytes for as long as this lives.
-  // Throws SystemError: the file is shorter than that, or it can't be mapped.
+  int fd() const { return fd_.get(); }
+
+  // The address of `offset`, valid for `bytes` bytes of its extent for as long as this lives.
+  // Throws SystemError: the file or the extent ends before that, or it can't be mapped (ulimit -v).
   std::byte* at(std::uint64_t offset, std::size_t bytes) {
-    if (offset + bytes > mapped_.load(std::memory_order_acquire)) map_until(offset + bytes);
-    return base_ + offset;
+    const std::size_t index = extent_of(offset);
+    if (offset + bytes > extents_[index].mapped.load(std::memory_order_acquire)) map_until(index, offset + bytes);
+    return extents_[index].base.load(std::memory_order_relaxed) + (offset - begin_of(index));
   }
 
   // Takes the memory for [from, to). Throws SystemError: none left, or no addresses; the file is then as large as before.
   void grow(std::size_t from, std::size_t to);
 
-  bool contains(const void* address, std::size_t bytes) const {
-    const auto offset = static_cast<std::uint64_t>(static_cast<const std::byte*>(address) - base_);
-    return offset < reserve_ && bytes <= reserve_ - offset;
-  }
-  std::uint64_t offset_of(const void* address) const {
-    return static_cast<std::uint64_t>(static_cast<const std::byte*>(address) - base_);
-  }
+  // The other way round; none: not all of it is in one extent.
+  std::optional<std::uint64_t> offset_of(const void* address, std::size_t bytes) const;
+
+  std::size_t extent_of(std::uint64_t offset) const { return static_cast<std::size_t>(std::bit_width(offset >> shift_)); }
+  std::uint64_t begin_of(std::size_t extent) const { return extent == 0 ? 0 : first_ << (extent - 1); }
 
  private:
-  void map_until(std::uint64_t end);
+  struct Extent {
+    std::atomic<std::byte*> base{nullptr};
+    std::atomic<std::uint64_t> mapped{0};  // until which offset
+  };
+
+  void map_until(std::size_t index, std::uint64_t end);
+  std::size_t addresses_of(std::size_t extent) const;
 
   UniqueFd fd_;
-  std::size_t reserve_;
+  std::size_t first_;
+  int shift_;  // first_ is two to the power of this, or less if it is the only extent
   std::string name_;
-  std::byte* base_ = nullptr;
-  std::atomic<std::size_t> mapped_{0};  // bytes from base_ that are mapped
+  std::array<Extent, 48> extents_;
+  std::atomic<std::size_t> used_{0};  // extents
   std::mutex mutex_;
 };
 
