@@ -14,7 +14,8 @@ target_link_libraries(core_test PRIVATE lockstep_core)
 add_dependencies(core_test lockstep_command rank_probe)
 
 lockstep_tests_in(beside_sources collective/shm)
-lockstep_test(shm_test shm SHARDS 4 TIMEOUT 7200 SOURCES shm/faults_test.cc shm/stress_test.cc ${beside_sources})
+lockstep_test(shm_test shm SHARDS 4 TIMEOUT 7200 CHECK "collectives.reduce_more_than_2_gib"
+  SOURCES shm/faults_test.cc shm/stress_test.cc ${beside_sources})
 target_link_libraries(shm_test PRIVATE lockstep_core)
 
 # What `lockstep top` makes of two looks at a job.

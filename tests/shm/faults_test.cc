@@ -91,9 +91,7 @@ void refuse_fallocate() {
 }
 
 void limit(int resource, rlim_t value) {
-  rlimit both{};
-  ::getrlimit(static_cast<__rlimit_resource>(resource), &both);
-  both.rlim_cur = value;
+  const rlimit both{value, value};  // lockstep raises the soft limit on descriptors to the hard one
   ::setrlimit(static_cast<__rlimit_resource>(resource), &both);
 }
 
