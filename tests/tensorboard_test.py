@@ -3,7 +3,7 @@
 """Reads with the `tensorboard` package what `lockstep train --tensorboard` wrote: $1 is the command.
 
 The curves are those of the metrics, a resumed run goes on with them and replaces what was drawn beyond its checkpoint, and
-settings, hyperparameters and histograms are what they should be.
+settings and hyperparameters are what they should be.
 """
 import json
 import subprocess
@@ -19,13 +19,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2  # noqa: E402
 
 COMMAND = str(Path(sys.argv[1]).resolve())
-WEIGHTS = {"conv1.weight": 20 * 9, "fc2.bias": 10}  # elements of two parameters of LeNet
 
 
 def train(folder, steps, *flags, code=0, **more):
     options = {"model": "lenet", "data": "synthetic:64x1x28x28", "batch-size": 16, "lr": 0.01, "threads": 1, "max-steps": steps,
                "checkpoint-every": 2, "checkpoint-dir": f"{folder}/checkpoints", "metrics": f"{folder}/metrics.jsonl",
-               "tensorboard": f"{folder}/curves", "histograms": 3} | more
+               "tensorboard": f"{folder}/curves"} | more
     command = [COMMAND, "train", "--quiet", *flags] + [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == code, (command, done.returncode, done.stderr)
@@ -33,7 +32,7 @@ def train(folder, steps, *flags, code=0, **more):
 
 
 def curves(folder):
-    read = EventAccumulator(f"{folder}/curves", size_guidance={"scalars": 0, "tensors": 0, "histograms": 0})
+    read = EventAccumulator(f"{folder}/curves", size_guidance={"scalars": 0, "tensors": 0})
     return read.Reload()
 
 
@@ -57,19 +56,6 @@ def expect_curves_of_the_metrics(folder, steps):
     drawn = points(read, "epoch/train_loss")  # an epoch has four steps
     assert list(drawn) == [4 * epoch + 3 for epoch in range(steps // 4)], drawn
     numpy.testing.assert_allclose(epochs[-len(drawn):], list(drawn.values()), rtol=1e-6)
-
-
-def expect_histograms(folder, steps):
-    read = curves(folder)
-    for name, elements in WEIGHTS.items():
-        for tag in (f"weights/{name}", f"gradients/{name}"):
-            drawn = read.Histograms(tag)
-            assert [point.step for point in drawn] == list(range(0, steps, 3)), (tag, drawn)
-            for point in drawn:
-                value = point.histogram_value
-                assert value.num == sum(value.bucket) == elements, (tag, value)
-                assert value.min <= value.sum / value.num <= value.max and value.max > value.min, (tag, value)
-                assert value.bucket_limit[-1] == value.max and value.sum_squares > 0, (tag, value)
 
 
 def plugin_data(read, tag):
@@ -96,7 +82,6 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         train(folder, 7, ranks=2)
         expect_curves_of_the_metrics(folder, 7)
-        expect_histograms(folder, 7)
         expect_settings(folder)
         assert session_end(folder) == 1, "not a success"
 
@@ -106,12 +91,12 @@ def main():
         train(folder, 13, "--resume", ranks=2)
         assert metrics(folder, "resume")[0]["step"] == int(kept.stem.removeprefix("step-")) < 7
         expect_curves_of_the_metrics(folder, 13)
-        expect_histograms(folder, 13)
 
         before = sorted(Path(folder, "curves").iterdir())
         error = train(folder, 1, code=2, **{"checkpoint-dir": f"{folder}/other"})
         assert "holds the curves of another run" in error, error
         assert sorted(Path(folder, "curves").iterdir()) == before
+        assert "torch.utils.tensorboard" in train(folder, 1, code=2, histograms=3)
 
     with tempfile.TemporaryDirectory() as folder:
         train(folder, 4, code=1, lr=1e30)

@@ -10,14 +10,11 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/model/parameters.h"
-#include "lockstep/model/partial_model.h"
 
 namespace lockstep {
 namespace {
 
 constexpr const char* kFileName = "events.out.tfevents.";
-constexpr std::int64_t kBuckets = 64;
 
 double seconds_since_1970() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
@@ -55,34 +52,9 @@ Json hparams_of(const TrainOptions& options, std::int64_t ranks) {
   return hparams;
 }
 
-// Of the values that are finite.
-events::Histogram histogram_of(const torch::Tensor& tensor) {
-  torch::Tensor values = tensor.detach().to(torch::kCPU, torch::kFloat32).flatten();
-  values = values.masked_select(values.isfinite());
-  if (values.numel() == 0) return {};
-  const auto [min, max] = torch::aminmax(values);
-  events::Histogram found{.min = min.item<double>(),
-                          .max = max.item<double>(),
-                          .count = static_cast<double>(values.numel()),
-                          .sum = values.sum(torch::kFloat64).item<double>(),
-                          .sum_of_squares = values.square().sum(torch::kFloat64).item<double>()};
-  if (found.min == found.max) {
-    found.limits = {found.max};
-    found.counts = {found.count};
-    return found;
-  }
-  const torch::Tensor counts = values.histc(kBuckets, min.item(), max.item()).to(torch::kFloat64);
-  for (std::int64_t bucket = 0; bucket < kBuckets; ++bucket) {
-    const double part = static_cast<double>(bucket + 1) / static_cast<double>(kBuckets);
-    found.limits.push_back(found.min + part * (found.max - found.min));
-    found.counts.push_back(counts[bucket].item<double>());
-  }
-  return found;
-}
-
 }  // namespace
 
-Curves::Curves(const TrainOptions& options) : histograms_every_(options.histograms) {
+Curves::Curves(const TrainOptions& options) {
   const std::filesystem::path folder = options.tensorboard;
   std::error_code error;
   std::filesystem::create_directories(folder, error);
@@ -119,16 +91,6 @@ void Curves::add(const Json& event, std::int64_t step) {
     if (value.is_number() && name != "epoch" && name != "step" && !std::isnan(value.get<double>()))
       scalars.push_back({concat(event.at("event").get<std::string>(), '/', name), value.get<double>()});
   writer_->offer(events::scalars(now(step), scalars));
-}
-
-void Curves::add_histograms(const torch::nn::Module& model, std::int64_t step) {
-  if (!writer_ || histograms_every_ == 0 || step % histograms_every_ != 0) return;
-  const torch::NoGradGuard no_grad;
-  for (const auto& [name, parameter] : held(named_parameters(model))) {
-    writer_->offer(events::histogram(now(step), "weights/" + name, histogram_of(parameter)));
-    if (const torch::Tensor& gradient = parameter.grad(); gradient.defined() && !gradient.is_sparse())
-      writer_->offer(events::histogram(now(step), "gradients/" + name, histogram_of(gradient)));
-  }
 }
 
 void Curves::end_run(std::int64_t step) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// train/curves.h: --tensorboard: the curves, settings and histograms of a run as TensorBoard shows them.
+// train/curves.h: --tensorboard: the curves and settings of a run as TensorBoard shows them.
 //
 // Flow:    train/loop.h -> here -> train/event_file.h -> base/background_writer.h -> a file in the folder
 // Owns:    the file; each start of the run has its own, and TensorBoard shows all files of a folder as one run
@@ -10,8 +10,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-
-#include <torch/nn/module.h>
 
 #include "lockstep/base/background_writer.h"
 #include "lockstep/train/event_file.h"
@@ -37,15 +35,10 @@ class Curves {
   // Every number of an event of the metrics that is not NaN, as EVENT/NAME: "step/loss".
   void add(const Json& event, std::int64_t step);
 
-  // Every --histograms steps: weights/NAME and gradients/NAME, as backward has left them on this rank. Reads all of them
-  // several times.
-  void add_histograms(const torch::nn::Module& model, std::int64_t step);
-
   void end_run(std::int64_t step);
 
  private:
   std::unique_ptr<BackgroundWriter> writer_;
-  std::int64_t histograms_every_ = 0;
   std::int64_t last_step_ = 0;
   bool ended_ = false;
 };

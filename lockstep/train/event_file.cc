@@ -156,19 +156,6 @@ std::string scalars(const Moment& moment, const std::vector<Scalar>& scalars) {
   });
 }
 
-std::string histogram(const Moment& moment, const std::string& tag, const Histogram& histogram) {
-  return value_event(moment, tag, [&](pbf_writer& value) {
-    pbf_writer proto(value, 5);
-    proto.add_double(1, histogram.min);
-    proto.add_double(2, histogram.max);
-    proto.add_double(3, histogram.count);
-    proto.add_double(4, histogram.sum);
-    proto.add_double(5, histogram.sum_of_squares);
-    proto.add_packed_double(6, histogram.limits.begin(), histogram.limits.end());
-    proto.add_packed_double(7, histogram.counts.begin(), histogram.counts.end());
-  });
-}
-
 std::string text(const Moment& moment, const std::string& tag, const std::string& markdown) {
   return value_event(moment, tag, [&](pbf_writer& value) {
     {

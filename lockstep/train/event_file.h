@@ -26,21 +26,10 @@ struct Scalar {
   double value = 0;  // written as float32
 };
 
-struct Histogram {
-  double min = 0;
-  double max = 0;
-  double count = 0;
-  double sum = 0;
-  double sum_of_squares = 0;
-  std::vector<double> limits{};  // right edges of the buckets
-  std::vector<double> counts{};  // of each bucket
-};
-
 // Each returns one record.
 std::string version(const Moment& moment);        // the first of every file
 std::string session_start(const Moment& moment);  // TensorBoard forgets what earlier files say about later steps
 std::string scalars(const Moment& moment, const std::vector<Scalar>& scalars);
-std::string histogram(const Moment& moment, const std::string& tag, const Histogram& histogram);
 std::string text(const Moment& moment, const std::string& tag, const std::string& markdown);
 
 // values: an object of numbers, truth values and texts. metrics: tags of the scalars that compare runs.

@@ -174,7 +174,6 @@ void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_st
   const trace::Span span("step", position_.step);
   const BatchTotals totals = strategy_.forward_backward(batch);
   require_finite_loss(totals);
-  curves_.add_histograms(strategy_.model(), position_.step);
   set_learning_rate(strategy_.optimizer(), learning_rate());
   keep_own_state(totals, since_last_step.seconds());
   strategy_.update();

@@ -191,9 +191,6 @@ std::vector<Option> output_table(TrainOptions& o) {
              "file (.json or .pftrace) for a timeline of all ranks, for ui.perfetto.dev"),
       option("--trace-steps", o.trace_steps, kMayChange, "with --trace: steps to record, such as 100:120"),
       option("--tensorboard", o.tensorboard, kMayChange, "folder for curves and settings that TensorBoard shows"),
-      option("--histograms", o.histograms, kMayChange,
-             "with --tensorboard: steps from one histogram of weights and gradients to the next; 0: none",
-             {.at_least = 0, .next = "0: none"}),
       option("--checkpoint-dir", o.checkpoint_dir, kMayChange, "folder for checkpoints (safetensors)"),
       option("--checkpoint-every", o.checkpoint_every, kMayChange, "steps; 0: each epoch",
              {.at_least = 0, .next = "0: each epoch"}),
@@ -303,6 +300,9 @@ std::vector<Option> option_table(TrainOptions& options, const Choices& choices) 
 void add_options(CLI::App& app, TrainOptions& options, const Choices& choices) {
   for (const Option& option : option_table(options, choices))
     if (option.offered) option.add(app);
+  app.add_option_function<std::string>("--histograms", [](const std::string&) {
+       throw UsageError({.what = "--histograms is gone", .next = "write them with torch.utils.tensorboard in a loop of your own"});
+     })->group("");  // not in --help
   app.set_config("--config", "", "read options from a TOML file; the command line goes first");
   app.footer(strategy_help());
 }
@@ -338,12 +338,6 @@ void check_options(const TrainOptions& options) {
   static_cast<void>(stop_signals(options.preemption));
   require(after_stop(options.preemption) != AfterStop::kRequeue || std::getenv("SLURM_JOB_ID") != nullptr,
           "--on-stop requeue outside of a Slurm job", "submit it with sbatch, or give an exit code");
-  require(options.histograms == 0 || !options.tensorboard.empty(), "--histograms without --tensorboard",
-          "name the folder for them");
-  require(options.histograms == 0 || server_count(options) == 0,
-          concat("--histograms with --kvstore ", name_of(options.strategy.kvstore.kind),
-                 ": rank 0 is a server, which computes no gradients"),
-          "leave --histograms out; the curves need none");
   static_cast<void>(parse_steps(options.trace_steps));
   require(options.trace_steps.empty() || !options.trace.empty(), "--trace-steps without --trace", "name the file");
   require(options.trace.empty() || is_timeline_file(options.trace),
