@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `lockstep`: finds the subcommand. `run`, `top`, `report`, `trace` and `env` are part of this program; any other is a program of its own,
-// lockstep-<subcommand> in ../libexec/lockstep, as git does it.
+// `lockstep`: finds the subcommand. `run`, `top`, `trace` and `env` are part of this program. Any other is a program of its own,
+// lockstep-<subcommand> in ../libexec/lockstep, as git does it; or a folder of Python of that name.
 #include <signal.h>
 #include <unistd.h>
 
@@ -34,7 +34,7 @@ constexpr std::array kSubcommands = {
     Subcommand{.name = "compare", .description = "train with several strategies, side by side"},
     Subcommand{.name = "data", .description = "pack datasets and describe them"},
     Subcommand{.name = "bench", .description = "measure against peers"},
-    Subcommand{.name = "report", .description = "make a page of curves about runs", .function = report_command},
+    Subcommand{.name = "report", .description = "make a page of curves about runs"},
     Subcommand{.name = "trace",
                .description = "make a timeline of a running job, or of what ranks have left",
                .function = trace_command},
@@ -89,8 +89,18 @@ void hold_stop_signals() {
   ::sigprocmask(SIG_BLOCK, &held, nullptr);
 }
 
+[[noreturn]] void run_python(const fs::path& folder, char** argv) {
+  std::string python = "python3", without_cache = "-B", program = folder.string();
+  std::vector<char*> arguments{python.data(), without_cache.data(), program.data()};
+  for (char** argument = argv + 1; *argument != nullptr; ++argument) arguments.push_back(*argument);
+  arguments.push_back(nullptr);
+  ::execvp(python.c_str(), arguments.data());
+  throw system_error(concat("start Python for `lockstep ", argv[0], "`:"), python);
+}
+
 int run_program(char** argv) {
   const fs::path program = program_of(argv[0]);
+  if (fs::is_directory(program)) run_python(program, argv);
   if (fs::exists(program)) check_torch();
   std::string title = concat("lockstep ", argv[0]);  // for ps
   if (std::string_view(argv[0]) == "train") {

@@ -21,6 +21,7 @@ install(TARGETS lockstep EXPORT lockstepTargets LIBRARY DESTINATION ${CMAKE_INST
 install(TARGETS lockstep_gloo_openssl LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(TARGETS lockstep_command RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 install(TARGETS lockstep_train lockstep_verify lockstep_compare lockstep_plan lockstep_data lockstep_gpus RUNTIME DESTINATION libexec/lockstep)
+install(DIRECTORY ${CMAKE_BINARY_DIR}/libexec/lockstep/lockstep-report DESTINATION libexec/lockstep)
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/lockstep DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.h")
 
 configure_package_config_file(${CMAKE_CURRENT_LIST_DIR}/lockstepConfig.cmake.in lockstepConfig.cmake
