@@ -15,7 +15,7 @@
 #include <set>
 #include <span>
 
-#include "lockstep/base/defects.h"
+#include "tests/defects.h"
 #include "lockstep/collective/shared_memory_transport.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/collective/shm/memory/arena.h"
