@@ -48,6 +48,11 @@ target_compile_definitions(step_fuzz_defects PRIVATE LOCKSTEP_DEFECTS)
 set_target_properties(step_fuzz_defects PROPERTIES ENABLE_EXPORTS ON)
 target_link_libraries(step_fuzz_defects PRIVATE ${XXHASH_LIBRARY})
 
+# The program that tools/hops.py walks through.
+add_executable(hops EXCLUDE_FROM_ALL hops.cc)
+target_precompile_headers(hops REUSE_FROM lockstep_pch)
+target_link_libraries(hops PRIVATE lockstep)
+
 # Processes that are killed inside an update, and finished by others; once more beside a deliberate defect.
 set(killed_update_sources killed_update/workload.cc killed_update/killed_update_test.cc)
 lockstep_torch_test(killed_update optimizer.killed SHARDS 2 TIMEOUT 1200 SOURCES ${killed_update_sources})
