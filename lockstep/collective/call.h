@@ -52,6 +52,12 @@ struct Call {
   std::chrono::milliseconds timeout{};       // of this call's waits; 0: the world's
 };
 
+// Refuses arguments that make no sense, before anything is announced, on the rank that made the mistake. `size`: the
+// number of ranks. Every transport, and shm::Group, calls it first. Throws UsageError.
+void check_call(const Call& call, int size);
+
+[[noreturn]] void refuse_forked_child(const std::string& here);  // of a rank: throws UsageError
+
 // What must be equal on all ranks. Ranks and machines compare it byte by byte; fields that an operation does not have
 // keep their defaults.
 struct Signature {

@@ -13,7 +13,6 @@
 #include <bit>
 
 #include "lockstep/collective/shm/collectives.h"
-#include "lockstep/collective/shm/copy.h"
 #include "lockstep/collective/shm/partition.h"
 #include "lockstep/collective/shm/reduce_kernels.h"
 
@@ -23,16 +22,17 @@ namespace {
 // The arrays of all ranks, filled with their inputs and announced.
 class SharedArrays {
  public:
-  SharedArrays(GroupState& group, const Call& call)
+  SharedArrays(Group& group, const Call& call)
       : group_(group), call_(call), bytes_(call.count * size_of(call.dtype)) {
-    group_.begin(signature_of(call));
     mine_ = static_cast<std::byte*>(call.output);
-    if (group_.locate(mine_, bytes_).kind == Place::Kind::kPrivate) {
+    if (group_.locate(mine_, bytes_).kind == Location::Kind::kPrivate) {
       copy_ = group_.allocate(bytes_);
       mine_ = copy_.data();
     }
     copy_bytes(mine_, static_cast<const std::byte*>(call.input), bytes_);
-    group_.arrive(group_.locate(mine_, bytes_), group_.locate(mine_, bytes_));
+    const Location place = group_.locate(mine_, bytes_);
+    group_.announce(place, place);
+    group_.arrive();
   }
 
   std::size_t bytes() const { return bytes_; }
@@ -53,27 +53,27 @@ class SharedArrays {
   }
 
  private:
-  GroupState& group_;
+  Group& group_;
   const Call& call_;
   std::size_t bytes_;
   std::byte* mine_ = nullptr;
   Memory copy_;
 };
 
-void reduce_everything(GroupState& group, const SharedArrays& arrays, std::size_t count) {
-  const GroupState::PeerAccess access(group);
+void reduce_everything(Group& group, const SharedArrays& arrays, std::size_t count) {
+  const Group::PeerAccess access(group);
   for (int peer = 0; peer < group.size(); ++peer) group.sources[peer] = arrays.of(peer);
   arrays.reduce_part(group.sources, arrays.of(0), count, true);
 }
 
-void copy_array(GroupState& group, const SharedArrays& arrays, int from) {
-  const GroupState::PeerAccess access(group);
+void copy_array(Group& group, const SharedArrays& arrays, int from) {
+  const Group::PeerAccess access(group);
   copy_bytes(arrays.of(group.rank()), arrays.of(from), arrays.bytes());
 }
 
 // Adds (or copies) the left neighbour's part to the own one.
-void take_from_left(GroupState& group, const SharedArrays& arrays, Part part, DType dtype, bool add, bool last) {
-  const GroupState::PeerAccess access(group);
+void take_from_left(Group& group, const SharedArrays& arrays, Part part, DType dtype, bool add, bool last) {
+  const Group::PeerAccess access(group);
   const int left = (group.rank() + group.size() - 1) % group.size();
   const std::size_t offset = part.begin * size_of(dtype);
   std::byte* const own = arrays.of(group.rank()) + offset;
@@ -84,20 +84,20 @@ void take_from_left(GroupState& group, const SharedArrays& arrays, Part part, DT
     copy_bytes(own, theirs, part.count * size_of(dtype));
 }
 
-void add_child(GroupState& group, const SharedArrays& arrays, int child, std::size_t count, bool last) {
-  const GroupState::PeerAccess access(group);
+void add_child(Group& group, const SharedArrays& arrays, int child, std::size_t count, bool last) {
+  const Group::PeerAccess access(group);
   std::byte* const own = arrays.of(group.rank());
   arrays.reduce_part(std::array<const std::byte*, 2>{own, arrays.of(child)}, own, count, last);
 }
 
 // Two steps: rank 0 reduces all arrays into its own, the others copy that.
-void all_reduce_central(GroupState& group, const Call& call) {
+void all_reduce_central(Group& group, const Call& call) {
   SharedArrays arrays(group, call);
   if (group.rank() == 0) {
     reduce_everything(group, arrays, call.count);
     group.post(1);
   } else {
-    group.wait_for(0, 1);
+    group.wait(1, 0);
     copy_array(group, arrays, 0);
   }
   arrays.finish(2);
@@ -109,13 +109,13 @@ void all_reduce_central(GroupState& group, const Call& call) {
 // In step k rank r takes part r-k (mod p) from its left neighbour, once that one has finished step k-1. It overwrites a
 // part only after its right neighbour has read it: before step p+j its left neighbour has finished p+j-1, so the one
 // before that p+j-2, and so on around; the right neighbour, p-1 places on, has finished j+1, in which it read part r-j.
-void all_reduce_ring(GroupState& group, const Call& call) {
+void all_reduce_ring(Group& group, const Call& call) {
   SharedArrays arrays(group, call);
   const int p = group.size();
   const Partition split = Partition::even(call.count, p, kCacheLine / size_of(call.dtype));
   const int left = (group.rank() + p - 1) % p;
   for (int step = 1; step <= 2 * p - 2; ++step) {
-    if (step > 1) group.wait_for(left, static_cast<unsigned>(step - 1));
+    if (step > 1) group.wait(static_cast<unsigned>(step - 1), left);
     const bool add = step < p;
     const int part = (group.rank() - step + 2 * p) % p;
     take_from_left(group, arrays, split[part], call.dtype, add, step == p - 1);
@@ -127,7 +127,7 @@ void all_reduce_ring(GroupState& group, const Call& call) {
 // A binomial tree. Up, level by level: a rank whose number has the lowest `level` bits 0 adds the array of the rank
 // `distance` above it, K bytes, once that one has finished the level before. Down: the same pairs in reverse order, the
 // upper rank copies K bytes. An upper rank's array is read up before it is overwritten down, levels apart.
-void all_reduce_tree(GroupState& group, const Call& call) {
+void all_reduce_tree(Group& group, const Call& call) {
   SharedArrays arrays(group, call);
   const int rank = group.rank();
   const int levels = std::bit_width(static_cast<unsigned>(group.size() - 1));
@@ -135,7 +135,7 @@ void all_reduce_tree(GroupState& group, const Call& call) {
   for (int level = 0; level < levels; ++level) {
     const int distance = 1 << level;
     if (rank % (2 * distance) == 0 && rank + distance < group.size()) {
-      group.wait_for(rank + distance, step);
+      group.wait(step, rank + distance);
       add_child(group, arrays, rank + distance, call.count, level == levels - 1);
     }
     group.post(++step);
@@ -143,7 +143,7 @@ void all_reduce_tree(GroupState& group, const Call& call) {
   for (int level = levels - 1; level >= 0; --level) {
     const int distance = 1 << level;
     if (rank % (2 * distance) == distance) {
-      group.wait_for(rank - distance, step);
+      group.wait(step, rank - distance);
       copy_array(group, arrays, rank - distance);
     }
     group.post(++step);
@@ -153,7 +153,7 @@ void all_reduce_tree(GroupState& group, const Call& call) {
 
 }  // namespace
 
-void all_reduce_reference(GroupState& group, const Call& call) {
+void all_reduce_reference(Group& group, const Call& call) {
   if (call.algorithm == Algorithm::kRing) return all_reduce_ring(group, call);
   if (call.algorithm == Algorithm::kTree) return all_reduce_tree(group, call);
   all_reduce_central(group, call);

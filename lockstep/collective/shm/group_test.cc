@@ -13,9 +13,9 @@
 #include "lockstep/base/text.h"
 #include "lockstep/collective/call_queue.h"
 #include "lockstep/collective/shm/collectives.h"
-#include "lockstep/collective/shm/connect/machine.h"
+#include "lockstep/collective/shm/connect/peers.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
-#include "lockstep/collective/shm/group_state.h"
+#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/memory/control_block.h"
 #include "lockstep/collective/shm/transfer.h"
 #include "tests/shm/support.h"
@@ -24,7 +24,7 @@
 namespace lockstep::shm {
 
 struct CountersOf {
-  static void set(GroupState& state, std::uint32_t collectives, std::uint32_t steps) {
+  static void set(Group& state, std::uint32_t collectives, std::uint32_t steps) {
     state.sequence_ = collectives;
     state.phase_ = steps;
     state.post(0);
@@ -65,22 +65,22 @@ TEST_P(Sizes, barrier_lets_nobody_through_before_the_last) {
 class NearWrap {
  public:
   explicit NearWrap(int size) {
-    MachineParts parts;
+    PeerHandles parts;
     parts.control = make_control_segment(size, 4096);
     for (int rank = 0; rank < size; ++rank) parts.memories.push_back(make_segment("memory", 0));
-    machine_ = std::make_shared<Machine>(std::move(parts));
+    machine_ = std::make_shared<Peers>(std::move(parts));
     std::vector<int> ranks(static_cast<unsigned>(size));
     std::iota(ranks.begin(), ranks.end(), 0);
     for (int rank = 0; rank < size; ++rank) machine_->take_seat(rank, rank);
     for (int rank = 0; rank < size; ++rank) {
       states_.push_back(
-          std::make_unique<GroupState>(machine_, machine_->group_area(), ranks, rank, std::chrono::seconds(20)));
+          std::make_unique<Group>(machine_, machine_->group_area(), ranks, rank, std::chrono::seconds(20)));
       CountersOf::set(*states_.back(), kWrap - 3, kWrap - 10);
       states_.back()->area().progress(rank).bell.raise(kWrap - 2);
     }
   }
 
-  void on_each(const std::function<void(GroupState&)>& body) {
+  void on_each(const std::function<void(Group&)>& body) {
     std::vector<std::thread> threads;
     for (const auto& state : states_) threads.emplace_back([&] { EXPECT_NO_THROW(body(*state)); });
     for (std::thread& thread : threads) thread.join();
@@ -89,12 +89,12 @@ class NearWrap {
   static constexpr std::uint32_t kWrap = 0;  // 2^32
 
  private:
-  std::shared_ptr<Machine> machine_;
-  std::vector<std::unique_ptr<GroupState>> states_;
+  std::shared_ptr<Peers> machine_;
+  std::vector<std::unique_ptr<Group>> states_;
 };
 
 TEST_P(Sizes, counters_wrap_between_collectives_and_within_one) {
-  NearWrap(GetParam()).on_each([size = GetParam()](GroupState& state) {
+  NearWrap(GetParam()).on_each([size = GetParam()](Group& state) {
     const int sum = size * (size + 1) / 2;
     for (int round = 0; round < 12; ++round)
       for (const std::size_t count : {1, 700, 20'000}) {  // in a line, in a slot, in 20 chunks
@@ -124,7 +124,7 @@ TEST_P(Sizes, counters_wrap_between_collectives_and_within_one) {
 // Four headers, so that messages of both sides of the wrap lie there together.
 TEST_P(Sizes, messages_stay_in_order_where_their_numbers_wrap) {
   std::latch sent(GetParam());
-  NearWrap(GetParam()).on_each([&, size = GetParam()](GroupState& state) {
+  NearWrap(GetParam()).on_each([&, size = GetParam()](Group& state) {
     IntVector<std::uint32_t> numbers(size, NearWrap::kWrap - 2);
     const auto transfer = [&](Operation operation, int peer, std::int32_t& value) {
       Call call{.operation = operation, .count = 1, .dtype = DType::kInt32};

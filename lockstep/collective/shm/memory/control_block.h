@@ -62,7 +62,7 @@ struct MachineBlock {
 };
 
 // Where an array lies, in words that mean the same in every process.
-struct Place {
+struct Location {
   enum class Kind : std::uint8_t { kPrivate, kArena, kAddress, kSlot, kLine };
 
   Kind kind = Kind::kPrivate;  // kAddress: ranks are threads of one process; kLine: in the announcement itself
@@ -70,8 +70,8 @@ struct Place {
   std::uint64_t at = 0;        // offset or address
 };
 
-inline Place place_in(int arena, std::uint64_t offset) {
-  return {.kind = Place::Kind::kArena, .owner = static_cast<std::uint16_t>(arena), .at = offset};
+inline Location in_arena(int arena, std::uint64_t offset) {
+  return {.kind = Location::Kind::kArena, .owner = static_cast<std::uint16_t>(arena), .at = offset};
 }
 
 // Exactly one cache line: a rank's arrival at a collective and everything its peers need to know about it. All words
@@ -88,16 +88,16 @@ struct alignas(kCacheLine) Announcement {
   std::array<std::atomic<std::uint64_t>, 3> words;  // where the input and the output lie, and the longest message;
                                                     // kLine: the data
 
-  void write(const Signature& call, Place input, Place output, std::uint64_t longest_message);
+  void write(const Signature& call, Location input, Location output, std::uint64_t longest_message);
   void write_line(const Signature& call, const std::byte* data, std::size_t bytes);  // at most kLineBytes
   void read_line(std::byte* data) const;                                             // kLineBytes
   Signature read_signature() const;
-  Place input() const { return place(0); }
-  Place output() const { return place(1); }
+  Location input() const { return place(0); }
+  Location output() const { return place(1); }
   std::size_t longest() const { return words[2].load(std::memory_order_relaxed); }  // message that this rank has
 
  private:
-  Place place(unsigned index) const;
+  Location place(unsigned index) const;
 };
 static_assert(sizeof(Announcement) == kCacheLine);
 
@@ -121,7 +121,7 @@ struct alignas(kCacheLine) MessageHeader {
   std::uint64_t count;
   DType dtype;
   bool refused;      // the receiver wanted something else
-  Place place;       // kSlot: in `data`; kPrivate: staged, a few chunks in turn at `at` in the owner's arena
+  Location place;       // kSlot: in `data`; kPrivate: staged, a few chunks in turn at `at` in the owner's arena
   Signature wanted;  // what the receiver wanted instead
   alignas(kCacheLine) std::array<std::byte, kInlineBytes> data;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/collective/shm/connect/machine.h"
+#include "lockstep/collective/shm/connect/peers.h"
 
 #include <poll.h>
 #include <sched.h>
@@ -100,7 +100,7 @@ UniqueFd make_control_segment(int size, std::size_t staging_bytes) {
   return fd;
 }
 
-Machine::Machine(MachineParts parts)
+Peers::Peers(PeerHandles parts)
     : control_(std::move(parts.control), control_bytes(parts.memories.size()), "the control segment"),
       pidfds_(std::move(parts.pidfds)),
       share_ordinary_memory_(parts.share_ordinary_memory) {
@@ -109,9 +109,9 @@ Machine::Machine(MachineParts parts)
   control_.at(0, control_bytes(size()));
 }
 
-Seat& Machine::seat(int rank) const { return reinterpret_cast<Seat*>(control_.at(seats_offset(), 0))[rank]; }
+Seat& Peers::seat(int rank) const { return reinterpret_cast<Seat*>(control_.at(seats_offset(), 0))[rank]; }
 
-void Machine::take_seat(int rank, int job_rank) {
+void Peers::take_seat(int rank, int job_rank) {
   Seat& mine = seat(rank);
   mine.job_rank.store(job_rank, std::memory_order_relaxed);
   mine.pid.store(::getpid(), std::memory_order_relaxed);
@@ -119,7 +119,7 @@ void Machine::take_seat(int rank, int job_rank) {
   mine.state.store(Seat::kJoined, std::memory_order_release);
 }
 
-bool Machine::more_ranks_than_cores() const {
+bool Peers::more_ranks_than_cores() const {
   int cores = 0;
   for (std::size_t word = 0; word < seat(0).cores.size(); ++word) {
     std::uint64_t any = 0;
@@ -129,23 +129,23 @@ bool Machine::more_ranks_than_cores() const {
   return size() > cores;
 }
 
-GroupArea Machine::group_area() const { return {control_.at(area_offset(size()), 0), size()}; }
+GroupArea Peers::group_area() const { return {control_.at(area_offset(size()), 0), size()}; }
 
-Place Machine::locate(const void* address, std::size_t bytes) const {
-  if (share_ordinary_memory_) return {.kind = Place::Kind::kAddress, .at = reinterpret_cast<std::uintptr_t>(address)};
+Location Peers::locate(const void* address, std::size_t bytes) const {
+  if (share_ordinary_memory_) return {.kind = Location::Kind::kAddress, .at = reinterpret_cast<std::uintptr_t>(address)};
   for (int rank = 0; rank < size(); ++rank)
-    if (const auto offset = arenas_[rank]->window().offset_of(address, bytes)) return place_in(rank, *offset);
+    if (const auto offset = arenas_[rank]->window().offset_of(address, bytes)) return in_arena(rank, *offset);
   return {};
 }
 
-std::byte* Machine::pointer(Place place, std::size_t bytes) const {
-  if (place.kind == Place::Kind::kAddress) return reinterpret_cast<std::byte*>(place.at);
+std::byte* Peers::pointer(Location place, std::size_t bytes) const {
+  if (place.kind == Location::Kind::kAddress) return reinterpret_cast<std::byte*>(place.at);
   if (place.owner >= size())
     throw SystemError({.what = concat("a place in the memory of rank ", place.owner, " of ", size())});
   return arenas_[place.owner]->window().at(place.at, bytes);
 }
 
-void Machine::poison(Cause cause, const std::string& what, const std::string& peer) const {
+void Peers::poison(Cause cause, const std::string& what, const std::string& peer) const {
   Poison& poison = block().poison;
   std::uint32_t clean = Poison::kClean;
   if (!poison.state.compare_exchange_strong(clean, Poison::kClaimed)) return;
@@ -155,7 +155,7 @@ void Machine::poison(Cause cause, const std::string& what, const std::string& pe
   poison.state.store(Poison::kWritten, std::memory_order_release);
 }
 
-void Machine::throw_if_poisoned(const std::string& here) const {
+void Peers::throw_if_poisoned(const std::string& here) const {
   if (!poisoned()) return;
   const Poison& poison = block().poison;
   // Whoever claimed it is writing; if it was killed half way, there is nothing to read.
@@ -170,7 +170,7 @@ void Machine::throw_if_poisoned(const std::string& here) const {
                   .next = advice.next});
 }
 
-void Machine::poison_if_any_died() const {
+void Peers::poison_if_any_died() const {
   std::vector<pollfd> polls;
   for (const UniqueFd& pidfd : pidfds_) polls.push_back({.fd = pidfd.get(), .events = POLLIN, .revents = 0});
   if (polls.empty() || ::poll(polls.data(), polls.size(), 0) <= 0) return;
@@ -182,12 +182,12 @@ void Machine::poison_if_any_died() const {
   }
 }
 
-void Machine::note_wait(int rank, int peer) const {
+void Peers::note_wait(int rank, int peer) const {
   seat(rank).looked_at.store(now_in_ms(), std::memory_order_relaxed);
   seat(rank).waits_for.store(peer + 1, std::memory_order_release);
 }
 
-int Machine::holds_up(int peer) const {
+int Peers::holds_up(int peer) const {
   int last = peer;
   for (int others = 0; others < size() && last >= 0; ++others) {
     const int next = seat(last).waits_for.load(std::memory_order_acquire) - 1;
@@ -199,17 +199,17 @@ int Machine::holds_up(int peer) const {
   return peer;  // they wait for one another in a circle
 }
 
-void Machine::retire(Memory area) {
+void Peers::retire(Memory area) {
   const std::lock_guard lock(mutex_);
   retired_.push_back(std::move(area));
   std::erase_if(retired_, [](const Memory& memory) { return memory.as<GroupHeader>()->users.load() == 0; });
 }
 
-int Machine::job_rank(int rank) const { return seat(rank).job_rank.load(std::memory_order_relaxed); }
+int Peers::job_rank(int rank) const { return seat(rank).job_rank.load(std::memory_order_relaxed); }
 
-std::string Machine::name(int rank) const { return concat("rank ", job_rank(rank)); }
+std::string Peers::name(int rank) const { return concat("rank ", job_rank(rank)); }
 
-std::string Machine::describe(int rank) const {
+std::string Peers::describe(int rank) const {
   const std::int32_t pid = seat(rank).pid.load(std::memory_order_relaxed);
   return pid == 0 ? name(rank) : concat(name(rank), ", pid ", pid);
 }

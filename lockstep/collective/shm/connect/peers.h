@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// collective/shm/connect/machine.h: what the ranks of one machine share, as one process sees it: the control segment, an
-// arena per rank, and who is alive. Ranks that are threads of one process share one Machine.
+// collective/shm/connect/peers.h: the ranks of one machine, as one process sees them: their control segment, an arena of
+// each, and whether they live. Ranks that are threads of one process share one Peers.
 //
 // Flow:    rendezvous_server.h -> here -> groups
 // Owns:    the mappings and the descriptors of the peers' segments and processes
@@ -20,7 +20,7 @@
 
 namespace lockstep::shm {
 
-struct MachineParts {
+struct PeerHandles {
   UniqueFd control;
   IntVector<UniqueFd> memories;        // the segment of each rank's arena
   IntVector<UniqueFd> pidfds;          // of each rank's process; none for the own rank, none at all for threads
@@ -31,9 +31,9 @@ struct MachineParts {
 UniqueFd make_control_segment(int size, std::size_t staging_bytes);
 std::size_t control_bytes(int size);
 
-class Machine {
+class Peers {
  public:
-  explicit Machine(MachineParts parts);  // throws SystemError
+  explicit Peers(PeerHandles parts);  // throws SystemError
 
   int size() const { return arenas_.size(); }
   bool shares_ordinary_memory() const { return share_ordinary_memory_; }
@@ -46,9 +46,9 @@ class Machine {
   const std::shared_ptr<Arena>& arena(int rank) const { return arenas_[rank]; }
 
   // Where `bytes` bytes at `address` lie for the peers: private unless in an arena, or ranks are threads.
-  Place locate(const void* address, std::size_t bytes) const;
+  Location locate(const void* address, std::size_t bytes) const;
   // The other way round, for a place that a peer announced. Maps it if it is new. Throws SystemError.
-  std::byte* pointer(Place place, std::size_t bytes) const;
+  std::byte* pointer(Location place, std::size_t bytes) const;
 
   bool poisoned() const { return block().poison.state.load() != Poison::kClean; }
   void poison(Cause cause, const std::string& what, const std::string& peer) const;
