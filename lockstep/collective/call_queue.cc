@@ -54,14 +54,15 @@ class CallQueue::Item final : public Future {
   std::atomic<bool> finished_{false};
 };
 
-CallQueue::~CallQueue() {
+void CallQueue::close() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
   }
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
-  for (const ItemPtr& item : items_) item->drop();
+  for (const ItemPtr& item : std::exchange(items_, {})) item->drop();
+  handed_over_ = 0;
 }
 
 FuturePtr CallQueue::add(Body body) {

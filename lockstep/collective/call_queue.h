@@ -41,8 +41,7 @@ class CallQueue {
 
   explicit CallQueue(std::string here = {}) : here_(std::move(here)) {}  // this rank, for messages
 
-  // Calls that did not begin never run: their futures throw PeerLost. A call under way has to end by itself.
-  ~CallQueue();
+  ~CallQueue() { close(); }
   CallQueue(const CallQueue&) = delete;
   CallQueue& operator=(const CallQueue&) = delete;
 
@@ -52,8 +51,24 @@ class CallQueue {
   // From now on the worker thread makes the calls that were added so far. Does not block.
   void hand_to_worker();
 
-  // Runs `body` on this thread, after all calls that were added before it, which this thread makes too where the worker
-  // has not begun them. Throws what `body` throws.
+  // Calls that did not begin never run: their futures throw PeerLost. A call under way has to end by itself.
+  void close();
+
+  // A turn of this thread: it begins after all calls that were added before it, which this thread makes too where the
+  // worker has not begun them. While it lives, no other thread makes a call.
+  class Turn {
+   public:
+    explicit Turn(CallQueue& queue);
+    ~Turn();
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    CallQueue& queue_;
+    bool nested_;
+  };
+
+  // Runs `body` in such a turn. Throws what `body` throws.
   template <class Function>
   void run(Function&& body) {
     const Turn turn(*this);
@@ -68,19 +83,6 @@ class CallQueue {
   class Item;
   using ItemPtr = std::shared_ptr<Item>;
   using Lock = std::unique_lock<std::mutex>;
-
-  // Waits until it is this thread's turn; while it lives, no other thread makes a call.
-  class Turn {
-   public:
-    explicit Turn(CallQueue& queue);
-    ~Turn();
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
-
-   private:
-    CallQueue& queue_;
-    bool nested_;
-  };
 
   bool busy() const { return runner_ != std::thread::id(); }
   void work();

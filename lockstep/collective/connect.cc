@@ -15,7 +15,6 @@
 #include "lockstep/collective/connecting_store.h"
 #include "lockstep/collective/machines/hierarchy.h"
 #include "lockstep/collective/rendezvous.h"
-#include "lockstep/collective/shared_memory_transport.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/own_progress.h"
 
@@ -47,8 +46,8 @@ CpuConnection connect_over(const c10::intrusive_ptr<ConnectingStore>& store, con
   const auto machine_of = number_by_first_appearance(exchange_machines(*store, machine, options));
   const Topology topology{machine_of};
   const auto here = topology.ranks_on(topology.machine_of[options.rank]);
-  shm::Group inside = connect_shared_memory(*store, here, options);
-  if (topology.machines() == 1) return {std::make_unique<SharedMemoryTransport>(std::move(inside)), machine_of};
+  shm::GroupPtr inside = connect_shared_memory(*store, here, options);
+  if (topology.machines() == 1) return {std::make_unique<CpuTransport>(std::move(inside)), machine_of};
   options.address = reachable_address(*store, options);
   return {std::make_unique<Hierarchy>(std::move(inside), topology, store, options), machine_of};
 }

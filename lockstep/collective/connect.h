@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/collective/transport.h"
+#include "lockstep/collective/cpu_transport.h"
 #include "lockstep/launch/environment.h"
 
 namespace lockstep {

@@ -57,11 +57,11 @@ class NcclTransport : public Transport {
       : store_(std::move(store)), options_(std::move(options)), nccl_(connect_nccl(store_, options_)) {}
 
   FuturePtr start(TensorCall call) override {
+    check_call(call.call, options_.size);
     return start_c10d({to_string(call.call.operation), options_.describe}, [&] { return issue(call); });
   }
 
-  std::unique_ptr<Transport> group(const RankLists& lists) override {
-    const std::vector<int>& ranks = lists[to_size(options_.rank)];
+  std::unique_ptr<Transport> group(const std::vector<int>& ranks) override {
     const int made = groups_made_++;
     if (ranks.empty()) return nullptr;
     return std::make_unique<NcclTransport>(with_prefix(store_, prefix_of_group(made, ranks)),

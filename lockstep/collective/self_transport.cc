@@ -16,14 +16,14 @@ class SelfTransport : public Transport {
   }
   int run(const TensorCall& call) override {
     if (is_message(call.call.operation)) throw UsageError({.what = "a message in a world of one rank"});
+    check_call(call.call, 1);
     check_counts(call.call);
     const torch::NoGradGuard no_grad;
     if (call.output.defined() && !call.output.is_same(call.input)) call.output.view(-1).copy_(call.input.view(-1));
     return kAnyRank;
   }
-  std::unique_ptr<Transport> group(const RankLists& lists) override {
-    if (lists.front().empty()) return nullptr;
-    return make_self();
+  std::unique_ptr<Transport> group(const std::vector<int>& ranks) override {
+    return ranks.empty() ? nullptr : make_self();
   }
 
  private:

@@ -51,7 +51,7 @@ std::shared_ptr<std::byte> ordinary_memory(std::size_t bytes) {
 
 }  // namespace
 
-SharedMemory::SharedMemory(std::unique_ptr<shm::Group> group, std::shared_ptr<shm::Arena> arena)
+SharedMemory::SharedMemory(std::shared_ptr<shm::Group> group, std::shared_ptr<shm::Arena> arena)
     : group_(std::move(group)), arena_(std::move(arena)), outlives_ranks_(arena_ != nullptr) {}
 SharedMemory::~SharedMemory() = default;
 
@@ -61,7 +61,7 @@ std::shared_ptr<SharedMemory> SharedMemory::of(const World& world) {
   if (!group && launcher != nullptr && world.size() == 1)
     return alone(std::make_shared<shm::Arena>(shm::make_segment("the memory of rank 0", 0), "the memory of rank 0"));
   if (!group) return alone();
-  std::shared_ptr<SharedMemory> memory(new SharedMemory(std::make_unique<shm::Group>(std::move(*group)), nullptr));
+  std::shared_ptr<SharedMemory> memory(new SharedMemory(std::move(group), nullptr));
   memory->outlives_ranks_ = launcher != nullptr;
   return memory;
 }
@@ -116,8 +116,8 @@ const std::byte* SharedMemory::peer(int rank, std::uint64_t place, std::size_t b
 std::optional<SharedMemory::Place> SharedMemory::locate(const void* address, std::size_t bytes) const {
   const auto offset = arena_ ? arena_->window().offset_of(address, bytes) : std::nullopt;
   if (offset) return Place{0, *offset};
-  const shm::Place place = group_ ? group_->locate(address, bytes) : shm::Place{};
-  if (place.kind != shm::Place::Kind::kArena) return std::nullopt;
+  const shm::Location place = group_ ? group_->locate(address, bytes) : shm::Location{};
+  if (place.kind != shm::Location::Kind::kArena) return std::nullopt;
   return Place{place.owner, place.at};
 }
 
@@ -127,7 +127,7 @@ void SharedMemory::keep() const {
 }
 
 void SharedMemory::barrier(const Signature& announced) {
-  if (group_) group_->run_as(announced, {.operation = Operation::kBarrier});
+  if (group_) group_->run({.operation = Operation::kBarrier}, &announced);
 }
 
 void SharedMemory::require_own_process() const {

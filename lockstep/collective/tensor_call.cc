@@ -2,6 +2,7 @@
 #include "lockstep/collective/tensor_call.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 namespace lockstep {
@@ -58,6 +59,15 @@ void for_each_part(const Tensors& tensors, const torch::Tensor& memory, const Bo
 }
 
 }  // namespace
+
+std::optional<DType> to_dtype(at::ScalarType dtype) {
+  static constexpr std::array<at::ScalarType, kDTypes> kInOrderOfDType{
+      at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kChar,
+      at::kByte,  at::kShort,  at::kInt,  at::kLong,     at::kBool};
+  const auto* const found = std::ranges::find(kInOrderOfDType, dtype);
+  if (found == kInOrderOfDType.end()) return std::nullopt;
+  return static_cast<DType>(found - kInOrderOfDType.begin());
+}
 
 void TensorCall::begin() const {
   for_each_part(copied_from, input, [](const torch::Tensor& tensor, const torch::Tensor& part) { part.copy_(tensor); });

@@ -9,6 +9,7 @@
 
 #include <torch/types.h>
 
+#include <optional>
 #include <vector>
 
 #include "lockstep/collective/call.h"
@@ -16,6 +17,8 @@
 namespace lockstep {
 
 using Tensors = std::vector<torch::Tensor>;
+
+std::optional<DType> to_dtype(at::ScalarType dtype);  // none for a dtype that collectives do not exchange
 
 struct TensorCall {
   Call call;             // its memory is that of the next two

@@ -25,8 +25,6 @@
 
 namespace lockstep {
 
-using RankLists = std::vector<std::vector<int>>;
-
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -41,13 +39,13 @@ class Transport {
     return call.call.operation == Operation::kReceive ? future->source() : kAnyRank;
   }
 
-  // The transport of the sub-world of lists[rank], none for a rank whose list is empty. Every rank calls it, with the
-  // same lists: all ranks of a list have that list, and no rank is in two.
-  virtual std::unique_ptr<Transport> group(const RankLists& lists) = 0;
+  // The transport of the sub-world of `ranks`, none for a rank that gives none. Every rank calls it; lists of different
+  // ranks are equal or disjoint, and each rank is in its own.
+  virtual std::unique_ptr<Transport> group(const std::vector<int>& ranks) = 0;
 
   // The same with connections of its own: neither is lost with the other. `timeout`: of this rank's waits.
-  virtual std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds /*timeout*/) {
-    return group(lists);
+  virtual std::unique_ptr<Transport> separate(const std::vector<int>& ranks, std::chrono::milliseconds /*timeout*/) {
+    return group(ranks);
   }
 
   virtual torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) {
@@ -55,23 +53,11 @@ class Transport {
   }
 
   // As World's; none where ranks don't share memory.
-  virtual std::optional<shm::Group> machine_group() { return std::nullopt; }
+  virtual shm::GroupPtr machine_group() { return nullptr; }
 
   // This rank has failed: the others find out now and not at their deadline. From any thread. Nothing where there are no
   // others, or the closed connection tells them.
   virtual void fail(const std::string& /*reason*/) {}
-};
-
-class CallQueue;
-
-// The two that carry CPU tensors between ranks.
-class CpuTransport : public Transport {
- public:
-  // What makes the collectives. run() out of one of them makes another one at once, inside it.
-  virtual CallQueue& queue() = 0;
-
-  // Of every wait from now on, after the calls that were started before.
-  virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
 };
 
 // The transport of a world of one rank: the result is what that rank gives.

@@ -6,7 +6,6 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
-#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/tensor_call.h"
 #include "lockstep/collective/world_state.h"
 #include "lockstep/error.h"
@@ -57,6 +56,18 @@ const torch::Tensor& Work::result() const {
 
 int Work::source() const { return state_->future->source(); }
 
+Work World::start(TensorCall call) const {
+  call.begin();
+  const Call& asked = call.call;
+  const std::int64_t began = trace::now_if_recording();
+  const bool between_known = is_message(asked.operation) && asked.peer != kAnyRank;
+  const std::uint64_t arrow = between_known ? state_->arrow_of(asked, asked.peer) : 0;
+  FuturePtr future = state_->transport_for(call).start(call);
+  if (asked.operation == Operation::kSend)
+    trace::write(began, [&] { return state_->label_of(asked, asked.peer, arrow); });
+  return Work(OwnedHere<Work::State>(new Work::State{state_, std::move(call), std::move(future), arrow}));
+}
+
 // ---- Who is where
 
 int World::rank() const { return state_->rank(); }
@@ -67,6 +78,7 @@ int World::node_rank() const { return state_->job.node_rank; }
 torch::Device World::device() const { return state_->caller.device; }
 const CoreSet& World::cores() const { return state_->cores; }
 std::string World::describe() const { return state_->caller.here; }
+std::chrono::milliseconds World::timeout() const { return state_->timeout; }
 
 // ---- Sub-worlds
 
@@ -82,48 +94,45 @@ void check_list(const World& world, const RankList& ranks) {
                     .next = "name ranks of this world, each once"});
 }
 
-// The lists of all ranks.
-RankLists exchange_lists(const World& world, const RankList& ranks) {
-  torch::Tensor mine = torch::full({world.size()}, -1, torch::kInt32);
+// The lists of all ranks; a row ends at -1.
+IntVector<RankList> exchange_lists(const World& world, const RankList& ranks) {
+  torch::Tensor mine = torch::full({world.size() + 1}, -1, torch::kInt32);
   std::copy(ranks.begin(), ranks.end(), mine.mutable_data_ptr<std::int32_t>());
   const torch::Tensor all = world.all_gather(mine);
-  RankLists lists;
-  for (int rank = 0; rank < world.size(); ++rank) {
-    const auto* const row = all.const_data_ptr<std::int32_t>() + static_cast<std::ptrdiff_t>(rank) * world.size();
-    lists.emplace_back(row, std::find(row, row + world.size(), -1));
+  IntVector<RankList> lists;
+  for (const torch::Tensor& row : all.unbind()) {
+    const auto* const first = row.const_data_ptr<std::int32_t>();
+    lists.emplace_back(first, std::find(first, first + world.size(), -1));
   }
   return lists;
 }
 
 std::string text_of(const RankList& ranks) { return ranks.empty() ? "no ranks" : "ranks " + join(ranks, ", "); }
 
-void check_agreement(const World& world, const RankLists& lists) {
-  for (std::size_t rank = 0; rank < lists.size(); ++rank)
-    for (const int member : lists[rank])
-      if (const RankList& theirs = lists[static_cast<unsigned>(member)]; theirs != lists[rank])
-        throw MismatchError({.what = concat("rank ", rank, " wants a sub-world of ", text_of(lists[rank]), ", rank ",
-                                            member, " one of ", text_of(theirs)),
-                             .here = world.describe(),
-                             .likely = "ranks that compute their groups from different numbers",
-                             .next = "give the same list on all its ranks; other lists may not overlap it"});
-}
-
 }  // namespace
 
-// The lists of all ranks, where this one's is `ranks`; empty for a rank that is not in its own.
-RankLists World::agree_on_lists(const std::vector<int>& ranks) const {
+// This rank's list, or an empty one for a rank that is not in its own, once it is known that no two lists contradict
+// each other.
+RankList World::agree_on_list(const RankList& ranks) const {
   check_list(*this, ranks);
   state_->count_sub_world();
   const bool is_member = std::ranges::find(ranks, rank()) != ranks.end();
-  RankLists lists = exchange_lists(*this, is_member ? ranks : RankList());
-  check_agreement(*this, lists);
-  return lists;
+  const IntVector<RankList> lists = exchange_lists(*this, is_member ? ranks : RankList());
+  for (int rank = 0; rank < size(); ++rank)
+    for (const int member : lists[rank])
+      if (lists[member] != lists[rank])
+        throw MismatchError({.what = concat("rank ", rank, " wants a sub-world of ", text_of(lists[rank]), ", rank ",
+                                            member, " one of ", text_of(lists[member])),
+                             .here = describe(),
+                             .likely = "ranks that compute their groups from different numbers",
+                             .next = "give the same list on all its ranks; other lists may not overlap it"});
+  return lists[rank()];
 }
 
-std::optional<World> World::group(const std::vector<int>& ranks) const {
-  const RankLists lists = agree_on_lists(ranks);
-  auto cpu_transport = state_->cpu_transport->group(lists);
-  auto cuda_transport = state_->cuda_transport ? state_->cuda_transport->group(lists) : nullptr;
+std::optional<World> World::group(const RankList& ranks) const {
+  const RankList agreed = agree_on_list(ranks);
+  auto cpu_transport = state_->cpu_transport->group(agreed);
+  auto cuda_transport = state_->cuda_transport ? state_->cuda_transport->group(agreed) : nullptr;
   if (!cpu_transport) return std::nullopt;
   auto state = state_->sub_world(ranks);
   state->cpu_transport = std::move(cpu_transport);
@@ -131,9 +140,9 @@ std::optional<World> World::group(const std::vector<int>& ranks) const {
   return WorldState::world_of(std::move(state));
 }
 
-std::optional<World> World::separate(const std::vector<int>& ranks, std::chrono::milliseconds timeout) const {
+std::optional<World> World::separate(const RankList& ranks, std::chrono::milliseconds timeout) const {
   const auto longest = timeout.count() > 0 ? timeout : state_->timeout;
-  auto cpu_transport = state_->cpu_transport->separate(agree_on_lists(ranks), longest);
+  auto cpu_transport = state_->cpu_transport->separate(agree_on_list(ranks), longest);
   if (!cpu_transport) return std::nullopt;
   auto state = state_->sub_world(ranks);
   state->timeout = longest;
@@ -155,30 +164,6 @@ std::optional<World> World::split(int color, int key) const {
   return group(ranks);
 }
 
-// ---- Calls
-
-torch::Tensor World::run(const TensorCall& call) const {
-  call.begin();
-  if (is_message(call.call.operation))
-    state_->run_message(call);
-  else
-    state_->transport_for(call).run(call);
-  call.finish();
-  return call.result;
-}
-
-Work World::start(TensorCall call) const {
-  call.begin();
-  const Call& asked = call.call;
-  const std::int64_t began = trace::now_if_recording();
-  const bool between_known = is_message(asked.operation) && asked.peer != kAnyRank;
-  const std::uint64_t arrow = between_known ? state_->arrow_of(asked, asked.peer) : 0;
-  FuturePtr future = state_->transport_for(call).start(call);
-  if (asked.operation == Operation::kSend)
-    trace::write(began, [&] { return state_->label_of(asked, asked.peer, arrow); });
-  return Work(OwnedHere<Work::State>(new Work::State{state_, std::move(call), std::move(future), arrow}));
-}
-
 // ---- Others
 
 torch::Tensor World::allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) const {
@@ -186,8 +171,8 @@ torch::Tensor World::allocate(torch::IntArrayRef sizes, const torch::TensorOptio
   return state_->cpu_transport->allocate(sizes, options);
 }
 
-std::optional<shm::Group> World::machine_group() const {
-  if (size() == 1 || !device().is_cpu()) return std::nullopt;
+std::shared_ptr<shm::Group> World::machine_group() const {
+  if (size() == 1 || !device().is_cpu()) return nullptr;
   return state_->cpu_transport->machine_group();
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// World's collectives and messages: each checks this rank's arguments and makes a TensorCall.
+// World's collectives and messages: each checks what only torch knows of this rank's arguments, and makes a TensorCall.
+// The transports check the rest (check_call).
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -8,8 +9,6 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/collective/shm/reduce_kernels.h"
-#include "lockstep/collective/torch_dtype.h"
 #include "lockstep/collective/world_state.h"
 #include "lockstep/error.h"
 #include "lockstep/world.h"
@@ -37,16 +36,11 @@ void check_tensor(const Caller& caller, const torch::Tensor& tensor, const char*
            "exchange real and imaginary parts, or another dtype");
 }
 
-void check_op(const Caller& caller, const torch::Tensor& tensor, ReduceOp op) {
-  const bool mean_of_integers = op == ReduceOp::kMean && !tensor.is_floating_point();
-  if (!mean_of_integers && shm::defined(*to_dtype(tensor.scalar_type()), op)) return;
-  refuse(caller, concat(to_string(op), " is not defined for ", c10::toString(tensor.scalar_type())),
-         "convert the tensor, or choose another op");
-}
-
-void check_rank(const Caller& caller, const char* what, int rank) {
-  if (rank < 0 || rank >= caller.size)
-    refuse(caller, concat(what, " ", rank, " of ", caller.size, " ranks"), "name a rank of this world");
+// For floating point alone a mean is what all take it for.
+void check_mean(const Caller& caller, const torch::Tensor& tensor, ReduceOp op) {
+  if (op == ReduceOp::kMean && !tensor.is_floating_point())
+    refuse(caller, concat("mean is not defined for ", c10::toString(tensor.scalar_type())),
+           "convert the tensor, or choose another op");
 }
 
 void check_written(const Caller& caller, const torch::Tensor& tensor, Operation operation) {
@@ -131,7 +125,7 @@ torch::Tensor output_for(const Caller& caller, const torch::Tensor& like, const 
 
 TensorCall all_reduce_call(const Caller& caller, const torch::Tensor& tensor, const AllReduceOptions& options) {
   check_tensor(caller, tensor, "all_reduce");
-  check_op(caller, tensor, options.op);
+  check_mean(caller, tensor, options.op);
   const Call call{.operation = Operation::kAllReduce,
                   .count = to_size(tensor.numel()),
                   .op = options.op,
@@ -141,7 +135,7 @@ TensorCall all_reduce_call(const Caller& caller, const torch::Tensor& tensor, co
 
 TensorCall reduce_scatter_call(const Caller& caller, const torch::Tensor& tensor, const ReduceScatterOptions& options) {
   check_tensor(caller, tensor, "reduce_scatter");
-  check_op(caller, tensor, options.op);
+  check_mean(caller, tensor, options.op);
   check_sum(caller, options.rows, tensor, "reduce_scatter");
   const std::int64_t mine = options.rows.empty() ? tensor.size(0) / caller.size : options.rows[to_size(caller.rank)];
   const torch::Tensor output = output_for(caller, tensor, options.output, with_rows(mine, tensor));
@@ -160,7 +154,6 @@ TensorCall all_gather_call(const Caller& caller, const torch::Tensor& tensor, co
 
 TensorCall broadcast_call(const Caller& caller, const torch::Tensor& tensor, int root) {
   check_tensor(caller, tensor, "broadcast");
-  check_rank(caller, "root", root);
   const Call call{.operation = Operation::kBroadcast, .count = to_size(tensor.numel()), .root = root};
   return call_on(caller, call, tensor, tensor);
 }
@@ -183,7 +176,6 @@ TensorCall all_to_all_call(const Caller& caller, const torch::Tensor& tensor, co
 TensorCall message_call(const Caller& caller, Operation operation, const torch::Tensor& tensor, int peer, int tag) {
   const bool sends = operation == Operation::kSend;
   check_tensor(caller, tensor, sends ? "send" : "receive");
-  if (sends || peer != kAnyRank) check_rank(caller, sends ? "to" : "from", peer);
   if (peer == caller.rank || caller.size == 1)
     refuse(caller, "a message of a rank to itself", "name another rank of this world");
   if (tag < 0) refuse(caller, concat("a message with tag ", tag), "use tags from 0 up");
@@ -198,6 +190,16 @@ std::vector<std::int64_t> values_of(const torch::Tensor& tensor) {
 
 }  // namespace
 
+torch::Tensor World::run(const TensorCall& call) const {
+  call.begin();
+  if (is_message(call.call.operation))
+    state_->run_message(call);
+  else
+    state_->transport_for(call).run(call);
+  call.finish();
+  return call.result;
+}
+
 void World::all_reduce(const torch::Tensor& tensor, const AllReduceOptions& options) const {
   run(all_reduce_call(state_->caller, tensor, options));
 }
@@ -208,8 +210,7 @@ Work World::all_reduce_async(const torch::Tensor& tensor, const AllReduceOptions
 void World::reduce(const torch::Tensor& tensor, const ReduceOptions& options) const {
   const Caller& caller = state_->caller;
   check_tensor(caller, tensor, "reduce");
-  check_op(caller, tensor, options.op);
-  check_rank(caller, "root", options.root);
+  check_mean(caller, tensor, options.op);
   const Call call{
       .operation = Operation::kReduce, .count = to_size(tensor.numel()), .op = options.op, .root = options.root};
   run(call_on(caller, call, tensor, options.root == caller.rank ? tensor : torch::Tensor()));
@@ -239,7 +240,6 @@ Work World::broadcast_async(const torch::Tensor& tensor, int root) const {
 torch::Tensor World::gather(const torch::Tensor& tensor, int root) const {
   const Caller& caller = state_->caller;
   check_tensor(caller, tensor, "gather");
-  check_rank(caller, "root", root);
   torch::Tensor output;
   if (root == caller.rank) output = output_for(caller, tensor, {}, with_ranks(caller, tensor));
   const Call call{.operation = Operation::kGather, .count = to_size(tensor.numel()), .root = root};
@@ -249,7 +249,6 @@ torch::Tensor World::gather(const torch::Tensor& tensor, int root) const {
 void World::scatter(const torch::Tensor& parts, const torch::Tensor& output, int root) const {
   const Caller& caller = state_->caller;
   check_tensor(caller, output, "scatter");
-  check_rank(caller, "root", root);
   const bool at_root = root == caller.rank;
   if (at_root) check_tensor(caller, parts, "scatter");
   if (at_root && (parts.sizes() != torch::IntArrayRef(with_ranks(caller, output)) || parts.dtype() != output.dtype()))

@@ -3,7 +3,7 @@
 #include <numeric>
 
 #include "lockstep/collective/shm/reduce_kernels.h"
-#include "lockstep/collective/torch_dtype.h"
+#include "lockstep/collective/tensor_call.h"
 #include "lockstep/world.h"
 #include "tests/worlds.h"
 

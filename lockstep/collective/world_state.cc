@@ -66,10 +66,7 @@ void connect(WorldState& state, const c10::intrusive_ptr<c10d::Store>& store) {
 Transport& WorldState::transport_for(const TensorCall& call) const {
   const torch::Tensor& tensor = call.output.defined() ? call.output : call.input;
   if (size() > 1 && !cpu_transport.get_deleter().process.is_here())
-    throw UsageError({.what = "a collective or message in a forked child of a rank",
-                      .here = caller.here,
-                      .likely = "fork() after World was made: the child is not a rank",
-                      .next = "leave collectives, backward() and step() to the parent"});
+    refuse_forked_child(caller.here);
   if (!tensor.defined() || tensor.is_cpu() || size() == 1) return *cpu_transport;
   if (cuda_transport) return *cuda_transport;
   throw DeviceError({.what = "a collective of a CUDA tensor between ranks that are threads",
@@ -121,8 +118,6 @@ World WorldState::world_of(std::shared_ptr<WorldState> state) {
   state->stoppable_.emplace([all = state.get()](const std::string& reason) { all->abandon(reason); });
   return World(std::move(state));
 }
-
-void WorldState::wait_for_device(const World& world) { lockstep::wait_for_device(world.device(), timeout_of(world)); }
 
 void WorldState::abandon(const std::string& reason) const {
   if (cpu_transport.get_deleter().process.is_here()) cpu_transport->fail(reason);

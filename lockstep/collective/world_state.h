@@ -53,12 +53,6 @@ class WorldState {
   // As World::from_env, with this device: a GPU of that number, or of the local rank's if it has none.
   static World from_env_on(torch::Device device, std::chrono::milliseconds timeout);
 
-  // How long any one wait in `world` may take.
-  static std::chrono::milliseconds timeout_of(const World& world) { return world.state_->timeout; }
-
-  // Blocks until this rank's GPU, if it has one, is done with all it was given, at most that long. Throws as gpus.h's.
-  static void wait_for_device(const World& world);
-
   // Once its transports are set: what stop() ends from now on.
   static World world_of(std::shared_ptr<WorldState> state);
 

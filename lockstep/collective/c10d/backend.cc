@@ -125,7 +125,7 @@ template <class CallOptions>
 WorkPtr C10dBackend::start(OpType type, std::vector<TensorCall> calls, Tensors results, const CallOptions& options) {
   if (options.timeout != c10d::kUnsetTimeout)
     for (TensorCall& each : calls) each.call.timeout = options.timeout;
-  auto body = [calls = std::move(calls)](CpuTransport& transport) {
+  auto body = [calls = std::move(calls)](Transport& transport) {
     for (const TensorCall& call : calls) run_to_its_end(transport, call);
   };
   return start(type, std::move(body), std::move(results), options.asyncOp);

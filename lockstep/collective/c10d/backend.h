@@ -41,6 +41,7 @@
 namespace lockstep {
 
 class CpuTransport;
+class Transport;
 struct TensorCall;
 struct TracedGroup;
 
@@ -129,7 +130,7 @@ class C10dBackend final : public c10d::Backend {
   // Makes the calls one after the other, as one collective of c10d.
   template <class CallOptions>
   WorkPtr start(c10d::OpType type, std::vector<TensorCall> calls, Tensors results, const CallOptions& options);
-  using Body = std::function<void(CpuTransport& transport)>;
+  using Body = std::function<void(Transport& transport)>;
   WorkPtr start(c10d::OpType type, Body body, Tensors results, bool async);
   WorkPtr start_message(c10d::OpType type, Tensors& tensors, int peer, std::int64_t tag);
   void trace_if_asked(const std::vector<int>& machine_of);

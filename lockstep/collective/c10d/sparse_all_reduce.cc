@@ -21,7 +21,7 @@ using torch::Tensor;
 
 class SparseSum {
  public:
-  SparseSum(Member member, CpuTransport& transport, std::chrono::milliseconds timeout)
+  SparseSum(Member member, Transport& transport, std::chrono::milliseconds timeout)
       : member_(member), transport_(transport), timeout_(timeout) {}
 
   Tensor of(const Tensor& tensor) {
@@ -74,13 +74,13 @@ class SparseSum {
   }
 
   Member member_;
-  CpuTransport& transport_;
+  Transport& transport_;
   std::chrono::milliseconds timeout_;
 };
 
 }  // namespace
 
-std::function<void(CpuTransport&)> sparse_all_reduce(Member member, const Tensor& tensor,
+std::function<void(Transport&)> sparse_all_reduce(Member member, const Tensor& tensor,
                                                      const c10d::AllreduceOptions& options) {
   if (options.reduceOp.op_ != c10d::ReduceOp::SUM)
     throw UsageError({.what = "all_reduce of a sparse tensor by another reduction than SUM",
@@ -90,7 +90,7 @@ std::function<void(CpuTransport&)> sparse_all_reduce(Member member, const Tensor
         {.what = concat("a sparse tensor on ", tensor.device().str(), " was given to the lockstep backend"),
          .next = "move it to the CPU"});
   const auto timeout = options.timeout == c10d::kUnsetTimeout ? std::chrono::milliseconds(0) : options.timeout;
-  return [member, tensor, timeout](CpuTransport& transport) {
+  return [member, tensor, timeout](Transport& transport) {
     const at::AutoDispatchBelowAutograd no_autograd;
     Tensor(tensor).copy_(SparseSum(member, transport, timeout).of(tensor));
   };

@@ -18,7 +18,7 @@ namespace lockstep::backend {
 // What makes the collective: `tensor` is then the coalesced sum of all ranks' tensors. Each rank receives all entries of
 // all ranks. Throws UsageError at once: not a sum; a tensor that is not on the CPU. The function: MismatchError on all
 // ranks, after which the group is as before; PeerLost.
-std::function<void(CpuTransport&)> sparse_all_reduce(Member member, const torch::Tensor& tensor,
+std::function<void(Transport&)> sparse_all_reduce(Member member, const torch::Tensor& tensor,
                                                      const c10d::AllreduceOptions& options);
 
 }  // namespace lockstep::backend

@@ -97,8 +97,8 @@ class MachineBroadcast : private MachineCollective {
   int root_machine_;
   Chunks chunks_;
   Route route_;
-  std::vector<MachineLink::Transfers> arriving_;  // of each chunk
-  MachineLink::Transfers leaving_;
+  std::vector<GlooLink::Transfers> arriving_;  // of each chunk
+  GlooLink::Transfers leaving_;
 };
 
 }  // namespace

@@ -11,19 +11,19 @@ PartCounts counts_of(const Call& call, int ranks) {
 // barrier keeps a rank from sending while its machine has not heard from the others.
 void check_all_ranks(Hierarchy& hierarchy, const Call& call) {
   const Signature mine = signature_of(call);
-  hierarchy.inside.run_as(mine, {.operation = Operation::kBarrier});
-  if (hierarchy.inside.rank() == 0) {
+  hierarchy.inside->run({.operation = Operation::kBarrier}, &mine);
+  if (hierarchy.inside->rank() == 0) {
     hierarchy.between->begin_check(mine);
     hierarchy.between->finish_check();
   }
-  hierarchy.inside.barrier();
+  hierarchy.inside->barrier();
 }
 
 // One round: all messages are under way at the same time, and every rank has posted its receive from each other rank
 // whatever order the others send in.
 void exchange(Hierarchy& hierarchy, const Call& call, const PartCounts& send, const PartCounts& receive) {
-  MachineLink& all = hierarchy.all;
-  MachineLink::Transfers transfers;
+  GlooLink& all = hierarchy.all;
+  GlooLink::Transfers transfers;
   const auto* from = static_cast<const std::byte*>(call.input);
   auto* to = static_cast<std::byte*>(call.output);
   for (int rank = 0; rank < all.size(); ++rank) {

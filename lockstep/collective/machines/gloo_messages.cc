@@ -93,7 +93,7 @@ C10dWork receive_second(Receive& receive, const c10d::Work& first, GlooConnectio
 
 }  // namespace
 
-GlooMessages::GlooMessages(const MachineLink& link, std::string here, bool headers)
+GlooMessages::GlooMessages(const GlooLink& link, std::string here, bool headers)
     : gloo_(link.connection()), rank_(link.rank()), here_(std::move(here)), headers_(headers) {}
 
 GlooMessages::~GlooMessages() = default;

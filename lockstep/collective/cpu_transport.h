@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// collective/shared_memory_transport.h: the shared-memory core as a transport for host tensors.
+// collective/cpu_transport.h: the transport of CPU tensors between the ranks of one machine: the shared-memory core.
+// Hierarchy (machines/hierarchy.h), which carries them between machines, derives from it.
 //
 // Flow:    connect.h -> here; World, c10d backend -> here -> collective/shm/
 // Owns:    this rank's side of the shared memory
@@ -11,7 +12,6 @@
 #include <list>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,22 +21,33 @@
 
 namespace lockstep {
 
-class SharedMemoryTransport final : public CpuTransport {
+class CpuTransport : public Transport {
  public:
-  explicit SharedMemoryTransport(shm::Group group) : group_(std::move(group)) {}
+  // `group`: the ranks of this machine. `here`: this rank, for messages.
+  explicit CpuTransport(shm::GroupPtr group, std::string here = {})
+      : inside(std::move(group)), queue_(std::move(here)) {}
 
   // In good order, unless an exception is on its way out: then the others learn at once that this rank is gone.
-  ~SharedMemoryTransport() override;
+  ~CpuTransport() override;
 
   FuturePtr start(TensorCall call) override;
   int run(const TensorCall& call) override;
-  std::unique_ptr<Transport> group(const RankLists& lists) override;
-  std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds timeout) override;
+  std::unique_ptr<Transport> group(const std::vector<int>& ranks) override;
+  std::unique_ptr<Transport> separate(const std::vector<int>& ranks, std::chrono::milliseconds timeout) override;
   torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) override;
-  std::optional<shm::Group> machine_group() override;
-  void fail(const std::string& reason) override { group_.poison(reason); }
-  CallQueue& queue() override { return queue_; }
-  void set_timeout(std::chrono::milliseconds timeout) override;
+  shm::GroupPtr machine_group() override;
+  void fail(const std::string& reason) override { inside->poison(reason); }
+
+  // The queue that runs collectives. A collective started from inside another runs immediately.
+  CallQueue& queue() { return queue_; }
+
+  // Sets the longest time of every wait from now on, after the calls that were started before.
+  virtual void set_timeout(std::chrono::milliseconds timeout);
+
+ protected:
+  // A group of `ranks`, which are numbers in `inside`, in memory of its own; none where they are none. Every rank calls.
+  // Blocks until they are connected. Throws RendezvousError, SystemError.
+  shm::GroupPtr separate_inside(const std::vector<int>& ranks, std::chrono::milliseconds timeout) const;
 
  private:
   struct Message {
@@ -44,14 +55,18 @@ class SharedMemoryTransport final : public CpuTransport {
     FuturePtr future;
   };
 
-  FuturePtr start_message(TensorCall call);
-  void forget_done();  // messages
+  // Before a message: the worker thread makes what is deferred; memory of messages that are done goes.
+  void prepare_message();
 
   // Destroyed in reverse order: first the queue, whose thread uses the group; last the tensors that the group's
   // messages use.
   std::mutex mutex_;
   std::list<Message> messages_;  // under way; guarded by mutex_
-  shm::Group group_;
+
+ public:
+  const shm::GroupPtr inside;
+
+ protected:
   CallQueue queue_;
 };
 
@@ -62,20 +77,9 @@ std::vector<std::string> exchange_texts(c10d::Store& store, const std::string& t
 
 // `ranks` are the processes of this machine: through the store they exchange an address, then memory. All ranks call.
 // Blocks until those of this machine are connected. Throws RendezvousError, SystemError.
-shm::Group connect_shared_memory(c10d::Store& store, const std::vector<int>& ranks, const TransportOptions& options);
-
-// The group of lists[rank], none where that is empty. Every rank of the group calls, with the same lists.
-std::optional<shm::Group> subgroup_of(shm::Group& group, const RankLists& lists);
+shm::GroupPtr connect_shared_memory(c10d::Store& store, const std::vector<int>& ranks, const TransportOptions& options);
 
 // Another group of the same ranks. Every rank of the group calls.
-shm::Group whole_group_of(shm::Group& group);
-
-// As subgroup_of, but in memory of its own. Blocks until the ranks of the list are connected. Throws RendezvousError,
-// SystemError.
-std::optional<shm::Group> separate_group_of(shm::Group& group, const RankLists& lists,
-                                            std::chrono::milliseconds timeout);
-
-// As World::allocate.
-torch::Tensor allocate_shared(shm::Group& group, torch::IntArrayRef sizes, const torch::TensorOptions& options);
+shm::GroupPtr whole_group_of(shm::Group& group);
 
 }  // namespace lockstep
