@@ -1,47 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shared_memory.h"
 
-#include <atomic>
 #include <bit>
 #include <cstring>
-#include <mutex>
 #include <new>
-#include <vector>
 
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/own_process.h"
 #include "lockstep/collective/shm/group.h"
-#include "lockstep/collective/shm/memory/control_block.h"
 #include "lockstep/launch/job_memory.h"
 
 namespace lockstep {
 namespace {
-
-// Stands before common memory, which is in rank 0's arena: the number of ranks that have not released it yet.
-struct CommonHeader {
-  std::atomic<int> users;
-};
-
-// Note [Releasing common memory]
-// Each rank that releases common memory decrements its count of users. Rank 0, which allocated it, may return it to its
-// arena only when the count is 0, so it keeps released blocks here and looks again whenever it adds one.
-class Retired {
- public:
-  void add(shm::Memory memory) {
-    const std::lock_guard lock(mutex_);
-    memories_.push_back(std::move(memory));
-    std::erase_if(memories_, [](const shm::Memory& each) { return each.as<CommonHeader>()->users.load() == 0; });
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<shm::Memory> memories_;
-};
-
-Retired& retired() {
-  static auto* const instance = new Retired;  // a module in a global variable is released after static objects are gone
-  return *instance;
-}
 
 std::shared_ptr<std::byte> ordinary_memory(std::size_t bytes) {
   const std::align_val_t alignment{kCacheLine};
@@ -79,23 +49,19 @@ std::shared_ptr<std::byte> SharedMemory::allocate_common(std::size_t bytes) {
     std::memset(memory.get(), 0, bytes);
     return memory;
   }
+  constexpr std::size_t kHeader = sizeof(shm::SharedHeader);
   shm::Memory memory;
-  std::uint64_t place = 0;
-  if (rank() == 0) {
-    memory = group_->allocate(kCacheLine + bytes);
-    place = memory.offset();
-    std::memset(memory.data(), 0, kCacheLine + bytes);
-    new (memory.data()) CommonHeader{size()};
-  }
-  group_->broadcast({.output = &place, .count = sizeof(place), .dtype = DType::kUInt8});
-  std::byte* const start = rank() == 0 ? memory.data() : group_->peer_memory(0, place, kCacheLine + bytes);
+  if (rank() == 0) memory = shm::make_shared_memory(*group_, kHeader + bytes, size());
+  std::uint64_t offset = rank() == 0 ? memory.offset() : 0;
+  group_->broadcast({.output = &offset, .count = sizeof(offset), .dtype = DType::kUInt8});
+  std::byte* const start = rank() == 0 ? memory.data() : group_->peer_memory(0, offset, kHeader + bytes);
   const auto release = [keep = shared_from_this(), process = OwnProcess(),
                         held = std::make_shared<shm::Memory>(std::move(memory))](std::byte* data) {
     if (!process.is_here()) return;  // a forked child is no user
-    reinterpret_cast<CommonHeader*>(data - kCacheLine)->users.fetch_sub(1);
-    if (held->data() != nullptr) retired().add(std::move(*held));
+    reinterpret_cast<shm::SharedHeader*>(data - kHeader)->users.fetch_sub(1);
+    if (held->data() != nullptr) keep->group_->peers().retire(std::move(*held));
   };
-  return {start + kCacheLine, release};
+  return {start + kHeader, release};
 }
 
 SharedMemory::Own SharedMemory::allocate(std::size_t bytes) {

@@ -18,9 +18,9 @@ void dispatch(Hierarchy& hierarchy, const Call& call) {
     case Operation::kReduceScatter: return reduce_scatter(hierarchy, call);
     case Operation::kAllGather: return all_gather(hierarchy, call);
     case Operation::kBroadcast: return broadcast(hierarchy, call);
-    case Operation::kGather: return gather(hierarchy, call);
-    case Operation::kScatter: return scatter(hierarchy, call);
-    case Operation::kAllToAll: return all_to_all(hierarchy, call);
+    case Operation::kGather:
+    case Operation::kScatter:
+    case Operation::kAllToAll: return exchange(hierarchy, call);
     default: return barrier(hierarchy);
   }
 }

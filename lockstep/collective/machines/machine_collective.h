@@ -35,11 +35,8 @@ struct Chunks {
   std::size_t count;
   std::size_t most;
 
-  std::size_t size() const { return std::max<std::size_t>(1, (count + most - 1) / most); }
-  shm::Part operator[](std::size_t chunk) const {
-    const std::size_t begin = chunk * most;
-    return {begin, std::min(most, count - begin)};
-  }
+  std::size_t size() const { return std::max<std::size_t>(1, shm::chunks_of(count, most)); }
+  shm::Part operator[](std::size_t chunk) const { return shm::Part{0, count}.chunk(chunk, most); }
 };
 
 class MachineCollective {

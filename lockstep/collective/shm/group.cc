@@ -28,15 +28,14 @@ trace::Label label_of(const Signature& signature) {
           .bytes = of_step || bytes == 0 ? -1 : bytes};
 }
 
-Memory make_area(const Group& group, int size) {
-  const std::size_t bytes = GroupArea::bytes(size);
+}  // namespace
+
+Memory make_shared_memory(const Group& group, std::size_t bytes, int users) {
   Memory memory = group.allocate(bytes);
   std::memset(memory.data(), 0, bytes);
-  memory.as<GroupHeader>()->users.store(static_cast<unsigned>(size));
+  memory.as<SharedHeader>()->users.store(static_cast<unsigned>(users));
   return memory;
 }
-
-}  // namespace
 
 Group::Group(std::shared_ptr<Peers> peers, GroupArea area, std::vector<int> ranks, int rank,
              std::chrono::milliseconds timeout)
@@ -138,7 +137,7 @@ GroupPtr Group::subgroup(const std::vector<int>& ranks) {
   const int new_rank = static_cast<int>(std::ranges::find(ranks, rank_) - ranks.begin());
   Memory area;
   if (new_size > 0 && new_rank == 0) try {
-      area = make_area(*this, new_size);
+      area = make_shared_memory(*this, GroupArea::bytes(new_size), new_size);
     } catch (...) {
       after_failure();
       throw;

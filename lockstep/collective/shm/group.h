@@ -226,4 +226,7 @@ class Group final : public CallDescription {
   std::unique_ptr<Mailbox> mailbox_;  // the last member: its thread uses the others
 };
 
+// Zeroed memory of this rank, with a SharedHeader, which is a part of `bytes`, for so many ranks. Throws SystemError.
+Memory make_shared_memory(const Group& group, std::size_t bytes, int users);
+
 }  // namespace lockstep::shm

@@ -199,10 +199,10 @@ int Peers::holds_up(int peer) const {
   return peer;  // they wait for one another in a circle
 }
 
-void Peers::retire(Memory area) {
+void Peers::retire(Memory memory) {
   const std::lock_guard lock(mutex_);
-  retired_.push_back(std::move(area));
-  std::erase_if(retired_, [](const Memory& memory) { return memory.as<GroupHeader>()->users.load() == 0; });
+  retired_.push_back(std::move(memory));
+  std::erase_if(retired_, [](const Memory& each) { return each.as<SharedHeader>()->users.load() == 0; });
 }
 
 int Peers::job_rank(int rank) const { return seat(rank).job_rank.load(std::memory_order_relaxed); }

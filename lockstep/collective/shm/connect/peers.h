@@ -68,8 +68,8 @@ class Peers {
   // and so on.
   int holds_up(int peer) const;
 
-  // Keeps the control memory of a sub-group until its last rank has left it.
-  void retire(Memory area);
+  // Keeps memory with a SharedHeader until no rank uses it any more.
+  void retire(Memory memory);
 
  private:
   MachineBlock& block() const { return *reinterpret_cast<MachineBlock*>(control_.at(0, sizeof(MachineBlock))); }

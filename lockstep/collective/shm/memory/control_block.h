@@ -2,7 +2,7 @@
 // collective/shm/memory/control_block.h: what the ranks of a machine write for each other besides data, byte by byte.
 //
 //   control segment:   MachineBlock | Seat[N] | group area of all ranks
-//   group area:        GroupHeader | then per rank, each part on cache lines of its own:
+//   group area:        SharedHeader | then per rank, each part on cache lines of its own:
 //                      Announcement[2] | Progress | counts[2][2N] | slot[2][kSlotBytes] |
 //                      MessageHeader[N][kMessagesPerPair]
 //
@@ -126,8 +126,12 @@ struct alignas(kCacheLine) MessageHeader {
   alignas(kCacheLine) std::array<std::byte, kInlineBytes> data;
 };
 
-struct alignas(kCacheLine) GroupHeader {
-  std::atomic<std::uint32_t> users;  // ranks that have not left; the leader reuses the memory of a sub-group at zero
+// Note [Shared memory of one rank]
+// Memory of one rank's arena that others use, too, begins with the number of ranks that have not released it yet. Its
+// owner may return it to the arena only when that is 0, so Peers::retire() keeps it and looks again whenever there is
+// more of it.
+struct alignas(kCacheLine) SharedHeader {
+  std::atomic<std::uint32_t> users;
 };
 
 // Finds the parts of a group area.
@@ -135,9 +139,9 @@ class GroupArea {
  public:
   GroupArea(std::byte* base, int size) : base_(base), layout_(size) {}
 
-  static std::size_t bytes(int size) { return sizeof(GroupHeader) + static_cast<unsigned>(size) * Layout(size).bytes; }
+  static std::size_t bytes(int size) { return sizeof(SharedHeader) + static_cast<unsigned>(size) * Layout(size).bytes; }
 
-  GroupHeader& header() const { return *reinterpret_cast<GroupHeader*>(base_); }
+  SharedHeader& header() const { return *reinterpret_cast<SharedHeader*>(base_); }
   Announcement& announcement(int rank, std::uint32_t sequence) const { return at<Announcement>(rank, 0)[sequence % 2]; }
   Progress& progress(int rank) const { return *at<Progress>(rank, layout_.progress); }
   // Sent to each, then received from each.
@@ -160,7 +164,7 @@ class GroupArea {
 
   template <class T>
   T* at(int rank, std::size_t offset) const {
-    return reinterpret_cast<T*>(base_ + sizeof(GroupHeader) + static_cast<unsigned>(rank) * layout_.bytes + offset);
+    return reinterpret_cast<T*>(base_ + sizeof(SharedHeader) + static_cast<unsigned>(rank) * layout_.bytes + offset);
   }
 
   std::byte* base_;
