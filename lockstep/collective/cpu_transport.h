@@ -7,8 +7,6 @@
 // Ranks:   every rank of the machine makes its transport at the same time
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <list>
 #include <memory>
 #include <mutex>

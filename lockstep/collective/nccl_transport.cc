@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/collective/c10d/c10d_transport.h"
-
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #ifdef LOCKSTEP_WITH_CUDA
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>

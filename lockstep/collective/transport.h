@@ -11,6 +11,7 @@
 // Ranks:   every rank makes the same calls in the same order, except send and receive
 #pragma once
 
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/types.h>
 
 #include <chrono>
@@ -74,5 +75,9 @@ struct TransportOptions {
   std::shared_ptr<GlooNetwork> network{};  // that a group shares with its World; none: a new one
   bool message_headers = true;  // a message between machines begins with its dtype and length (gloo_messages.h)
 };
+
+// c10d's NCCL, for CUDA tensors. Blocks until this rank is connected to all others. Throws RendezvousError; DeviceError in
+// a build without CUDA.
+std::unique_ptr<Transport> make_nccl(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options);
 
 }  // namespace lockstep

@@ -10,7 +10,6 @@
 #include "lockstep/base/host_name.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/c10d/c10d_transport.h"
 #include "lockstep/collective/connect.h"
 #include "lockstep/collective/connecting_store.h"
 #include "lockstep/collective/gpus.h"

@@ -10,8 +10,6 @@
 #include "lockstep/base/to_size.h"
 #include "lockstep/collective/c10d/backend_calls.h"
 #include "lockstep/collective/c10d/backend_work.h"
-#include "lockstep/collective/c10d/monitored_barrier.h"
-#include "lockstep/collective/c10d/sparse_all_reduce.h"
 #include "lockstep/collective/call_queue.h"
 #include "lockstep/collective/connect.h"
 #include "lockstep/collective/trace_if_asked.h"

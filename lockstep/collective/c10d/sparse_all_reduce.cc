@@ -5,7 +5,7 @@
 //   2  all_gather  the entries' indices, n_r rows of one int64 per sparse dimension
 //   3  all_gather  their values, n_r rows
 //   4  every rank adds up all entries, in the order of the ranks: all have the same bits
-#include "lockstep/collective/c10d/sparse_all_reduce.h"
+#include "lockstep/collective/c10d/backend_calls.h"
 
 #include <algorithm>
 #include <numeric>

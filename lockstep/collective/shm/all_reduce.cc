@@ -18,7 +18,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "lockstep/collective/shm/collectives.h"
+#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/partition.h"
 #include "lockstep/collective/shm/reduce_kernels.h"
 #include "lockstep/collective/shm/thresholds.h"

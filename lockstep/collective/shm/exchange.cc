@@ -14,7 +14,7 @@
 #include <numeric>
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/shm/collectives.h"
+#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/partition.h"
 #include "lockstep/collective/shm/reduce_kernels.h"
 #include "lockstep/collective/shm/thresholds.h"

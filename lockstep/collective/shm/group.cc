@@ -10,7 +10,6 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
-#include "lockstep/collective/shm/collectives.h"
 #include "lockstep/collective/shm/mailbox.h"
 #include "lockstep/collective/shm/thresholds.h"
 #include "lockstep/error.h"

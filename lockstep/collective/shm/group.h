@@ -117,7 +117,7 @@ class Group final : public CallDescription {
 
   void throw_if_lost() const;  // throws PeerLost where a rank of the machine has died or the machine is poisoned
 
-  // ---- For the collectives (collectives.h), which are written in these verbs:
+  // ---- For the collectives (below), which are written in these verbs:
   //
   //   announce(in, out)    writes signature and locations of collective number s in one cache line
   //   arrive()             shows that line, waits for all others, compares signatures
@@ -225,6 +225,15 @@ class Group final : public CallDescription {
   bool left_ = false;
   std::unique_ptr<Mailbox> mailbox_;  // the last member: its thread uses the others
 };
+
+// The collectives, each in the verbs above. all_reduce.cc, all_reduce_reference.cc and exchange.cc say at their beginning
+// how each works, and what each rank does for K bytes and p ranks.
+void all_reduce(Group& group, const Call& call);            // or reduce, or reduce_scatter
+void all_reduce_reference(Group& group, const Call& call);  // by another call.algorithm than kDirect
+void broadcast(Group& group, const Call& call);
+void gather(Group& group, const Call& call);  // or all_gather; also the one that makes a sub-group
+void scatter(Group& group, const Call& call);
+void all_to_all(Group& group, const Call& call);
 
 // Zeroed memory of this rank, with a SharedHeader, which is a part of `bytes`, for so many ranks. Throws SystemError.
 Memory make_shared_memory(const Group& group, std::size_t bytes, int users);
