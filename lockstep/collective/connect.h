@@ -2,7 +2,7 @@
 // collective/connect.h: connects ranks that have a store in common: through shared memory where all are on one machine,
 // otherwise by the hierarchy.
 //
-// Flow:    World::from_env, c10d/backend.cc -> here -> shared_memory_transport.h, machines/hierarchy.h
+// Flow:    World::from_env, c10d/backend.cc -> here -> cpu_transport.h, machines/hierarchy.h
 // Owns:    nothing; the hierarchy keeps the store, for its groups
 // Threads: one at a time
 // Ranks:   all ranks, at the same time, each with the same store, or prefix of one; for several connections over it in
