@@ -162,39 +162,6 @@ void check_pairs(const Group& group) {
     }
 }
 
-void all_to_all_even(Group& group, const Call& call, Exchange& exchange) {
-  const Partition parts = Partition::equal(call.count, group.size());
-  exchange.input_bytes = parts.total() * size_of(call.dtype);
-  for (int peer = 0; peer < group.size(); ++peer) {
-    exchange.given[peer] = exchange.taken[peer] = exchange.bytes_of(parts[peer]);
-    exchange.found_at[peer] = exchange.bytes_of(parts[group.rank()]).begin;
-  }
-  exchange.run();
-}
-
-// Each rank also publishes what it sends to and expects from each: where its message begins in a sender's input is the
-// sum of what that one sends to the ranks before it.
-void all_to_all_uneven(Group& group, const Call& call, Exchange& exchange) {
-  const std::size_t element = size_of(call.dtype);
-  const Partition sends = Partition::uneven(call.counts);
-  const Partition receives = Partition::uneven(call.receive_counts);
-  exchange.input_bytes = sends.total() * element;
-  std::uint64_t* const published = group.counts(group.rank());
-  for (int peer = 0; peer < group.size(); ++peer) {
-    exchange.given[peer] = exchange.bytes_of(sends[peer]);
-    exchange.taken[peer] = exchange.bytes_of(receives[peer]);
-    published[peer] = sends[peer].count;
-    published[group.size() + peer] = receives[peer].count;
-  }
-  exchange.arrive();
-  check_pairs(group);
-  for (int peer = 0; peer < group.size(); ++peer) {
-    const std::uint64_t* const sent = group.counts(peer);
-    exchange.found_at[peer] = std::accumulate(sent, sent + group.rank(), std::uint64_t{0}) * element;
-  }
-  exchange.transfer();
-}
-
 }  // namespace
 
 void broadcast(Group& group, const Call& call) {
@@ -231,13 +198,33 @@ void scatter(Group& group, const Call& call) {
   exchange.run();
 }
 
+// Where parts are uneven, each rank also publishes what it sends to and expects from each: where its message begins in a
+// sender's input is the sum of what that one sends to the ranks before it.
 void all_to_all(Group& group, const Call& call) {
   Exchange exchange(group, call);
+  const bool even = call.counts.empty();
+  const Partition sends = Partition::of(call, group.size());
+  const Partition receives = even ? sends : Partition::uneven(call.receive_counts);
+  exchange.input_bytes = exchange.bytes_of({0, sends.total()}).count;
   exchange.given.resize(group.size());
-  if (call.counts.empty())
-    all_to_all_even(group, call, exchange);
-  else
-    all_to_all_uneven(group, call, exchange);
+  for (int peer = 0; peer < group.size(); ++peer) {
+    exchange.given[peer] = exchange.bytes_of(sends[peer]);
+    exchange.taken[peer] = exchange.bytes_of(receives[peer]);
+    exchange.found_at[peer] = exchange.bytes_of(sends[group.rank()]).begin;
+    if (even) continue;
+    group.counts(group.rank())[peer] = sends[peer].count;
+    group.counts(group.rank())[group.size() + peer] = receives[peer].count;
+  }
+  exchange.arrive();
+  if (!even) {
+    check_pairs(group);
+    for (int peer = 0; peer < group.size(); ++peer) {
+      const std::uint64_t* const sent = group.counts(peer);
+      const auto before = std::accumulate(sent, sent + group.rank(), std::uint64_t{0});
+      exchange.found_at[peer] = exchange.bytes_of({before, 0}).begin;
+    }
+  }
+  exchange.transfer();
 }
 
 }  // namespace lockstep::shm
