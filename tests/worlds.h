@@ -13,7 +13,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/hierarchy.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
-#include "lockstep/collective/world_state.h"
+#include "lockstep/collective/world/world_state.h"
 #include "lockstep/world.h"
 #include "tests/support.h"
 

@@ -17,7 +17,7 @@
 #include <optional>
 #include <string>
 
-#include "lockstep/collective/call.h"
+#include "lockstep/collective/calls/call.h"
 #include "lockstep/world.h"
 
 namespace lockstep {

@@ -10,8 +10,8 @@
 #include "lockstep/base/to_size.h"
 #include "lockstep/collective/c10d/backend_calls.h"
 #include "lockstep/collective/c10d/backend_work.h"
-#include "lockstep/collective/call_queue.h"
-#include "lockstep/collective/connect.h"
+#include "lockstep/collective/calls/call_queue.h"
+#include "lockstep/collective/transport/connect.h"
 #include "lockstep/collective/trace_if_asked.h"
 #include "lockstep/error.h"
 

@@ -2,7 +2,7 @@
 // collective/c10d/backend.h: World's transports as a c10d::Backend, so that PyTorch's own DDP, FSDP and functional
 // collectives run over them unmodified: shared memory on one machine, the hierarchy over several.
 //
-// Flow:    c10d::ProcessGroup (C++ or Python) -> here -> backend_calls.h -> collective/connect.h's transport
+// Flow:    c10d::ProcessGroup (C++ or Python) -> here -> backend_calls.h -> collective/transport/connect.h's transport
 // Owns:    this rank's connections; a thread for collectives, once one was started without blocking
 // Threads: any, like other backends: calls of several threads are ordered by a lock
 // Ranks:   every rank makes the same collectives in the same order; send and receive are for the two that are named

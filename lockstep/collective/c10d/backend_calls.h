@@ -2,7 +2,7 @@
 // collective/c10d/backend_calls.h: c10d's lists of tensors as a TensorCall: counts, dtypes, reductions; and the checks
 // that c10d leaves to its backends.
 //
-// Flow:    collective/c10d/backend.cc -> here -> collective/tensor_call.h
+// Flow:    collective/c10d/backend.cc -> here -> collective/calls/tensor_call.h
 // Threads: values
 // Ranks:   no communication
 #pragma once
@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/tensor_call.h"
-#include "lockstep/collective/transport.h"
+#include "lockstep/collective/calls/tensor_call.h"
+#include "lockstep/collective/transport/transport.h"
 #include "lockstep/error.h"
 
 namespace lockstep::backend {

@@ -15,8 +15,8 @@
 #include <mutex>
 #include <utility>
 
-#include "lockstep/collective/future.h"
-#include "lockstep/collective/tensor_call.h"
+#include "lockstep/collective/calls/future.h"
+#include "lockstep/collective/calls/tensor_call.h"
 #include "lockstep/collective/traced_messages.h"
 
 namespace lockstep::backend {

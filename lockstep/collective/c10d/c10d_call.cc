@@ -10,7 +10,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/call_queue.h"
+#include "lockstep/collective/calls/call_queue.h"
 #include "lockstep/error.h"
 
 namespace lockstep {

@@ -20,7 +20,7 @@
 
 #include <array>
 
-#include "lockstep/collective/cpu_transport.h"
+#include "lockstep/collective/transport/cpu_transport.h"
 #include "lockstep/collective/machines/gloo_messages.h"
 #include "lockstep/collective/machines/topology.h"
 

@@ -34,7 +34,7 @@
 #include <thread>
 
 #include "lockstep/base/int_vector.h"
-#include "lockstep/collective/transport.h"
+#include "lockstep/collective/transport/transport.h"
 
 namespace lockstep {
 

@@ -35,8 +35,8 @@
 #include <vector>
 
 #include "lockstep/base/own_process.h"
-#include "lockstep/collective/call.h"
-#include "lockstep/collective/future.h"
+#include "lockstep/collective/calls/call.h"
+#include "lockstep/collective/calls/future.h"
 #include "lockstep/collective/shm/waiting.h"
 
 namespace lockstep::shm {

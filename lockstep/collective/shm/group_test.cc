@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/call_queue.h"
+#include "lockstep/collective/calls/call_queue.h"
 #include "lockstep/collective/shm/connect/peers.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/collective/shm/group.h"

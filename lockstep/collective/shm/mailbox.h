@@ -17,8 +17,8 @@
 #include <string>
 #include <thread>
 
-#include "lockstep/collective/call.h"
-#include "lockstep/collective/future.h"
+#include "lockstep/collective/calls/call.h"
+#include "lockstep/collective/calls/future.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/transfer.h"
 

@@ -18,7 +18,7 @@
 
 #include <string>
 
-#include "lockstep/collective/call.h"
+#include "lockstep/collective/calls/call.h"
 #include "lockstep/collective/shm/group.h"
 
 namespace lockstep::shm {

@@ -3,7 +3,7 @@
 
 #include "lockstep/base/to_size.h"
 #include "lockstep/collective/gpus.h"
-#include "lockstep/collective/tensor_call.h"
+#include "lockstep/collective/calls/tensor_call.h"
 #include "lockstep/sampler.h"
 
 namespace lockstep {

@@ -22,7 +22,7 @@
 #include <cstdint>
 
 #include "lockstep/base/cache_line.h"
-#include "lockstep/collective/call.h"
+#include "lockstep/collective/calls/call.h"
 #include "lockstep/collective/shm/memory/flag.h"
 #include "lockstep/collective_types.h"
 
