@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows the functions of lockstep that one of two ranks enters in a plain step, or in one all-reduce.
 
-    cmake --preset hops && cmake --build --preset hops
-    tools/hops.py                       # both walks
+    make hops                           # builds, and checks HACKING.md
+    tools/hops.py                       # shows both walks
     tools/hops.py --check HACKING.md    # fails where a numbered walk there names a function or file that is not on it
 
 gdb stops at each function of the library, lambdas included, when rank 0's thread enters it for the first time (tests/hops.cc, built
@@ -23,8 +23,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WALKS = {"step": "One training step", "all_reduce": "One all-reduce"}
 OURS = re.compile(r"_ZZ*N[KVRO]*8lockstep")
-# Where the data moves: the waits for other ranks, and the loops over elements.
-ENDS = re.compile(r"Waiter::until$|reduce_arrays$|update_(vectors|lanes|run)$")
+# The waits for other ranks, and the innermost loops over elements.
+ENDS = ("shm::Group::arrive", "shm::Group::wait", "shm::avx512::reduce_arrays", "shm::baseline::reduce_arrays", "weighted_sum",
+        "SGDRule::apply")
 SEEN = "LOCKSTEP_HOPS"  # names the file with what gdb has seen
 
 
@@ -41,7 +42,8 @@ def symbols(library):
 
 def short_name(demangled):
     """lockstep::shm::(anonymous namespace)::work<int>(Group&)::{lambda()#1}::operator()() const -> shm::work::lambda"""
-    text = demangled.replace("(anonymous namespace)::", "").replace("[abi:cxx11]", "").replace("operator()", "call")
+    text = re.sub(r"^.* \(\*(.*)\)\(.*\)$", r"\1", demangled)  # of a function that returns one
+    text = text.replace("(anonymous namespace)::", "").replace("[abi:cxx11]", "").replace("operator()", "call")
     text = re.sub(r"operator(<=>|<<|>>|->|<|>)", "operator", text)
     kept, depth = [], 0
     for letter in text:
@@ -89,7 +91,7 @@ def look_on():
         def __init__(self, index, thread):
             super().__init__(f"*{starts[index]:#x}", internal=True)
             self.index, self.thread = index, thread
-            self.is_end = ENDS.search(names[index]) is not None
+            self.is_end = names[index] in ENDS
 
         def stop(self):
             entered.append(stack())
@@ -99,6 +101,8 @@ def look_on():
     names = subprocess.run(["c++filt"], input="\n".join(name for _, _, name in functions), stdout=subprocess.PIPE,
                            text=True, check=True).stdout.splitlines()
     names = [short_name(name) for name in names]
+    if gone := set(ENDS) - set(names):
+        raise SystemExit(f"ENDS in {__file__} names what is not there: {', '.join(gone)}")
     thread = gdb.selected_thread().num
     for index in range(len(functions)):
         Entry(index, thread)
@@ -148,7 +152,7 @@ class Walk:
     def __init__(self, seen):
         names = {int(index): name for index, name in seen["names"].items()}
         where = {int(index): place for index, place in seen["where"].items()}
-        ends = [stack for stack in seen["stacks"] if ENDS.search(names[stack[0]])]
+        ends = [stack for stack in seen["stacks"] if names[stack[0]] in ENDS]
         hops = {names[index] for stack in ends for index in stack}
         counts = {index for index in names if where[index][1] > 1 and (where[index][0] or "").startswith(str(ROOT))}
         self.functions, known = [], set()
