@@ -7,7 +7,6 @@
 //   4  every rank adds up all entries, in the order of the ranks: all have the same bits
 #include "lockstep/collective/c10d/backend_calls.h"
 
-#include <algorithm>
 #include <numeric>
 
 #include "lockstep/base/text.h"

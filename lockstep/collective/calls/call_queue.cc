@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/calls/call_queue.h"
 
+#include <atomic>
+
 #include "lockstep/error.h"
 
 namespace lockstep {

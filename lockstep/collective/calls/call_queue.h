@@ -22,7 +22,6 @@
 // other threads' collectives wait while a callback runs, so a callback must not wait for one of those.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>

@@ -18,67 +18,7 @@ namespace {
 
 using Sizes = std::vector<std::int64_t>;
 
-[[noreturn]] void refuse(const Caller& caller, const std::string& what, const std::string& next) {
-  throw UsageError({.what = what, .here = caller.here, .next = next});
-}
-
-// ---- Arguments
-
-// Also in a world of one: what would fail on many ranks fails on one.
-void check_tensor(const Caller& caller, const torch::Tensor& tensor, const char* operation) {
-  if (!tensor.defined()) refuse(caller, concat(operation, " was given an undefined tensor"), "give it a tensor");
-  if (!tensor.is_cpu()) require_device(tensor, caller.device, concat("the tensor given to ", operation));
-  if (tensor.layout() != torch::kStrided)
-    refuse(caller, concat(operation, " of a tensor of layout ", c10::str(tensor.layout())),
-           "call to_dense() on it first");
-  if (!to_dtype(tensor.scalar_type()))
-    refuse(caller, concat(operation, ": tensors of ", c10::toString(tensor.scalar_type()), " can't be exchanged"),
-           "exchange real and imaginary parts, or another dtype");
-}
-
-// For floating point alone a mean is what all take it for.
-void check_mean(const Caller& caller, const torch::Tensor& tensor, ReduceOp op) {
-  if (op == ReduceOp::kMean && !tensor.is_floating_point())
-    refuse(caller, concat("mean is not defined for ", c10::toString(tensor.scalar_type())),
-           "convert the tensor, or choose another op");
-}
-
-void check_written(const Caller& caller, const torch::Tensor& tensor, Operation operation) {
-  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes)
-    refuse(caller,
-           concat(to_string(operation), " into a tensor whose elements share memory: shape ", tensor.sizes(),
-                  ", strides ", tensor.strides()),
-           "give it a tensor that was not expanded");
-}
-
-void check_first_dimension(const Caller& caller, const torch::Tensor& tensor, const char* operation) {
-  if (tensor.dim() == 0)
-    refuse(caller, concat(operation, " of a tensor without dimensions"), "give it rows: unsqueeze(0)");
-}
-
-void check_rows(const Caller& caller, const Sizes& rows, const char* what) {
-  const bool negative = std::ranges::any_of(rows, [](std::int64_t count) { return count < 0; });
-  if (std::cmp_not_equal(rows.size(), caller.size) || negative)
-    refuse(caller, concat(what, ": ", rows.size(), " counts for ", caller.size, " ranks, or a negative one"),
-           "give one count per rank");
-}
-
 std::int64_t sum_of(const Sizes& rows) { return std::accumulate(rows.begin(), rows.end(), std::int64_t{0}); }
-
-// `rows` of `tensor` per rank; none: equal parts.
-void check_sum(const Caller& caller, const Sizes& rows, const torch::Tensor& tensor, const char* operation) {
-  check_first_dimension(caller, tensor, operation);
-  if (rows.empty() && tensor.size(0) % caller.size != 0)
-    refuse(caller, concat(operation, " of ", tensor.size(0), " rows over ", caller.size, " ranks"),
-           "give the rows of each rank, or a multiple of the number of ranks");
-  if (rows.empty()) return;
-  check_rows(caller, rows, operation);
-  if (sum_of(rows) != tensor.size(0))
-    refuse(caller, concat(operation, ": counts of ", sum_of(rows), " rows together for a tensor of ", tensor.size(0)),
-           "give counts that add up to the first dimension");
-}
-
-// ---- Results
 
 Sizes with_rows(std::int64_t rows, const torch::Tensor& tensor) {
   Sizes shape = tensor.sizes().vec();
@@ -86,106 +26,169 @@ Sizes with_rows(std::int64_t rows, const torch::Tensor& tensor) {
   return shape;
 }
 
-Sizes with_ranks(const Caller& caller, const torch::Tensor& tensor) {
-  Sizes shape = tensor.sizes().vec();
-  shape.insert(shape.begin(), caller.size);
-  return shape;
+std::vector<std::int64_t> values_of(const torch::Tensor& tensor) {
+  const auto* const values = tensor.const_data_ptr<std::int64_t>();
+  return {values, values + tensor.numel()};
 }
 
-std::int64_t row_elements(const torch::Tensor& tensor) { return c10::multiply_integers(tensor.sizes().slice(1)); }
+// A call of this rank on `tensor`, before it is made: its checks, and the tensor of its result.
+class Asked {
+ public:
+  // Checks the tensor. Also in a world of one: what would fail on many ranks fails on one.
+  Asked(const Caller& caller, const char* name, const torch::Tensor& tensor)
+      : caller_(caller), name_(name), tensor_(tensor) {
+    check_tensor(tensor);
+  }
 
-// The elements of each rank's part.
-std::vector<std::size_t> counts_of(const Sizes& rows, const torch::Tensor& tensor) {
-  std::vector<std::size_t> counts;
-  for (const std::int64_t count : rows) counts.push_back(to_size(count * row_elements(tensor)));
-  return counts;
-}
+  [[noreturn]] void refuse(const std::string& what, const std::string& next) const {
+    throw UsageError({.what = what, .here = caller_.here, .next = next});
+  }
 
-// Without `input` or `output` where that is not defined.
-TensorCall call_on(const Caller& caller, Call call, const torch::Tensor& input, const torch::Tensor& output) {
-  const auto list_of = [](const torch::Tensor& tensor) { return at::TensorList(&tensor, tensor.defined() ? 1 : 0); };
-  if (output.defined()) check_written(caller, output, call.operation);
-  call.dtype = *to_dtype((output.defined() ? output : input).scalar_type());
-  return with_memory(std::move(call), list_of(input), list_of(output));
-}
+  void check_tensor(const torch::Tensor& tensor) const {
+    if (!tensor.defined()) refuse(concat(name_, " was given an undefined tensor"), "give it a tensor");
+    if (!tensor.is_cpu()) require_device(tensor, caller_.device, concat("the tensor given to ", name_));
+    if (tensor.layout() != torch::kStrided)
+      refuse(concat(name_, " of a tensor of layout ", c10::str(tensor.layout())), "call to_dense() on it first");
+    if (!to_dtype(tensor.scalar_type()))
+      refuse(concat(name_, ": tensors of ", c10::toString(tensor.scalar_type()), " can't be exchanged"),
+             "exchange real and imaginary parts, or another dtype");
+  }
 
-// Where a result goes that is `like` the input, but for its shape: into `given`, or into a new tensor.
-torch::Tensor output_for(const Caller& caller, const torch::Tensor& like, const torch::Tensor& given,
-                         const Sizes& shape) {
-  if (!given.defined()) return torch::empty(shape, like.options().requires_grad(false));
-  const bool fits = given.sizes() == torch::IntArrayRef(shape) && given.scalar_type() == like.scalar_type() &&
-                    given.device() == like.device();
-  if (!fits)
-    refuse(caller,
-           concat("an output of shape ", given.sizes(), " ", c10::toString(given.scalar_type()), ", but ",
-                  torch::IntArrayRef(shape), " ", c10::toString(like.scalar_type()), " is the result"),
-           "give it that shape and dtype, or none");
-  return given;
-}
+  // For floating point alone a mean is what all take it for.
+  void check_op(ReduceOp op) const {
+    if (op == ReduceOp::kMean && !tensor_.is_floating_point())
+      refuse(concat("mean is not defined for ", c10::toString(tensor_.scalar_type())),
+             "convert the tensor, or choose another op");
+  }
+
+  void check_has_rows() const {
+    if (tensor_.dim() == 0) refuse(concat(name_, " of a tensor without dimensions"), "give it rows: unsqueeze(0)");
+  }
+
+  void check_rows(const Sizes& rows) const {
+    const bool negative = std::ranges::any_of(rows, [](std::int64_t count) { return count < 0; });
+    if (std::cmp_not_equal(rows.size(), caller_.size) || negative)
+      refuse(concat(name_, ": ", rows.size(), " counts for ", caller_.size, " ranks, or a negative one"),
+             "give one count per rank");
+  }
+
+  // `rows` of the tensor per rank; none: equal parts.
+  void check_sum(const Sizes& rows) const {
+    check_has_rows();
+    const std::int64_t all = tensor_.size(0);
+    if (rows.empty() && all % caller_.size != 0)
+      refuse(concat(name_, " of ", all, " rows over ", caller_.size, " ranks"),
+             "give the rows of each rank, or a multiple of the number of ranks");
+    if (rows.empty()) return;
+    check_rows(rows);
+    if (sum_of(rows) != all)
+      refuse(concat(name_, ": counts of ", sum_of(rows), " rows together for a tensor of ", all),
+             "give counts that add up to the first dimension");
+  }
+
+  // The elements of each rank's part.
+  std::vector<std::size_t> counts_of(const Sizes& rows) const {
+    std::vector<std::size_t> counts;
+    for (const std::int64_t count : rows)
+      counts.push_back(to_size(count * c10::multiply_integers(tensor_.sizes().slice(1))));
+    return counts;
+  }
+
+  Sizes with_ranks() const {
+    Sizes shape = tensor_.sizes().vec();
+    shape.insert(shape.begin(), caller_.size);
+    return shape;
+  }
+
+  // Where a result goes that is like the tensor, but for its shape: into `given`, or into a new tensor.
+  torch::Tensor output_for(const torch::Tensor& given, const Sizes& shape) const {
+    if (!given.defined()) return torch::empty(shape, tensor_.options().requires_grad(false));
+    const bool fits = given.sizes() == torch::IntArrayRef(shape) && given.scalar_type() == tensor_.scalar_type() &&
+                      given.device() == tensor_.device();
+    if (!fits)
+      refuse(concat("an output of shape ", given.sizes(), " ", c10::toString(given.scalar_type()), ", but ",
+                    torch::IntArrayRef(shape), " ", c10::toString(tensor_.scalar_type()), " is the result"),
+             "give it that shape and dtype, or none");
+    return given;
+  }
+
+  // `call` on these; an undefined one: this rank gives, or gets, nothing.
+  TensorCall on(const torch::Tensor& input, const torch::Tensor& output, Call call) const {
+    const auto list_of = [](const torch::Tensor& tensor) { return at::TensorList(&tensor, tensor.defined() ? 1 : 0); };
+    if (output.defined() && at::has_internal_overlap(output) == at::MemOverlap::Yes)
+      refuse(concat(to_string(call.operation), " into a tensor whose elements share memory: shape ", output.sizes(),
+                    ", strides ", output.strides()),
+             "give it a tensor that was not expanded");
+    call.dtype = *to_dtype(tensor_.scalar_type());
+    return with_memory(std::move(call), list_of(input), list_of(output));
+  }
+
+  std::size_t count() const { return to_size(tensor_.numel()); }
+
+ private:
+  const Caller& caller_;
+  const char* name_;
+  const torch::Tensor& tensor_;
+};
 
 TensorCall all_reduce_call(const Caller& caller, const torch::Tensor& tensor, const AllReduceOptions& options) {
-  check_tensor(caller, tensor, "all_reduce");
-  check_mean(caller, tensor, options.op);
-  const Call call{.operation = Operation::kAllReduce,
-                  .count = to_size(tensor.numel()),
-                  .op = options.op,
-                  .algorithm = options.algorithm};
-  return call_on(caller, call, tensor, tensor);
+  const Asked asked(caller, "all_reduce", tensor);
+  asked.check_op(options.op);
+  return asked.on(tensor, tensor,
+                  {.operation = Operation::kAllReduce,
+                   .count = asked.count(),
+                   .op = options.op,
+                   .algorithm = options.algorithm});
 }
 
 TensorCall reduce_scatter_call(const Caller& caller, const torch::Tensor& tensor, const ReduceScatterOptions& options) {
-  check_tensor(caller, tensor, "reduce_scatter");
-  check_mean(caller, tensor, options.op);
-  check_sum(caller, options.rows, tensor, "reduce_scatter");
+  const Asked asked(caller, "reduce_scatter", tensor);
+  asked.check_op(options.op);
+  asked.check_sum(options.rows);
   const std::int64_t mine = options.rows.empty() ? tensor.size(0) / caller.size : options.rows[to_size(caller.rank)];
-  const torch::Tensor output = output_for(caller, tensor, options.output, with_rows(mine, tensor));
-  const Call call{.operation = Operation::kReduceScatter,
-                  .count = to_size(output.numel()),
-                  .counts = counts_of(options.rows, tensor),
-                  .op = options.op};
-  return call_on(caller, call, tensor, output);
+  const torch::Tensor output = asked.output_for(options.output, with_rows(mine, tensor));
+  return asked.on(tensor, output,
+                  {.operation = Operation::kReduceScatter,
+                   .count = to_size(output.numel()),
+                   .counts = asked.counts_of(options.rows),
+                   .op = options.op});
 }
 
 TensorCall all_gather_call(const Caller& caller, const torch::Tensor& tensor, const AllGatherOptions& options) {
-  check_tensor(caller, tensor, "all_gather");
-  const Call call{.operation = Operation::kAllGather, .count = to_size(tensor.numel())};
-  return call_on(caller, call, tensor, output_for(caller, tensor, options.output, with_ranks(caller, tensor)));
+  const Asked asked(caller, "all_gather", tensor);
+  return asked.on(tensor, asked.output_for(options.output, asked.with_ranks()),
+                  {.operation = Operation::kAllGather, .count = asked.count()});
 }
 
 TensorCall broadcast_call(const Caller& caller, const torch::Tensor& tensor, int root) {
-  check_tensor(caller, tensor, "broadcast");
-  const Call call{.operation = Operation::kBroadcast, .count = to_size(tensor.numel()), .root = root};
-  return call_on(caller, call, tensor, tensor);
+  const Asked asked(caller, "broadcast", tensor);
+  return asked.on(tensor, tensor, {.operation = Operation::kBroadcast, .count = asked.count(), .root = root});
 }
 
 TensorCall all_to_all_call(const Caller& caller, const torch::Tensor& tensor, const AllToAllOptions& options) {
-  check_tensor(caller, tensor, "all_to_all");
+  const Asked asked(caller, "all_to_all", tensor);
   const bool even = options.send_rows.empty();
   if (even != options.receive_rows.empty())
-    refuse(caller, "all_to_all with one list of counts", "give send_rows and receive_rows, or neither");
-  check_sum(caller, options.send_rows, tensor, "all_to_all");
-  if (!even) check_rows(caller, options.receive_rows, "all_to_all");
+    asked.refuse("all_to_all with one list of counts", "give send_rows and receive_rows, or neither");
+  asked.check_sum(options.send_rows);
+  if (!even) asked.check_rows(options.receive_rows);
   const Sizes shape = with_rows(even ? tensor.size(0) : sum_of(options.receive_rows), tensor);
-  const Call call{.operation = Operation::kAllToAll,
-                  .count = to_size(tensor.numel() / caller.size),
-                  .counts = counts_of(options.send_rows, tensor),
-                  .receive_counts = counts_of(options.receive_rows, tensor)};
-  return call_on(caller, call, tensor, output_for(caller, tensor, options.output, shape));
+  return asked.on(tensor, asked.output_for(options.output, shape),
+                  {.operation = Operation::kAllToAll,
+                   .count = asked.count() / to_size(caller.size),
+                   .counts = asked.counts_of(options.send_rows),
+                   .receive_counts = asked.counts_of(options.receive_rows)});
 }
 
 TensorCall message_call(const Caller& caller, Operation operation, const torch::Tensor& tensor, int peer, int tag) {
   const bool sends = operation == Operation::kSend;
-  check_tensor(caller, tensor, sends ? "send" : "receive");
+  const Asked asked(caller, sends ? "send" : "receive", tensor);
   if (peer == caller.rank || caller.size == 1)
-    refuse(caller, "a message of a rank to itself", "name another rank of this world");
-  if (tag < 0) refuse(caller, concat("a message with tag ", tag), "use tags from 0 up");
-  const Call call{.operation = operation, .count = to_size(tensor.numel()), .peer = peer, .tag = tag};
-  return sends ? call_on(caller, call, tensor, {}) : call_on(caller, call, {}, tensor);
-}
-
-std::vector<std::int64_t> values_of(const torch::Tensor& tensor) {
-  const auto* const values = tensor.const_data_ptr<std::int64_t>();
-  return {values, values + tensor.numel()};
+    asked.refuse("a message of a rank to itself", "name another rank of this world");
+  if (tag < 0) asked.refuse(concat("a message with tag ", tag), "use tags from 0 up");
+  const torch::Tensor none;
+  return asked.on(sends ? tensor : none, sends ? none : tensor,
+                  {.operation = operation, .count = asked.count(), .peer = peer, .tag = tag});
 }
 
 }  // namespace
@@ -208,12 +211,11 @@ Work World::all_reduce_async(const torch::Tensor& tensor, const AllReduceOptions
 }
 
 void World::reduce(const torch::Tensor& tensor, const ReduceOptions& options) const {
-  const Caller& caller = state_->caller;
-  check_tensor(caller, tensor, "reduce");
-  check_mean(caller, tensor, options.op);
-  const Call call{
-      .operation = Operation::kReduce, .count = to_size(tensor.numel()), .op = options.op, .root = options.root};
-  run(call_on(caller, call, tensor, options.root == caller.rank ? tensor : torch::Tensor()));
+  const Asked asked(state_->caller, "reduce", tensor);
+  asked.check_op(options.op);
+  run(asked.on(
+      tensor, options.root == rank() ? tensor : torch::Tensor(),
+      {.operation = Operation::kReduce, .count = asked.count(), .op = options.op, .root = options.root}));
 }
 
 torch::Tensor World::reduce_scatter(const torch::Tensor& tensor, const ReduceScatterOptions& options) const {
@@ -238,44 +240,37 @@ Work World::broadcast_async(const torch::Tensor& tensor, int root) const {
 }
 
 torch::Tensor World::gather(const torch::Tensor& tensor, int root) const {
-  const Caller& caller = state_->caller;
-  check_tensor(caller, tensor, "gather");
-  torch::Tensor output;
-  if (root == caller.rank) output = output_for(caller, tensor, {}, with_ranks(caller, tensor));
-  const Call call{.operation = Operation::kGather, .count = to_size(tensor.numel()), .root = root};
-  return run(call_on(caller, call, tensor, output));
+  const Asked asked(state_->caller, "gather", tensor);
+  return run(asked.on(tensor, root == rank() ? asked.output_for({}, asked.with_ranks()) : torch::Tensor(),
+                      {.operation = Operation::kGather, .count = asked.count(), .root = root}));
 }
 
 void World::scatter(const torch::Tensor& parts, const torch::Tensor& output, int root) const {
-  const Caller& caller = state_->caller;
-  check_tensor(caller, output, "scatter");
-  const bool at_root = root == caller.rank;
-  if (at_root) check_tensor(caller, parts, "scatter");
-  if (at_root && (parts.sizes() != torch::IntArrayRef(with_ranks(caller, output)) || parts.dtype() != output.dtype()))
-    refuse(caller,
-           concat("scatter of parts of shape ", parts.sizes(), " ", c10::toString(parts.scalar_type()), " into ",
-                  output.sizes(), " ", c10::toString(output.scalar_type())),
-           "give parts of one dtype and shape (number of ranks, ...)");
-  const Call call{.operation = Operation::kScatter, .count = to_size(output.numel()), .root = root};
-  run(call_on(caller, call, at_root ? parts : torch::Tensor(), output));
+  const Asked asked(state_->caller, "scatter", output);
+  const bool at_root = root == rank();
+  if (at_root) asked.check_tensor(parts);
+  if (at_root && (parts.sizes() != torch::IntArrayRef(asked.with_ranks()) || parts.dtype() != output.dtype()))
+    asked.refuse(concat("scatter of parts of shape ", parts.sizes(), " ", c10::toString(parts.scalar_type()), " into ",
+                        output.sizes(), " ", c10::toString(output.scalar_type())),
+                 "give parts of one dtype and shape (number of ranks, ...)");
+  run(asked.on(at_root ? parts : torch::Tensor(), output,
+               {.operation = Operation::kScatter, .count = asked.count(), .root = root}));
 }
 
 void World::barrier() const { run({.call = {.operation = Operation::kBarrier}}); }
 
 torch::Tensor World::all_gather_rows(const torch::Tensor& tensor, const AllGatherRowsOptions& options) const {
-  const Caller& caller = state_->caller;
-  check_tensor(caller, tensor, "all_gather_rows");
-  check_first_dimension(caller, tensor, "all_gather_rows");
+  const Asked asked(state_->caller, "all_gather_rows", tensor);
+  asked.check_has_rows();
   const Sizes rows = options.rows.empty() ? values_of(all_gather(torch::tensor({tensor.size(0)}))) : options.rows;
-  check_rows(caller, rows, "all_gather_rows");
-  const std::int64_t mine = rows[to_size(caller.rank)];
+  asked.check_rows(rows);
+  const std::int64_t mine = rows[to_size(rank())];
   if (mine != tensor.size(0))
-    refuse(caller, concat("all_gather_rows of ", tensor.size(0), " rows, but ", mine, " are announced for this rank"),
-           "give the same counts on all ranks, or none");
-  const Call call{
-      .operation = Operation::kAllGather, .count = to_size(tensor.numel()), .counts = counts_of(rows, tensor)};
-  return run(
-      call_on(caller, call, tensor, output_for(caller, tensor, options.output, with_rows(sum_of(rows), tensor))));
+    asked.refuse(concat("all_gather_rows of ", tensor.size(0), " rows, but ", mine, " are announced for this rank"),
+                 "give the same counts on all ranks, or none");
+  return run(asked.on(
+      tensor, asked.output_for(options.output, with_rows(sum_of(rows), tensor)),
+      {.operation = Operation::kAllGather, .count = asked.count(), .counts = asked.counts_of(rows)}));
 }
 
 torch::Tensor World::all_to_all(const torch::Tensor& tensor, const AllToAllOptions& options) const {
