@@ -37,6 +37,7 @@
 #include <vector>
 
 #include "lockstep/base/own_process.h"
+#include "lockstep/collective_types.h"
 
 namespace lockstep {
 
@@ -123,9 +124,9 @@ class C10dBackend final : public c10d::Backend {
 
  private:
   backend::Member member() const;
-  TensorCall all_reduce_call(const Tensor& tensor, const c10d::ReduceOp& op) const;
-  TensorCall all_gather_call(const Tensors& whole, const Tensor& part) const;
-  TensorCall reduce_scatter_call(const Tensor& part, const Tensors& whole, const c10d::ReduceOp& op) const;
+  TensorCall reduction(Operation operation, const Tensors& inputs, const Tensors& outputs, const c10d::ReduceOp& op,
+                       std::int64_t root = 0) const;
+  TensorCall move(Operation operation, const Tensors& inputs, const Tensors& outputs, std::int64_t root = 0) const;
 
   // Makes the calls one after the other, as one collective of c10d.
   template <class CallOptions>
