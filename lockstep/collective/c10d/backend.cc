@@ -51,7 +51,7 @@ std::shared_ptr<TracedGroup> C10dBackend::exchange_numbers() const {
   return traced;
 }
 
-// Of the group of all ranks.
+// Only the group of all ranks records.
 void C10dBackend::trace_if_asked(const std::vector<int>& machine_of) {
   const JobEnvironment job = job_environment_or_none();
   if (job.world_size > 1 && (job.world_size != size_ || job.rank != rank_)) return;

@@ -21,7 +21,7 @@
 
 namespace lockstep::backend {
 
-// What `body` threw, or nothing.
+// Returns what `body` threw, or null.
 template <class Body>
 std::exception_ptr failure_of(const Body& body) {
   try {

@@ -110,7 +110,7 @@ Signature signature_of(const Call& call) {
   if (call.operation == Operation::kAllReduce) signature.algorithm = call.algorithm;
   if (has_root(call.operation)) signature.root = call.root;
   if (call.counts.empty()) return signature;
-  // Which counts an uneven all_to_all has is between each two ranks; that it is uneven must be known to all.
+  // The counts of an uneven all_to_all concern two ranks each; that it is uneven must be known to all.
   const bool pairwise = call.operation == Operation::kAllToAll;
   signature.count = pairwise ? 0 : shm::Partition::of(call, 0).total();
   const std::string_view bytes(reinterpret_cast<const char*>(call.counts.data()), call.counts.size() * sizeof(std::size_t));

@@ -18,7 +18,7 @@
 
 namespace lockstep {
 
-// What each operation reads and writes; p ranks, counts in elements, zero allowed:
+// Each operation reads and writes, with p ranks and counts in elements, zero allowed:
 //
 //   operation       input                    output                   count is of
 //   barrier         -                        -                        -
@@ -58,7 +58,7 @@ void check_call(const Call& call, int size);
 
 [[noreturn]] void refuse_forked_child(const std::string& here);  // of a rank: throws UsageError
 
-// What must be equal on all ranks. Ranks and machines compare it byte by byte; fields that an operation does not have
+// The part of a call that must be equal on all ranks. Ranks and machines compare it byte by byte; fields that an operation does not have
 // keep their defaults.
 struct Signature {
   Operation operation = Operation::kNone;

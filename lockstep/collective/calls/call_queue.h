@@ -11,7 +11,7 @@
 // machine busy: a second thread would take the time that it is meant to save, and its waiting for the other ranks on
 // top (docs/design/exchange.md has the figures).
 //
-// Whoever polls (done), waits for a limited time or turns to a message hands all deferred calls to the worker thread:
+// A thread that polls (done), waits for a limited time or turns to a message hands all deferred calls to the worker thread:
 // otherwise two ranks could each wait for a call that the other one still defers.
 //
 // Note [Calls made by calls]

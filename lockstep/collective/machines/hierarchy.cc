@@ -25,7 +25,7 @@ void dispatch(Hierarchy& hierarchy, const Call& call) {
   }
 }
 
-// What an error calls the peers of a link: all ranks, or the machines with their ranks.
+// Names of the peers of a link, for errors: all ranks, or the machines with their ranks.
 std::vector<std::string> names_of_ranks(const Topology& topology) {
   std::vector<std::string> names;
   for (int rank = 0; rank < topology.ranks(); ++rank) names.push_back(concat("rank ", rank, " of ", topology.ranks()));

@@ -91,7 +91,7 @@ class MachineCollective {
   void run_inside(std::size_t chunk, const Call& call);
   void run_inside(const Call& call) { hierarchy_.inside->run(call); }
 
-  // What is reduced inside, and on the way around a ring: a mean is divided once, at the end.
+  // The reduction inside, and on the way around a ring: a mean is divided once, at the end.
   ReduceOp op_inside() const { return call_.op == ReduceOp::kMean ? ReduceOp::kSum : call_.op; }
 
   // destination[i] = sources[0][i] op sources[1][i] op ...

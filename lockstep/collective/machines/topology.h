@@ -22,7 +22,7 @@ struct Topology {
   int local_rank(int rank) const;  // its place among the ranks of its machine
   int smallest_machine() const;    // the smallest number of ranks on one machine
 
-  // Of a sub-world of `ranks`.
+  // The topology of a sub-world of `ranks`.
   Topology of_group(const std::vector<int>& ranks) const;
 
   // The local ranks of those of `ranks` that are on `machine`.

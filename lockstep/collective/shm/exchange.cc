@@ -23,7 +23,7 @@
 namespace lockstep::shm {
 namespace {
 
-// Which bytes this rank shows, and which it takes from each rank: the fields are set first, then it runs.
+// Says which bytes this rank shows, and which it takes from each rank: set the fields first, then run it.
 class Exchange {
  public:
   Exchange(Group& group, const Call& call)
@@ -198,8 +198,8 @@ void scatter(Group& group, const Call& call) {
   exchange.run();
 }
 
-// Where parts are uneven, each rank also publishes what it sends to and expects from each: where its message begins in a
-// sender's input is the sum of what that one sends to the ranks before it.
+// With uneven parts each rank also publishes its counts, to and from each rank: a message begins in the sender's input
+// after all that the sender sends to the ranks before.
 void all_to_all(Group& group, const Call& call) {
   Exchange exchange(group, call);
   const bool even = call.counts.empty();

@@ -18,7 +18,7 @@ Waiter::Waiter(const Peers& peers, int rank, const CallDescription& call, std::c
       spins_(peers.more_ranks_than_cores() ? kSpinsWhenCrowded : kSpins),
       yields_(peers.more_ranks_than_cores() ? kYieldsWhenCrowded : kYields) {}
 
-// Where others run on this core, yields may take most of the time that this rank waits.
+// Yields may take most of the time that this rank waits, if others run on this core.
 void Waiter::sleep_until(Flag& flag, int peer, const Done& done) {
   note_wait(peer);
   if (!yield_until(done)) {

@@ -100,7 +100,7 @@ class Asked {
     return shape;
   }
 
-  // Where a result goes that is like the tensor, but for its shape: into `given`, or into a new tensor.
+  // The tensor for a result that is like the call's, but for its shape: `given`, or a new one.
   torch::Tensor output_for(const torch::Tensor& given, const Sizes& shape) const {
     if (!given.defined()) return torch::empty(shape, tensor_.options().requires_grad(false));
     const bool fits = given.sizes() == torch::IntArrayRef(shape) && given.scalar_type() == tensor_.scalar_type() &&

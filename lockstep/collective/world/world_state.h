@@ -53,7 +53,7 @@ class WorldState {
   // As World::from_env, with this device: a GPU of that number, or of the local rank's if it has none.
   static World from_env_on(torch::Device device, std::chrono::milliseconds timeout);
 
-  // Once its transports are set: what stop() ends from now on.
+  // Makes the World, once its transports are set. stop() ends it from now on.
   static World world_of(std::shared_ptr<WorldState> state);
 
   int rank() const { return caller.rank; }
@@ -62,7 +62,7 @@ class WorldState {
   // Throws DeviceError: CUDA tensors between ranks that are threads. UsageError: a forked child.
   Transport& transport_for(const TensorCall& call) const;
 
-  // What this rank is in a sub-world of `ranks`, which name it; without transports.
+  // This rank in a sub-world of `ranks`, which name it; without transports.
   std::shared_ptr<WorldState> sub_world(const std::vector<int>& ranks) const;
 
   void abandon(const std::string& reason) const;  // as World

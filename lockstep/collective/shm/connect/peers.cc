@@ -21,7 +21,7 @@
 namespace lockstep::shm {
 namespace {
 
-// Who sleeps looks around a lot more often.
+// A rank that sleeps looks around a lot more often.
 constexpr std::chrono::milliseconds kStandsStillAfter = 20 * kLongestSleep;
 
 std::int64_t now_in_ms() {
@@ -158,7 +158,7 @@ void Peers::poison(Cause cause, const std::string& what, const std::string& peer
 void Peers::throw_if_poisoned(const std::string& here) const {
   if (!poisoned()) return;
   const Poison& poison = block().poison;
-  // Whoever claimed it is writing; if it was killed half way, there is nothing to read.
+  // The rank that claimed it is writing; if it was killed half way, there is nothing to read.
   for (int i = 0; i < 1000 && poison.state.load(std::memory_order_acquire) != Poison::kWritten; ++i) ::sched_yield();
   if (poison.state.load(std::memory_order_acquire) != Poison::kWritten)
     throw PeerLost({.what = "a rank was lost while it reported an error", .here = here});

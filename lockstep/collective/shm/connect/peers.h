@@ -45,7 +45,7 @@ class Peers {
   GroupArea group_area() const;            // of the group of all ranks
   const std::shared_ptr<Arena>& arena(int rank) const { return arenas_[rank]; }
 
-  // Where `bytes` bytes at `address` lie for the peers: private unless in an arena, or ranks are threads.
+  // The location, for the peers, of `bytes` bytes at `address`: private unless in an arena, or ranks are threads.
   Location locate(const void* address, std::size_t bytes) const;
   // The other way round, for a place that a peer announced. Maps it if it is new. Throws SystemError.
   std::byte* pointer(Location place, std::size_t bytes) const;
@@ -57,15 +57,15 @@ class Peers {
   bool left(int rank) const { return seat(rank).state.load(std::memory_order_acquire) == Seat::kLeft; }
   void poison_if_any_died() const;
 
-  // What the job calls a rank: the numbers in messages. Once all ranks took their seats.
+  // The job's number of a rank, as in messages. Known once all ranks took their seats.
   int job_rank(int rank) const;
   std::string name(int rank) const;      // "rank 2"
   std::string describe(int rank) const;  // "rank 2, pid 4711"
 
   // Notes that `rank` waits for `peer` (or for nobody in particular), and that it is alive.
   void note_wait(int rank, int peer) const;
-  // Who holds up those that wait for `peer`: that one, unless it is alive and waits itself; then the one it waits for,
-  // and so on.
+  // The rank that holds up those that wait for `peer`: that one, unless it is alive and waits itself; then the one it
+  // waits for, and so on.
   int holds_up(int peer) const;
 
   // Keeps memory with a SharedHeader until no rank uses it any more.

@@ -61,7 +61,7 @@ struct MachineBlock {
   Poison poison;
 };
 
-// Where an array lies, in words that mean the same in every process.
+// The location of an array, in words that mean the same in every process.
 struct Location {
   enum class Kind : std::uint8_t { kPrivate, kArena, kAddress, kSlot, kLine };
 
