@@ -231,7 +231,8 @@ double connect_with_few_descriptors(unsigned seed) {
       if (rank == victim) limit(RLIMIT_NOFILE, static_cast<rlim_t>(testing::open_descriptors()) + spare);
       const Deadline deadline = Deadline::after(kStallTimeout);
       try {
-        const GroupPtr owner = rank == 0 ? server.connect(deadline) : join_rendezvous(server.address(), rank, size, deadline);
+        const GroupPtr owner =
+            rank == 0 ? server.connect(deadline) : join_rendezvous(server.address(), rank, size, deadline);
       } catch (const Error& error) {
         return error.kind() == "SystemError" || error.kind() == "RendezvousError" ? kLost : 1;
       }

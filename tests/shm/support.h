@@ -95,7 +95,8 @@ inline IntVector<pid_t> start_processes(int size, const std::function<int(Group&
   IntVector<pid_t> pids;
   for (int rank = 0; rank < size; ++rank)
     pids.push_back(fork_child([&, rank] {
-      const GroupPtr owner = rank == 0 ? server.connect(soon()) : join_rendezvous(server.address(), rank, size, soon(), options);
+      const GroupPtr owner =
+          rank == 0 ? server.connect(soon()) : join_rendezvous(server.address(), rank, size, soon(), options);
       Group& group = *owner;
       const int code = body(group);
       group.leave();

@@ -11,8 +11,8 @@
 #include "lockstep/collective/c10d/backend_calls.h"
 #include "lockstep/collective/c10d/backend_work.h"
 #include "lockstep/collective/calls/call_queue.h"
-#include "lockstep/collective/transport/connect.h"
 #include "lockstep/collective/trace_if_asked.h"
+#include "lockstep/collective/transport/connect.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -178,8 +178,8 @@ WorkPtr C10dBackend::allreduce_coalesced(Tensors& tensors, const c10d::Allreduce
 WorkPtr C10dBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   only_one(tensors, "tensors for reduce");
   const Tensors outputs = options.rootRank == rank_ ? tensors : Tensors();
-  return start(OpType::REDUCE,
-               {reduction(Operation::kReduce, tensors, outputs, options.reduceOp, options.rootRank)}, tensors, options);
+  return start(OpType::REDUCE, {reduction(Operation::kReduce, tensors, outputs, options.reduceOp, options.rootRank)},
+               tensors, options);
 }
 
 WorkPtr C10dBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -257,7 +257,8 @@ WorkPtr C10dBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& 
                                                      const c10d::AllgatherOptions& options) {
   check_pairs(outputs, inputs);
   std::vector<TensorCall> calls;
-  for (std::size_t i = 0; i < outputs.size(); ++i) calls.push_back(move(Operation::kAllGather, {inputs[i]}, {outputs[i]}));
+  for (std::size_t i = 0; i < outputs.size(); ++i)
+    calls.push_back(move(Operation::kAllGather, {inputs[i]}, {outputs[i]}));
   return start(OpType::COALESCED, std::move(calls), outputs, options);
 }
 

@@ -133,8 +133,8 @@ class C10dMessages::UnderWay : public Future {
   std::atomic<bool> begun_{false};
   std::atomic<bool> settled_{false};
   std::mutex mutex_;
-  bool aborted_ = false;  // guarded by mutex_, like the next, which is written by the thread that carries the message out
-  C10dWork second_;
+  bool aborted_ = false;  // guarded by mutex_, like the next
+  C10dWork second_;       // written by the thread that carries the message out
   C10dWork first_;
   CallQueue queue_;
   FuturePtr result_;

@@ -80,7 +80,7 @@ class SparseSum {
 }  // namespace
 
 std::function<void(Transport&)> sparse_all_reduce(Member member, const Tensor& tensor,
-                                                     const c10d::AllreduceOptions& options) {
+                                                  const c10d::AllreduceOptions& options) {
   if (options.reduceOp.op_ != c10d::ReduceOp::SUM)
     throw UsageError({.what = "all_reduce of a sparse tensor by another reduction than SUM",
                       .next = "use SUM, or call to_dense() on the tensor first"});

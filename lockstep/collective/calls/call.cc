@@ -113,7 +113,8 @@ Signature signature_of(const Call& call) {
   // The counts of an uneven all_to_all concern two ranks each; that it is uneven must be known to all.
   const bool pairwise = call.operation == Operation::kAllToAll;
   signature.count = pairwise ? 0 : shm::Partition::of(call, 0).total();
-  const std::string_view bytes(reinterpret_cast<const char*>(call.counts.data()), call.counts.size() * sizeof(std::size_t));
+  const std::string_view bytes(reinterpret_cast<const char*>(call.counts.data()),
+                               call.counts.size() * sizeof(std::size_t));
   signature.counts_hash = pairwise ? 1 : hash_of(bytes) | 1;  // never 0, which means parts of equal length
   return signature;
 }

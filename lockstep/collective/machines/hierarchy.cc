@@ -89,7 +89,7 @@ std::unique_ptr<GlooLink> Hierarchy::connect_counterparts() const {
   mine.rank = machine;
   mine.size = machines;
   return std::make_unique<GlooLink>(with_prefix(store_, concat("slice/", inside->rank())), mine,
-                                       names_of_machines(topology));
+                                    names_of_machines(topology));
 }
 
 Hierarchy::~Hierarchy() {

@@ -20,9 +20,9 @@
 
 #include <array>
 
-#include "lockstep/collective/transport/cpu_transport.h"
 #include "lockstep/collective/machines/gloo_messages.h"
 #include "lockstep/collective/machines/topology.h"
+#include "lockstep/collective/transport/cpu_transport.h"
 
 namespace lockstep {
 
@@ -85,7 +85,7 @@ class Hierarchy final : public CpuTransport {
   std::unique_ptr<std::byte[]> scratch;  // of the call under way
 
   GlooLink all;
-  GlooMessages messages;                 // over `all`
+  GlooMessages messages;              // over `all`
   std::unique_ptr<GlooLink> between;  // null where this rank never owns a slice
 
  private:

@@ -51,12 +51,14 @@ TEST_P(Machines, all_reduce_exactly_in_one_shot_in_one_chunk_and_in_many) {
 
 TEST(LargeTensors, of_more_than_2_gib_are_reduced_between_machines) {
   static constexpr std::int64_t kBytes = (std::int64_t{1} << 31) + 4099;
-  run_over_machines({0, 1}, [](World& world) {
-    const torch::Tensor tensor = torch::full({kBytes}, world.rank() + 1, torch::kUInt8);
-    world.all_reduce(tensor);
-    const auto* const data = tensor.const_data_ptr<std::uint8_t>();
-    EXPECT_EQ(std::count(data, data + kBytes, 3), kBytes);
-  }, {.timeout = std::chrono::minutes(2)});
+  run_over_machines({0, 1},
+                    [](World& world) {
+                      const torch::Tensor tensor = torch::full({kBytes}, world.rank() + 1, torch::kUInt8);
+                      world.all_reduce(tensor);
+                      const auto* const data = tensor.const_data_ptr<std::uint8_t>();
+                      EXPECT_EQ(std::count(data, data + kBytes, 3), kBytes);
+                    },
+                    {.timeout = std::chrono::minutes(2)});
 }
 
 TEST_P(Machines, all_reduce_in_place_where_the_world_allocates) {
@@ -396,11 +398,11 @@ std::vector<std::unique_ptr<GlooLink>> link_machines(const std::vector<std::chro
   for (std::size_t node = 0; node < links.size(); ++node)
     threads.emplace_back([&, node] {
       links[node] = std::make_unique<GlooLink>(store,
-                                                  TransportOptions{.rank = static_cast<int>(node),
-                                                                   .size = static_cast<int>(links.size()),
-                                                                   .describe = concat("machine ", node),
-                                                                   .timeout = timeouts[node]},
-                                                  names);
+                                               TransportOptions{.rank = static_cast<int>(node),
+                                                                .size = static_cast<int>(links.size()),
+                                                                .describe = concat("machine ", node),
+                                                                .timeout = timeouts[node]},
+                                               names);
     });
   for (auto& thread : threads) thread.join();
   return links;

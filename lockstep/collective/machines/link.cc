@@ -31,7 +31,7 @@ std::vector<torch::Tensor> as_tensor(const std::byte* data, std::size_t bytes) {
 }  // namespace
 
 GlooLink::GlooLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options,
-                         std::vector<std::string> names)
+                   std::vector<std::string> names)
     : options_(std::move(options)), names_(std::move(names)), gloo_(connect_gloo(store, options_)), tag_(kCheckTag) {
   for (int step = 1; step < size(); ++step) peers_.push_back((rank() + step) % size());
 }

@@ -99,7 +99,7 @@ class Reducer {
 
   Group& group_;
   const Call& call_;
-  Partition parts_;  // rank r reduces part r
+  Partition parts_;      // rank r reduces part r
   std::size_t element_;  // bytes
 };
 

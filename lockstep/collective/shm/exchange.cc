@@ -65,7 +65,8 @@ class Exchange {
 
 void Exchange::arrive() {
   const Location place = show();
-  if (place.kind == Location::Kind::kSlot && group_.size() > 1) copy_bytes(group_.slot(group_.rank()), input, input_bytes);
+  if (place.kind == Location::Kind::kSlot && group_.size() > 1)
+    copy_bytes(group_.slot(group_.rank()), input, input_bytes);
   group_.announce(place, {}, given.empty() ? input_bytes : std::ranges::max(given, {}, &Part::count).count);
   group_.arrive();
 }
@@ -84,7 +85,8 @@ void Exchange::transfer() {
   std::size_t longest_staged = 0;
   for (int peer = 0; peer < group_.size(); ++peer) {
     const Location::Kind kind = place_of(peer).kind;
-    if (kind == Location::Kind::kPrivate) longest_staged = std::max(longest_staged, group_.announcement(peer).longest());
+    if (kind == Location::Kind::kPrivate)
+      longest_staged = std::max(longest_staged, group_.announcement(peer).longest());
     read_in_place |= kind == Location::Kind::kArena || kind == Location::Kind::kAddress;
     if (peer == group_.rank() || kind != Location::Kind::kPrivate) copy_at_once(peer);
   }

@@ -112,9 +112,7 @@ int Group::run(const Call& call, const Signature* announced) {
       case Operation::kBroadcast: shm::broadcast(*this, call); break;
       case Operation::kScatter: shm::scatter(*this, call); break;
       case Operation::kAllToAll: shm::all_to_all(*this, call); break;
-      default:
-        announce({.kind = Location::Kind::kSlot}, {});
-        arrive();
+      default: announce({.kind = Location::Kind::kSlot}, {}); arrive();
     }
   } catch (...) {
     after_failure();
@@ -143,7 +141,11 @@ GroupPtr Group::subgroup(const std::vector<int>& ranks) {
     }
   const std::uint64_t mine = area.data() != nullptr ? area.offset() : 0;
   IntVector<std::uint64_t> offsets(size());
-  run({.operation = Operation::kSubgroup, .input = &mine, .output = offsets.data(), .count = 1, .dtype = DType::kInt64});
+  run({.operation = Operation::kSubgroup,
+       .input = &mine,
+       .output = offsets.data(),
+       .count = 1,
+       .dtype = DType::kInt64});
   if (new_size == 0) return nullptr;
   std::byte* const base = peer_memory(ranks.front(), offsets[ranks.front()], GroupArea::bytes(new_size));
   std::vector<int> machine_ranks;
@@ -263,9 +265,7 @@ std::string Group::self() const {
   return concat("rank ", rank_, " of ", size(), known_as == rank_ ? "" : concat(" (rank ", known_as, " of the job)"));
 }
 
-std::string Group::here() const {
-  return concat(self(), " in ", to_string(signature_), ", collective ", sequence_);
-}
+std::string Group::here() const { return concat(self(), " in ", to_string(signature_), ", collective ", sequence_); }
 
 std::string Group::everyone() const {
   std::vector<std::string> all;

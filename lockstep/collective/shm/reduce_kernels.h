@@ -31,7 +31,8 @@ enum class Kernels { kBaseline, kAvx512 };
 bool supported(Kernels kernels);
 extern const Kernels kBestKernels;
 
-void reduce(const Reduction& reduction, DType dtype, ReduceOp op, Kernels kernels = kBestKernels);  // requires defined()
+void reduce(const Reduction& reduction, DType dtype, ReduceOp op,
+            Kernels kernels = kBestKernels);  // requires defined()
 
 // Copies with the same loads and stores: for many sizes the C library's memcpy uses "rep movsb", which some processors
 // execute ten times slower for certain offsets of source and destination within their pages, which staging memory and

@@ -149,7 +149,8 @@ std::vector<std::string> exchange_texts(c10d::Store& store, const std::string& t
   return texts;
 }
 
-shm::GroupPtr connect_shared_memory(c10d::Store& store, const std::vector<int>& ranks, const TransportOptions& options) {
+shm::GroupPtr connect_shared_memory(c10d::Store& store, const std::vector<int>& ranks,
+                                    const TransportOptions& options) {
   return connect_ranks(ranks, options.rank, {.timeout = options.timeout, .job_ranks = ranks},
                        [&](const std::string& mine) { return exchange_texts(store, "address", mine, options); });
 }

@@ -11,8 +11,8 @@
 // Ranks:   every rank makes the same calls in the same order, except send and receive
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/types.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
 #include <memory>
@@ -20,8 +20,8 @@
 #include <vector>
 
 #include "lockstep/collective/calls/future.h"
-#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/calls/tensor_call.h"
+#include "lockstep/collective/shm/group.h"
 
 namespace lockstep {
 

@@ -7,8 +7,8 @@
 
 #include "lockstep/base/stop.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/collective/transport/cpu_transport.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
+#include "lockstep/collective/transport/cpu_transport.h"
 #include "lockstep/collective/world/world_state.h"
 #include "lockstep/error.h"
 #include "lockstep/world.h"
@@ -81,9 +81,7 @@ void run_threads(const std::vector<int>& nodes, const Connect& connect, const st
 
 void run_ranks(int ranks, const std::function<void(World&)>& body, const WorldOptions& options) {
   std::vector<shm::GroupPtr> groups = shm::make_thread_group(ranks, {.timeout = options.timeout});
-  const auto connect = [&](int rank) {
-    return std::make_unique<CpuTransport>(std::move(groups[to_size(rank)]));
-  };
+  const auto connect = [&](int rank) { return std::make_unique<CpuTransport>(std::move(groups[to_size(rank)])); };
   run_threads(std::vector<int>(groups.size()), connect, body, options);
 }
 

@@ -134,11 +134,9 @@ class Asked {
 TensorCall all_reduce_call(const Caller& caller, const torch::Tensor& tensor, const AllReduceOptions& options) {
   const Asked asked(caller, "all_reduce", tensor);
   asked.check_op(options.op);
-  return asked.on(tensor, tensor,
-                  {.operation = Operation::kAllReduce,
-                   .count = asked.count(),
-                   .op = options.op,
-                   .algorithm = options.algorithm});
+  return asked.on(
+      tensor, tensor,
+      {.operation = Operation::kAllReduce, .count = asked.count(), .op = options.op, .algorithm = options.algorithm});
 }
 
 TensorCall reduce_scatter_call(const Caller& caller, const torch::Tensor& tensor, const ReduceScatterOptions& options) {
@@ -213,9 +211,8 @@ Work World::all_reduce_async(const torch::Tensor& tensor, const AllReduceOptions
 void World::reduce(const torch::Tensor& tensor, const ReduceOptions& options) const {
   const Asked asked(state_->caller, "reduce", tensor);
   asked.check_op(options.op);
-  run(asked.on(
-      tensor, options.root == rank() ? tensor : torch::Tensor(),
-      {.operation = Operation::kReduce, .count = asked.count(), .op = options.op, .root = options.root}));
+  run(asked.on(tensor, options.root == rank() ? tensor : torch::Tensor(),
+               {.operation = Operation::kReduce, .count = asked.count(), .op = options.op, .root = options.root}));
 }
 
 torch::Tensor World::reduce_scatter(const torch::Tensor& tensor, const ReduceScatterOptions& options) const {
@@ -268,9 +265,8 @@ torch::Tensor World::all_gather_rows(const torch::Tensor& tensor, const AllGathe
   if (mine != tensor.size(0))
     asked.refuse(concat("all_gather_rows of ", tensor.size(0), " rows, but ", mine, " are announced for this rank"),
                  "give the same counts on all ranks, or none");
-  return run(asked.on(
-      tensor, asked.output_for(options.output, with_rows(sum_of(rows), tensor)),
-      {.operation = Operation::kAllGather, .count = asked.count(), .counts = asked.counts_of(rows)}));
+  return run(asked.on(tensor, asked.output_for(options.output, with_rows(sum_of(rows), tensor)),
+                      {.operation = Operation::kAllGather, .count = asked.count(), .counts = asked.counts_of(rows)}));
 }
 
 torch::Tensor World::all_to_all(const torch::Tensor& tensor, const AllToAllOptions& options) const {

@@ -2,8 +2,8 @@
 // Every collective over every transport against a reference, at tolerance 0.
 #include <numeric>
 
-#include "lockstep/collective/shm/reduce_kernels.h"
 #include "lockstep/collective/calls/tensor_call.h"
+#include "lockstep/collective/shm/reduce_kernels.h"
 #include "lockstep/world.h"
 #include "tests/worlds.h"
 

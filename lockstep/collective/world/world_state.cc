@@ -10,16 +10,16 @@
 #include "lockstep/base/host_name.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/transport/connect.h"
-#include "lockstep/collective/meet/connecting_store.h"
 #include "lockstep/collective/gpus.h"
+#include "lockstep/collective/meet/connecting_store.h"
 #include "lockstep/collective/meet/rendezvous.h"
 #include "lockstep/collective/trace_if_asked.h"
 #include "lockstep/collective/traced_messages.h"
+#include "lockstep/collective/transport/connect.h"
 #include "lockstep/error.h"
+#include "lockstep/launch/fault.h"
 #include "lockstep/launch/insecure_network.h"
 #include "lockstep/launch/job_memory.h"
-#include "lockstep/launch/fault.h"
 #include "lockstep/launch/own_progress.h"
 
 namespace lockstep {
@@ -64,8 +64,7 @@ void connect(WorldState& state, const c10::intrusive_ptr<c10d::Store>& store) {
 
 Transport& WorldState::transport_for(const TensorCall& call) const {
   const torch::Tensor& tensor = call.output.defined() ? call.output : call.input;
-  if (size() > 1 && !cpu_transport.get_deleter().process.is_here())
-    refuse_forked_child(caller.here);
+  if (size() > 1 && !cpu_transport.get_deleter().process.is_here()) refuse_forked_child(caller.here);
   if (!tensor.defined() || tensor.is_cpu() || size() == 1) return *cpu_transport;
   if (cuda_transport) return *cuda_transport;
   throw DeviceError({.what = "a collective of a CUDA tensor between ranks that are threads",

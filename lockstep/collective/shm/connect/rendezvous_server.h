@@ -59,7 +59,8 @@ class RendezvousServer {
 
 // The other ranks, 1 ... size-1. Blocks until the server says go. Throws RendezvousError: nobody there, refused, or the
 // deadline; SystemError.
-GroupPtr join_rendezvous(const std::string& address, int rank, int size, Deadline deadline, const Options& options = {});
+GroupPtr join_rendezvous(const std::string& address, int rank, int size, Deadline deadline,
+                         const Options& options = {});
 
 // All ranks of a group whose ranks are threads of this process, in rank order. Throws SystemError.
 std::vector<GroupPtr> make_thread_group(int size, const Options& options = {});

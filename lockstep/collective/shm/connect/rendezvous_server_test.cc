@@ -219,7 +219,8 @@ int sum_over_processes(int size) {
   std::vector<pid_t> pids;
   for (int rank = 0; rank < size; ++rank)
     pids.push_back(fork_child([&, rank] {
-      const GroupPtr owner = rank == 0 ? server.connect(deadline) : join_rendezvous(server.address(), rank, size, deadline);
+      const GroupPtr owner =
+          rank == 0 ? server.connect(deadline) : join_rendezvous(server.address(), rank, size, deadline);
       Group& group = *owner;
       std::int64_t one = 1;
       group.all_reduce({.input = &one, .output = &one, .count = 1, .dtype = DType::kInt64});

@@ -121,7 +121,7 @@ struct alignas(kCacheLine) MessageHeader {
   std::uint64_t count;
   DType dtype;
   bool refused;      // the receiver wanted something else
-  Location place;       // kSlot: in `data`; kPrivate: staged, a few chunks in turn at `at` in the owner's arena
+  Location place;    // kSlot: in `data`; kPrivate: staged, a few chunks in turn at `at` in the owner's arena
   Signature wanted;  // what the receiver wanted instead
   alignas(kCacheLine) std::array<std::byte, kInlineBytes> data;
 };
