@@ -81,7 +81,10 @@ int CpuTransport::run(const TensorCall& call) {
 }
 
 FuturePtr CpuTransport::start(TensorCall call) {
-  if (!is_message(call.call.operation)) return queue_.add([this, call = std::move(call)] { inside->run(call.call); });
+  if (!is_message(call.call.operation)) {
+    check_call(call.call, inside->size());  // now, and not when a later call begins this one
+    return queue_.add([this, call = std::move(call)] { inside->run(call.call); });
+  }
   prepare_message();
   const std::lock_guard lock(mutex_);
   FuturePtr future = inside->start(call.call);

@@ -299,6 +299,8 @@ TEST_P(EveryWorld, refuses_what_makes_no_sense_before_anything_is_sent) {
     EXPECT_THROW(world.all_reduce(torch::ones({1}).expand({4})), UsageError);
     EXPECT_THROW(world.all_reduce(torch::ones({2}, torch::kComplexFloat)), UsageError);
     EXPECT_THROW(world.broadcast(three, world.size()), UsageError);
+    EXPECT_THROW(static_cast<void>(world.broadcast_async(three, world.size())), UsageError);
+    EXPECT_THROW(static_cast<void>(world.all_reduce_async(three, {.op = ReduceOp::kBitAnd})), UsageError);
     EXPECT_THROW(world.all_reduce(torch::Tensor()), UsageError);
     EXPECT_THROW(static_cast<void>(world.reduce_scatter(torch::ones({}))), UsageError);
     EXPECT_THROW(static_cast<void>(world.reduce_scatter(three, {.rows = {1}})), UsageError);
