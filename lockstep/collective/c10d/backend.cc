@@ -122,7 +122,7 @@ Tensor C10dBackend::allocateTensor(long size, at::TensorOptions options) {
 template <class CallOptions>
 WorkPtr C10dBackend::start(OpType type, std::vector<TensorCall> calls, Tensors results, const CallOptions& options) {
   if (options.timeout != c10d::kUnsetTimeout)
-    for (TensorCall& each : calls) each.call.timeout = options.timeout;
+    for (TensorCall& each : calls) each.timeout = options.timeout;
   auto body = [calls = std::move(calls)](Transport& transport) {
     for (const TensorCall& call : calls) run_to_its_end(transport, call);
   };
@@ -212,7 +212,7 @@ WorkPtr C10dBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o
 }
 
 WorkPtr C10dBackend::barrier(const c10d::BarrierOptions& options) {
-  return start(OpType::BARRIER, {{.call = {.operation = Operation::kBarrier}}}, {}, options);
+  return start(OpType::BARRIER, {{{.operation = Operation::kBarrier}}}, {}, options);
 }
 
 void C10dBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
@@ -308,7 +308,7 @@ WorkPtr C10dBackend::start_message(OpType type, Tensors& tensors, int peer, std:
   const TensorCall message = call_to_move(member(), call, sends ? tensors : Tensors(), sends ? Tensors() : tensors);
   message.begin();
   const std::int64_t began = trace::now_if_recording();
-  TracedMessage traced(traced_, message.call);
+  TracedMessage traced(traced_, message);
   FuturePtr future = transport().start(message);
   if (sends) traced.write(began, peer);
   return c10::make_intrusive<MessageWork>(rank_, type, tensors, message, std::move(traced), std::move(future));

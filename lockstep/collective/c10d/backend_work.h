@@ -93,7 +93,7 @@ class MessageWork final : public c10d::Work {
       finish(failure_of([&] {
         future_->wait();
         call_.finish();
-        if (call_.call.operation == Operation::kReceive) traced_.write(began, future_->source());
+        if (call_.operation == Operation::kReceive) traced_.write(began, future_->source());
       }));
     });
   }

@@ -70,11 +70,11 @@ std::optional<DType> to_dtype(at::ScalarType dtype) {
 }
 
 void TensorCall::begin() const {
-  for_each_part(copied_from, input, [](const torch::Tensor& tensor, const torch::Tensor& part) { part.copy_(tensor); });
+  for_each_part(copied_from, input_tensor, [](const torch::Tensor& tensor, const torch::Tensor& part) { part.copy_(tensor); });
 }
 
 void TensorCall::finish() const {
-  for_each_part(copied_to, output, [](const torch::Tensor& tensor, const torch::Tensor& part) { tensor.copy_(part); });
+  for_each_part(copied_to, output_tensor, [](const torch::Tensor& tensor, const torch::Tensor& part) { tensor.copy_(part); });
 }
 
 TensorCall with_memory(Call call, at::TensorList inputs, at::TensorList outputs) {
@@ -87,12 +87,12 @@ TensorCall with_memory(Call call, at::TensorList inputs, at::TensorList outputs)
   if (!in_place && overlap(input.memory, output.memory)) input = array_of(inputs, true);
   if (output.memory.defined()) call.output = output.memory.mutable_data_ptr();
   if (input.memory.defined()) call.input = input.memory.const_data_ptr();
-  return {.call = std::move(call),
-          .input = std::move(input.memory),
-          .output = std::move(output.memory),
-          .result = outputs.empty() ? torch::Tensor() : outputs.front(),
-          .copied_from = std::move(input.copied),
-          .copied_to = std::move(output.copied)};
+  return {std::move(call),
+          std::move(input.memory),
+          std::move(output.memory),
+          outputs.empty() ? torch::Tensor() : outputs.front(),
+          std::move(input.copied),
+          std::move(output.copied)};
 }
 
 }  // namespace lockstep

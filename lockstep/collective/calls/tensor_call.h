@@ -20,13 +20,12 @@ using Tensors = std::vector<torch::Tensor>;
 
 std::optional<DType> to_dtype(at::ScalarType dtype);  // none for a dtype that collectives do not exchange
 
-struct TensorCall {
-  Call call;             // its memory is that of the next two
-  torch::Tensor input;   // dense; undefined where this rank gives nothing
-  torch::Tensor output;  // dense; undefined where this rank gets nothing
-  torch::Tensor result;  // what the caller gets: the output, or the tensor with gaps that it stands for
-  Tensors copied_from;   // what `input` is a copy of; none: it is the caller's memory
-  Tensors copied_to;     // likewise, of `output`
+struct TensorCall : Call {       // whose memory is that of the next two
+  torch::Tensor input_tensor{};   // dense; undefined where this rank gives nothing
+  torch::Tensor output_tensor{};  // dense; undefined where this rank gets nothing
+  torch::Tensor result{};         // for the caller: the output, or the tensor with gaps that it stands for
+  Tensors copied_from{};          // the tensors that the input is a copy of; none: it is the caller's memory
+  Tensors copied_to{};            // likewise, of the output
 
   void begin() const;   // before the call: fills an input that is a copy
   void finish() const;  // after the call: copies the output to where the caller wants it

@@ -106,21 +106,21 @@ Hierarchy::~Hierarchy() {
 // ---- Calls
 
 int Hierarchy::run(const TensorCall& call) {
-  check(call.call);
-  if (is_message(call.call.operation)) {
+  check(call);
+  if (is_message(call.operation)) {
     const own_progress::CallingOthers calling;
     const FuturePtr message = start_message(call, false);
     message->wait();
-    return call.call.operation == Operation::kReceive ? message->source() : kAnyRank;
+    return call.operation == Operation::kReceive ? message->source() : kAnyRank;
   }
-  queue_.run([&] { make_call(call.call); });
+  queue_.run([&] { make_call(call); });
   return kAnyRank;
 }
 
 FuturePtr Hierarchy::start(TensorCall call) {
-  check(call.call);
-  if (is_message(call.call.operation)) return start_message(call, true);
-  FuturePtr future = queue_.add([this, call = std::move(call)] { make_call(call.call); });
+  check(call);
+  if (is_message(call.operation)) return start_message(call, true);
+  FuturePtr future = queue_.add([this, call = std::move(call)] { make_call(call); });
   queue_.hand_to_worker();
   return future;
 }
@@ -135,7 +135,7 @@ void Hierarchy::check(const Call& call) const {
 }
 
 FuturePtr Hierarchy::start_message(const TensorCall& call, bool in_background) {
-  return call.call.operation == Operation::kSend ? messages.send(call) : messages.receive(call, in_background);
+  return call.operation == Operation::kSend ? messages.send(call) : messages.receive(call, in_background);
 }
 
 // Whatever a call throws ends the hierarchy, before the caller's arrays may go: until the links forget their transfers

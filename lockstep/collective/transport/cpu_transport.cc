@@ -72,22 +72,22 @@ CpuTransport::~CpuTransport() {
 }
 
 int CpuTransport::run(const TensorCall& call) {
-  if (is_message(call.call.operation)) {
+  if (is_message(call.operation)) {
     prepare_message();
-    return inside->run(call.call);
+    return inside->run(call);
   }
   const CallQueue::Turn turn(queue_);
-  return inside->run(call.call);
+  return inside->run(call);
 }
 
 FuturePtr CpuTransport::start(TensorCall call) {
-  if (!is_message(call.call.operation)) {
-    check_call(call.call, inside->size());  // now, and not when a later call begins this one
-    return queue_.add([this, call = std::move(call)] { inside->run(call.call); });
+  if (!is_message(call.operation)) {
+    check_call(call, inside->size());  // now, and not when a later call begins this one
+    return queue_.add([this, call = std::move(call)] { inside->run(call); });
   }
   prepare_message();
   const std::lock_guard lock(mutex_);
-  FuturePtr future = inside->start(call.call);
+  FuturePtr future = inside->start(call);
   messages_.push_back({std::move(call), future});
   return future;
 }

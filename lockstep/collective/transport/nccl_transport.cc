@@ -55,8 +55,8 @@ class NcclTransport : public Transport {
       : store_(std::move(store)), options_(std::move(options)), nccl_(connect_nccl(store_, options_)) {}
 
   FuturePtr start(TensorCall call) override {
-    check_call(call.call, options_.size);
-    return start_c10d({to_string(call.call.operation), options_.describe}, [&] { return issue(call); });
+    check_call(call, options_.size);
+    return start_c10d({to_string(call.operation), options_.describe}, [&] { return issue(call); });
   }
 
   std::unique_ptr<Transport> group(const std::vector<int>& ranks) override {
@@ -68,9 +68,9 @@ class NcclTransport : public Transport {
 
  private:
   C10dWork issue(const TensorCall& made) const {
-    const Call& call = made.call;
-    Tensors input = list_of(made.input);
-    Tensors output = list_of(made.output);
+    const Call& call = made;
+    Tensors input = list_of(made.input_tensor);
+    Tensors output = list_of(made.output_tensor);
     Splits send = splits(call.counts);
     Splits receive = splits(call.receive_counts);
     switch (call.operation) {

@@ -15,11 +15,12 @@ class SelfTransport : public Transport {
     return finished;
   }
   int run(const TensorCall& call) override {
-    if (is_message(call.call.operation)) throw UsageError({.what = "a message in a world of one rank"});
-    check_call(call.call, 1);
-    check_counts(call.call);
+    if (is_message(call.operation)) throw UsageError({.what = "a message in a world of one rank"});
+    check_call(call, 1);
+    check_counts(call);
     const torch::NoGradGuard no_grad;
-    if (call.output.defined() && !call.output.is_same(call.input)) call.output.view(-1).copy_(call.input.view(-1));
+    const auto& [input, output] = std::tie(call.input_tensor, call.output_tensor);
+    if (output.defined() && !output.is_same(input)) output.view(-1).copy_(input.view(-1));
     return kAnyRank;
   }
   std::unique_ptr<Transport> group(const std::vector<int>& ranks) override {

@@ -36,7 +36,7 @@ class Transport {
   virtual int run(const TensorCall& call) {
     const FuturePtr future = start(call);
     future->wait();
-    return call.call.operation == Operation::kReceive ? future->source() : kAnyRank;
+    return call.operation == Operation::kReceive ? future->source() : kAnyRank;
   }
 
   // The transport of the sub-world of `ranks`, none for a rank that gives none. Every rank calls it; lists of different

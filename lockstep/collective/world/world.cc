@@ -26,10 +26,10 @@ struct Work::State {
     if (finished) return;
     call.finish();
     finished = true;
-    if (call.call.operation != Operation::kReceive) return;
-    const int source = call.call.peer == kAnyRank ? future->source() : call.call.peer;
-    if (arrow == 0) arrow = world->arrow_of(call.call, source);
-    trace::write(began, [&] { return world->label_of(call.call, source, arrow); });
+    if (call.operation != Operation::kReceive) return;
+    const int source = call.peer == kAnyRank ? future->source() : call.peer;
+    if (arrow == 0) arrow = world->arrow_of(call, source);
+    trace::write(began, [&] { return world->label_of(call, source, arrow); });
   }
 };
 
@@ -58,13 +58,12 @@ int Work::source() const { return state_->future->source(); }
 
 Work World::start(TensorCall call) const {
   call.begin();
-  const Call& asked = call.call;
   const std::int64_t began = trace::now_if_recording();
-  const bool between_known = is_message(asked.operation) && asked.peer != kAnyRank;
-  const std::uint64_t arrow = between_known ? state_->arrow_of(asked, asked.peer) : 0;
+  const bool between_known = is_message(call.operation) && call.peer != kAnyRank;
+  const std::uint64_t arrow = between_known ? state_->arrow_of(call, call.peer) : 0;
   FuturePtr future = state_->transport_for(call).start(call);
-  if (asked.operation == Operation::kSend)
-    trace::write(began, [&] { return state_->label_of(asked, asked.peer, arrow); });
+  if (call.operation == Operation::kSend)
+    trace::write(began, [&] { return state_->label_of(call, call.peer, arrow); });
   return Work(OwnedHere<Work::State>(new Work::State{state_, std::move(call), std::move(future), arrow}));
 }
 

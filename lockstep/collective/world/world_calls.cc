@@ -193,7 +193,7 @@ TensorCall message_call(const Caller& caller, Operation operation, const torch::
 
 torch::Tensor World::run(const TensorCall& call) const {
   call.begin();
-  if (is_message(call.call.operation))
+  if (is_message(call.operation))
     state_->run_message(call);
   else
     state_->transport_for(call).run(call);
@@ -254,7 +254,7 @@ void World::scatter(const torch::Tensor& parts, const torch::Tensor& output, int
                {.operation = Operation::kScatter, .count = asked.count(), .root = root}));
 }
 
-void World::barrier() const { run({.call = {.operation = Operation::kBarrier}}); }
+void World::barrier() const { run({{.operation = Operation::kBarrier}}); }
 
 torch::Tensor World::all_gather_rows(const torch::Tensor& tensor, const AllGatherRowsOptions& options) const {
   const Asked asked(state_->caller, "all_gather_rows", tensor);

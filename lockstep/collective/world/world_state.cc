@@ -63,7 +63,7 @@ void connect(WorldState& state, const c10::intrusive_ptr<c10d::Store>& store) {
 }  // namespace
 
 Transport& WorldState::transport_for(const TensorCall& call) const {
-  const torch::Tensor& tensor = call.output.defined() ? call.output : call.input;
+  const torch::Tensor& tensor = call.output_tensor.defined() ? call.output_tensor : call.input_tensor;
   if (size() > 1 && !cpu_transport.get_deleter().process.is_here()) refuse_forked_child(caller.here);
   if (!tensor.defined() || tensor.is_cpu() || size() == 1) return *cpu_transport;
   if (cuda_transport) return *cuda_transport;
@@ -162,7 +162,7 @@ World WorldState::over_store(const c10::intrusive_ptr<c10d::Store>& store, int r
 }
 
 int WorldState::run_message(const TensorCall& message) {
-  const Call& call = message.call;
+  const Call& call = message;
   const std::int64_t began = trace::now_if_recording();
   std::uint64_t arrow = call.peer == kAnyRank ? 0 : arrow_of(call, call.peer);
   const int source = transport_for(message).run(message);
