@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ["base", "launch", "collective", "data", "model", "gradient", "optimizer", "strategy", "checkpoint", "plan", "train"]
 SUB_ROOMS = {
-    "collective": {"store", "shm", "shm/connect", "shm/memory", "machines", "c10d"},
+    "collective": {"world", "calls", "transport", "meet", "store", "shm", "shm/connect", "shm/memory", "machines", "c10d"},
     "data": {"formats", "images", "packed", "loader"},
     "strategy": {"ddp", "devices", "averaging", "pipeline", "kvstore"},
 }

@@ -16,7 +16,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/hierarchy.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
-#include "lockstep/collective/world_state.h"
+#include "lockstep/collective/world/world_state.h"
 #include "lockstep/deadline.h"
 #include "lockstep/plan/measured_steps.h"
 

@@ -19,7 +19,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/timeline_file.h"
 #include "lockstep/collective/gpus.h"
-#include "lockstep/collective/world_state.h"
+#include "lockstep/collective/world/world_state.h"
 #include "lockstep/cores.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/environment.h"

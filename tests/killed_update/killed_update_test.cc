@@ -15,12 +15,12 @@
 #include <set>
 #include <span>
 
-#include "tests/defects.h"
-#include "lockstep/collective/shared_memory_transport.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/collective/shm/memory/arena.h"
 #include "lockstep/collective/shm/memory/segment.h"
-#include "lockstep/collective/world_state.h"
+#include "lockstep/collective/transport/cpu_transport.h"
+#include "lockstep/collective/world/world_state.h"
+#include "tests/defects.h"
 #include "tests/killed_update/stepped_child.h"
 #include "tests/killed_update/workload.h"
 #include "tests/support.h"
@@ -101,7 +101,7 @@ void run_case(const UpdateCase& given, const Plan& plan, int arena, SharedBoard&
   run_threads(
       std::vector<int>(groups.size()),
       [&](int rank) {
-        return std::make_unique<SharedMemoryTransport>(std::move(groups[static_cast<std::size_t>(rank)]));
+        return std::make_unique<CpuTransport>(std::move(groups[static_cast<std::size_t>(rank)]));
       },
       [&](World& world) { be_rank(SharedMemory::of(world), given, plan, board); }, {});
 }
@@ -309,7 +309,7 @@ std::string difference_of_several(int finishers, const SharedBoard& board, const
       run_threads(
           std::vector<int>(groups.size()),
           [&](int rank) {
-            return std::make_unique<SharedMemoryTransport>(std::move(groups[static_cast<std::size_t>(rank)]));
+            return std::make_unique<CpuTransport>(std::move(groups[static_cast<std::size_t>(rank)]));
           },
           [&](World& world) {
             KeptUpdate kept({board->manifest, board->manifest_bytes}, find);

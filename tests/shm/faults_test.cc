@@ -176,8 +176,9 @@ double run_round(const Round& round) {
   IntVector<pid_t> pids;
   for (int rank = 0; rank < round.size; ++rank)
     pids.push_back(fork_child([&, rank] {
-      Group group =
+      const GroupPtr owner =
           rank == 0 ? server.connect(soon()) : join_rendezvous(server.address(), rank, round.size, soon(), options);
+      Group& group = *owner;
       return run_until_fault(group, round, board);
     }));
   const pid_t victim = pids[round.victim];
@@ -230,7 +231,8 @@ double connect_with_few_descriptors(unsigned seed) {
       if (rank == victim) limit(RLIMIT_NOFILE, static_cast<rlim_t>(testing::open_descriptors()) + spare);
       const Deadline deadline = Deadline::after(kStallTimeout);
       try {
-        Group group = rank == 0 ? server.connect(deadline) : join_rendezvous(server.address(), rank, size, deadline);
+        const GroupPtr owner =
+            rank == 0 ? server.connect(deadline) : join_rendezvous(server.address(), rank, size, deadline);
       } catch (const Error& error) {
         return error.kind() == "SystemError" || error.kind() == "RendezvousError" ? kLost : 1;
       }
@@ -253,11 +255,13 @@ TEST(faults, exhausted_descriptors_fail_every_rank_by_the_deadline) {
 TEST(faults, the_error_says_how_the_peer_ended) {
   RendezvousServer server(2);
   const pid_t peer = fork_child([&] {
-    Group group = join_rendezvous(server.address(), 1, 2, soon());
+    const GroupPtr owner = join_rendezvous(server.address(), 1, 2, soon());
+    Group& group = *owner;
     group.barrier();
     return ::kill(::getpid(), SIGKILL);
   });
-  Group group = server.connect(soon());
+  const GroupPtr owner = server.connect(soon());
+  Group& group = *owner;
   group.barrier();
   try {
     group.barrier();
@@ -272,10 +276,11 @@ TEST(faults, the_error_says_how_the_peer_ended) {
 TEST(faults, after_an_error_every_call_fails_at_once) {
   RendezvousServer server(2);
   const pid_t peer = fork_child([&] {
-    Group group = join_rendezvous(server.address(), 1, 2, soon());
+    const GroupPtr owner = join_rendezvous(server.address(), 1, 2, soon());
     return 0;  // without leave()
   });
-  Group group = server.connect(soon());
+  const GroupPtr owner = server.connect(soon());
+  Group& group = *owner;
   float value = 0;
   for (int i = 0; i < 3; ++i) {
     EXPECT_THROW(group.barrier(), PeerLost);

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/collective/world_state.h"
+#include "lockstep/collective/world/world_state.h"
 #include "tests/backend_groups.h"
 #include "tests/simulated_cuda/four_gpus.h"
 #include "tests/strategies.h"

@@ -7,7 +7,7 @@
 
 #include "bindings.h"
 #include "lockstep/collective/c10d/backend.h"
-#include "lockstep/collective/rendezvous.h"
+#include "lockstep/collective/meet/rendezvous.h"
 
 namespace lockstep::python {
 namespace {

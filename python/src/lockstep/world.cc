@@ -8,7 +8,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
-#include "lockstep/collective/world_state.h"
+#include "lockstep/collective/world/world_state.h"
 #include "lockstep/sync_batch_norm.h"
 #include "lockstep/timeline.h"
 #include "replica.h"
