@@ -37,7 +37,7 @@ list(TRANSFORM step_fuzz_sources REPLACE "(.+)" "step_fuzz/\\1.cc")
 lockstep_torch_test(step_fuzz step_fuzz SHARDS 2 TIMEOUT 14400 SOURCES ${step_fuzz_sources} step_fuzz/strategy_program.cc
   step_fuzz/step_fuzz_test.cc step_fuzz/strategy_fuzz_test.cc)
 foreach(source gradient/communication_hook gradient/local_gradients gradient/reducer gradient/shared_gradients gradient/step_agreement
-    model/sync_batch_norm optimizer/flat_update optimizer/run_writer
+    model/sync_batch_norm optimizer/flat_update optimizer/journal_writer
     optimizer/update_journal strategy/ddp/ddp)
   list(APPEND sources_with_defects ${PROJECT_SOURCE_DIR}/lockstep/${source}.cc)
 endforeach()
@@ -53,7 +53,7 @@ set(killed_update_sources killed_update/workload.cc killed_update/killed_update_
 lockstep_torch_test(killed_update optimizer.killed SHARDS 2 TIMEOUT 1200 SOURCES ${killed_update_sources})
 lockstep_torch_test(killed_update_defects optimizer.killed_defects SHARDS 1 TIMEOUT 600 CHECK "*"
   SOURCES ${killed_update_sources} ${PROJECT_SOURCE_DIR}/lockstep/optimizer/flat_update.cc
-    ${PROJECT_SOURCE_DIR}/lockstep/optimizer/run_writer.cc
+    ${PROJECT_SOURCE_DIR}/lockstep/optimizer/journal_writer.cc
     ${PROJECT_SOURCE_DIR}/lockstep/optimizer/update_journal.cc)
 target_compile_definitions(killed_update_defects PRIVATE LOCKSTEP_DEFECTS)
 set_target_properties(killed_update_defects PROPERTIES ENABLE_EXPORTS ON)

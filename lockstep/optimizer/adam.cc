@@ -39,10 +39,10 @@ struct AdamRule : RuleWith<AdamOptions, AdamRule> {
   using RuleWith::RuleWith;
 
   template <class T>
-  static void apply(const AdamOptions& options, const Run<T>& run) {
-    auto numbers = adam_numbers<T>(options, run.step, options.lr);
+  static void apply(const AdamOptions& options, const Elements<T>& elements) {
+    auto numbers = adam_numbers<T>(options, elements.step, options.lr);
     numbers.decay = static_cast<T>(options.weight_decay);
-    adam_update(numbers, run);
+    adam_update(numbers, elements);
   }
 
   static void apply_on_device(const AdamOptions& options, const WholeTensors& tensors) {
@@ -57,10 +57,10 @@ struct AdamWRule : RuleWith<AdamWOptions, AdamWRule> {
   using RuleWith::RuleWith;
 
   template <class T>
-  static void apply(const AdamWOptions& options, const Run<T>& run) {
-    auto numbers = adam_numbers<T>(options, run.step, options.lr);
+  static void apply(const AdamWOptions& options, const Elements<T>& elements) {
+    auto numbers = adam_numbers<T>(options, elements.step, options.lr);
     numbers.keep = static_cast<T>(1 - options.lr * options.weight_decay);
-    adam_update(numbers, run);
+    adam_update(numbers, elements);
   }
 
   static void apply_on_device(const AdamWOptions& options, const WholeTensors& tensors) {
@@ -81,16 +81,16 @@ struct LAMBRule : RuleWith<LAMBOptions, LAMBRule> {
   }
 
   template <class T>
-  static void find_direction(const LAMBOptions& options, const Run<T>& run) {
-    auto numbers = adam_numbers<T>(options, run.step, /*lr=*/1);
+  static void find_direction(const LAMBOptions& options, const Elements<T>& elements) {
+    auto numbers = adam_numbers<T>(options, elements.step, /*lr=*/1);
     numbers.decay = static_cast<T>(options.weight_decay);
-    lamb_direction(numbers, run);
+    lamb_direction(numbers, elements);
   }
 
   template <class T>
-  static void apply(const LAMBOptions& options, const Run<T>& run) {
-    const T rate = static_cast<T>(options.lr * run.trust);
-    const auto [count, parameter, direction, state, step, trust, new_parameter, new_state] = run;
+  static void apply(const LAMBOptions& options, const Elements<T>& elements) {
+    const T rate = static_cast<T>(options.lr * elements.trust);
+    const auto [count, parameter, direction, state, step, trust, new_parameter, new_state] = elements;
 #pragma GCC ivdep
     for (std::int64_t i = 0; i < count; ++i) new_parameter[i] = parameter[i] - rate * direction[i];
   }

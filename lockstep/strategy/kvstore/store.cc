@@ -17,15 +17,15 @@ namespace {
 constexpr std::int64_t kWorthDividing = 1 << 16;  // elements: below it, waking the devices costs more
 constexpr std::int64_t kRunsPerTask = 4;
 
-// In runs of kMaxRun elements, which stay in the first-level cache while all terms are added to them. Each run is
+// In runs of kMaxChunk elements, which stay in the first-level cache while all terms are added to them. Each run is
 // written by one thread and its order of summation is fixed, so the bits do not depend on the number of threads.
 template <class T>
 void sum_runs(T* into, std::span<const Term> terms, torch::ScalarType dtype, std::int64_t count,
               const ParallelFor& parallel_for) {
-  const std::int64_t runs = (count + kMaxRun - 1) / kMaxRun;
+  const std::int64_t runs = (count + kMaxChunk - 1) / kMaxChunk;
   parallel_for(0, runs, kRunsPerTask, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t begin = first * kMaxRun; begin < std::min(last * kMaxRun, count); begin += kMaxRun)
-      weighted_sum(terms, dtype, begin, std::min(kMaxRun, count - begin), into + begin);
+    for (std::int64_t begin = first * kMaxChunk; begin < std::min(last * kMaxChunk, count); begin += kMaxChunk)
+      weighted_sum(terms, dtype, begin, std::min(kMaxChunk, count - begin), into + begin);
   });
 }
 
