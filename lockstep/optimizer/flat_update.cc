@@ -8,6 +8,7 @@
 
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/defects.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/optimizer/mean.h"
 #include "lockstep/optimizer/rule.h"
 
@@ -51,14 +52,8 @@ void follow_stored(const Stored* stored, std::int64_t count, T* master) {
 }
 
 template <class T>
-T* target(const Targets& to, std::size_t which) {
-  return reinterpret_cast<T*>(to[which].data());
-}
-
-// The threads of a rank that finishes a step: it has one redo slot for certain.
-void on_calling_thread(std::int64_t begin, std::int64_t end, std::int64_t,
-                       const std::function<void(std::int64_t, std::int64_t)>& part) {
-  part(begin, end);
+T* in(const Targets& targets, std::size_t which) {
+  return reinterpret_cast<T*>(targets.all[which].data());
 }
 
 }  // namespace
@@ -82,218 +77,330 @@ void on_calling_thread(std::int64_t begin, std::int64_t end, std::int64_t,
 //
 // Where other processes may have to finish the step, they run the same passes, over the same memory, and leave out what the
 // journal marks as done (journal_writer.h).
-bool FlatUpdate::complete(const UpdateStep& step) {
-  if (!step.loss_scale && step.clipping.max_norm <= 0 && !step.rule.layerwise()) {
+class FlatUpdate::Impl {
+ public:
+  Impl(std::shared_ptr<SharedMemory> memory, OptimizerState& state, const JournalOptions& journal)
+      : Impl(memory, state, memory->size()) {
+    state.make_lists([&](Wanted wanted) { return arrays_beside(state.parameters, *memory_, wanted); });
+    if (journal.kept_sources == 0) return;
+    make_room_for_norms();
+    UpdateMemory beside{.norms = std::as_bytes(std::span(norms_.get(), chunks_.size()))};
+    if (journal.layerwise) {
+      scratch_ = memory_->allocate_common(chunks_.size() * chunk_bytes_);
+      beside.directions = std::span(scratch_.get(), chunks_.size() * chunk_bytes_);
+    }
+    journal_.keep(memory_, journal, chunks_.size(), beside);
+  }
+
+  // Over the memory that the lost ranks have left, of which each rank takes the place of one.
+  Impl(std::shared_ptr<SharedMemory> memory, InterruptedUpdate& lost, std::uint64_t step)
+      : Impl(memory, lost.state, std::min(static_cast<int>(lost.shape.ranks), memory->size())) {
+    norms_ = {std::shared_ptr<std::byte>(), reinterpret_cast<Norms*>(lost.norms)};
+    if (lost.directions != nullptr) scratch_ = {std::shared_ptr<std::byte>(), lost.directions};
+    number_ = step;
+    journal_.resume(lost, std::min(memory_->rank(), static_cast<int>(lost.shape.ranks) - 1), step);
+  }
+
+  bool run(const UpdateStep& step) {
+    ++number_;
+    find_updated(step.gradients);
+    journal_.begin_step(number_, step, is_updated_);
+    const bool updated = complete(step);
+    if (!updated) journal_.skip_step();
+    return updated;
+  }
+
+  void finish(const UpdateStep& step) {
+    journal_.put_ready_parts(first_, last_, [&](const ChunkPart& part, ChunkPhase phase) {
+      return part_of(step.rule, phase, /*slot=*/nullptr, part).targets;
+    });
+    memory_->barrier();
+    find_updated(step.gradients);
+    complete(step);
+    memory_->barrier();
+  }
+
+  double gradient_norm() const { return gradient_norm_; }
+  void note_state() { journal_.note_state(number_); }
+  std::string manifest() const { return journal_.manifest(); }
+
+ private:
+  // Squares of 2-norms over one chunk, written by the rank that owns the chunk.
+  struct Norms {
+    double gradient;
+    double parameter;
+    double direction;
+  };
+  enum class Pass { kReduceAndUpdate, kReduce, kDirect, kUpdate };
+
+  Impl(std::shared_ptr<SharedMemory> memory, OptimizerState& state, int sharers)
+      : memory_(std::move(memory)),
+        state_(state),
+        chunks_(cut_into_chunks(state.parameters)),
+        first_(first_chunk_of(memory_->rank(), sharers, chunks_)),
+        last_(first_chunk_of(memory_->rank() + 1, sharers, chunks_)),
+        is_updated_(state.parameters.size()),
+        journal_(state) {
+    for (const torch::Tensor& parameter : state.parameters)
+      chunk_bytes_ = std::max(chunk_bytes_, kMaxChunk * c10::elementSize(state_dtype(parameter)));
+  }
+
+  bool complete(const UpdateStep& step) {
+    if (!step.loss_scale && step.clipping.max_norm <= 0 && !step.rule.layerwise()) {
+      count_steps();
+      run_pass(step, Pass::kReduceAndUpdate);
+      return true;
+    }
+    make_room_for_norms();
+    make_scratch_memory();
+    run_pass(step, Pass::kReduce);
+    memory_->barrier(signature_of(StepPhase::kNorms, number_));
+    find_norm();
+    if (step.loss_scale && !std::isfinite(gradient_norm_) && !defect("an overflow is not seen")) return false;
     count_steps();
-    run_pass(step, Pass::kReduceAndUpdate);
+    if (step.rule.layerwise()) {
+      run_pass(step, Pass::kDirect);
+      memory_->barrier(signature_of(StepPhase::kTrustRatios, number_));
+      find_trust_ratios(step);
+    }
+    run_pass(step, Pass::kUpdate);
     return true;
   }
-  make_room_for_norms();
-  make_scratch_memory();
-  run_pass(step, Pass::kReduce);
-  memory_->barrier(signature_of(StepPhase::kNorms, number_));
-  find_norm();
-  if (step.loss_scale && !std::isfinite(gradient_norm_) && !defect("an overflow is not seen")) return false;
-  count_steps();
-  if (step.rule.layerwise()) {
-    run_pass(step, Pass::kDirect);
-    memory_->barrier(signature_of(StepPhase::kTrustRatios, number_));
-    find_trust_ratios(step);
-  }
-  run_pass(step, Pass::kUpdate);
-  return true;
-}
 
-// Works on this rank's chunks of parameters that are updated in this step, on several threads. Leaves out those that have gone
-// through the pass's phase in this step, and reduces none for which nothing is left to do.
-void FlatUpdate::run_pass(const UpdateStep& step, Pass pass) {
-  const bool directs = pass == Pass::kDirect || (pass == Pass::kReduce && step.rule.layerwise());
-  const ChunkPhase phase = directs ? ChunkPhase::kDirected : ChunkPhase::kUpdated;
-  journal_.begin_pass();
-  step.gradients.parallel_for(first_, last_, kChunksPerTask, [&](std::size_t from, std::size_t to) {
-    RedoSlot* const slot = journal_.begin_thread();
-    for (std::size_t i = from; i < to; ++i) {
-      const std::size_t parameter = chunks_[i].parameter;
-      if (!is_updated_[parameter] || journal_.is_done(i, phase)) continue;
-      if (state_dtype(state_.parameters[parameter]) == torch::kFloat64)
-        work_on<double>(step, pass, i, slot);
-      else
-        work_on<float>(step, pass, i, slot);
+  // Works on this rank's chunks of parameters that are updated in this step, on several threads. Leaves out those that have gone
+  // through the pass's phase in this step, and reduces none for which nothing is left to do.
+  void run_pass(const UpdateStep& step, Pass pass) {
+    const bool directs = pass == Pass::kDirect || (pass == Pass::kReduce && step.rule.layerwise());
+    const ChunkPhase phase = directs ? ChunkPhase::kDirected : ChunkPhase::kUpdated;
+    journal_.begin_pass();
+    step.gradients.parallel_for(first_, last_, kChunksPerTask, [&](std::size_t from, std::size_t to) {
+      RedoSlot* const slot = journal_.begin_thread();
+      for (std::size_t i = from; i < to; ++i) {
+        if (!is_updated_[chunks_[i].parameter] || journal_.is_done(i, phase)) continue;
+        if (state_dtype(parameter_of(i)) == torch::kFloat64)
+          work_on<double>(step, pass, i, slot);
+        else
+          work_on<float>(step, pass, i, slot);
+      }
+    });
+  }
+
+  // T is the type that the parameter is computed in.
+  template <class T>
+  void work_on(const UpdateStep& step, Pass pass, std::size_t i, RedoSlot* slot) {
+    const Chunk& chunk = chunks_[i];
+    if (pass == Pass::kReduceAndUpdate) {
+      alignas(kCacheLine) T gradient[kMaxChunk];
+      sum_gradients(step, i, gradient);
+      if (step.clipping.max_value > 0) scale_and_clamp(gradient, chunk.count, 1, step.clipping.max_value);
+      return update(step, i, slot, gradient, /*trust=*/1);
     }
-  });
-}
-
-// T is the type that the parameter is computed in.
-template <class T>
-void FlatUpdate::work_on(const UpdateStep& step, Pass pass, std::size_t i, RedoSlot* slot) {
-  const Chunk& chunk = chunks_[i];
-  if (pass == Pass::kReduceAndUpdate) {
-    alignas(kCacheLine) T gradient[kMaxChunk];
-    sum_gradients(step, chunk, gradient);
-    if (step.clipping.max_value > 0) scale_and_clamp(gradient, chunk.count, 1, step.clipping.max_value);
-    return update(step, i, slot, gradient, /*trust=*/1);
+    T* const gradient = scratch<T>(i);
+    if (pass == Pass::kReduce) {
+      sum_gradients(step, i, gradient);
+      norms_[i].gradient = square_norm(gradient, chunk.count);
+    } else if (pass == Pass::kDirect) {
+      const double factor = defect("layerwise rules are not clipped") ? 1 : clip_factor(step.clipping);
+      scale_and_clamp(gradient, chunk.count, factor, step.clipping.max_value);
+      direct(step, i, slot, gradient);
+    } else {
+      const double factor = clip_factor(step.clipping);
+      if (!step.rule.layerwise()) scale_and_clamp(gradient, chunk.count, factor, step.clipping.max_value);
+      const bool trusts = step.rule.layerwise() && !defect("the trust ratio is dropped");
+      update(step, i, slot, gradient, trusts ? trust_[chunk.parameter] : 1);
+    }
   }
-  T* const gradient = scratch<T>(i);
-  if (pass == Pass::kReduce) {
-    sum_gradients(step, chunk, gradient);
-    norms_[i].gradient = square_norm(gradient, chunk.count);
-  } else if (pass == Pass::kDirect) {
-    const double factor = defect("layerwise rules are not clipped") ? 1 : clip_factor(step.clipping);
-    scale_and_clamp(gradient, chunk.count, factor, step.clipping.max_value);
-    direct(step, i, slot, gradient);
-  } else {
-    const double factor = clip_factor(step.clipping);
-    if (!step.rule.layerwise()) scale_and_clamp(gradient, chunk.count, factor, step.clipping.max_value);
-    const bool trusts = step.rule.layerwise() && !defect("the trust ratio is dropped");
-    update(step, i, slot, gradient, trusts ? trust_[chunk.parameter] : 1);
+
+  // mean[i]: the weighted sum over all sources, the loss scale divided out.
+  template <class T>
+  void sum_gradients(const UpdateStep& step, std::size_t i, T* mean) const {
+    const Chunk& chunk = chunks_[i];
+    const auto& [weights, pointers, parallel_for] = step.gradients;
+    const double scale = defect("the loss scale is dropped") ? 1 : step.loss_scale.value_or(1);
+    thread_local std::vector<Term> terms;
+    terms.clear();
+    for (std::size_t s = 0; s < weights.size(); ++s)
+      terms.push_back({pointers[chunk.parameter * weights.size() + s], weights[s] / scale});
+    weighted_sum<T>(terms, parameter_of(i).scalar_type(), chunk.begin, chunk.count, mean);
   }
-}
 
-// mean[i]: the weighted sum over all sources, the loss scale divided out.
-template <class T>
-void FlatUpdate::sum_gradients(const UpdateStep& step, const Chunk& chunk, T* mean) const {
-  const auto& [weights, pointers, parallel_for] = step.gradients;
-  const double scale = defect("the loss scale is dropped") ? 1 : step.loss_scale.value_or(1);
-  thread_local std::vector<Term> terms;
-  terms.clear();
-  for (std::size_t s = 0; s < weights.size(); ++s)
-    terms.push_back({pointers[chunk.parameter * weights.size() + s], weights[s] / scale});
-  weighted_sum<T>(terms, state_.parameters[chunk.parameter].scalar_type(), chunk.begin, chunk.count, mean);
-}
-
-// Turns the gradient of a chunk into the rule's direction.
-template <class T>
-void FlatUpdate::direct(const UpdateStep& step, std::size_t i, RedoSlot* slot, T* gradient) {
-  const Chunk& chunk = chunks_[i];
-  const JournalWriter::Part part{.slot = slot,
-                                 .elements = {i, 0, chunk.count},
-                                 .mark = journal_.mark_of(ChunkPhase::kDirected, chunk.count, chunk.count),
-                                 .targets = targets_of(step.rule, ChunkPhase::kDirected, chunk)};
-  const Elements<T> elements = elements_of(chunk, gradient, /*trust=*/1, journal_.begin_part(part));
-  step.rule.direct(group_of(step, chunk), elements);
-  norms_[i].parameter = square_norm(elements.parameter, chunk.count);
-  norms_[i].direction = square_norm(gradient, chunk.count);
-  journal_.end_part(part);
-}
-
-// Updates a chunk, part by part.
-template <class T>
-void FlatUpdate::update(const UpdateStep& step, std::size_t i, RedoSlot* slot, T* gradient, double trust) {
-  const Chunk& chunk = chunks_[i];
-  const std::int64_t most = journal_.part_elements();
-  for (std::int64_t begin = journal_.first_element(i, ChunkPhase::kUpdated); begin < chunk.count; begin += most) {
-    const Chunk range{chunk.parameter, chunk.begin + begin, std::min(most, chunk.count - begin)};
-    const JournalWriter::Part part{
-        .slot = slot,
-        .elements = {i, begin, range.count},
-        .mark = journal_.mark_of(ChunkPhase::kUpdated, begin + range.count, chunk.count),
-        .targets = targets_of(step.rule, ChunkPhase::kUpdated, range)};
-    const Targets to = journal_.begin_part(part);
-    apply_rule(step, range, elements_of(range, gradient + begin, trust, to), to);
+  // Turns the gradient of a chunk into the rule's direction.
+  template <class T>
+  void direct(const UpdateStep& step, std::size_t i, RedoSlot* slot, T* gradient) {
+    const std::int64_t count = chunks_[i].count;
+    const auto part = part_of(step.rule, ChunkPhase::kDirected, slot, {i, 0, count});
+    const Elements<T> elements = elements_of(part, gradient, /*trust=*/1, journal_.begin_part(part));
+    step.rule.direct(group_of(step, i), elements);
+    norms_[i].parameter = square_norm(elements.parameter, count);
+    norms_[i].direction = square_norm(gradient, count);
     journal_.end_part(part);
   }
-}
 
-// Applies the rule, then follows with the average and the 16-bit values.
-template <class T>
-void FlatUpdate::apply_rule(const UpdateStep& step, const Chunk& range, const Elements<T>& elements, const Targets& to) {
-  step.rule.update(group_of(step, range), elements);
-  const T* const values = elements.new_parameter;
-  if (!state_.averages.empty() && elements.step == 1)
-    std::copy_n(values, range.count, target<T>(to, kAverage));
-  else if (!state_.averages.empty())
-    move_average(part_of<T>(state_.averages, range), values, range.count, state_.ema_decay, target<T>(to, kAverage));
-  const torch::ScalarType dtype = state_.parameters[range.parameter].scalar_type();
-  if (dtype == torch::kBFloat16) convert(values, range.count, target<c10::BFloat16>(to, kStored));
-  if (dtype == torch::kFloat16) convert(values, range.count, target<c10::Half>(to, kStored));
-}
-
-template <class T>
-Elements<T> FlatUpdate::elements_of(const Chunk& range, T* gradient, double trust, const Targets& to) {
-  Elements<T> elements{.count = range.count,
-                       .parameter = values<T>(range),
-                       .gradient = gradient,
-                       .step = state_.steps[range.parameter],
-                       .trust = trust};
-  for (std::size_t s = 0; s < state_.arrays.size(); ++s) {
-    elements.state[s] = part_of<T>(state_.arrays[s], range);
-    elements.new_state[s] = to[s].empty() ? elements.state[s] : target<T>(to, s);
+  // Updates a chunk, part by part.
+  template <class T>
+  void update(const UpdateStep& step, std::size_t i, RedoSlot* slot, T* gradient, double trust) {
+    const std::int64_t all = chunks_[i].count, most = journal_.part_elements();
+    for (std::int64_t begin = journal_.first_element(i, ChunkPhase::kUpdated); begin < all; begin += most) {
+      const auto part = part_of(step.rule, ChunkPhase::kUpdated, slot, {i, begin, std::min(most, all - begin)});
+      const Targets to = journal_.begin_part(part);
+      const Elements<T> elements = elements_of(part, gradient + begin, trust, to);
+      step.rule.update(group_of(step, i), elements);
+      store(elements, in<T>(part.targets, kAverage), to, parameter_of(i).scalar_type());
+      journal_.end_part(part);
+    }
   }
-  if (!to[kValues].empty()) elements.new_parameter = target<T>(to, kValues);
-  return elements;
-}
 
-// The values that the rule updates: the parameter itself, or the float32 master of a 16-bit one.
-template <class T>
-T* FlatUpdate::values(const Chunk& range) {
-  const torch::ScalarType dtype = state_.parameters[range.parameter].scalar_type();
-  if (!is_16_bit(state_.parameters[range.parameter])) return part_of<T>(state_.parameters, range);
-  T* const master = part_of<T>(state_.masters, range);
-  if (dtype == torch::kBFloat16) follow_stored(part_of<c10::BFloat16>(state_.parameters, range), range.count, master);
-  if (dtype == torch::kFloat16) follow_stored(part_of<c10::Half>(state_.parameters, range), range.count, master);
-  return master;
-}
+  // Follows with the average and the 16-bit values.
+  template <class T>
+  void store(const Elements<T>& elements, const T* average, const Targets& to, torch::ScalarType dtype) const {
+    const T* const values = elements.new_parameter;
+    if (average != nullptr && elements.step == 1)
+      std::copy_n(values, elements.count, in<T>(to, kAverage));
+    else if (average != nullptr)
+      move_average(average, values, elements.count, state_.ema_decay, in<T>(to, kAverage));
+    if (dtype == torch::kBFloat16) convert(values, elements.count, in<c10::BFloat16>(to, kStored));
+    if (dtype == torch::kFloat16) convert(values, elements.count, in<c10::Half>(to, kStored));
+  }
 
-// The arrays are written in the phase in which the rule writes its state, everything else by the update.
-Targets FlatUpdate::targets_of(const UpdateRule& rule, ChunkPhase phase, const Chunk& range) const {
-  Targets targets;
-  const auto in = [&](const std::vector<torch::Tensor>& list) {
-    const std::size_t size = list[range.parameter].element_size();
-    return std::span(static_cast<std::byte*>(list[range.parameter].mutable_data_ptr()) + range.begin * size,
-                     range.count * size);
-  };
-  if (rule.directs_with_state() == (phase == ChunkPhase::kDirected))
-    for (std::size_t s = 0; s < state_.arrays.size(); ++s) targets[s] = in(state_.arrays[s]);
-  if (phase == ChunkPhase::kDirected) return targets;
-  if (!state_.averages.empty()) targets[kAverage] = in(state_.averages);
-  const bool has_master = is_16_bit(state_.parameters[range.parameter]);
-  targets[kValues] = in(has_master ? state_.masters : state_.parameters);
-  if (has_master) targets[kStored] = in(state_.parameters);
-  return targets;
-}
+  // The input of the rule, which reads the targets and writes `to`.
+  template <class T>
+  Elements<T> elements_of(const JournalWriter::Part& part, T* gradient, double trust, const Targets& to) const {
+    const std::size_t parameter = chunks_[part.elements.chunk].parameter;
+    Elements<T> elements{.count = part.elements.count,
+                         .parameter = in<T>(part.targets, kValues),
+                         .gradient = gradient,
+                         .step = state_.steps[parameter],
+                         .trust = trust,
+                         .new_parameter = in<T>(to, kValues)};
+    for (std::size_t s = 0; s < kMaxStates; ++s) {
+      elements.state[s] = in<T>(part.targets, s);
+      elements.new_state[s] = in<T>(to, s);
+    }
+    const torch::ScalarType dtype = state_.parameters[parameter].scalar_type();
+    if (dtype == torch::kBFloat16)
+      follow_stored(in<c10::BFloat16>(part.targets, kStored), elements.count, elements.parameter);
+    if (dtype == torch::kFloat16)
+      follow_stored(in<c10::Half>(part.targets, kStored), elements.count, elements.parameter);
+    return elements;
+  }
 
-// ---- Steps
+  // The arrays are written in the phase in which the rule writes its state, everything else by the update.
+  JournalWriter::Part part_of(const UpdateRule& rule, ChunkPhase phase, RedoSlot* slot,
+                              const ChunkPart& elements) const {
+    const Chunk& chunk = chunks_[elements.chunk];
+    const bool all = elements.begin + elements.count == chunk.count;
+    Targets targets;
+    const auto set = [&](std::size_t which, const std::vector<torch::Tensor>& list) {
+      const auto size = static_cast<std::int64_t>(list[chunk.parameter].element_size());
+      auto* const data = static_cast<std::byte*>(list[chunk.parameter].mutable_data_ptr());
+      targets.all[which] = {data + (chunk.begin + elements.begin) * size, to_size(elements.count * size)};
+    };
+    for (std::size_t s = 0; s < state_.arrays.size(); ++s) set(s, state_.arrays[s]);
+    if (!state_.averages.empty()) set(kAverage, state_.averages);
+    const bool has_master = is_16_bit(parameter_of(elements.chunk));
+    set(kValues, has_master ? state_.masters : state_.parameters);
+    if (has_master) set(kStored, state_.parameters);
+    if (rule.directs_with_state() != (phase == ChunkPhase::kDirected)) targets.first = kMaxStates;
+    if (phase == ChunkPhase::kDirected) targets.last = kMaxStates;
+    return {slot, elements, journal_.mark_of(phase, all ? ChunkMark::kAll : elements.begin + elements.count), targets};
+  }
 
-FlatUpdate::FlatUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state, int sharers)
-    : memory_(std::move(memory)),
-      state_(state),
-      chunks_(cut_into_chunks(state.parameters)),
-      first_(first_chunk_of(memory_->rank(), sharers, chunks_)),
-      last_(first_chunk_of(memory_->rank() + 1, sharers, chunks_)),
-      is_updated_(state.parameters.size()),
-      journal_(state) {
-  for (const torch::Tensor& parameter : state.parameters)
-    chunk_bytes_ = std::max(chunk_bytes_, kMaxChunk * c10::elementSize(state_dtype(parameter)));
-}
+  const torch::Tensor& parameter_of(std::size_t chunk) const { return state_.parameters[chunks_[chunk].parameter]; }
+
+  void find_updated(const WeightedGradients& gradients) {
+    const auto sources = static_cast<std::ptrdiff_t>(gradients.weights.size());
+    auto pointer = gradients.pointers.begin();
+    for (char& is_updated : is_updated_) {
+      is_updated = std::any_of(pointer, pointer + sources, [](const void* gradient) { return gradient != nullptr; });
+      pointer += sources;
+    }
+  }
+
+  void count_steps() {
+    for (std::size_t i = 0; i < is_updated_.size(); ++i) state_.steps[i] += is_updated_[i] ? 1 : 0;
+  }
+
+  void find_norm() {
+    double sum = 0;
+    const bool slice = defect("a norm of one slice");
+    for (std::size_t i = slice ? first_ : 0; i < (slice ? last_ : chunks_.size()); ++i)
+      if (is_updated_[chunks_[i].parameter]) sum += norms_[i].gradient;
+    gradient_norm_ = std::sqrt(sum);
+  }
+
+  // As torch::nn::utils::clip_grad_norm_.
+  double clip_factor(const ClippingOptions& clipping) const {
+    return clipping.max_norm > 0 ? std::min(1.0, clipping.max_norm / (gradient_norm_ + 1e-6)) : 1;
+  }
+
+  void find_trust_ratios(const UpdateStep& step) {
+    std::vector<double> parameter(is_updated_.size()), direction(is_updated_.size());
+    for (std::size_t i = 0; i < chunks_.size(); ++i) {
+      parameter[chunks_[i].parameter] += norms_[i].parameter;
+      direction[chunks_[i].parameter] += norms_[i].direction;
+    }
+    trust_.resize(is_updated_.size());
+    for (std::size_t i = 0; i < is_updated_.size(); ++i)
+      trust_[i] =
+          step.rule.trust_ratio(step.groups[state_.group_of[i]], std::sqrt(parameter[i]), std::sqrt(direction[i]));
+  }
+
+  // Collective, in the first step that needs norms.
+  void make_room_for_norms() {
+    if (norms_ != nullptr) return;
+    norms_ = std::reinterpret_pointer_cast<Norms[]>(
+        memory_->allocate_common(std::max<std::size_t>(chunks_.size(), 1) * sizeof(Norms)));
+  }
+
+  // This rank's, unless others may have to go on from the directions in it.
+  void make_scratch_memory() {
+    if (scratch_ != nullptr) return;
+    scratch_ = SharedMemory::alone()->allocate((last_ - first_) * chunk_bytes_).data;
+    first_in_scratch_ = first_;
+  }
+
+  const UpdateRule::Group& group_of(const UpdateStep& step, std::size_t chunk) const {
+    return step.groups[state_.group_of[chunks_[chunk].parameter]];
+  }
+
+  template <class T>
+  T* scratch(std::size_t chunk) {
+    return reinterpret_cast<T*>(scratch_.get() + (chunk - first_in_scratch_) * chunk_bytes_);
+  }
+
+  std::shared_ptr<SharedMemory> memory_;
+  OptimizerState& state_;
+  std::vector<Chunk> chunks_;
+  std::size_t chunk_bytes_ = 0;  // of a gradient in scratch_
+  std::size_t first_;            // this rank owns chunks [first_, last_)
+  std::size_t last_;
+  std::vector<char> is_updated_;        // in this step, each parameter: some source has a gradient for it
+  std::shared_ptr<Norms[]> norms_;      // of each chunk; shared
+  std::shared_ptr<std::byte> scratch_;  // gradients of chunks from first_in_scratch_ on, between two passes
+  std::size_t first_in_scratch_ = 0;
+  std::vector<double> trust_;  // of each parameter
+  double gradient_norm_ = 0;
+  std::uint64_t number_ = 0;  // of the step
+  JournalWriter journal_;
+};
 
 FlatUpdate::FlatUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state, const JournalOptions& journal)
-    : FlatUpdate(memory, state, memory->size()) {
-  state.make_lists([&](Wanted wanted) { return arrays_beside(state.parameters, *memory_, wanted); });
-  if (journal.kept_sources == 0) return;
-  make_room_for_norms();
-  UpdateMemory beside{.norms = std::as_bytes(std::span(norms_.get(), chunks_.size()))};
-  if (journal.layerwise) {
-    scratch_ = memory_->allocate_common(chunks_.size() * chunk_bytes_);
-    beside.directions = std::span(scratch_.get(), chunks_.size() * chunk_bytes_);
-  }
-  journal_.keep(memory_, journal, chunks_.size(), beside);
-}
-
-bool FlatUpdate::run(const UpdateStep& step) {
-  ++number_;
-  find_updated(step.gradients);
-  journal_.begin_step(number_, step, is_updated_);
-  const bool updated = complete(step);
-  if (!updated) journal_.skip_step();
-  return updated;
-}
+    : impl_(std::make_unique<Impl>(std::move(memory), state, journal)) {}
+FlatUpdate::~FlatUpdate() = default;
+bool FlatUpdate::run(const UpdateStep& step) { return impl_->run(step); }
+double FlatUpdate::gradient_norm() const { return impl_->gradient_norm(); }
+void FlatUpdate::note_state() { impl_->note_state(); }
+std::string FlatUpdate::manifest() const { return impl_->manifest(); }
 
 std::uint64_t FlatUpdate::finish(std::shared_ptr<SharedMemory> memory, InterruptedUpdate& lost) {
   const std::optional<StepRecord> record = UpdateJournal(lost.journal, lost.shape).newest();
   if (!record) return 0;
   lost.state.steps = record->steps;
   if (record->skipped) return record->step;
-  WeightedGradients gradients{.weights = record->weights, .parallel_for = on_calling_thread};
+  WeightedGradients gradients{.weights = record->weights};
+  gradients.parallel_for = [](auto begin, auto end, auto, const auto& part) {
+    part(begin, end);
+  };  // one slot is certain
   for (std::size_t i = 0; const std::uint64_t word : record->gradients) {
     const std::size_t bytes = lost.state.parameters[i++ / record->weights.size()].nbytes();
     gradients.pointers.push_back(word == kNoPlace ? nullptr : lost.find(place_of_word(word), bytes));
@@ -304,80 +411,8 @@ std::uint64_t FlatUpdate::finish(std::shared_ptr<SharedMemory> memory, Interrupt
   const auto rule = rule_of(record->options.front());
   UpdateStep step{*rule, groups, gradients, record->clipping};
   if (!std::isnan(record->loss_scale)) step.loss_scale = record->loss_scale;
-  FlatUpdate(std::move(memory), lost, record->step).finish(step);
+  Impl(std::move(memory), lost, record->step).finish(step);
   return record->step;
-}
-
-void FlatUpdate::finish(const UpdateStep& step) {
-  journal_.put_ready_parts(first_, last_, [&](const ChunkPart& part, ChunkPhase phase) {
-    const Chunk& chunk = chunks_[part.chunk];
-    return targets_of(step.rule, phase, {chunk.parameter, chunk.begin + part.begin, part.count});
-  });
-  memory_->barrier();
-  find_updated(step.gradients);
-  complete(step);
-  memory_->barrier();
-}
-
-// Over the memory that the lost ranks have left, of which each rank takes the place of one.
-FlatUpdate::FlatUpdate(std::shared_ptr<SharedMemory> memory, InterruptedUpdate& lost, std::uint64_t step)
-    : FlatUpdate(memory, lost.state, std::min(static_cast<int>(lost.shape.ranks), memory->size())) {
-  norms_ = {std::shared_ptr<std::byte>(), reinterpret_cast<Norms*>(lost.norms)};
-  if (lost.directions != nullptr) scratch_ = {std::shared_ptr<std::byte>(), lost.directions};
-  number_ = step;
-  journal_.resume(lost, std::min(memory_->rank(), static_cast<int>(lost.shape.ranks) - 1), step);
-}
-
-void FlatUpdate::find_updated(const WeightedGradients& gradients) {
-  const auto sources = static_cast<std::ptrdiff_t>(gradients.weights.size());
-  auto pointer = gradients.pointers.begin();
-  for (char& is_updated : is_updated_) {
-    is_updated = std::any_of(pointer, pointer + sources, [](const void* gradient) { return gradient != nullptr; });
-    pointer += sources;
-  }
-}
-
-void FlatUpdate::count_steps() {
-  for (std::size_t i = 0; i < is_updated_.size(); ++i) state_.steps[i] += is_updated_[i] ? 1 : 0;
-}
-
-void FlatUpdate::find_norm() {
-  double sum = 0;
-  const bool slice = defect("a norm of one slice");
-  for (std::size_t i = slice ? first_ : 0; i < (slice ? last_ : chunks_.size()); ++i)
-    if (is_updated_[chunks_[i].parameter]) sum += norms_[i].gradient;
-  gradient_norm_ = std::sqrt(sum);
-}
-
-// As torch::nn::utils::clip_grad_norm_.
-double FlatUpdate::clip_factor(const ClippingOptions& clipping) const {
-  return clipping.max_norm > 0 ? std::min(1.0, clipping.max_norm / (gradient_norm_ + 1e-6)) : 1;
-}
-
-void FlatUpdate::find_trust_ratios(const UpdateStep& step) {
-  std::vector<double> parameter(is_updated_.size()), direction(is_updated_.size());
-  for (std::size_t i = 0; i < chunks_.size(); ++i) {
-    parameter[chunks_[i].parameter] += norms_[i].parameter;
-    direction[chunks_[i].parameter] += norms_[i].direction;
-  }
-  trust_.resize(is_updated_.size());
-  for (std::size_t i = 0; i < is_updated_.size(); ++i)
-    trust_[i] =
-        step.rule.trust_ratio(step.groups[state_.group_of[i]], std::sqrt(parameter[i]), std::sqrt(direction[i]));
-}
-
-// Collective, in the first step that needs norms.
-void FlatUpdate::make_room_for_norms() {
-  if (norms_ != nullptr) return;
-  norms_ = std::reinterpret_pointer_cast<Norms[]>(
-      memory_->allocate_common(std::max<std::size_t>(chunks_.size(), 1) * sizeof(Norms)));
-}
-
-// This rank's, unless others may have to go on from the directions in it.
-void FlatUpdate::make_scratch_memory() {
-  if (scratch_ != nullptr) return;
-  scratch_ = SharedMemory::alone()->allocate((last_ - first_) * chunk_bytes_).data;
-  first_in_scratch_ = first_;
 }
 
 }  // namespace lockstep

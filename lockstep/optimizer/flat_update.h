@@ -47,18 +47,19 @@ class FlatUpdate {
   // processes can finish, of an optimizer of lockstep's own whose parameters and gradients are in memory that outlives the ranks.
   // Blocks. Throws SystemError: no memory; PeerLost.
   FlatUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state, const JournalOptions& journal = {});
+  ~FlatUpdate();
 
   // Updates this rank's slice of every parameter that some source has a gradient for. Blocks only if all gradients must
   // be seen first: once for clipping by norm and loss scaling, twice for layerwise rules. Returns false if the step was
   // skipped. Throws PeerLost.
   bool run(const UpdateStep& step);
 
-  double gradient_norm() const { return gradient_norm_; }  // before clipping, of the last step; 0 if no norm was needed
+  double gradient_norm() const;  // before clipping, of the last step; 0 if no norm was needed
 
   // The state was written between two steps, by all ranks alike: others find it with the number of updates that it has now.
-  void note_state() { journal_.note_state(number_); }
+  void note_state();
 
-  std::string manifest() const { return journal_.manifest(); }  // for InterruptedUpdate; "" without a journal
+  std::string manifest() const;  // for InterruptedUpdate; "" without a journal
 
   // Completes the step in which the ranks of `lost` were lost, if all of them had begun it, in their memory. lost.state then
   // is that after the step. The ranks of `memory` call together, and share the work out; none of the lost ones writes any
@@ -67,66 +68,8 @@ class FlatUpdate {
   static std::uint64_t finish(std::shared_ptr<SharedMemory> memory, InterruptedUpdate& lost);
 
  private:
-  // Squares of 2-norms over one chunk, written by the rank that owns the chunk.
-  struct Norms {
-    double gradient;
-    double parameter;
-    double direction;
-  };
-  enum class Pass { kReduceAndUpdate, kReduce, kDirect, kUpdate };
-
-  FlatUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state, int sharers);
-  FlatUpdate(std::shared_ptr<SharedMemory> memory, InterruptedUpdate& lost, std::uint64_t step);
-
-  void finish(const UpdateStep& step);
-  bool complete(const UpdateStep& step);
-  void find_updated(const WeightedGradients& gradients);
-  void count_steps();
-  void find_norm();
-  void find_trust_ratios(const UpdateStep& step);
-  double clip_factor(const ClippingOptions& clipping) const;
-
-  void run_pass(const UpdateStep& step, Pass pass);
-  template <class T>
-  void work_on(const UpdateStep& step, Pass pass, std::size_t chunk, RedoSlot* slot);
-  template <class T>
-  void sum_gradients(const UpdateStep& step, const Chunk& chunk, T* mean) const;
-  template <class T>
-  void direct(const UpdateStep& step, std::size_t chunk, RedoSlot* slot, T* gradient);
-  template <class T>
-  void update(const UpdateStep& step, std::size_t chunk, RedoSlot* slot, T* gradient, double trust);
-  template <class T>
-  void apply_rule(const UpdateStep& step, const Chunk& range, const Elements<T>& elements, const Targets& to);
-  template <class T>
-  Elements<T> elements_of(const Chunk& range, T* gradient, double trust, const Targets& to);
-  template <class T>
-  T* values(const Chunk& range);
-
-  Targets targets_of(const UpdateRule& rule, ChunkPhase phase, const Chunk& range) const;
-  const UpdateRule::Group& group_of(const UpdateStep& step, const Chunk& chunk) const {
-    return step.groups[state_.group_of[chunk.parameter]];
-  }
-  template <class T>
-  T* scratch(std::size_t chunk) {
-    return reinterpret_cast<T*>(scratch_.get() + (chunk - first_in_scratch_) * chunk_bytes_);
-  }
-  void make_room_for_norms();
-  void make_scratch_memory();
-
-  std::shared_ptr<SharedMemory> memory_;
-  OptimizerState& state_;
-  std::vector<Chunk> chunks_;
-  std::size_t chunk_bytes_ = 0;         // of a gradient in scratch_
-  std::size_t first_;                   // this rank owns chunks [first_, last_)
-  std::size_t last_;
-  std::vector<char> is_updated_;        // in this step, each parameter: some source has a gradient for it
-  std::shared_ptr<Norms[]> norms_;      // of each chunk; shared
-  std::shared_ptr<std::byte> scratch_;  // gradients of chunks from first_in_scratch_ on, between two passes
-  std::size_t first_in_scratch_ = 0;
-  std::vector<double> trust_;           // of each parameter
-  double gradient_norm_ = 0;
-  std::uint64_t number_ = 0;            // of the step
-  JournalWriter journal_;
+  class Impl;
+  std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace lockstep

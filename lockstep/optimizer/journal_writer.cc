@@ -11,7 +11,7 @@
 namespace lockstep {
 namespace {
 
-static_assert(kMaxChunk < static_cast<std::int64_t>(ChunkMark::kAll));
+static_assert(kMaxChunk < ChunkMark::kAll);
 
 // The most that is written at a time: all arrays of a part, or the state of a layerwise rule's chunk.
 std::size_t redo_bytes_of(const OptimizerState& state, bool layerwise) {

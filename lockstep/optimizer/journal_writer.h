@@ -71,9 +71,7 @@ class JournalWriter {
     ChunkMark mark;  // of the chunk, once the part is in its targets
     Targets targets;
   };
-  ChunkMark mark_of(ChunkPhase phase, std::int64_t elements, std::int64_t of_chunk) const {
-    return {number_, phase, elements == of_chunk ? ChunkMark::kAll : static_cast<std::uint64_t>(elements)};
-  }
+  ChunkMark mark_of(ChunkPhase phase, std::int64_t elements) const { return {number_, phase, elements}; }
 
   // Returns where the new values are to be written: to the targets, or beside them.
   Targets begin_part(const Part& part) {
@@ -106,15 +104,15 @@ class JournalWriter {
   const OptimizerState& state_;
   std::optional<UpdateJournal> journal_;
   int rank_ = 0;
-  std::uint64_t number_ = 0;               // of the step
-  std::uint64_t records_ = 0;              // written by this rank
-  std::shared_ptr<SharedMemory> memory_;   // of keep()
+  std::uint64_t number_ = 0;              // of the step
+  std::uint64_t records_ = 0;             // written by this rank
+  std::shared_ptr<SharedMemory> memory_;  // of keep()
   UpdateMemory beside_;
   std::shared_ptr<std::byte> common_;
   SharedMemory::Own redo_;
-  InterruptedUpdate::Find find_;           // of resume()
-  std::vector<RedoSlot*> slots_;           // of this rank
-  std::atomic<std::size_t> taken_ = 0;     // of slots_, in this pass
+  InterruptedUpdate::Find find_;        // of resume()
+  std::vector<RedoSlot*> slots_;        // of this rank
+  std::atomic<std::size_t> taken_ = 0;  // of slots_, in this pass
 };
 
 }  // namespace lockstep

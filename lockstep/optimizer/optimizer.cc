@@ -9,6 +9,7 @@
 
 #include "lockstep/base/page_guard.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/base/trace.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/gradient_slices.h"
@@ -69,14 +70,6 @@ void require_alike(const std::vector<torch::Tensor>& mine, const std::vector<tor
   throw CheckpointError({.what = "the parameters and the optimizer are not those of the ranks that were lost",
                          .likely = "a program that makes another model when it is started again",
                          .next = "make the same model and optimizer in every process of the job"});
-}
-
-// Each rank copies its part of the bytes.
-void copy_share(const torch::Tensor& to, const torch::Tensor& from, int rank, int ranks) {
-  const auto begin = [&](int part) { return to.nbytes() * static_cast<unsigned>(part) / static_cast<unsigned>(ranks); };
-  if (to.nbytes() > 0)
-    std::memcpy(static_cast<std::byte*>(to.mutable_data_ptr()) + begin(rank),
-                static_cast<const std::byte*>(from.const_data_ptr()) + begin(rank), begin(rank + 1) - begin(rank));
 }
 
 // Empty: the parameters are in one place.
@@ -171,7 +164,8 @@ void Optimizer::make_state(Layout& all) {
   all.ema_decay = ema_decay_;
   if (all.parameters.empty() || all.parameters.front().is_cpu()) {
     if (!source_) source_ = std::make_shared<LocalGradients>();
-    all.flat = std::make_unique<FlatUpdate>(source_->memory(), all, journal_options(*source_, *rule_, param_groups_, all));
+    all.flat =
+        std::make_unique<FlatUpdate>(source_->memory(), all, journal_options(*source_, *rule_, param_groups_, all));
     return;
   }
   all.slices = std::dynamic_pointer_cast<GradientSlices>(source_);
@@ -182,16 +176,17 @@ std::string Optimizer::manifest() const { return layout_ && layout_->flat ? layo
 
 std::uint64_t Optimizer::take_over(const std::string& manifest, const FindMemory& find) {
   Layout& all = layout();
-  InterruptedUpdate kept(manifest, [&](const SharedMemory::Place& place, std::size_t bytes) {
+  InterruptedUpdate lost(manifest, [&](const SharedMemory::Place& place, std::size_t bytes) {
     return find(place.arena, place.offset, bytes);
   });
-  const auto mine = tensors_of(all), theirs = tensors_of(kept.state);
+  const auto mine = tensors_of(all), theirs = tensors_of(lost.state);
   require_alike(mine, theirs);
   const std::shared_ptr<SharedMemory>& memory = source_->memory();
-  const std::uint64_t calls = FlatUpdate::finish(memory, kept);
+  const std::uint64_t calls = FlatUpdate::finish(memory, lost);
   const ParameterWrite write;
-  for (std::size_t i = 0; i < mine.size(); ++i) copy_share(mine[i], theirs[i], memory->rank(), memory->size());
-  all.steps = kept.state.steps;
+  for (std::size_t i = to_size(memory->rank()); i < mine.size(); i += to_size(memory->size()))
+    if (mine[i].nbytes() > 0) std::memcpy(mine[i].mutable_data_ptr(), theirs[i].const_data_ptr(), mine[i].nbytes());
+  all.steps = lost.state.steps;
   all.flat->note_state();
   memory->barrier();
   return calls;

@@ -25,7 +25,8 @@ std::size_t first_chunk_of(int rank, int ranks, const std::vector<Chunk>& chunks
   return i;
 }
 
-std::vector<torch::Tensor> arrays_beside(const std::vector<torch::Tensor>& parameters, SharedMemory& memory, Wanted wanted) {
+std::vector<torch::Tensor> arrays_beside(const std::vector<torch::Tensor>& parameters, SharedMemory& memory,
+                                         Wanted wanted) {
   std::size_t bytes = 0;
   std::vector<std::size_t> offsets;
   for (const torch::Tensor& parameter : parameters) {

@@ -25,13 +25,14 @@ inline bool is_16_bit(const torch::Tensor& parameter) { return parameter.element
 // Arrays have the parameter's shape and memory order, and are float32 for 16-bit parameters. Where each rank updates a slice, they
 // lie beside each part of it (gradient/gradient_slices.h).
 struct OptimizerState {
-  std::vector<torch::Tensor> parameters;           // each once, also if it has two names
-  std::vector<std::size_t> group_of;               // the parameter group of each
-  std::vector<std::int64_t> steps;                 // updates so far
-  std::vector<std::vector<torch::Tensor>> arrays;  // [name][parameter or part], in the order of UpdateRule::state_names()
-  std::vector<torch::Tensor> averages;             // with ema_decay
-  std::vector<torch::Tensor> masters;              // the float32 originals of 16-bit parameters; else undefined
-  double ema_decay = 0;                            // 0: no moving average
+  std::vector<torch::Tensor> parameters;  // each once, also if it has two names
+  std::vector<std::size_t> group_of;      // the parameter group of each
+  std::vector<std::int64_t> steps;        // updates so far
+  std::vector<std::vector<torch::Tensor>>
+      arrays;                           // [name][parameter or part], in the order of UpdateRule::state_names()
+  std::vector<torch::Tensor> averages;  // with ema_decay
+  std::vector<torch::Tensor> masters;   // the float32 originals of 16-bit parameters; else undefined
+  double ema_decay = 0;                 // 0: no moving average
 
   // Calls call(list) for every list of arrays beside the parameters.
   void for_each_list(const auto& call) const {
@@ -57,7 +58,8 @@ inline torch::ScalarType state_dtype(const torch::Tensor& parameter) {
 using Wanted = bool (*)(const torch::Tensor& parameter);
 
 // A zeroed array beside each parameter that is wanted. All lie in one allocation, which the ranks share. Collective, blocks.
-std::vector<torch::Tensor> arrays_beside(const std::vector<torch::Tensor>& parameters, SharedMemory& memory, Wanted wanted);
+std::vector<torch::Tensor> arrays_beside(const std::vector<torch::Tensor>& parameters, SharedMemory& memory,
+                                         Wanted wanted);
 
 // ---- Chunks
 
@@ -75,16 +77,14 @@ std::vector<Chunk> cut_into_chunks(const std::vector<torch::Tensor>& parameters)
 // elements, up to a chunk.
 std::size_t first_chunk_of(int rank, int ranks, const std::vector<Chunk>& chunks);
 
-// The chunk's elements in one of the lists of arrays, or in the parameters.
-template <class T>
-T* part_of(const std::vector<torch::Tensor>& list, const Chunk& chunk) {
-  return static_cast<T*>(list[chunk.parameter].mutable_data_ptr()) + chunk.begin;
-}
-
-// Memory that an update writes for some elements of a parameter: the rule's arrays, then the following. Empty: not written.
-using Targets = std::array<std::span<std::byte>, kMaxStates + 3>;
+// Memory of the values of some elements of a parameter: in the rule's arrays, then the following; empty where there are none.
+// An update writes those in [first, last), and may read the others.
+struct Targets {
+  std::array<std::span<std::byte>, kMaxStates + 3> all{};
+  std::size_t first = 0, last = kMaxStates + 3;
+};
 inline constexpr std::size_t kAverage = kMaxStates;
-inline constexpr std::size_t kValues = kMaxStates + 1;  // values that the rule updates: the parameter, or its master
+inline constexpr std::size_t kValues = kMaxStates + 1;  // that the rule updates: the parameter, or its master
 inline constexpr std::size_t kStored = kMaxStates + 2;  // a 16-bit parameter
 
 }  // namespace lockstep

@@ -40,8 +40,12 @@ class RuleWith : public UpdateRule {
     require_valid(options);
   }
 
-  void update(const Group& group, const Elements<float>& elements) const final { Rule::apply(options_of<Options>(group), elements); }
-  void update(const Group& group, const Elements<double>& elements) const final { Rule::apply(options_of<Options>(group), elements); }
+  void update(const Group& group, const Elements<float>& elements) const final {
+    Rule::apply(options_of<Options>(group), elements);
+  }
+  void update(const Group& group, const Elements<double>& elements) const final {
+    Rule::apply(options_of<Options>(group), elements);
+  }
   void update_on_device(const Group& group, const WholeTensors& tensors) const final {
     Rule::apply_on_device(options_of<Options>(group), tensors);
   }

@@ -2,7 +2,6 @@
 #include "lockstep/optimizer/update_journal.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include <nlohmann/json.hpp>
@@ -67,9 +66,9 @@ StepRecord::StepRecord(const JournalShape& shape)
 Targets RedoSlot::begin(const Targets& targets) {
   clear();
   in_this_order();
-  Targets room;
+  Targets room = targets;
   std::byte* at = data();
-  for (std::size_t i = 0; i < targets.size(); at += targets[i++].size()) room[i] = {at, targets[i].size()};
+  for (std::size_t i = room.first; i < room.last; at += room.all[i++].size()) room.all[i] = {at, room.all[i].size()};
   return room;
 }
 
@@ -88,10 +87,8 @@ ChunkPart RedoSlot::part() const {
 
 void RedoSlot::put(const Targets& targets) const {
   const std::byte* from = data();
-  for (const std::span<std::byte>& target : targets) {
-    if (!target.empty()) std::memcpy(target.data(), from, target.size());
-    from += target.size();
-  }
+  for (std::size_t i = targets.first; i < targets.last; from += targets.all[i++].size())
+    std::copy_n(from, targets.all[i].size(), targets.all[i].data());
 }
 
 // One rank's words. Behind them lie its two records, which it writes in turn: the older one holds until the newer one is complete.
@@ -173,6 +170,8 @@ UpdateJournal::Slots UpdateJournal::slots(int rank) const {
   return {{arena, (word >> kCountBits) * kCacheLine}, low_bits(word, kCountBits)};
 }
 
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(JournalShape, ranks, groups, sources, chunks, redo_bytes)
+
 // ---- The manifest: a JSON object. A place is [arena, offset, bytes]; [] without bytes, null for no tensor.
 
 namespace {
@@ -199,7 +198,8 @@ std::byte* address_of(const InterruptedUpdate::Find& find, const json& place) {
   return find({place[0].get<int>(), place[1].get<std::uint64_t>()}, place[2].get<std::size_t>());
 }
 
-torch::Tensor tensor_at(const InterruptedUpdate::Find& find, const json& place, const json& like, torch::ScalarType dtype) {
+torch::Tensor tensor_at(const InterruptedUpdate::Find& find, const json& place, const json& like,
+                        torch::ScalarType dtype) {
   const auto sizes = like["sizes"].get<std::vector<std::int64_t>>();
   const auto strides = like["strides"].get<std::vector<std::int64_t>>();
   if (place.is_null()) return {};
@@ -227,19 +227,15 @@ std::string manifest_of(const OptimizerState& state, const JournalShape& shape, 
                           {"average", beside_it(state.averages)},
                           {"master", beside_it(state.masters)}});
   }
-  return json({{"version", kManifestVersion},
-               {"ranks", shape.ranks},
-               {"groups", shape.groups},
-               {"sources", shape.sources},
-               {"chunks", shape.chunks},
-               {"redo_bytes", shape.redo_bytes},
-               {"ema_decay", state.ema_decay},
-               {"journal", text_of(memory, beside.journal)},
-               {"norms", text_of(memory, beside.norms)},
-               {"directions", text_of(memory, beside.directions)},
-               {"arrays", state.arrays.size()},
-               {"parameters", parameters}})
-      .dump();
+  json all = shape;
+  all.update({{"version", kManifestVersion},
+              {"ema_decay", state.ema_decay},
+              {"journal", text_of(memory, beside.journal)},
+              {"norms", text_of(memory, beside.norms)},
+              {"directions", text_of(memory, beside.directions)},
+              {"arrays", state.arrays.size()},
+              {"parameters", parameters}});
+  return all.dump();
 }
 
 InterruptedUpdate::InterruptedUpdate(const std::string& manifest, Find given) : find(std::move(given)) {
@@ -248,19 +244,16 @@ InterruptedUpdate::InterruptedUpdate(const std::string& manifest, Find given) : 
     throw CheckpointError({.what = "the memory that a lost rank has left was made by another version of lockstep",
                            .likely = "lockstep was installed anew while the job ran",
                            .next = "start the job again with --resume"});
-  shape = {.ranks = all["ranks"],
-           .parameters = all["parameters"].size(),
-           .groups = all["groups"],
-           .sources = all["sources"],
-           .chunks = all["chunks"],
-           .redo_bytes = all["redo_bytes"]};
+  shape = all;
+  shape.parameters = all["parameters"].size();
   journal = address_of(find, all["journal"]);
   norms = address_of(find, all["norms"]);
   directions = address_of(find, all["directions"]);
   state.ema_decay = all["ema_decay"];
   state.arrays.resize(all["arrays"]);
   for (const json& each : all["parameters"]) {
-    state.parameters.push_back(tensor_at(find, each["at"], each, static_cast<torch::ScalarType>(each["dtype"].get<int>())));
+    state.parameters.push_back(
+        tensor_at(find, each["at"], each, static_cast<torch::ScalarType>(each["dtype"].get<int>())));
     const auto beside_it = [&](const json& place) {
       return tensor_at(find, place, each, state_dtype(state.parameters.back()));
     };

@@ -53,10 +53,10 @@ namespace lockstep {
 enum class ChunkPhase : std::uint64_t { kDirected = 0, kUpdated = 1 };
 class ChunkMark {
  public:
-  static constexpr std::uint64_t kAll = 0xffff;  // all elements, and whatever else belongs to the phase
+  static constexpr std::int64_t kAll = 0xffff;  // all elements, and whatever else belongs to the phase
 
-  constexpr ChunkMark(std::uint64_t step, ChunkPhase phase, std::uint64_t elements)
-      : word_((2 * step + static_cast<std::uint64_t>(phase)) << 16 | elements) {}
+  constexpr ChunkMark(std::uint64_t step, ChunkPhase phase, std::int64_t elements)
+      : word_((2 * step + static_cast<std::uint64_t>(phase)) << 16 | static_cast<std::uint64_t>(elements)) {}
   constexpr explicit ChunkMark(std::uint64_t word) : word_(word) {}
 
   constexpr std::uint64_t word() const { return word_; }
@@ -81,7 +81,7 @@ class RedoSlot {
  public:
   static std::size_t bytes(std::size_t data) { return sizeof(RedoSlot) + round_up(data, kCacheLine); }
 
-  Targets begin(const Targets& targets);                // room for new values, as many as the targets have
+  Targets begin(const Targets& targets);  // the same, with room for new values instead of those that are written
   void complete(const ChunkPart& part, ChunkMark mark);  // mark: of the chunk, once the part is in its targets
   void put(const Targets& targets) const;
   void clear() { key_.store(0, std::memory_order_release); }
