@@ -182,11 +182,11 @@ class WorkerStrategy : public StoreStrategy {
       : StoreStrategy(setting.world, task, setting.options, setting.options.kvstore.update_on_kvstore),
         setting_(setting),
         workers_(workers),
-        store_(setting, devices_.get()) {
+        store_(make_store_client(setting, devices_.get())) {
     setting_.share_model(model());
     follow_model(replicas_);
-    store_.init(trained_parameters(model()), named_buffers(model()));
-    if (update_in_store_) store_.set_optimizer(update_options(setting.options));
+    store_->init(trained_parameters(model()), named_buffers(model()));
+    if (update_in_store_) store_->set_optimizer(update_options(setting.options));
     seed_steps(setting.options.seed + static_cast<std::uint64_t>(workers.rank()) + 1);
   }
 
@@ -213,17 +213,17 @@ class WorkerStrategy : public StoreStrategy {
   World loop_world(const World& world) const override { return setting_.loop_world(world); }
 
   Report report() const override {
-    return {{"pushed_bytes", static_cast<double>(store_.bytes_pushed())},
-            {"pulled_bytes", static_cast<double>(store_.bytes_pulled())}};
+    return {{"pushed_bytes", static_cast<double>(store_->bytes_pushed())},
+            {"pulled_bytes", static_cast<double>(store_->bytes_pulled())}};
   }
 
  private:
-  Store& store() override { return store_; }
+  Store& store() override { return *store_; }
 
   // Not in the constructor: with dist_bounded it may have to wait for other workers' first steps.
   void before_step() override {
     if (update_in_store_ && !has_weights_) {
-      store_.pull(trained_keys(), parameters_);
+      store_->pull(trained_keys(), parameters_);
       pull_buffers();
     }
     has_weights_ = true;
@@ -244,7 +244,7 @@ class WorkerStrategy : public StoreStrategy {
     try {
       workers_.all_reduce(sums);
     } catch (const PeerLost& error) {
-      store_.abandon(error.text().what);
+      setting_.abandon(error.text().what);
       throw;
     }
     const auto* sum = sums.const_data_ptr<double>();
@@ -265,14 +265,14 @@ class WorkerStrategy : public StoreStrategy {
       if (with_gradient_[i] > 0 && !parameter.grad().defined())
         parameter.mutable_grad() = torch::zeros_like(parameter).detach();
     }
-    if (buffer_keys().size() > 0) store_.push(buffer_keys(), {buffers_.front()}, options);
+    if (buffer_keys().size() > 0) store_->push(buffer_keys(), {buffers_.front()}, options);
   }
 
   DistSetting setting_;
   World workers_;
   bool has_weights_ = false;
   std::vector<double> with_gradient_;  // [parameter] on how many workers; empty where servers update
-  StoreClient store_;
+  std::unique_ptr<Store> store_;
 };
 
 // Whether some worker's devices are GPUs.
@@ -333,8 +333,8 @@ std::unique_ptr<KVStore> KVStore::create(const World& world, const StrategyOptio
     return std::make_unique<LocalStore>(on_device ? SumOn::kDevice : SumOn::kCpu, devices);
   }
   const DistSetting setting = connect_store(world, options);
-  if (!setting.serves()) return std::make_unique<StoreClient>(setting, devices);
-  for (const Link& server : setting.to_servers) server.send(RequestHeader{.request = Request::kGoodbye});
+  if (!setting.serves()) return make_store_client(setting, devices);
+  say_goodbye(setting.to_servers);
   StoreServer server(setting);
   server.wait_for_goodbyes();
   return nullptr;
