@@ -83,6 +83,8 @@ class StoreClient : public Store {
                     .next = "run again with --resume to go on from the last checkpoint"});
   }
 
+  static void acknowledged(Server& server) { server.link.receive<ReplyHeader>(); }
+
   void create(const std::vector<torch::Tensor>& values) override {
     const Push all{.keys = {0, keys().size()}, .values = values};
     const std::int64_t split_above = setting_.options.kvstore.split_above;
@@ -102,7 +104,7 @@ class StoreClient : public Store {
           pack(server, server.layout.range_of(all.keys), all);
           server.sends.push_back(server.link.start_sending(server.outbox));
         },
-        [](Server& server) { server.link.receive<ReplyHeader>(); });
+        acknowledged);
   }
 
   void set_optimizer(const UpdateOptions& options) override {
@@ -113,7 +115,7 @@ class StoreClient : public Store {
           server.link.send(RequestHeader{.request = Request::kOptimizer});
           server.link.send(options);
         },
-        [](Server& server) { server.link.receive<ReplyHeader>(); });
+        acknowledged);
   }
 
   // A server knows only its own slices.
@@ -182,8 +184,7 @@ class StoreClient : public Store {
   void push(KeyRange keys, const DeviceTensors& values, const PushOptions& options) override {
     const torch::NoGradGuard no_grad;
     const Push push = make_push(Request::kPush, keys, values, options);
-    exchange([&](Server& server) { start_push(server, push, std::array{server.layout.range_of(keys)}); },
-             [](Server& server) { server.link.receive<ReplyHeader>(); });
+    exchange([&](Server& server) { start_push(server, push, std::array{server.layout.range_of(keys)}); }, acknowledged);
   }
 
   // Each server's slices of the keys in parts (BlockLayout::parts_of), K/S bytes each way:
@@ -243,7 +244,7 @@ class StoreClient : public Store {
               RequestHeader{.request = Request::kPull, .slices = server.layout.range_of(range), .trained = trained});
         },
         [&](Server& server) {
-          server.link.receive<ReplyHeader>();
+          acknowledged(server);
           start_pull(server, server.layout.range_of(range));
           finish(server.receives);
         });
@@ -286,7 +287,6 @@ class StoreClient : public Store {
           const torch::Tensor& found = places_of(server);
           if (!found.defined()) return;
           const torch::Tensor values = torch::empty({found.numel(), row}, key.dtype);
-          server.link.receive<ReplyHeader>();
           server.link.receive_bytes(values.view({-1}).view(torch::kUInt8));
           result.index_copy_(0, found, values);
           bytes_pulled_ += static_cast<std::int64_t>(values.nbytes());

@@ -229,28 +229,21 @@ class WorkerStrategy : public StoreStrategy {
     has_weights_ = true;
   }
 
-  // One all_reduce of a few numbers: samples, their loss and, where workers update, for each parameter whether this
-  // worker has a gradient of it.
+  // Where workers update, they also count who has a gradient of each parameter.
   BatchTotals over_workers(const BatchTotals& own) override {
     if (!setting_.in_step()) {  // each worker stops at its own step
       if (wants_to_stop()) agree_to_stop();
       return own;
     }
-    const auto samples = static_cast<double>(own.samples);
-    std::vector<double> values{samples, own.mean_loss * samples, wants_to_stop() ? 1.0 : 0.0};
-    if (!update_in_store_)
-      for (std::size_t i = 0; i < trained_keys().size(); ++i) values.push_back(has_gradient(i) ? 1 : 0);
-    const torch::Tensor sums = torch::tensor(values, torch::kFloat64);
+    with_gradient_.clear();
+    for (std::size_t i = 0; !update_in_store_ && i < trained_keys().size(); ++i)
+      with_gradient_.push_back(has_gradient(i) ? 1 : 0);
     try {
-      workers_.all_reduce(sums);
+      return sum_totals(workers_, own, &with_gradient_);
     } catch (const PeerLost& error) {
       setting_.abandon(error.text().what);
       throw;
     }
-    const auto* sum = sums.const_data_ptr<double>();
-    if (sum[2] > 0) agree_to_stop();
-    with_gradient_.assign(sum + 3, sum + sums.numel());
-    return {.samples = static_cast<std::int64_t>(sum[0]), .mean_loss = sum[1] / sum[0]};
   }
 
   bool has_gradient(std::size_t parameter) const {
@@ -281,14 +274,12 @@ bool any_on_gpus(const World& world, const StrategyOptions& options) {
   return sum_over(world, std::int64_t{!where.empty() && !where.front().is_cpu()}) > 0;
 }
 
-KVStoreKind local_kind(const World& world, const Task& task, const StrategyOptions& options) {
+KVStoreKind local_kind(const Task& task, const StrategyOptions& options) {
   if (options.kvstore.kind != KVStoreKind::kLocal) return options.kvstore.kind;
   const Replica replica = make_replica(task, options);
-  const auto parameters = trained_parameters(*replica.model);
-  std::optional<LinkTimes> links;
-  if (options.devices > 1 && !devices_of(options).front().is_cpu())
-    links = measure_links(*make_devices(world, options), parameters);
-  const auto [kind, reason] = choose_local_kind(parameters, options.devices, links);
+  const auto where = devices_of(options);
+  const auto separate = where.front().is_cpu() ? std::nullopt : std::optional(not_linked(where));
+  const auto [kind, reason] = choose_local_kind(trained_parameters(*replica.model), options.devices, separate);
   log_info(concat("kvstore local is ", name_of(kind), ": ", reason));
   return kind;
 }
@@ -312,7 +303,7 @@ std::unique_ptr<Strategy> make_kvstore_strategy(const World& world, const Task& 
   check(options);
   if (!has_servers(options.kvstore.kind)) {
     require_one_process(world, options);
-    return std::make_unique<LocalStrategy>(world, task, options, local_kind(world, task, options));
+    return std::make_unique<LocalStrategy>(world, task, options, local_kind(task, options));
   }
   StrategyOptions known = options;
   if (layerwise(options.optimizer)) known.kvstore.split_above = std::numeric_limits<std::int64_t>::max();

@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/messages.h: the messages between the clients of a store and its servers.
 //
-// A client (a worker, or the first server) sends a request: a header of fixed size, then its payload. The server sends
-// a reply: a header, then its payload. One request at a time; both sides know every length before it is sent. With
+// A client (a worker, or the first server) sends a request: a header of fixed size, then its payload. The server replies.
+// One request at a time; both sides know every length before it is sent. With
 // kPushPull the values go in parts, both ways at the same time: the new values of a part come back as soon as all
 // workers have pushed it.
 //
-//   request      payload                                     payload of the reply
-//   kInit        the keys; from the first worker: values of the server's slices
-//   kOptimizer   the UpdateOptions (lockstep/kvstore.h)
-//   kPush        which slices have a value; their values
-//   kPushPull    the same, values in parts                   no header; values of the slices in the same parts
-//   kPull                                                    values of the slices
+//   request      payload                                     reply
+//   kInit        the keys; from the first worker: values    ReplyHeader
+//                of the server's slices
+//   kOptimizer   the UpdateOptions (lockstep/kvstore.h)      ReplyHeader
+//   kPush        which slices have a value; their values     ReplyHeader
+//   kPushPull    the same, values in parts                   values of the slices in the same parts
+//   kPull                                                    ReplyHeader; values of the slices
 //   kPullRows    numbers of rows                             the rows
-//   kState                                                   no header; per slice: value, the optimizer's state
-//   kGoodbye                                                 no reply
+//   kState                                                   per slice: value, the optimizer's state
+//   kGoodbye                                                 none
 //
 // Values are a region of the server's block (key_plan.h), or with 2-bit compression two bits per element, slice by
 // slice, each slice filled up to a whole number of 32-bit words.

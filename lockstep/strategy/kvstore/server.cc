@@ -373,7 +373,7 @@ class StoreServer::Impl {
     if (gated) gate_.read(worker);
     changed_.notify_all();
     lock.unlock();
-    clients_[worker].link.send(ReplyHeader{});
+    clients_[worker].link.send(ReplyHeader{});  // also without values: with dist_bounded it is this worker's turn
     clients_[worker].link.send_bytes(region);
   }
 
@@ -392,7 +392,6 @@ class StoreServer::Impl {
     const torch::Tensor region = table_.layout().region_of(request.slices, table_.values());
     const torch::Tensor values = region.view({-1, request.bytes}).index_select(0, rows);
     lock.unlock();
-    link.send(ReplyHeader{});
     link.send_bytes(values.flatten());
   }
 
