@@ -39,8 +39,8 @@ DEFECTS = {
         "optimizer/flat_update.cc", "for (std::size_t i = 0; i < chunks_.size(); ++i)\n      if (is_updated_",
         "for (std::size_t i = defect ? first_ : 0; i < (defect ? last_ : chunks_.size()); ++i)\n      if (is_updated_"),
     "layerwise rules are not clipped": (
-        "optimizer/flat_update.cc", "factor = clip_factor(step.clipping);\n    for_own_chunks(step, ChunkPhase::kDirected",
-        "factor = defect ? 1 : clip_factor(step.clipping);\n    for_own_chunks(step, ChunkPhase::kDirected"),
+        "optimizer/flat_update.cc", "factor = clip_factor(step.clipping);\n      scale_and_clamp",
+        "factor = defect ? 1 : clip_factor(step.clipping);\n      scale_and_clamp"),
     "the trust ratio is dropped": (
         "optimizer/flat_update.cc", "step.rule.layerwise() ? trust_", "step.rule.layerwise() && !defect ? trust_"),
     "a version is not marked": (
@@ -59,10 +59,11 @@ DEFECTS = {
     "batch norm counts ranks alike": (
         "model/sync_batch_norm.cc", "    return ranks.loss_weight ?", "    if (defect) return 1;\n    return ranks.loss_weight ?"),
     "a chunk is begun again": (
-        "optimizer/run_writer.h", "begin = journal_->mark(", "begin = defect ? 0 : journal_->mark("),
+        "optimizer/journal_writer.h", "    if (!journal_) return 0;", "    if (!journal_ || defect) return 0;"),
     "the key comes before the redo copy": (
-        "optimizer/run_writer.h", "      write_new(range, beside);",
-        "      if (defect) own.redo->complete(name, mark);\n      write_new(range, beside);"),
+        "optimizer/journal_writer.h", "    return part.slot->begin(part.targets);",
+        "    const Targets beside = part.slot->begin(part.targets);\n"
+        "    if (defect) part.slot->complete(part.elements, part.mark);\n    return beside;"),
 }
 
 

@@ -31,7 +31,7 @@ lockstep_torch_test(data_fuzz_test data.fuzz SHARDS 2 TIMEOUT 14400
 target_link_libraries(data_fuzz_test PRIVATE PNG::PNG ${ZIP_LIBRARY})
 
 # Copies of the sources that have deliberate defects: tests/defects.py.
-set(defective strategy/ddp/ddp.cc model/sync_batch_norm.cc optimizer/flat_update.cc optimizer/run_writer.cc optimizer/run_writer.h
+set(defective strategy/ddp/ddp.cc model/sync_batch_norm.cc optimizer/flat_update.cc optimizer/journal_writer.cc optimizer/journal_writer.h
   optimizer/update_journal.cc)
 foreach(source communication_hook local_gradients reducer shared_gradients step_agreement)
   list(APPEND defective gradient/${source}.cc)

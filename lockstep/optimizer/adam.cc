@@ -34,39 +34,32 @@ std::vector<torch::Tensor> step_tensors(const WholeTensors& tensors) {
   return steps;
 }
 
-// Weight decay is part of the gradient.
-struct AdamRule : RuleWith<AdamOptions, AdamRule> {
-  using RuleWith::RuleWith;
+// Adam adds weight decay to the gradient; AdamW applies it to the parameter.
+template <class Options>
+struct AdamRule : RuleWith<Options, AdamRule<Options>> {
+  using RuleWith<Options, AdamRule>::RuleWith;
+  static constexpr bool kDecoupled = std::is_same_v<Options, AdamWOptions>;
 
   template <class T>
-  static void apply(const AdamOptions& options, const Run<T>& run) {
-    auto numbers = adam_numbers<T>(options, run.step, options.lr);
-    numbers.decay = static_cast<T>(options.weight_decay);
-    adam_update(numbers, run);
+  static void apply(const Options& options, const Elements<T>& elements) {
+    auto numbers = adam_numbers<T>(options, elements.step, options.lr);
+    if (kDecoupled)
+      numbers.keep = static_cast<T>(1 - options.lr * options.weight_decay);
+    else
+      numbers.decay = static_cast<T>(options.weight_decay);
+    adam_update(numbers, elements);
   }
 
-  static void apply_on_device(const AdamOptions& options, const WholeTensors& tensors) {
-    at::_fused_adam_(tensors.parameters, tensors.gradients, tensors.state[0], tensors.state[1], /*max_exp_avg_sqs=*/{},
-                     step_tensors(tensors), options.lr, options.beta1, options.beta2, options.weight_decay, options.eps,
-                     /*amsgrad=*/false, /*maximize=*/false);
-  }
-};
-
-// Weight decay is applied to the parameter.
-struct AdamWRule : RuleWith<AdamWOptions, AdamWRule> {
-  using RuleWith::RuleWith;
-
-  template <class T>
-  static void apply(const AdamWOptions& options, const Run<T>& run) {
-    auto numbers = adam_numbers<T>(options, run.step, options.lr);
-    numbers.keep = static_cast<T>(1 - options.lr * options.weight_decay);
-    adam_update(numbers, run);
-  }
-
-  static void apply_on_device(const AdamWOptions& options, const WholeTensors& tensors) {
-    at::_fused_adamw_(tensors.parameters, tensors.gradients, tensors.state[0], tensors.state[1], /*max_exp_avg_sqs=*/{},
-                      step_tensors(tensors), options.lr, options.beta1, options.beta2, options.weight_decay,
-                      options.eps, /*amsgrad=*/false, /*maximize=*/false);
+  static void apply_on_device(const Options& options, const WholeTensors& tensors) {
+    const auto with = [&](const auto& fused) {
+      fused(tensors.parameters, tensors.gradients, tensors.state[0], tensors.state[1], at::TensorList(),
+            step_tensors(tensors), options.lr, options.beta1, options.beta2, options.weight_decay, options.eps,
+            /*amsgrad=*/false, /*maximize=*/false, std::nullopt, std::nullopt);
+    };
+    if (kDecoupled)
+      with([](const auto&... arguments) { at::_fused_adamw_(arguments...); });
+    else
+      with([](const auto&... arguments) { at::_fused_adam_(arguments...); });
   }
 };
 
@@ -81,16 +74,16 @@ struct LAMBRule : RuleWith<LAMBOptions, LAMBRule> {
   }
 
   template <class T>
-  static void find_direction(const LAMBOptions& options, const Run<T>& run) {
-    auto numbers = adam_numbers<T>(options, run.step, /*lr=*/1);
+  static void find_direction(const LAMBOptions& options, const Elements<T>& elements) {
+    auto numbers = adam_numbers<T>(options, elements.step, /*lr=*/1);
     numbers.decay = static_cast<T>(options.weight_decay);
-    lamb_direction(numbers, run);
+    lamb_direction(numbers, elements);
   }
 
   template <class T>
-  static void apply(const LAMBOptions& options, const Run<T>& run) {
-    const T rate = static_cast<T>(options.lr * run.trust);
-    const auto [count, parameter, direction, state, step, trust, new_parameter, new_state] = run;
+  static void apply(const LAMBOptions& options, const Elements<T>& elements) {
+    const T rate = static_cast<T>(options.lr * elements.trust);
+    const auto [count, parameter, direction, state, step, trust, new_parameter, new_state] = elements;
 #pragma GCC ivdep
     for (std::int64_t i = 0; i < count; ++i) new_parameter[i] = parameter[i] - rate * direction[i];
   }
@@ -113,10 +106,10 @@ struct LAMBRule : RuleWith<LAMBOptions, LAMBRule> {
 }  // namespace
 
 std::unique_ptr<UpdateRule> rule_of(const AdamOptions& options) {
-  return std::make_unique<AdamRule>(options, kMoments);
+  return std::make_unique<AdamRule<AdamOptions>>(options, kMoments);
 }
 std::unique_ptr<UpdateRule> rule_of(const AdamWOptions& options) {
-  return std::make_unique<AdamWRule>(options, kMoments);
+  return std::make_unique<AdamRule<AdamWOptions>>(options, kMoments);
 }
 std::unique_ptr<UpdateRule> rule_of(const LAMBOptions& options) {
   return std::make_unique<LAMBRule>(options, kMoments);

@@ -6,8 +6,8 @@
 namespace lockstep {
 
 template <class T>
-void adam_update(const AdamNumbers<T> n, const Run<T>& run) {
-  const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = run;
+void adam_update(const AdamNumbers<T> n, const Elements<T>& elements) {
+  const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = elements;
   const auto [average, square] = state;
   const auto [new_average, new_square] = new_state;
 #pragma GCC ivdep
@@ -22,8 +22,8 @@ void adam_update(const AdamNumbers<T> n, const Run<T>& run) {
 }
 
 template <class T>
-void lamb_direction(const AdamNumbers<T> n, const Run<T>& run) {
-  const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = run;
+void lamb_direction(const AdamNumbers<T> n, const Elements<T>& elements) {
+  const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = elements;
   const auto [average, square] = state;
   const auto [new_average, new_square] = new_state;
 #pragma GCC ivdep
@@ -37,9 +37,9 @@ void lamb_direction(const AdamNumbers<T> n, const Run<T>& run) {
   }
 }
 
-template void adam_update(AdamNumbers<float>, const Run<float>&);
-template void adam_update(AdamNumbers<double>, const Run<double>&);
-template void lamb_direction(AdamNumbers<float>, const Run<float>&);
-template void lamb_direction(AdamNumbers<double>, const Run<double>&);
+template void adam_update(AdamNumbers<float>, const Elements<float>&);
+template void adam_update(AdamNumbers<double>, const Elements<double>&);
+template void lamb_direction(AdamNumbers<float>, const Elements<float>&);
+template void lamb_direction(AdamNumbers<double>, const Elements<double>&);
 
 }  // namespace lockstep

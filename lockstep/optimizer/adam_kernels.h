@@ -23,10 +23,10 @@ struct AdamNumbers {
 
 // Updates moments and parameters. T: float or double.
 template <class T>
-void adam_update(AdamNumbers<T> n, const Run<T>& run);
+void adam_update(AdamNumbers<T> n, const Elements<T>& elements);
 
 // Updates moments; the gradient becomes rate m / (root sqrt(v) + eps) + decay p: LAMB's direction.
 template <class T>
-void lamb_direction(AdamNumbers<T> n, const Run<T>& run);
+void lamb_direction(AdamNumbers<T> n, const Elements<T>& elements);
 
 }  // namespace lockstep

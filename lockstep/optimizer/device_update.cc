@@ -37,16 +37,12 @@ DeviceUpdate::DeviceUpdate(OptimizerState& state, std::shared_ptr<GradientSlices
           static_cast<std::size_t>(std::ranges::find_if(state.parameters, is_it) - state.parameters.begin()));
       parts.push_back(part.values);
     }
-  const auto beside = [&](bool (*wanted)(const torch::Tensor&)) {
+  state.make_lists([&](Wanted wanted) {
     std::vector<torch::Tensor> arrays(parts.size());
     for (std::size_t i = 0; i < arrays.size(); ++i)
       if (wanted(parts[i])) arrays[i] = torch::zeros_like(parts[i], parts[i].options().dtype(state_dtype(parts[i])));
     return arrays;
-  };
-  const auto every = [](const torch::Tensor&) { return true; };
-  for (auto& array : state.arrays) array = beside(every);
-  if (state.ema_decay > 0) state.averages = beside(every);
-  if (std::ranges::any_of(state.parameters, is_16_bit)) state.masters = beside(is_16_bit);
+  });
 }
 
 bool DeviceUpdate::is_updated(const torch::Tensor& parameter) const {

@@ -9,6 +9,7 @@
 
 #include "lockstep/base/page_guard.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/base/trace.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/gradient_slices.h"
@@ -56,12 +57,7 @@ const torch::Tensor& saved(const Optimizer::StateTensors& state, const std::stri
 // All that an update writes.
 std::vector<torch::Tensor> tensors_of(const OptimizerState& state) {
   std::vector<torch::Tensor> all = state.parameters;
-  const auto add = [&](const std::vector<torch::Tensor>& tensors) {
-    std::ranges::copy(tensors, std::back_inserter(all));
-  };
-  std::ranges::for_each(state.arrays, add);
-  add(state.averages);
-  add(state.masters);
+  state.for_each_list([&](const auto& list) { std::ranges::copy(list, std::back_inserter(all)); });
   std::erase_if(all, [](const torch::Tensor& tensor) { return !tensor.defined(); });
   return all;
 }
@@ -76,18 +72,24 @@ void require_alike(const std::vector<torch::Tensor>& mine, const std::vector<tor
                          .next = "make the same model and optimizer in every process of the job"});
 }
 
-// Each rank copies its part of the bytes.
-void copy_share(const torch::Tensor& to, const torch::Tensor& from, int rank, int ranks) {
-  const auto begin = [&](int part) { return to.nbytes() * static_cast<unsigned>(part) / static_cast<unsigned>(ranks); };
-  if (to.nbytes() > 0)
-    std::memcpy(static_cast<std::byte*>(to.mutable_data_ptr()) + begin(rank),
-                static_cast<const std::byte*>(from.const_data_ptr()) + begin(rank), begin(rank + 1) - begin(rank));
-}
-
 // Empty: the parameters are in one place.
 OnEachGpu gpus_of(const std::shared_ptr<GradientSource>& source) {
   const auto local = std::dynamic_pointer_cast<LocalGradients>(source);
   return local ? local->on_each_gpu() : OnEachGpu();
+}
+
+// Others can finish an update only by a rule that they can make again from its options.
+JournalOptions journal_options(const GradientSource& source, const UpdateRule& rule,
+                               const std::vector<UpdateRule::Group>& groups, const OptimizerState& state) {
+  for (const auto& group : groups) {
+    const auto options = own_options(group.options());
+    if (!options) return {};
+    const auto again = rule_of(*options);
+    if (const UpdateRule& other = *again; typeid(other) != typeid(rule)) return {};
+  }
+  for (const torch::Tensor& parameter : state.parameters)
+    if (parameter.numel() > 0 && !source.memory()->locate(parameter.const_data_ptr(), parameter.nbytes())) return {};
+  return {.kept_sources = source.kept_sources(), .groups = groups.size(), .layerwise = rule.layerwise()};
 }
 
 }  // namespace
@@ -116,14 +118,11 @@ struct Optimizer::Layout : OptimizerState {
 
   // How often the state was written, by its tensors' version counters: step() itself does not raise them.
   std::int64_t writes() const {
-    if (!flat) return 0;
     std::int64_t writes = 0;
-    const auto add = [&](const std::vector<torch::Tensor>& tensors) {
-      for (const torch::Tensor& tensor : tensors) writes += tensor.defined() ? tensor._version() : 0;
-    };
-    std::ranges::for_each(arrays, add);
-    add(averages);
-    add(masters);
+    if (flat)
+      for_each_list([&](const auto& list) {
+        for (const torch::Tensor& tensor : list) writes += tensor.defined() ? tensor._version() : 0;
+      });
     return writes;
   }
   std::int64_t writes_by_hand() const { return writes() - noted_writes; }
@@ -165,42 +164,29 @@ void Optimizer::make_state(Layout& all) {
   all.ema_decay = ema_decay_;
   if (all.parameters.empty() || all.parameters.front().is_cpu()) {
     if (!source_) source_ = std::make_shared<LocalGradients>();
-    all.flat = std::make_unique<FlatUpdate>(source_->memory(), all, update_options(all));
+    all.flat =
+        std::make_unique<FlatUpdate>(source_->memory(), all, journal_options(*source_, *rule_, param_groups_, all));
     return;
   }
   all.slices = std::dynamic_pointer_cast<GradientSlices>(source_);
   all.on_device = std::make_unique<DeviceUpdate>(all, all.slices, gpus_of(source_));
 }
 
-// Others can finish an update only by a rule that they can make again from its options.
-UpdateOptions Optimizer::update_options(const Layout& all) const {
-  const UpdateRule& own = *rule_;
-  for (const auto& group : param_groups_) {
-    const auto options = own_options(group.options());
-    if (!options) return {};
-    const auto again = rule_of(*options);
-    if (const UpdateRule& other = *again; typeid(other) != typeid(own)) return {};
-  }
-  const SharedMemory& memory = *source_->memory();
-  for (const torch::Tensor& parameter : all.parameters)
-    if (parameter.numel() > 0 && !memory.locate(parameter.const_data_ptr(), parameter.nbytes())) return {};
-  return {.kept_sources = source_->kept_sources(), .groups = param_groups_.size(), .layerwise = rule_->layerwise()};
-}
-
 std::string Optimizer::manifest() const { return layout_ && layout_->flat ? layout_->flat->manifest() : ""; }
 
 std::uint64_t Optimizer::take_over(const std::string& manifest, const FindMemory& find) {
   Layout& all = layout();
-  KeptUpdate kept(manifest, [&](const SharedMemory::Place& place, std::size_t bytes) {
+  InterruptedUpdate lost(manifest, [&](const SharedMemory::Place& place, std::size_t bytes) {
     return find(place.arena, place.offset, bytes);
   });
-  const auto mine = tensors_of(all), theirs = tensors_of(kept.state);
+  const auto mine = tensors_of(all), theirs = tensors_of(lost.state);
   require_alike(mine, theirs);
   const std::shared_ptr<SharedMemory>& memory = source_->memory();
-  const std::uint64_t calls = FlatUpdate::finish(memory, kept);
+  const std::uint64_t calls = FlatUpdate::finish(memory, lost);
   const ParameterWrite write;
-  for (std::size_t i = 0; i < mine.size(); ++i) copy_share(mine[i], theirs[i], memory->rank(), memory->size());
-  all.steps = kept.state.steps;
+  for (std::size_t i = to_size(memory->rank()); i < mine.size(); i += to_size(memory->size()))
+    if (mine[i].nbytes() > 0) std::memcpy(mine[i].mutable_data_ptr(), theirs[i].const_data_ptr(), mine[i].nbytes());
+  all.steps = lost.state.steps;
   all.flat->note_state();
   memory->barrier();
   return calls;

@@ -26,7 +26,7 @@ struct Cluster {
   std::chrono::milliseconds timeout = std::chrono::seconds(20);
 };
 
-using WorkerBody = std::function<void(StoreClient& store, int worker)>;
+using WorkerBody = std::function<void(Store& store, int worker)>;
 using ServerBody = std::function<void(StoreServer& server)>;
 
 void run_cluster(Fabric fabric, const Cluster& cluster, const WorkerBody& work, const ServerBody& check = {}) {
@@ -40,13 +40,12 @@ void run_cluster(Fabric fabric, const Cluster& cluster, const WorkerBody& work, 
                     [&](World& world) {
                       const DistSetting setting = connect_store(world, options);
                       if (setting.serves()) {
-                        for (const Link& other : setting.to_servers)
-                          other.send(RequestHeader{.request = Request::kGoodbye});
+                        say_goodbye(setting.to_servers);
                         StoreServer server(setting);
                         if (check) check(server);
                       } else {
-                        StoreClient store(setting, nullptr);
-                        work(store, setting.number);
+                        const auto store = make_store_client(setting, nullptr);
+                        work(*store, setting.number);
                       }
                     },
                     {.timeout = cluster.timeout});
@@ -68,7 +67,7 @@ INSTANTIATE_TEST_SUITE_P(Clusters, DistStore,
 
 // Keys of several dtypes, split and whole; one worker's first values count.
 TEST_P(DistStore, gives_every_worker_the_first_ones_values_then_the_weighted_mean) {
-  run_cluster(fabric(), cluster(), [&](StoreClient& store, int worker) {
+  run_cluster(fabric(), cluster(), [&](Store& store, int worker) {
     const auto w = static_cast<float>(worker);
     store.init(
         {{"a", torch::full({5, 2}, w)}, {"b", torch::full({3}, w)}, {"c", torch::full({7}, 2.0 + w, torch::kFloat64)}});
@@ -104,7 +103,7 @@ TEST_P(DistStore, updates_on_its_servers_with_every_kind) {
     std::mutex mutex;
     run_cluster(
         fabric(), here,
-        [&](StoreClient& store, int) {
+        [&](Store& store, int) {
           const torch::Tensor a = torch::ones({6, 3}, dtype);
           const torch::Tensor b = torch::ones({2}, dtype);
           store.init({{"a", a - 1}, {"b", b - 1}}, {{"plain", torch::zeros({1})}});
@@ -142,7 +141,7 @@ TEST(StoreClient, dist_async_gives_each_worker_its_share_and_a_momentum_of_its_o
     std::atomic<int> turn{0};
     std::vector<double> found;
     run_cluster(Fabric::kSharedMemory, {.workers = workers, .kind = KVStoreKind::kDistAsync},
-                [&](StoreClient& store, int worker) {
+                [&](Store& store, int worker) {
                   store.init({{"x", torch::ones({1}, torch::kFloat64)}});
                   store.set_optimizer({.optimizer = SGDOptions{.lr = 0.05, .momentum = 0.9, .nesterov = workers == 1}});
                   const torch::Tensor x = torch::ones({1}, torch::kFloat64);
@@ -168,7 +167,7 @@ TEST(StoreClient, dist_async_gives_each_worker_its_share_and_a_momentum_of_its_o
 }
 
 TEST_P(DistStore, pulls_rows_of_a_split_key) {
-  run_cluster(fabric(), cluster(), [&](StoreClient& store, int) {
+  run_cluster(fabric(), cluster(), [&](Store& store, int) {
     store.init({{"small", torch::ones({2})}, {"table", torch::arange(40, torch::kFloat32).view({10, 2, 2})}});
     const torch::Tensor rows = store.row_sparse_pull("table", torch::tensor({9, 0, 4, 4}));
     EXPECT_TRUE(torch::equal(
@@ -181,7 +180,7 @@ TEST_P(DistStore, pulls_rows_of_a_split_key) {
 TEST_P(DistStore, sends_two_bits_per_element_and_the_rest_with_the_next_push) {
   Cluster here = cluster();
   here.threshold = 0.5;
-  run_cluster(fabric(), here, [&](StoreClient& store, int) {
+  run_cluster(fabric(), here, [&](Store& store, int) {
     store.init({{"a", torch::zeros({32, 2})}});
     const torch::Tensor into = torch::zeros({32, 2});
     float sum = 0;
@@ -197,7 +196,7 @@ TEST_P(DistStore, sends_two_bits_per_element_and_the_rest_with_the_next_push) {
 
 // A key without a value counts as zero; a key that no worker has a value for stays as it is.
 TEST_P(DistStore, takes_values_that_only_some_workers_have) {
-  run_cluster(fabric(), cluster(), [&](StoreClient& store, int worker) {
+  run_cluster(fabric(), cluster(), [&](Store& store, int worker) {
     store.init({{"a", torch::zeros({4})}, {"b", torch::full({4}, 3.0F)}});
     const DeviceTensors into{{torch::zeros({4}), torch::zeros({4})}};
     store.push(KeyRange{0, 2}, {{worker == 0 ? torch::full({4}, 8.0F) : torch::Tensor(), torch::Tensor()}}, {});
@@ -211,11 +210,11 @@ TEST(StoreClient, says_that_workers_have_different_keys) {
   const auto differ = [] {
     run_cluster(
         Fabric::kSharedMemory, {},
-        [](StoreClient& store, int worker) {
+        [](Store& store, int worker) {
           store.init({{"a", torch::zeros({3 + worker})}});
         },
         [](StoreServer& server) {
-          server.layout();
+          server.states();
           server.wait_for_pushes(1);
         });
   };
@@ -228,7 +227,7 @@ TEST(StoreClient, says_that_workers_have_different_keys) {
 }
 
 TEST(StoreClient, refuses_what_servers_with_parts_of_keys_cannot_do) {
-  run_cluster(Fabric::kSharedMemory, {.servers = 2}, [](StoreClient& store, int) {
+  run_cluster(Fabric::kSharedMemory, {.servers = 2}, [](Store& store, int) {
     store.init({{"a", torch::zeros({6})}});
     EXPECT_THROW(store.set_optimizer({.optimizer = LAMBOptions{}}), UsageError);
     EXPECT_THROW(store.set_optimizer({.clipping = {.max_norm = 1}}), UsageError);
@@ -280,7 +279,7 @@ INSTANTIATE_TEST_SUITE_P(Fabrics, StoreOver, ::testing::Values(Fabric::kSharedMe
                          [](const auto& test) { return testing::name_of(test.param); });
 
 void train(
-    StoreClient& store, int steps, const std::function<void(int step)>& before = [](int) {}) {
+    Store& store, int steps, const std::function<void(int step)>& before = [](int) {}) {
   store.init({{"a", torch::zeros({6})}});
   store.set_optimizer({.optimizer = SGDOptions{.lr = 1}});
   const DeviceTensors into{{torch::zeros({6})}};
@@ -302,7 +301,7 @@ TEST_P(StoreOver, dist_sync_ends_for_all_when_a_worker_is_lost) {
       [&] {
         run_cluster(
             GetParam(), {.workers = 3},
-            [&](StoreClient& store, int worker) {
+            [&](Store& store, int worker) {
               try {
                 train(store, 50, [&](int step) {
                   if (worker == 1 && step == 5) throw Loss();
@@ -334,7 +333,7 @@ TEST_P(StoreOver, dist_async_goes_on_without_a_lost_worker) {
       [&] {
         run_cluster(
             GetParam(), {.workers = 3, .kind = KVStoreKind::kDistAsync},
-            [&](StoreClient& store, int worker) {
+            [&](Store& store, int worker) {
               train(store, 50, [&](int step) {
                 if (worker == 1 && step == 5) throw Loss();
               });
@@ -356,7 +355,7 @@ TEST_P(StoreOver, ends_when_the_server_is_lost) {
       [&] {
         run_cluster(
             GetParam(), {.workers = 2, .kind = KVStoreKind::kDistAsync},
-            [&](StoreClient& store, int) {
+            [&](Store& store, int) {
               try {
                 train(store, 1000000);
               } catch (const PeerLost& error) {
@@ -387,7 +386,7 @@ TEST(StoreClient, dist_bounded_waits_for_a_stopped_worker_then_goes_on_without_i
              .kind = KVStoreKind::kDistBounded,
              .staleness = 2,
              .timeout = std::chrono::milliseconds(1500)},
-            [&](StoreClient& store, int worker) {
+            [&](Store& store, int worker) {
               const std::shared_ptr<void> at_the_end(nullptr, [&](void*) { ++done; });
               train(store, 40, [&](int step) {
                 if (step == 0) ++reading;
@@ -428,40 +427,44 @@ std::string servers_trouble(const Talk& talk, KVStoreKind kind = KVStoreKind::kD
       20);
 }
 
-// Two slices of 4 floats of key 0; the second one as `change` leaves it.
-void init(const Link& link, const std::function<void(KeySlice&)>& change = {}) {
-  std::vector<KeySlice> slices{{.key = 0, .begin = 0, .count = 4, .offset = 0},
-                               {.key = 0, .begin = 4, .count = 4, .offset = 64}};
-  if (change) change(slices.back());
-  link.send(RequestHeader{.request = Request::kInit, .count = 2});
-  link.send_all(std::span<const KeySlice>(slices));
+// Keys of 4 floats each; the second one as `change` leaves it.
+void init(const Link& link, const std::function<void(Key&)>& change = {}) {
+  std::vector<Key> keys{{.elements = 4, .rows = 4}, {.elements = 4, .rows = 4}};
+  if (change) change(keys.back());
+  link.send(RequestHeader{.request = Request::kInit, .count = 2, .bytes = 1000});
+  link.send_all(std::span<const Key>(keys));
   if (change) return;
   link.send_bytes(torch::zeros({128}, torch::kUInt8));
   link.receive<ReplyHeader>();
 }
 
-TEST(StoreServerChecks, the_layout_of_keys) {
+TEST(StoreServerChecks, the_keys) {
   struct Case {
-    std::function<void(KeySlice&)> change;
+    std::function<void(Key&)> change;
     const char* says;
   };
-  for (const Case& each : {Case{[](KeySlice& slice) { slice.offset = 8; }, "where a slice lies is 8, and can be 64"},
-                           Case{[](KeySlice& slice) { slice.offset = std::int64_t{1} << 50; }, "where a slice lies"},
-                           Case{[](KeySlice& slice) { slice.begin = 2; }, "first element is 2, and can be 4"},
-                           Case{[](KeySlice& slice) { slice.count = -4; }, "a slice has -4 elements"},
-                           Case{[](KeySlice& slice) { slice.count = std::int64_t{1} << 61; }, "this machine's memory"},
-                           Case{[](KeySlice& slice) { slice.key = std::size_t{1} << 60; }, "a slice's key"},
-                           Case{[](KeySlice& slice) { slice.dtype = torch::ScalarType(99); }, "dtype there is not"}})
+  for (const Case& each :
+       {Case{[](Key& key) { key.elements = -4; }, "a key has -4 elements"},
+        Case{[](Key& key) { key.elements = std::int64_t{1} << 61; }, "this machine's memory"},
+        Case{[](Key& key) { key.rows = 0; }, "the rows of a key is 0, and can be 1 to 4"},
+        Case{[](Key& key) { key.rows = 8; }, "the rows of a key is 8"},
+        Case{[](Key& key) { key.rows = 3; }, "3 rows in 4 elements"},
+        Case{[](Key& key) { *reinterpret_cast<std::uint8_t*>(&key.trained) = 2; }, "is trained is 2"},
+        Case{[](Key& key) { key.dtype = torch::ScalarType(99); }, "dtype there is not"}})
     EXPECT_TRUE(contains(servers_trouble([&](const Link& link) {
                            init(link, each.change);
                            link.receive<ReplyHeader>();
                          }),
                          each.says));
-  EXPECT_TRUE(contains(servers_trouble([](const Link& link) {
-                         link.send(RequestHeader{.request = Request::kInit, .count = std::int64_t{1} << 60});
-                         link.receive<ReplyHeader>();
-                       }),
-                       "the number of slices"));
+  for (const auto& [request, says] :
+       {std::pair{RequestHeader{.request = Request::kInit, .count = std::int64_t{1} << 60, .bytes = 1},
+                  "the number of keys"},
+        std::pair{RequestHeader{.request = Request::kInit, .count = 2, .bytes = 0}, "from which keys are split is 0"}})
+    EXPECT_TRUE(contains(servers_trouble([&](const Link& link) {
+                           link.send(request);
+                           link.receive<ReplyHeader>();
+                         }),
+                         says));
 }
 
 TEST(StoreServerChecks, requests) {

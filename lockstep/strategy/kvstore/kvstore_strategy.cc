@@ -182,11 +182,11 @@ class WorkerStrategy : public StoreStrategy {
       : StoreStrategy(setting.world, task, setting.options, setting.options.kvstore.update_on_kvstore),
         setting_(setting),
         workers_(workers),
-        store_(setting, devices_.get()) {
+        store_(make_store_client(setting, devices_.get())) {
     setting_.share_model(model());
     follow_model(replicas_);
-    store_.init(trained_parameters(model()), named_buffers(model()));
-    if (update_in_store_) store_.set_optimizer(update_options(setting.options));
+    store_->init(trained_parameters(model()), named_buffers(model()));
+    if (update_in_store_) store_->set_optimizer(update_options(setting.options));
     seed_steps(setting.options.seed + static_cast<std::uint64_t>(workers.rank()) + 1);
   }
 
@@ -213,44 +213,37 @@ class WorkerStrategy : public StoreStrategy {
   World loop_world(const World& world) const override { return setting_.loop_world(world); }
 
   Report report() const override {
-    return {{"pushed_bytes", static_cast<double>(store_.bytes_pushed())},
-            {"pulled_bytes", static_cast<double>(store_.bytes_pulled())}};
+    return {{"pushed_bytes", static_cast<double>(store_->bytes_pushed())},
+            {"pulled_bytes", static_cast<double>(store_->bytes_pulled())}};
   }
 
  private:
-  Store& store() override { return store_; }
+  Store& store() override { return *store_; }
 
   // Not in the constructor: with dist_bounded it may have to wait for other workers' first steps.
   void before_step() override {
     if (update_in_store_ && !has_weights_) {
-      store_.pull(trained_keys(), parameters_);
+      store_->pull(trained_keys(), parameters_);
       pull_buffers();
     }
     has_weights_ = true;
   }
 
-  // One all_reduce of a few numbers: samples, their loss and, where workers update, for each parameter whether this
-  // worker has a gradient of it.
+  // Where workers update, they also count who has a gradient of each parameter.
   BatchTotals over_workers(const BatchTotals& own) override {
     if (!setting_.in_step()) {  // each worker stops at its own step
       if (wants_to_stop()) agree_to_stop();
       return own;
     }
-    const auto samples = static_cast<double>(own.samples);
-    std::vector<double> values{samples, own.mean_loss * samples, wants_to_stop() ? 1.0 : 0.0};
-    if (!update_in_store_)
-      for (std::size_t i = 0; i < trained_keys().size(); ++i) values.push_back(has_gradient(i) ? 1 : 0);
-    const torch::Tensor sums = torch::tensor(values, torch::kFloat64);
+    with_gradient_.clear();
+    for (std::size_t i = 0; !update_in_store_ && i < trained_keys().size(); ++i)
+      with_gradient_.push_back(has_gradient(i) ? 1 : 0);
     try {
-      workers_.all_reduce(sums);
+      return sum_totals(workers_, own, &with_gradient_);
     } catch (const PeerLost& error) {
-      store_.abandon(error.text().what);
+      setting_.abandon(error.text().what);
       throw;
     }
-    const auto* sum = sums.const_data_ptr<double>();
-    if (sum[2] > 0) agree_to_stop();
-    with_gradient_.assign(sum + 3, sum + sums.numel());
-    return {.samples = static_cast<std::int64_t>(sum[0]), .mean_loss = sum[1] / sum[0]};
   }
 
   bool has_gradient(std::size_t parameter) const {
@@ -265,14 +258,14 @@ class WorkerStrategy : public StoreStrategy {
       if (with_gradient_[i] > 0 && !parameter.grad().defined())
         parameter.mutable_grad() = torch::zeros_like(parameter).detach();
     }
-    if (buffer_keys().size() > 0) store_.push(buffer_keys(), {buffers_.front()}, options);
+    if (buffer_keys().size() > 0) store_->push(buffer_keys(), {buffers_.front()}, options);
   }
 
   DistSetting setting_;
   World workers_;
   bool has_weights_ = false;
   std::vector<double> with_gradient_;  // [parameter] on how many workers; empty where servers update
-  StoreClient store_;
+  std::unique_ptr<Store> store_;
 };
 
 // Whether some worker's devices are GPUs.
@@ -281,14 +274,12 @@ bool any_on_gpus(const World& world, const StrategyOptions& options) {
   return sum_over(world, std::int64_t{!where.empty() && !where.front().is_cpu()}) > 0;
 }
 
-KVStoreKind local_kind(const World& world, const Task& task, const StrategyOptions& options) {
+KVStoreKind local_kind(const Task& task, const StrategyOptions& options) {
   if (options.kvstore.kind != KVStoreKind::kLocal) return options.kvstore.kind;
   const Replica replica = make_replica(task, options);
-  const auto parameters = trained_parameters(*replica.model);
-  std::optional<LinkTimes> links;
-  if (options.devices > 1 && !devices_of(options).front().is_cpu())
-    links = measure_links(*make_devices(world, options), parameters);
-  const auto [kind, reason] = choose_local_kind(parameters, options.devices, links);
+  const auto where = devices_of(options);
+  const auto separate = where.front().is_cpu() ? std::nullopt : std::optional(not_linked(where));
+  const auto [kind, reason] = choose_local_kind(trained_parameters(*replica.model), options.devices, separate);
   log_info(concat("kvstore local is ", name_of(kind), ": ", reason));
   return kind;
 }
@@ -312,7 +303,7 @@ std::unique_ptr<Strategy> make_kvstore_strategy(const World& world, const Task& 
   check(options);
   if (!has_servers(options.kvstore.kind)) {
     require_one_process(world, options);
-    return std::make_unique<LocalStrategy>(world, task, options, local_kind(world, task, options));
+    return std::make_unique<LocalStrategy>(world, task, options, local_kind(task, options));
   }
   StrategyOptions known = options;
   if (layerwise(options.optimizer)) known.kvstore.split_above = std::numeric_limits<std::int64_t>::max();
@@ -333,8 +324,8 @@ std::unique_ptr<KVStore> KVStore::create(const World& world, const StrategyOptio
     return std::make_unique<LocalStore>(on_device ? SumOn::kDevice : SumOn::kCpu, devices);
   }
   const DistSetting setting = connect_store(world, options);
-  if (!setting.serves()) return std::make_unique<StoreClient>(setting, devices);
-  for (const Link& server : setting.to_servers) server.send(RequestHeader{.request = Request::kGoodbye});
+  if (!setting.serves()) return make_store_client(setting, devices);
+  say_goodbye(setting.to_servers);
   StoreServer server(setting);
   server.wait_for_goodbyes();
   return nullptr;

@@ -4,8 +4,10 @@
 #include <algorithm>
 
 #include "lockstep/base/text.h"
+#include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
+#include "lockstep/strategy/kvstore/messages.h"
 
 namespace lockstep {
 namespace {
@@ -27,11 +29,13 @@ void find_roles(DistSetting& setting) {
 
 // pair: a server and its client, one of which is this rank; or nobody. Clients wait longest: so a server finds out who
 // is lost, and its other clients hear of that instead of taking the server for lost. Workers in step wait for each
-// other, too: with dist_sync they find out first who is lost, and tell the servers.
+// other, too: with dist_sync they find out first who is lost, and tell the servers. The first server is silent until it validates or
+// saves, so other servers wait for its requests without a deadline: if it is lost but not dead, their workers end.
 void connect(DistSetting& setting, const std::vector<int>& pair) {
-  const auto timeout = setting.options.timeout;
   const bool serves = !pair.empty() && pair[0] == setting.world.rank();
-  const auto world = setting.world.separate(pair, !serves ? 3 * timeout : setting.in_step() ? 2 * timeout : timeout);
+  const auto timeout = (!serves ? 3 : setting.in_step() ? 2 : 1) * setting.options.timeout;
+  const bool silent = serves && setting.is_server(pair[1]);
+  const auto world = setting.world.separate(pair, silent ? Deadline::kLongest : timeout);
   if (world) (serves ? setting.to_clients : setting.to_servers).emplace_back(*world, serves ? pair[1] : pair[0]);
 }
 
@@ -61,6 +65,11 @@ void connect_pairs(DistSetting& setting) {
 
 }  // namespace
 
+void DistSetting::abandon(const std::string& reason) const {
+  for (const Link& link : to_clients) link.abandon(reason);
+  for (const Link& link : to_servers) link.abandon(reason);
+}
+
 void DistSetting::share_model(const torch::nn::Module& model) const {
   require_same_model(world, named_parameters(model));
   broadcast_model(model, workers.front());
@@ -69,6 +78,13 @@ void DistSetting::share_model(const torch::nn::Module& model) const {
 void DistSetting::broadcast_model(const torch::nn::Module& model, int root) const {
   broadcast_tensors(world, named_parameters(model), root);
   broadcast_tensors(world, named_buffers(model), root);
+}
+
+void say_goodbye(const std::vector<Link>& to_servers) {
+  for (const Link& server : to_servers) try {
+      server.send(RequestHeader{.request = Request::kGoodbye});
+    } catch (const std::exception&) {
+    }
 }
 
 DistSetting connect_store(const World& world, const StrategyOptions& options) {

@@ -9,6 +9,7 @@
 
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <span>
@@ -23,15 +24,13 @@
 namespace lockstep {
 
 // A message that was started; none if it has no bytes.
-struct Pending {
-  std::optional<Work> work;
-  void wait() {
-    if (work) work->wait();
-  }
-};
+using Pending = std::optional<Work>;
 
+inline void wait(Pending& message) {
+  if (message) message->wait();
+}
 inline void finish(std::vector<Pending>& all) {
-  for (Pending& each : all) each.wait();
+  std::ranges::for_each(all, wait);
   all.clear();
 }
 
@@ -67,7 +66,7 @@ class Link {
   }
   [[nodiscard]] Pending start_sending(const torch::Tensor& bytes) const {
     if (bytes.numel() == 0) return {};
-    return {pair_.send_async(bytes, peer(), next(tags_->sent))};
+    return pair_.send_async(bytes, peer(), next(tags_->sent));
   }
   template <class T>
   [[nodiscard]] Pending start_sending_copy(std::span<const T> values) const {
@@ -75,7 +74,7 @@ class Link {
   }
   [[nodiscard]] Pending start_receiving(const torch::Tensor& bytes) const {
     if (bytes.numel() == 0) return {};
-    return {pair_.receive_async(bytes, {.from = peer(), .tag = next(tags_->received)})};
+    return pair_.receive_async(bytes, {.from = peer(), .tag = next(tags_->received)});
   }
 
   // Zeros, where the other side can read them.
@@ -118,10 +117,14 @@ struct DistSetting {
   std::vector<Link> to_servers{};  // of a client; the first server is a client of the others
 
   bool serves() const { return !to_clients.empty(); }
+  bool is_server(int rank) const { return std::ranges::find(servers, rank) != servers.end(); }
   bool in_step() const { return options.kvstore.kind == KVStoreKind::kDistSync; }
 
   // The ranks of the training loop: without dist_sync every rank goes at its own pace.
   World loop_world(const World& all) const { return in_step() ? all : World::single(); }
+
+  // Ends every wait of this rank and of those that it is linked with.
+  void abandon(const std::string& reason) const;
 
   // Compares the models of all ranks, then gives all of them the first worker's.
   void share_model(const torch::nn::Module& model) const;
@@ -129,6 +132,9 @@ struct DistSetting {
   // Every rank's parameters and buffers become those of `root`.
   void broadcast_model(const torch::nn::Module& model, int root) const;
 };
+
+// Tells servers that this client leaves in good order. Does nothing for those that are gone already.
+void say_goodbye(const std::vector<Link>& to_servers);
 
 // Connects every worker with every server. Throws UsageError: no server, no worker, rank 0 is a worker, or options that
 // servers cannot follow.

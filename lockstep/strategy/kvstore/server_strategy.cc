@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The strategy `kvstore` with servers: a server.
-#include <condition_variable>
+#include <algorithm>
+#include <exception>
+#include <iterator>
 #include <map>
-#include <thread>
 
 #include "lockstep/base/received.h"
 #include "lockstep/base/text.h"
@@ -10,83 +11,33 @@
 #include "lockstep/strategy/devices/replica_strategy.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/kvstore/server.h"
+#include "lockstep/strategy/kvstore/store.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {
 namespace {
 
-// The first server's links to the other servers, whom it asks for their slices only when it validates or saves. In
-// between a thread tells them that it is alive: a server takes a client that is silent for too long for lost.
-class PeerServers {
- public:
-  PeerServers(const std::vector<Link>& links, std::chrono::milliseconds interval) {
-    for (const Link& link : links) peers_.push_back(std::make_unique<Peer>(link));
-    if (!peers_.empty())
-      thread_ = std::jthread([this, interval](const std::stop_token& stop) { keep_alive(stop, interval); });
-  }
-
-  // Says goodbye; while an exception is in flight it ends the links instead.
-  ~PeerServers() {
-    const bool failed = std::uncaught_exceptions() > 0;
-    if (failed)
-      for (const auto& peer : peers_) peer->link.abandon("the first server has failed");
-    thread_ = {};  // stops and joins it
-    for (const auto& peer : peers_)
-      if (!failed) tell(peer->link, Request::kGoodbye);
-  }
-  PeerServers(const PeerServers&) = delete;
-  PeerServers& operator=(const PeerServers&) = delete;
-
-  // Calls talk(link) for one after the other. Throws what `talk` throws.
-  template <class Talk>
-  void for_each(const Talk& talk) {
-    for (const auto& peer : peers_) {
-      const std::lock_guard lock(peer->in_use);
-      talk(peer->link);
-    }
-  }
-
- private:
-  struct Peer {
-    explicit Peer(Link to) : link(std::move(to)) {}
-    Link link;
-    std::mutex in_use;
-  };
-
-  // The loss of a server is not reported here: it ends the workers, and their loss ends this server.
-  static void tell(const Link& link, Request request) {
-    try {
-      link.send(RequestHeader{.request = request});
-    } catch (const std::exception&) {
-    }
-  }
-
-  // A peer that for_each() talks to right now hears from this server anyway: it is left out, not waited for.
-  void keep_alive(const std::stop_token& stop, std::chrono::milliseconds interval) const {
-    std::mutex mutex;
-    std::condition_variable_any stopped;
-    std::unique_lock lock(mutex);
-    while (!stopped.wait_for(lock, stop, interval, [&stop] { return stop.stop_requested(); }))
-      for (const auto& peer : peers_)
-        if (const std::unique_lock free(peer->in_use, std::try_to_lock); free) tell(peer->link, Request::kAlive);
-  }
-
-  std::vector<std::unique_ptr<Peer>> peers_;
-  std::jthread thread_;
-};
-
 class ServerStrategy : public ReplicaStrategy {
  public:
   ServerStrategy(const DistSetting& setting, const Task& task)
-      : ReplicaStrategy(task, {make_replica(task, setting.options)}),
-        setting_(setting),
-        peers_(setting.to_servers, setting.options.timeout / 4) {
+      : ReplicaStrategy(task, {make_replica(task, setting.options)}), setting_(setting) {
     setting_.share_model(model());
-    values_ = tensors_of(trained_parameters(model()));
+    const auto parameters = trained_parameters(model()), buffers = named_buffers(model());
+    values_ = tensors_of(parameters);
     trained_ = values_.size();
-    for (const auto& [name, buffer] : named_buffers(model())) values_.push_back(buffer);
+    std::ranges::copy(tensors_of(buffers), std::back_inserter(values_));
+    layouts_ = plan_keys(keys_of(parameters, buffers), setting.servers.size(), setting.options.kvstore.split_above);
     seed_steps(setting.options.seed);
     server_ = std::make_unique<StoreServer>(setting_);
+  }
+
+  // The other servers end once the first one says goodbye; while an exception is in flight it ends the links instead.
+  ~ServerStrategy() override {
+    server_.reset();
+    if (std::uncaught_exceptions() == 0)
+      say_goodbye(setting_.to_servers);
+    else
+      setting_.abandon("the first server has failed");
   }
 
   // The workers' step is over when all that are there have pushed it.
@@ -105,7 +56,7 @@ class ServerStrategy : public ReplicaStrategy {
 
   void restored(std::int64_t) override {
     const torch::NoGradGuard no_grad;
-    if (setting_.options.kvstore.update_on_kvstore) server_->set_states(states_of_model(server_->layout()));
+    if (setting_.options.kvstore.update_on_kvstore) server_->set_states(states_of_model());
     setting_.world.barrier();
   }
 
@@ -129,35 +80,33 @@ class ServerStrategy : public ReplicaStrategy {
   void collect() {
     States states;
     for (const SliceState& slice : server_->states()) place(slice, states);
-    peers_.for_each([&](const Link& peer) {
-      peer.send(RequestHeader{.request = Request::kState, .count = pushes_});
-      const auto count = peer.receive<ReplyHeader>().count;
+    auto layout = layouts_.begin();
+    for (const Link& peer : setting_.to_servers) {
+      const Received sender(concat("the server that is rank ", peer.peer_in_job()));
       const auto next = [&peer] { return receive_tensors(peer.world(), peer.peer(), /*tag=*/0); };
-      for (std::int64_t i = 0; i < count; ++i) {
-        SliceState slice{.place = peer.receive<KeySlice>()};
-        if (const Tensors value = next(); !value.empty()) slice.value = value.front();
-        slice.state = state_in(next());
-        check(Received(concat("the server that is rank ", peer.peer_in_job())), slice);
-        place(slice, states);
+      peer.send(RequestHeader{.request = Request::kState, .count = pushes_});
+      for (const KeySlice& slice : (++layout)->slices()) {
+        SliceState found{.place = slice};
+        if (const Tensors value = next(); !value.empty()) found.value = value.front();
+        found.state = state_in(next());
+        check(sender, found);
+        place(found, states);
       }
-    });
+    }
     for (std::size_t i = 0; i < trained_; ++i) optimizer().set_state(values_[i], states[i]);
   }
 
-  // Another server has sent it.
+  // Checks what another server has sent.
   void check(const Received& sender, const SliceState& found) const {
     const KeySlice& slice = found.place;
-    sender.in(static_cast<std::int64_t>(slice.key), 0, std::ssize(values_) - 1, "a slice's key");
-    const torch::Tensor& whole = values_[slice.key];
-    sender.in(slice.count, 0, whole.numel(), "the elements of a slice");
-    sender.in(slice.begin, 0, whole.numel() - slice.count, "a slice's first element");
     const auto is_slice = [&slice](const torch::Tensor& part) {
       return part.defined() && part.dim() == 1 && part.numel() == slice.count;
     };
-    sender.require(is_slice(found.value) && found.value.scalar_type() == whole.scalar_type(),
+    sender.require(is_slice(found.value) && found.value.scalar_type() == slice.dtype,
                    concat("it is no slice of tensor ", slice.key));
     for (const auto& [name, part] : found.state)
-      sender.require(is_slice(part) || part.dim() == 0, concat("no optimizer's state of that slice: ", name));
+      sender.require(is_slice(part) || (part.defined() && part.dim() == 0),
+                     concat("no optimizer's state of that slice: ", name));
   }
 
   // Into the model, and into `states`, where the parts of a split key come together.
@@ -172,9 +121,9 @@ class ServerStrategy : public ReplicaStrategy {
     }
   }
 
-  std::vector<SliceState> states_of_model(const BlockLayout& layout) const {
+  std::vector<SliceState> states_of_model() const {
     std::vector<SliceState> slices;
-    for (const KeySlice& slice : layout.slices()) {
+    for (const KeySlice& slice : layouts_[setting_.number].slices()) {
       const torch::Tensor& value = values_[slice.key];
       slices.push_back({.place = slice, .value = slice.in_value(value)});
       if (!slice.trained) continue;
@@ -187,9 +136,9 @@ class ServerStrategy : public ReplicaStrategy {
   DistSetting setting_;
   std::vector<torch::Tensor> values_;  // [key] its trained parameters, then its buffers
   std::size_t trained_ = 0;
-  PeerServers peers_;  // empty but for the first server
+  std::vector<BlockLayout> layouts_;  // of each server
   std::int64_t pushes_ = 0;
-  std::unique_ptr<StoreServer> server_;  // destroyed first: the other servers end once this one says goodbye
+  std::unique_ptr<StoreServer> server_;
 };
 
 }  // namespace

@@ -22,6 +22,9 @@ enum class SumOn {
   kDevice  // onto device 0
 };
 
+// The keys of a store, in their order: values that are trained, then buffers.
+std::vector<Key> keys_of(const std::vector<NamedTensor>& values, const std::vector<NamedTensor>& buffers);
+
 // into = sum of the terms, in one pass over memory. `into`: dense; the terms have its dtype and number of elements.
 void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms,
                        const ParallelFor& parallel_for = on_own_cores);
@@ -42,6 +45,7 @@ class Store : public KVStore {
                          const PushOptions& options);
 
   const std::vector<Key>& keys() const { return keys_; }
+  const std::string& key_name(std::size_t key) const { return names_[key]; }
 
  protected:
   // `devices`: they add up and copy. May be null for kCpu: then the calling thread and its cores do.
@@ -74,14 +78,16 @@ class Store : public KVStore {
   std::size_t number_of(const std::string& name) const;
   void require_on_devices(const Names& names, const DeviceTensors& tensors) const;
   template <class Call>
-  void for_each_run(const Names& names, const Call& call) const;
+  void for_each_range(const Names& names, const Call& call) const;
 
   SumOn where_;
   Devices* devices_;
   std::vector<torch::Tensor> buffers_;  // [key]
   DeviceTensors host_;                  // [device][key]: copies of what GPUs push
   std::vector<Key> keys_;
-  std::map<std::string, std::size_t> numbers_;  // by name
+  Names names_;                                     // [key]
+  std::vector<std::vector<std::int64_t>> sizes_{};  // [key]
+  std::map<std::string, std::size_t> numbers_;      // by name
 };
 
 }  // namespace lockstep

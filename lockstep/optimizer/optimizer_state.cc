@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/optimizer/chunks.h"
+#include "lockstep/optimizer/optimizer_state.h"
 
 #include <algorithm>
 #include <memory>
@@ -12,8 +12,8 @@ namespace lockstep {
 std::vector<Chunk> cut_into_chunks(const std::vector<torch::Tensor>& parameters) {
   std::vector<Chunk> chunks;
   for (std::size_t i = 0; i < parameters.size(); ++i)
-    for (std::int64_t begin = 0; begin < parameters[i].numel(); begin += kMaxRun)
-      chunks.push_back({i, begin, std::min(kMaxRun, parameters[i].numel() - begin)});
+    for (std::int64_t begin = 0; begin < parameters[i].numel(); begin += kMaxChunk)
+      chunks.push_back({i, begin, std::min(kMaxChunk, parameters[i].numel() - begin)});
   return chunks;
 }
 
@@ -25,23 +25,13 @@ std::size_t first_chunk_of(int rank, int ranks, const std::vector<Chunk>& chunks
   return i;
 }
 
-torch::ScalarType computed_in(const torch::Tensor& parameter) {
-  return parameter.scalar_type() == torch::kFloat64 ? torch::kFloat64 : torch::kFloat32;
-}
-
-std::size_t gradient_bytes_of_chunk(const std::vector<torch::Tensor>& parameters) {
-  std::size_t most = 0;
-  for (const torch::Tensor& parameter : parameters) most = std::max(most, c10::elementSize(computed_in(parameter)));
-  return kMaxRun * most;
-}
-
 std::vector<torch::Tensor> arrays_beside(const std::vector<torch::Tensor>& parameters, SharedMemory& memory,
-                                         bool (*wanted)(const torch::Tensor&)) {
+                                         Wanted wanted) {
   std::size_t bytes = 0;
   std::vector<std::size_t> offsets;
   for (const torch::Tensor& parameter : parameters) {
     offsets.push_back(bytes);
-    if (wanted(parameter)) bytes += round_up(parameter.numel() * c10::elementSize(computed_in(parameter)), kCacheLine);
+    if (wanted(parameter)) bytes += round_up(parameter.numel() * c10::elementSize(state_dtype(parameter)), kCacheLine);
   }
   const std::shared_ptr<std::byte> data = memory.allocate_common(bytes);
   std::vector<torch::Tensor> arrays(parameters.size());
@@ -49,7 +39,7 @@ std::vector<torch::Tensor> arrays_beside(const std::vector<torch::Tensor>& param
     if (wanted(parameters[i]))
       arrays[i] = torch::from_blob(
           data.get() + offsets[i], parameters[i].sizes(), parameters[i].strides(), [data](void*) {},
-          torch::TensorOptions().dtype(computed_in(parameters[i])));
+          torch::dtype(state_dtype(parameters[i])));
   return arrays;
 }
 
