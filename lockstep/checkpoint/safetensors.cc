@@ -162,34 +162,6 @@ void check_layout(const Json& header, std::size_t data_bytes, const std::string&
   if (end != data_bytes) throw damaged(origin, concat("its tensors have ", end, " bytes, the file ", data_bytes));
 }
 
-TensorFile read_all(const SafetensorsReader& reader) {
-  TensorFile file{.tensors = {}, .metadata = reader.metadata()};
-  for (const auto& [name, entry] : reader.entries()) file.tensors[name] = reader.read(name);
-  return file;
-}
-
-// Writes the file, with zeros for its checksum; returns the checksum and its position.
-struct Written {
-  std::string checksum;
-  std::size_t position;
-};
-Written write_safetensors(const TensorFile& file, const FetchTensor& fetch,
-                          const std::function<void(const void*, std::size_t)>& write) {
-  const std::string head = safetensors_head(file);
-  Hash hash;
-  const auto add = [&](const void* data, std::size_t bytes) {
-    hash.add(data, bytes);
-    write(data, bytes);
-  };
-  add(head.data(), head.size());
-  for (const auto& [name, tensor] : file.tensors) {
-    const torch::Tensor values =
-        (tensor.is_meta() ? fetch(name) : tensor).detach().to(torch::kCPU).contiguous().resolve_conj().resolve_neg();
-    add(values.const_data_ptr(), values.nbytes());
-  }
-  return {.checksum = hash.digits(), .position = checksum_position(head)};
-}
-
 }  // namespace
 
 std::string safetensors_head(const TensorFile& file) {
@@ -210,17 +182,14 @@ void set_checksum(std::span<std::byte> file) {
   std::memcpy(digits, hash.digits().data(), kChecksumDigits);
 }
 
-std::string to_safetensors(const TensorFile& file) {
-  std::string bytes;
-  const auto append = [&](const void* data, std::size_t size) { bytes.append(static_cast<const char*>(data), size); };
-  const Written written = write_safetensors(file, nullptr, append);
-  return bytes.replace(written.position, written.checksum.size(), written.checksum);
+void ByteSource::read(std::size_t at, void* into, std::size_t bytes) const {
+  from_disk ? from_disk(at, into, bytes) : static_cast<void>(std::memcpy(into, mapped.get() + at, bytes));
 }
 
 ByteSource bytes_in(const std::filesystem::path& path) {
   const auto file = std::make_shared<ReadableFile>(path);
   return {.size = file->size(),
-          .read = [file](std::size_t at, void* into, std::size_t bytes) { file->read(at, into, bytes); },
+          .from_disk = [file](std::size_t at, void* into, std::size_t bytes) { file->read(at, into, bytes); },
           .mapped = map_file(path, file->size())};
 }
 
@@ -258,17 +227,22 @@ torch::Tensor SafetensorsReader::read(const std::string& name) const {
   return tensor;
 }
 
-TensorFile from_safetensors(const std::string& bytes, const std::string& origin, Checksum checksum) {
-  const auto read = [&](std::size_t at, void* into, std::size_t size) { std::memcpy(into, bytes.data() + at, size); };
-  return read_all(SafetensorsReader({.size = bytes.size(), .read = read}, origin, checksum));
-}
-
 void save_safetensors(const std::filesystem::path& path, const TensorFile& file, const FetchTensor& fetch) {
-  AtomicFile atomic(path);
-  const Written written =
-      write_safetensors(file, fetch, [&](const void* data, std::size_t bytes) { atomic.write(data, bytes); });
-  atomic.overwrite(written.position, written.checksum.data(), written.checksum.size());
-  atomic.commit();
+  const std::string head = safetensors_head(file);
+  AtomicFile on_disk(path);
+  Hash hash;
+  const auto add = [&](const void* data, std::size_t bytes) {
+    hash.add(data, bytes);
+    on_disk.write(data, bytes);
+  };
+  add(head.data(), head.size());
+  for (const auto& [name, tensor] : file.tensors) {
+    const torch::Tensor values =
+        (tensor.is_meta() ? fetch(name) : tensor).detach().to(torch::kCPU).contiguous().resolve_conj().resolve_neg();
+    add(values.const_data_ptr(), values.nbytes());
+  }
+  on_disk.overwrite(checksum_position(head), hash.digits().data(), kChecksumDigits);
+  on_disk.commit();
 }
 
 void save_safetensors(const std::filesystem::path& path, const TensorFile& file) {

@@ -64,23 +64,15 @@ std::pair<std::int64_t, int> newest_in(const std::vector<std::string>& of_ranks)
   return newest;
 }
 
-// Every rank has an image: its own, or a copy of that of `source`. Collective.
-struct Bytes {
-  std::shared_ptr<const std::byte> memory{};
-  std::size_t size = 0;
-};
-Bytes mine_or_sent(const World& world, const KeptImage* mine, int source) {
-  const auto have = world.exchange_texts(mine != nullptr ? "yes" : "no");
-  if (std::ranges::count(have, "no") == 0) return {mine->bytes, mine->size};
-  const torch::Tensor size = torch::tensor({mine != nullptr ? static_cast<std::int64_t>(mine->size) : 0});
-  world.broadcast(size, source);
-  torch::Tensor sent = torch::empty({size.item<std::int64_t>()}, torch::kUInt8);
-  if (world.rank() == source) std::memcpy(sent.data_ptr(), mine->bytes.get(), mine->size);
+// This rank's image, or a copy of that of `source`. Collective.
+KeptBytes mine_or_sent(const World& world, const KeptImage* mine, int source) {
+  const auto sizes = world.exchange_texts(mine != nullptr ? concat(mine->bytes.size) : "");
+  if (std::ranges::count(sizes, "") == 0) return mine->bytes;
+  torch::Tensor sent = torch::empty({std::stoll(sizes[to_size(source)])}, torch::kUInt8);
+  if (world.rank() == source) std::memcpy(sent.data_ptr(), mine->bytes.begin.get(), sent.nbytes());
   world.broadcast(sent, source);
-  if (mine != nullptr) return {mine->bytes, mine->size};
-  const std::size_t bytes = sent.nbytes();
-  const auto* const data = static_cast<const std::byte*>(sent.const_data_ptr());
-  return {{data, [sent](const std::byte*) {}}, bytes};
+  if (mine != nullptr) return mine->bytes;
+  return {{static_cast<std::byte*>(sent.data_ptr()), [sent](std::byte*) {}}, sent.nbytes()};
 }
 
 }  // namespace
@@ -109,17 +101,17 @@ void LoopState::find(bool in_parts) {
   const KeptImage* const all = whole_here ? image_of_first_rank(common, newest) : nullptr;
   const KeptImage* const mine = whole_here ? image_of(own, newest, world_.rank()) : nullptr;
   const KeptImage* const rest = mine == nullptr && world_.rank() == source ? image_of_first_rank(own, newest) : mine;
-  const Bytes common_bytes = mine_or_sent(world_, all, source);
-  const Bytes own_bytes = mine_or_sent(world_, rest, source);
+  SafetensorsReader common_state = reader_of(mine_or_sent(world_, all, source));
+  SafetensorsReader own_state = reader_of(mine_or_sent(world_, rest, source));
   const torch::Tensor ranks = torch::tensor({all != nullptr ? all->owner.ranks : 0});
   world_.broadcast(ranks, source);
   found_ = Found{.step = newest,
-                 .common = reader_of(common_bytes.memory, common_bytes.size),
-                 .own = reader_of(own_bytes.memory, own_bytes.size),
+                 .common = std::move(common_state),
+                 .own = std::move(own_state),
                  .is_own_rank = mine != nullptr,
                  .ranks = ranks.item<int>()};
   for (const KeptImage& image : own)
-    if (image.step == newest) found_->here.push_back(reader_of(image.bytes, image.size));
+    if (image.step == newest) found_->here.push_back(reader_of(image.bytes));
   require_same_program(found_->own.metadata().at(kProgram));
   const bool adopts_common = !keeps_common() || (all != nullptr && common_.adopt(kept, newest));
   const bool adopts_own = mine != nullptr && own_.adopt(kept, newest);

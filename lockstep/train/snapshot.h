@@ -27,7 +27,8 @@
 #include "lockstep/checkpoint/hash.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/strategy.h"
-#include "lockstep/train/loop.h"
+#include "lockstep/train/progress.h"
+#include "lockstep/train/options.h"
 #include "lockstep/train/loop_state.h"
 #include "lockstep/world.h"
 
@@ -65,7 +66,7 @@ class SharedCheckpoint {
   bool is_there() const { return is_there_; }
   bool is_mapped() const { return is_mapped_; }  // by all ranks
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
-  const TensorFile& shapes() const { return shapes_; }  // its tensors on the meta device
+  const std::map<std::string, torch::Tensor>& shapes() const { return shapes_; }  // its tensors on the meta device
 
   // Every rank calls it with the same name, and gets the tensor, which is not to be written to. Blocks.
   torch::Tensor read(const std::string& name);
@@ -79,7 +80,7 @@ class SharedCheckpoint {
   std::optional<CheckpointReader> file_;  // on rank 0; on all ranks where it is mapped
   bool is_there_ = false;
   bool is_mapped_ = false;
-  TensorFile shapes_;
+  std::map<std::string, torch::Tensor> shapes_;
   std::map<std::string, std::string> metadata_;
   Hash read_;
 };
@@ -89,7 +90,7 @@ class SharedCheckpoint {
 // an option that must not change and has, or ranks that read different values.
 Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& strategy, const TrainOptions& options);
 
-// Metadata of what is kept in memory: the event of the last step, which whoever goes on writes once more; "": none.
+// Metadata of a state in memory: the event of the last step, to be written once more by those who go on; "": none.
 constexpr const char* kLastStep = "lockstep.last_step";
 
 // What this rank keeps in memory for those who go on after a loss. common: what all ranks have alike; nothing but the
@@ -111,12 +112,13 @@ bool is_in_parts(Strategy& strategy);
 std::optional<Position> restore_parts(const LoopState::Found& found, const World& world, Strategy& strategy,
                                       const TrainOptions& options);
 
-// What this rank alone has, beside parameters and the optimizer's state: its generators, buffers, what the strategy keeps, and
-// the position. Refers to the strategy's tensors.
-TensorFile own_state(Strategy& strategy, const Position& position, const TrainOptions& options);
+// This rank's generators, buffers, what the strategy keeps, and the position: all but parameters and the optimizer's state.
+// Refers to the strategy's tensors.
+TensorFile own_state(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options);
 
 // Puts it back, after parameters and the optimizer's state. Collective. Throws CheckpointError, as restore_snapshot().
-Position restore_own_state(const SafetensorsReader& file, Strategy& strategy, const TrainOptions& options);
+Position restore_own_state(const SafetensorsReader& file, const World& world, Strategy& strategy,
+                           const TrainOptions& options);
 
 // The first tensor of this rank that holds NaN or infinity: its name, or "" if there is none.
 std::string first_non_finite(const std::vector<NamedTensor>& tensors);
