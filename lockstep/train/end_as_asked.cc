@@ -49,8 +49,8 @@ void requeue(const World& world) {
 }  // namespace
 
 int end_as_asked(const World& world, const PreemptionOptions& options) {
-  const AfterStop then = after_stop(options);
-  if (then == AfterStop::kExit) return stop_code(options);
+  const auto [signals, then, code] = stop_plan(options);
+  if (then == AfterStop::kExit) return code;
   if (then == AfterStop::kRequeue) {
     requeue(world);
     ::signal(SIGTERM, SIG_DFL);  // Slurm's, which ends the job now that it is queued again

@@ -93,7 +93,7 @@ bool is_restarted() {
 
 // Signals that came since `lockstep` was started have waited until now (cli/main.cc).
 void catch_signals(const PreemptionOptions& options) {
-  catch_stop_signals(stop_signals(options));
+  catch_stop_signals(stop_plan(options).signals);
   sigset_t waiting;
   ::sigemptyset(&waiting);
   for (const int signal : {SIGTERM, SIGUSR1, SIGUSR2}) ::sigaddset(&waiting, signal);
@@ -160,13 +160,10 @@ int train_rank(const TrainOptions& options, const Program& program) {
   return recover([&] { return train_generation(options, program, task, datasets); });
 }
 
-std::vector<int> with_interrupt(std::vector<int> signals) {
-  signals.push_back(SIGINT);
-  return signals;
-}
-
 int start_ranks(const TrainOptions& options, const Program& program) {
   const int servers = server_count(options);
+  StopPlan stop = stop_plan(options.preemption);
+  stop.signals.push_back(SIGINT);
   const LaunchOptions launching{
       .ranks = ranks_to_start(options),
       .servers = servers,
@@ -175,8 +172,8 @@ int start_ranks(const TrainOptions& options, const Program& program) {
       .workers_may_fail = servers > 0 && goes_on_without_workers(options.strategy.kvstore.kind),
       .threads_per_rank = options.threads,
       .output = RankOutput::kFirst,
-      .stop_signals = with_interrupt(stop_signals(options.preemption)),
-      .stop_code = stop_code(options.preemption),
+      .stop_signals = stop.signals,
+      .stop_code = stop.code,
       .hang = options.hang};
   if (!options.trace.empty()) remove_rings(options.trace);
   const LaunchResult result = launch(launching, [&] { return train_rank(options, program); });
@@ -231,7 +228,7 @@ int run_parsed(TrainOptions options, const Program& program) {
   options.command = command_of(program.argc, program.argv);
   options.launcher = job.launcher;
   options.resume = options.resume || is_restarted();  // without a checkpoint from step 0; metrics and curves are kept
-  if (options.chooses_strategy && !choose(options, program)) return stop_code(options.preemption);
+  if (options.chooses_strategy && !choose(options, program)) return stop_plan(options.preemption).code;
   if (job.local_rank == 0 && wanted_kind(options) != torch::kCPU) hint_at_unused_gpus();
   const bool start_here = job.launcher == "none" && (ranks_to_start(options) > 1 || options.max_restarts > 0);
   if (start_here)
