@@ -161,8 +161,8 @@ class RecordReader {
 Record first_good_record(const RecordReader& records, std::vector<std::uint8_t>& scratch);
 Record first_good_record(const RecordReader& records);  // without its payload
 
-// As the public open_packed does, of records that were opened before.
+// Does what the public open_packed does, with records that were opened before.
 std::shared_ptr<const Dataset> open_packed(std::shared_ptr<const RecordReader> records,
-                                           const ImageTransforms& transforms, std::int64_t window);
+                                           const ImageTransforms& transforms);
 
 }  // namespace lockstep
