@@ -12,7 +12,6 @@
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/file.h"
-#include "lockstep/base/map_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/checkpoint/hash.h"
 #include "lockstep/error.h"
@@ -190,7 +189,7 @@ ByteSource bytes_in(const std::filesystem::path& path) {
   const auto file = std::make_shared<ReadableFile>(path);
   return {.size = file->size(),
           .from_disk = [file](std::size_t at, void* into, std::size_t bytes) { file->read(at, into, bytes); },
-          .mapped = map_file(path, file->size())};
+          .mapped = file->map()};
 }
 
 SafetensorsReader::SafetensorsReader(ByteSource source, const std::string& origin, Checksum checksum)

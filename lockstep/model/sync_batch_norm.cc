@@ -50,12 +50,6 @@ struct Ranks : torch::CustomClassHolder {
   bool need_gradient = false;  // of the input, on this rank
 };
 
-UsageError differentiated_twice() {
-  return UsageError({.what = "a second derivative of SyncBatchNorm",
-                     .likely = "create_graph in a backward() or grad() through it",
-                     .next = "use another normalisation there, such as GroupNorm"});
-}
-
 // x -> (x - mean) / sqrt(var + eps), with mean and variance over all ranks.
 class Normalise : public torch::autograd::Function<Normalise> {
  public:
@@ -102,7 +96,8 @@ class Normalise : public torch::autograd::Function<Normalise> {
   // rank's own mean, which counts in the mean over all ranks by its weight: for the means it is multiplied by that, for
   // dx divided again.
   static variable_list gradient_of_input(AutogradContext* context, const variable_list& gradients) {
-    if (torch::GradMode::is_enabled()) throw differentiated_twice();
+    if (torch::GradMode::is_enabled())
+      throw UsageError({.what = "a second derivative of SyncBatchNorm", .next = "use GroupNorm there"});
     const auto saved = context->get_saved_variables();
     const auto ranks = c10::static_intrusive_pointer_cast<Ranks>(context->saved_data["ranks"].toCapsule());
     const double weight = loss_weight(context, *ranks);

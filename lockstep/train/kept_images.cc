@@ -10,7 +10,7 @@
 #include <cstring>
 #include <utility>
 
-#include "lockstep/base/memory_room.h"
+#include "lockstep/base/cgroup.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/base/unique_fd.h"
@@ -120,13 +120,7 @@ void KeptImages::write(std::int64_t step, const TensorFile& file) {
   is.step = step;
   is.bytes = bytes;
   is.owner = owner_;
-  std::byte* into = slot.memory.begin.get() + kHeadBytes;
-  std::memcpy(into, head.data(), head.size());
-  into += head.size();
-  for (const auto& [name, tensor] : file.tensors) {
-    copy_values(tensor, into);
-    into += tensor.nbytes();
-  }
+  copy_file(head, file, slot.memory.begin.get() + kHeadBytes);
   is.whole = 1;  // after them
   next_ = 1 - next_;
 }
