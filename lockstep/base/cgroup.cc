@@ -45,7 +45,7 @@ void for_each_cgroup(const std::string& controller, const fs::path& mount, const
 
 // ---- Memory
 
-// What the files of a version are called.
+// Names of a version's files.
 struct MemoryFiles {
   const char* limit;
   const char* used;
@@ -54,7 +54,7 @@ struct MemoryFiles {
 constexpr MemoryFiles kVersion1{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_"};
 constexpr MemoryFiles kVersion2{"memory.max", "memory.current", ""};
 
-// Nothing where there is no such file, or no number in it ("max").
+// Returns nothing where there is no such file, or no number in it ("max").
 std::optional<std::uint64_t> number_in(const fs::path& file) {
   std::ifstream in(file);
   std::uint64_t number = 0;

@@ -146,7 +146,7 @@ SafetensorsReader::Entry read_entry(const Json& entry, const std::string& name, 
   return {.dtype = dtype, .shape = shape, .at = offsets[0]};
 }
 
-// As the format demands: in some order the tensors fill the data, without gaps, overlaps or a rest.
+// Checks what the format demands: in some order the tensors fill the data, without gaps, overlaps or a rest.
 void check_layout(const Json& header, std::size_t data_bytes, const std::string& origin) {
   std::vector<std::array<std::uint64_t, 2>> parts;
   for (const auto& [name, entry] : header.items())

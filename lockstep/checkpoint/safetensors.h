@@ -21,7 +21,7 @@ namespace lockstep {
 // Gives the values of a tensor that is on the meta device in a TensorFile.
 using FetchTensor = std::function<torch::Tensor(const std::string& name)>;
 
-// As in lockstep/checkpoint.h. fetch: called for each meta tensor, in the order of the names, when its turn comes.
+// Saves as in lockstep/checkpoint.h. fetch: called for each meta tensor, in the order of the names, when its turn comes.
 void save_safetensors(const std::filesystem::path& path, const TensorFile& file, const FetchTensor& fetch);
 
 // The file up to the first tensor's bytes, with zeros for the checksum. The tensors follow in the order of their names,

@@ -42,7 +42,7 @@ Sums summed_over_ranks(const World& world, const torch::Tensor& rows, std::int64
   return {all.narrow(0, 0, rows.numel()).view(rows.sizes()), all[-2].item<double>(), all[-1].item<double>()};
 }
 
-// What backward() needs of the call; the world lives as long as the graph.
+// The part of the call that backward() needs; the world lives as long as the graph.
 struct Ranks : torch::CustomClassHolder {
   Ranks(World all, std::function<double()> weight) : world(std::move(all)), loss_weight(std::move(weight)) {}
   World world;

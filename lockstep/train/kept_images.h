@@ -47,7 +47,7 @@ struct KeptSlot;
 
 class KeptImages {
  public:
-  // Nothing is taken yet. name: of this kind of state in the launcher's memory.
+  // Takes no memory yet. name: of this kind of state in the launcher's memory.
   KeptImages(JobMemory& memory, std::string name, const ImageOwner& owner);
   ~KeptImages();
   KeptImages(const KeptImages&) = delete;

@@ -116,7 +116,7 @@ Json TrainingLoop::run() {
   return run;
 }
 
-// Also after the last step of an epoch, until it is validated.
+// Whether steps are left, or an epoch that is not validated yet.
 bool TrainingLoop::has_more() const {
   return position_.step < last_step() || position_.step_in_epoch == loader_.steps_per_epoch();
 }
@@ -168,7 +168,7 @@ void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_st
   keeper_.after_update(position_, event);
 }
 
-// Before the update, so that parameters and checkpoints stay good.
+// Checks before the update, so that parameters and checkpoints stay good.
 void TrainingLoop::require_finite_loss(const BatchTotals& totals) const {
   if (std::isfinite(totals.mean_loss)) return;
   std::string first = first_non_finite(named_parameters(strategy_.model()));
@@ -272,7 +272,7 @@ void TrainingLoop::finish_epoch() {
   if (options_.checkpoint_every == 0) keeper_.save(position_);
 }
 
-// With the devices of each, where a rank has several.
+// The number of ranks, or of the devices of all where a rank has several.
 std::int64_t TrainingLoop::ranks() const {
   return world_.size() * std::max(std::ssize(strategy_.devices()), std::ptrdiff_t{1});
 }

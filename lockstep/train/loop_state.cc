@@ -123,7 +123,7 @@ void LoopState::drop_found() {
   goes_on_ = false;
 }
 
-// Where as many ranks go on with the images of their predecessors, the state of this World is whole already; else with the first
+// The state of this World is whole already where as many ranks go on with the images of their predecessors; else with the first
 // keep(). Until then the launcher has that of the World before.
 void LoopState::taken() {
   const auto all = world_.exchange_texts(goes_on_ ? "yes" : "no");

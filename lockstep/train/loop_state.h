@@ -32,7 +32,7 @@ class LoopState {
   // machine has whole.
   LoopState(const World& world, JobMemory& memory, double share_of_time, bool in_parts = false);
 
-  // What was found.
+  // The newest state that some machine has.
   struct Found {
     std::int64_t step = 0;
     SafetensorsReader common;
@@ -43,7 +43,7 @@ class LoopState {
   };
   const Found* found() const { return found_ ? &*found_ : nullptr; }
 
-  // What was found is of no use: as if nothing was.
+  // Forgets what was found, as if there was nothing.
   void drop_found();
 
   // All ranks have taken what was found, or begin anew: from now on it is this World's. Blocks.

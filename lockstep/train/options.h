@@ -94,7 +94,7 @@ struct TrainOptions {
   bool insecure_network = false;  // no secret, no encryption between machines
 };
 
-// What the user may choose on the command line.
+// The models and datasets that the command line offers.
 struct Choices {
   std::vector<std::string> models;    // empty: the program brings its own
   std::vector<std::string> datasets;  // likewise

@@ -64,7 +64,7 @@ void use_threads(const TrainOptions& options, const World& world, const JobEnvir
   at::set_num_threads(threads);
 }
 
-// Where the rank itself computes: on its GPU, or the cores that --devices names for it. Where devices are threads they have
+// Chooses where the rank itself computes: on its GPU, or the cores that --devices names for it. Where devices are threads they have
 // places of their own, and the rank is on the CPU; a stage of a pipeline that is a process is one device.
 torch::Device settle(const TrainOptions& options, const std::vector<DevicePlace>& places, const JobEnvironment& job) {
   const bool is_stage = options.strategy.kind == StrategyKind::kPipeline && job.world_size > 1;
@@ -78,7 +78,7 @@ torch::Device settle(const TrainOptions& options, const std::vector<DevicePlace>
   return place.device;
 }
 
-// With what depends on this rank.
+// Adds to the strategy's options what depends on this rank.
 StrategyOptions strategy_options(const TrainOptions& options, const JobEnvironment& job,
                                  const std::vector<DevicePlace>& places) {
   StrategyOptions strategy = options.strategy;
@@ -104,7 +104,7 @@ void catch_signals(const PreemptionOptions& options) {
   ::sigprocmask(SIG_UNBLOCK, &waiting, nullptr);
 }
 
-// For an error of a GPU that nothing below has given its name.
+// Names of the devices, for an error of a GPU that does not say which.
 std::string one_of(const std::vector<DevicePlace>& places) {
   std::vector<std::string> names;
   for (const DevicePlace& place : places)
@@ -247,7 +247,7 @@ int train_alone(const TrainOptions& options, const Program& program, int rank) t
   throw;
 }
 
-// What every rank would complain about is said once, before any is started.
+// Says once, before any rank is started, what every rank would complain about.
 void check_before_start(const TrainOptions& options, const Program& program, int ranks, int fewest_ranks) {
   static_cast<void>(program.make_task(options));
   require_batch_for_ranks(options.loader.batch_size, devices_in_all(options, ranks));

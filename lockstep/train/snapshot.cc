@@ -169,7 +169,7 @@ TensorsByName with_prefix(const std::string& prefix, const std::vector<NamedTens
   return named;
 }
 
-// Where model (`of_model`: what is restored of it) and strategy get their tensors.
+// The tensors of model (`of_model`: the part that is restored) and strategy, by their names in the file.
 TensorsByName places_of(Strategy& strategy, const std::vector<NamedTensor>& of_model) {
   TensorsByName places = with_prefix("model.", of_model);
   places.merge(with_prefix("strategy.", strategy.state()));
@@ -232,7 +232,7 @@ std::optional<CheckpointReader> open_same(const std::string& path, const std::st
   return std::nullopt;
 }
 
-// Of NaN and infinity, and of nothing else, all bits of the exponent are set. One pass, at the speed of memory.
+// All bits of the exponent are set in NaN and infinity, and in nothing else. One pass, at the speed of memory.
 bool all_finite(const torch::Tensor& tensor) {
   if (!tensor.is_cpu() || tensor.scalar_type() != torch::kFloat32 || !tensor.is_non_overlapping_and_dense())
     return torch::isfinite(tensor.element_size() == 1 ? tensor.to(torch::kFloat32) : tensor).all().item<bool>();

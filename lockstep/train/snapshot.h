@@ -8,7 +8,7 @@
 //   rng.DEVICE.RANK          the state of a rank's random generators
 //   metadata                 position in the run; the values of the options that must not change (resume_fingerprint())
 //
-// Where ranks hold parts of the model (a pipeline), the file is the same: a rank sends what rank 0 does not hold when its
+// The file is the same where ranks hold parts of the model (a pipeline): a rank sends what rank 0 does not hold when its
 // turn to be written comes. So rank 0 never has more than one tensor of others in memory, and a checkpoint can be
 // read by any number of stages, and by one device.
 //
@@ -38,7 +38,7 @@ namespace lockstep {
 inline constexpr const char* kLowerRate =
     "the checkpoints are good: go on from one with --resume --from-step STEP and a lower --lr";
 
-// What a checkpoint is made of. It refers to the strategy's tensors: copy or write it before the next step.
+// The content of a checkpoint. It refers to the strategy's tensors: copy or write it before the next step.
 struct Snapshot {
   TensorFile file;             // on rank 0: a meta tensor where another rank has the values
   FetchTensor fetch;           // on rank 0: receives one of those
@@ -93,7 +93,7 @@ Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& 
 // Metadata of a state in memory: the event of the last step, to be written once more by those who go on; "": none.
 constexpr const char* kLastStep = "lockstep.last_step";
 
-// What this rank keeps in memory for those who go on after a loss. common: what all ranks have alike; nothing but the
+// The state that this rank keeps in memory for those who go on after a loss. common: what all ranks have alike; nothing but the
 // position where ranks hold parts of the model. own: its generators, and such a part. Blocks where the strategy has to make
 // its replicas one model.
 struct KeptParts {
@@ -105,7 +105,7 @@ KeptParts parts_to_keep(const World& world, Strategy& strategy, const Position& 
 // Whether a rank has only a part of the model (a pipeline).
 bool is_in_parts(Strategy& strategy);
 
-// As restore_snapshot(), from memory, where every rank has the common part. A part that this rank holds now, and neither it nor its
+// Restores as restore_snapshot() does, from memory, where every rank has the common part. A part that this rank holds now, and neither it nor its
 // machine has kept, comes from the first rank that has it: after a loss a pipeline may be cut elsewhere, and the machines may have another
 // order. Collective. nullopt on all ranks, which a warning explains: a part was lost with its machine. Throws
 // CheckpointError: another model, other options.

@@ -50,7 +50,7 @@ Position StateKeeper::begin() {
   return position;
 }
 
-// Nothing where nothing was kept, or where it is incomplete and there are checkpoints. The event of the last step is written
+// Returns nothing where nothing was kept, or where it is incomplete and there are checkpoints. Writes the event of the last step
 // once more, because it may be missing.
 std::optional<Position> StateKeeper::restore_from_memory() {
   std::optional<Position> position;

@@ -13,7 +13,7 @@ namespace {
 using Release = py::call_guard<py::gil_scoped_release>;
 using Tensors = std::vector<torch::Tensor>;
 
-// What add_param_group() takes.
+// The argument of add_param_group().
 torch::optim::OptimizerParamGroup group_of(const Tensors& parameters, const OptimizerOptions& options) {
   return std::visit([&](const auto& values) { return parameter_group(parameters, values); }, options);
 }

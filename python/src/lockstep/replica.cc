@@ -84,7 +84,7 @@ class Replica::Hook : public torch::autograd::FunctionPreHook {
   std::shared_ptr<const Output> output_;
 };
 
-// Of the node that adds to a parameter's .grad, before it does: after all hooks of the parameter itself, which torch keeps
+// A hook of the node that adds to a parameter's .grad, before it does: after all hooks of the parameter itself, which torch keeps
 // in one place for C++ and Python, so that those of the one displace those of the other.
 class Replica::GradientHook : public torch::autograd::FunctionPreHook {
  public:

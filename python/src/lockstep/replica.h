@@ -30,7 +30,7 @@ namespace lockstep::python {
 
 using NamedTensors = std::vector<std::pair<std::string, torch::Tensor>>;
 
-// What this rank's loss counts in the mean over all ranks: of the backward() that goes on; outside of one 1, as torch's
+// The weight of this rank's loss in the mean over all ranks: of the backward() that goes on; outside of one 1, as torch's
 // DistributedDataParallel counts.
 double loss_weight();
 
