@@ -71,11 +71,6 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 _Path = str | os.PathLike
 
 
-def _require(value, least, name):
-    if value < least:
-        _refuse(f"{name}={value} is too small", next=f"give at least {least}")
-
-
 # ---- Datasets
 
 
@@ -302,7 +297,6 @@ def _rank_and_size(rank, world_size):
     if (rank is None) != (world_size is None):
         _refuse("only one of rank and world_size is given", next="give both, or neither: they are then those of the job")
     if rank is not None:
-        _require(world_size, 1, "world_size")
         if not 0 <= rank < world_size:
             _refuse(f"rank {rank} of {world_size}", next=f"give a rank from 0 to {world_size - 1}")
         return rank, world_size
@@ -415,7 +409,6 @@ class DataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """iter() begins this epoch next. After load_state_dict(), naming the epoch that was loaded keeps its position."""
-        _require(epoch, 0, "epoch")
         if epoch != self._epoch or self._begun:
             self._epoch, self._samples, self._begun = epoch, 0, False
 
@@ -542,7 +535,6 @@ class Sampler(torch.utils.data.Sampler):
     ):
         """dataset: anything with a len(), or that number itself."""
         self._size = dataset if isinstance(dataset, int) else len(dataset)
-        _require(self._size, 1, "samples")
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
         self._ranks = _Ranks(rank, world_size)
         self._epoch, self._first = 0, 0
@@ -550,7 +542,6 @@ class Sampler(torch.utils.data.Sampler):
 
     def set_epoch(self, epoch: int, first_sample: int = 0) -> None:
         """iter() gives this epoch from now on, without its first samples: those that all ranks together have had already."""
-        _require(epoch, 0, "epoch")
         if not 0 <= first_sample <= self._size:
             _refuse(f"an epoch of {self._size} samples can't continue at sample {first_sample}", likely="another dataset")
         self._epoch, self._first, self._epochs_drawn = epoch, first_sample, 0

@@ -138,14 +138,6 @@ Replica::Replica(const World& world, const NamedTensors& parameters, const Named
       by_samples_(by_samples),
       parameters_(trained(parameters)) {}
 
-std::shared_ptr<Replica> Replica::make(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
-                                       std::shared_ptr<Optimizer> optimizer,
-                                       const DistributedDataParallelOptions& options, bool by_samples) {
-  std::shared_ptr<Replica> replica(new Replica(world, parameters, buffers, std::move(optimizer), options, by_samples));
-  replica->watch_parameters();
-  return replica;
-}
-
 Replica::~Replica() {
   for (const auto& [accumulator, hook] : on_gradient_)
     std::erase_if(accumulator->pre_hooks(), [hook = hook](const auto& each) { return each.get() == hook; });
