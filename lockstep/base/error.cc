@@ -8,20 +8,12 @@
 #include <utility>
 
 namespace lockstep {
-namespace {
-
-void append_part(std::string& message, const char* label, const std::string& text) {
-  if (!text.empty()) message.append("\n  ").append(label).append(text);
-}
-
-}  // namespace
 
 Error::Error(std::string kind, ErrorText text) : kind_(std::move(kind)), text_(std::move(text)) {
   message_ = "lockstep: " + kind_ + ": " + text_.what;
-  append_part(message_, "here:   ", text_.here);
-  append_part(message_, "peer:   ", text_.peer);
-  append_part(message_, "likely: ", text_.likely);
-  append_part(message_, "next:   ", text_.next);
+  for (const auto& [label, part] : {std::pair{"here:   ", &text_.here}, {"peer:   ", &text_.peer},
+                                    {"likely: ", &text_.likely}, {"next:   ", &text_.next}})
+    if (!part->empty()) message_.append("\n  ").append(label).append(*part);
 }
 
 SystemError system_error(const std::string& doing, const std::string& subject) {

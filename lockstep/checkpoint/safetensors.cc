@@ -14,7 +14,6 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/checkpoint/hash.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
@@ -64,13 +63,6 @@ void require_free_names(const TensorFile& file) {
          .next = "give it another name"});
 }
 
-CheckpointError damaged(const std::string& origin, const std::string& what) {
-  return CheckpointError({.what = concat(origin, " is damaged: ", what),
-                          .here = origin,
-                          .likely = "an interrupted copy, a full disk, or not a safetensors file",
-                          .next = "remove it to resume from the checkpoint before it"});
-}
-
 // Position of the checksum's 16 digits in the header; npos in a file of another tool.
 std::size_t checksum_position(const std::string& header) {
   const std::string key = concat('"', kChecksum, "\":\"");
@@ -98,7 +90,7 @@ Json make_header(const TensorFile& file) {
 void verify_checksum(const ByteSource& source, std::string header, const std::string& origin, Checksum checksum) {
   if (checksum == Checksum::kTrusted) return;
   const std::size_t position = checksum_position(header);
-  if (position == std::string::npos && checksum == Checksum::kRequired) throw damaged(origin, "it has no checksum");
+  if (position == std::string::npos && checksum == Checksum::kRequired) throw damaged_file(origin, "it has no checksum");
   if (position == std::string::npos) return;
   const std::string recorded = header.substr(position, kChecksumDigits);
   header.replace(position, kChecksumDigits, kNoChecksum);
@@ -112,15 +104,15 @@ void verify_checksum(const ByteSource& source, std::string header, const std::st
     source.read(at, part.data(), part.size());
     hash.add(part.data(), part.size());
   }
-  if (hash.digits() != recorded) throw damaged(origin, "its checksum does not match its content");
+  if (hash.digits() != recorded) throw damaged_file(origin, "its checksum does not match its content");
 }
 
 std::string read_header(const ByteSource& source, const std::string& origin) {
   std::uint64_t length = 0;
-  if (source.size < kLengthBytes) throw damaged(origin, concat("only ", source.size, " bytes long"));
+  if (source.size < kLengthBytes) throw damaged_file(origin, concat("only ", source.size, " bytes long"));
   source.read(0, &length, kLengthBytes);
   if (length > source.size - kLengthBytes)
-    throw damaged(origin, concat("its header should have ", length, " bytes, the file has ", source.size));
+    throw damaged_file(origin, concat("its header should have ", length, " bytes, the file has ", source.size));
   std::string header(length, ' ');
   source.read(kLengthBytes, header.data(), header.size());
   return header;
@@ -129,7 +121,7 @@ std::string read_header(const ByteSource& source, const std::string& origin) {
 torch::ScalarType dtype_of(const std::string& name, const std::string& origin) {
   for (const auto& [type, known] : kDtypes)
     if (name == known) return type;
-  throw damaged(origin, concat("unknown dtype ", name));
+  throw damaged_file(origin, concat("unknown dtype ", name));
 }
 
 SafetensorsReader::Entry read_entry(const Json& entry, const std::string& name, std::size_t data_bytes,
@@ -139,10 +131,10 @@ SafetensorsReader::Entry read_entry(const Json& entry, const std::string& name, 
   const torch::ScalarType dtype = dtype_of(entry.at("dtype").get<std::string>(), origin);
   auto bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
   for (const std::int64_t size : shape)
-    if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes)) throw damaged(origin, concat("shape of ", name));
+    if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes)) throw damaged_file(origin, concat("shape of ", name));
   if (offsets[0] > offsets[1] || offsets[1] > data_bytes ||
       offsets[1] - offsets[0] != static_cast<std::uint64_t>(bytes))
-    throw damaged(origin, concat(name, " lies outside of the file"));
+    throw damaged_file(origin, concat(name, " lies outside of the file"));
   return {.dtype = dtype, .shape = shape, .at = offsets[0]};
 }
 
@@ -155,13 +147,20 @@ void check_layout(const Json& header, std::size_t data_bytes, const std::string&
   std::uint64_t end = 0;
   for (const auto& [begin, next] : parts) {
     if (begin != end || next < begin)
-      throw damaged(origin, concat("its tensors overlap or leave a gap at byte ", std::min(begin, end)));
+      throw damaged_file(origin, concat("its tensors overlap or leave a gap at byte ", std::min(begin, end)));
     end = next;
   }
-  if (end != data_bytes) throw damaged(origin, concat("its tensors have ", end, " bytes, the file ", data_bytes));
+  if (end != data_bytes) throw damaged_file(origin, concat("its tensors have ", end, " bytes, the file ", data_bytes));
 }
 
 }  // namespace
+
+CheckpointError damaged_file(const std::filesystem::path& origin, const std::string& what) {
+  return CheckpointError({.what = concat(origin.string(), " is damaged: ", what),
+                          .here = origin.string(),
+                          .likely = "an interrupted copy, a full disk, or another file",
+                          .next = "remove it to resume from the checkpoint before it"});
+}
 
 std::string safetensors_head(const TensorFile& file) {
   std::string header = make_header(file).dump();
@@ -209,7 +208,7 @@ SafetensorsReader::SafetensorsReader(ByteSource source, const std::string& origi
       }
     }
   } catch (const nlohmann::json::exception& error) {
-    throw damaged(origin, concat("its header is not what the format says: ", error.what()));
+    throw damaged_file(origin, concat("its header is not what the format says: ", error.what()));
   }
   if (const auto found = metadata_.extract(kChecksum)) checksum_ = found.mapped();
 }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "lockstep/checkpoint.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 
@@ -27,6 +28,9 @@ void save_safetensors(const std::filesystem::path& path, const TensorFile& file,
 // The file up to the first tensor's bytes, with zeros for the checksum. The tensors follow in the order of their names,
 // without gaps. Throws UsageError for a dtype that the format does not know, and for names that it has for itself.
 std::string safetensors_head(const TensorFile& file);
+
+// The error of a file that is damaged, and how.
+CheckpointError damaged_file(const std::filesystem::path& origin, const std::string& what);
 
 // Puts the checksum of a whole file, which begins with what safetensors_head() returns, into its head.
 void set_checksum(std::span<std::byte> file);
