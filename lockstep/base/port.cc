@@ -33,7 +33,8 @@ std::optional<Listener> find_listener(const char* table, int port) {
   for (std::string line; std::getline(in, line);) {
     unsigned local = 0, state = 0;
     unsigned long user = 0, inode = 0;
-    const int read = std::sscanf(line.c_str(), "%*d: %*[^:]:%x %*s %x %*s %*s %*s %lu %*s %lu", &local, &state, &user, &inode);
+    const int read =
+        std::sscanf(line.c_str(), "%*d: %*[^:]:%x %*s %x %*s %*s %*s %lu %*s %lu", &local, &state, &user, &inode);
     if (read == 4 && state == kListens && static_cast<int>(local) == port)
       return Listener{concat(user), concat("socket:[", inode, "]")};
   }

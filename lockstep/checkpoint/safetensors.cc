@@ -90,7 +90,8 @@ Json make_header(const TensorFile& file) {
 void verify_checksum(const ByteSource& source, std::string header, const std::string& origin, Checksum checksum) {
   if (checksum == Checksum::kTrusted) return;
   const std::size_t position = checksum_position(header);
-  if (position == std::string::npos && checksum == Checksum::kRequired) throw damaged_file(origin, "it has no checksum");
+  if (position == std::string::npos && checksum == Checksum::kRequired)
+    throw damaged_file(origin, "it has no checksum");
   if (position == std::string::npos) return;
   const std::string recorded = header.substr(position, kChecksumDigits);
   header.replace(position, kChecksumDigits, kNoChecksum);

@@ -16,7 +16,8 @@ using ShardMap = std::map<std::string, std::string>;  // tensor -> file
 ShardMap read_index(const std::filesystem::path& index) try {
   const auto map = nlohmann::json::parse(read_file(index)).at("weight_map").get<ShardMap>();
   for (const auto& [name, file] : map)
-    if (std::filesystem::path(file).filename() != file) throw damaged_file(index, concat(file, " is in another folder"));
+    if (std::filesystem::path(file).filename() != file)
+      throw damaged_file(index, concat(file, " is in another folder"));
   if (map.empty()) throw damaged_file(index, "it names no tensor");
   return map;
 } catch (const nlohmann::json::exception& error) {

@@ -37,9 +37,7 @@ std::string slot_name(const std::string& name, int index) { return concat(name, 
 
 }  // namespace
 
-ImageOwner owner_in(const World& world) {
-  return {world.rank(), world.size(), world.local_rank(), world.local_size()};
-}
+ImageOwner owner_in(const World& world) { return {world.rank(), world.size(), world.local_rank(), world.local_size()}; }
 
 KeptBytes map_kept(const UniqueFd& fd) {
   struct stat status {};
@@ -102,7 +100,8 @@ void KeptImages::resize(int index, std::size_t bytes) {
   while (::fallocate(slot->fd.get(), 0, 0, static_cast<off_t>(bytes)) != 0)  // or a later write might end in SIGBUS
     if (errno != EINTR) throw system_error("take memory for", "the state that the launcher keeps");
   slot->memory = map_kept(slot->fd);
-  ::madvise(slot->memory.begin.get(), bytes, MADV_POPULATE_WRITE);  // an older kernel has none: the first copy is slower
+  ::madvise(slot->memory.begin.get(), bytes,
+            MADV_POPULATE_WRITE);  // an older kernel has none: the first copy is slower
   slot->head().magic = kMagic;
   slot->head().owner = owner_;
   if (is_new) memory_.keep(slot_name(name_, index), slot->fd.get());

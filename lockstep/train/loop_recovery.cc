@@ -95,7 +95,8 @@ void restore_states(const SafetensorsReader& from, Optimizer& optimizer) {
     optimizer.set_state(parameters[i], state);
     taken += state.size();
   }
-  if (taken != to_size(std::ranges::count_if(from.entries(), [](const auto& each) { return each.first.starts_with(kStates); })))
+  if (taken !=
+      to_size(std::ranges::count_if(from.entries(), [](const auto& each) { return each.first.starts_with(kStates); })))
     throw not_kept("optimizer", " of as many parameters");
 }
 

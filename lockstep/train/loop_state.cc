@@ -50,14 +50,17 @@ const KeptImage* image_of_first_rank(const std::vector<KeptImage>& images, std::
 std::pair<std::int64_t, int> newest_in(const std::vector<std::string>& of_ranks) {
   std::vector<nlohmann::json> all;
   for (const std::string& text : of_ranks) all.push_back(nlohmann::json::parse(text));
-  const bool in_parts = std::ranges::any_of(all, [](const auto& each) { return each["in_parts"].template get<bool>(); });
+  const bool in_parts =
+      std::ranges::any_of(all, [](const auto& each) { return each["in_parts"].template get<bool>(); });
   const auto has = [](const nlohmann::json& each, const nlohmann::json& step) {
     return std::ranges::count(each["steps"], step) > 0;
   };
   std::pair<std::int64_t, int> newest{-1, 0};
   for (std::size_t rank = 0; rank < all.size(); ++rank)
     for (const auto& step : all[rank]["steps"]) {
-      const auto lacks_it = [&](const auto& each) { return each["has_state"].template get<bool>() && !has(each, step); };
+      const auto lacks_it = [&](const auto& each) {
+        return each["has_state"].template get<bool>() && !has(each, step);
+      };
       if (step.get<std::int64_t>() <= newest.first || (in_parts && std::ranges::any_of(all, lacks_it))) continue;
       newest = {step.get<std::int64_t>(), static_cast<int>(rank)};
     }

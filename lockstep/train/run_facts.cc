@@ -50,7 +50,9 @@ Json start_event(const TrainOptions& options, std::int64_t step) {
 }
 
 Json facts_of_each_rank(const World& together, const World& world, const PhaseTimes& phases, double data_seconds) {
-  const auto bytes = [](const char* file, const char* name) { return static_cast<std::int64_t>(proc_bytes(file, name)); };
+  const auto bytes = [](const char* file, const char* name) {
+    return static_cast<std::int64_t>(proc_bytes(file, name));
+  };
   const Json mine = {{"rank", world.rank()},
                      {"node", world.node_rank()},
                      {"forward_seconds", phases.forward},

@@ -151,7 +151,7 @@ std::map<std::string, Owned> tensors_elsewhere(const World& world, Strategy& str
 // A checkpoint, or copies in memory.
 struct SavedState {
   std::map<std::string, std::string> metadata;
-  TensorsByName shapes;                                      // of all its tensors, on the meta device
+  TensorsByName shapes;                                        // of all its tensors, on the meta device
   std::function<torch::Tensor(const std::string& name)> read;  // with a checkpoint: a call of all ranks
 };
 
@@ -320,7 +320,8 @@ SharedCheckpoint::SharedCheckpoint(const World& world, std::optional<CheckpointF
 }
 
 torch::Tensor SharedCheckpoint::read(const std::string& name) {
-  torch::Tensor tensor = file_ ? file_->read(name) : torch::empty_like(shapes_.at(name), torch::TensorOptions(torch::kCPU));
+  torch::Tensor tensor =
+      file_ ? file_->read(name) : torch::empty_like(shapes_.at(name), torch::TensorOptions(torch::kCPU));
   if (!is_mapped_) {
     if (file_) tensor = tensor.clone();  // a transport may write to what it sends
     world_.broadcast(bytes_of(tensor));
@@ -348,8 +349,7 @@ Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& 
   });
 }
 
-KeptParts parts_to_keep(const World& world, Strategy& strategy, const Position& position,
-                        const TrainOptions& options) {
+KeptParts parts_to_keep(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options) {
   strategy.synchronise();
   KeptParts parts;
   (is_in_parts(strategy) ? parts.own : parts.common).tensors = own_tensors(strategy);
@@ -393,7 +393,8 @@ Names names_lacking(const World& world, Strategy& strategy, const TensorsByName&
 // Whether `key` is a parameter or buffer of this name, or the optimizer's state of it.
 bool belongs_to(const std::string& key, const Names& names) {
   if (key.starts_with("model.")) return names.contains(key.substr(key.find('.') + 1));
-  return key.starts_with(kOptimizer) && names.contains(key.substr(kOptimizer.size(), key.rfind('.') - kOptimizer.size()));
+  return key.starts_with(kOptimizer) &&
+         names.contains(key.substr(kOptimizer.size(), key.rfind('.') - kOptimizer.size()));
 }
 
 // 1. Ranks say what they lack. 2. Each says which of those tensors it has. 3. The first rank that has a tensor sends it to all.

@@ -27,9 +27,9 @@
 #include "lockstep/checkpoint/hash.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/strategy.h"
-#include "lockstep/train/progress.h"
-#include "lockstep/train/options.h"
 #include "lockstep/train/loop_state.h"
+#include "lockstep/train/options.h"
+#include "lockstep/train/progress.h"
 #include "lockstep/world.h"
 
 namespace lockstep {

@@ -77,8 +77,9 @@ void StateKeeper::require_checkpoint_folder() const {
   throw UsageError({.what = "a part of the model was lost with its machine, and there is no checkpoint",
                     .here = world_.describe(),
                     .likely = "a pipeline: each machine keeps the stages of its own ranks in memory, and no others",
-                    .next = "give --checkpoint-dir, on a disk that all machines see: then the job goes on from its last "
-                            "checkpoint"});
+                    .next =
+                        "give --checkpoint-dir, on a disk that all machines see: then the job goes on from its last "
+                        "checkpoint"});
 }
 
 // Rank 0 finds and verifies the newest file.

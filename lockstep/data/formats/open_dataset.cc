@@ -140,7 +140,8 @@ Datasets image_folder(Request& request) {
 
 Datasets packed_records(Request& request) {
   if (!request.text("window", "").empty())
-    throw request.refuse("window is no option any more: pack in random order (without --keep-order) to mix all samples");
+    throw request.refuse(
+        "window is no option any more: pack in random order (without --keep-order) to mix all samples");
   return in_folders(request.path(), [&](const fs::path& folder, Split split) {
     auto records = std::make_shared<RecordReader>(folder);
     const Record first = first_good_record(*records);
@@ -226,24 +227,21 @@ struct Kind {
   const char* name;
   Datasets (*open)(Request& request);
 };
-constexpr Kind kKinds[] = {
-    {"fashion-mnist", both_splits},
-    {"mnist", both_splits},
-    {"cifar-10", both_splits},
-    {"cifar-100", both_splits},
-    {"imagefolder", image_folder},
-    {"packed", packed_records},
-    {"npy", npy},
-    {"npz", npz},
-    {"csv", csv},
-    {"text", text},
-    {"synthetic", synthetic}};
+constexpr Kind kKinds[] = {{"fashion-mnist", both_splits},
+                           {"mnist", both_splits},
+                           {"cifar-10", both_splits},
+                           {"cifar-100", both_splits},
+                           {"imagefolder", image_folder},
+                           {"packed", packed_records},
+                           {"npy", npy},
+                           {"npz", npz},
+                           {"csv", csv},
+                           {"text", text},
+                           {"synthetic", synthetic}};
 
 }  // namespace
 
-ImageTransforms photographs() {
-  return {.mean = {0.485F, 0.456F, 0.406F}, .deviation = {0.229F, 0.224F, 0.225F}};
-}
+ImageTransforms photographs() { return {.mean = {0.485F, 0.456F, 0.406F}, .deviation = {0.229F, 0.224F, 0.225F}}; }
 
 const SplitImages* split_images(const std::string& kind) {
   const auto* const found = std::ranges::find(kSplitImages, kind, &SplitImages::kind);

@@ -18,8 +18,8 @@ std::shared_ptr<Replica> make(const World& world, const NamedTensors& parameters
                               const std::shared_ptr<Optimizer>& optimizer, const Options& options,
                               const std::optional<std::string>& weights) {
   if (weights && *weights != "samples")
-    throw UsageError({.what = concat("weights='", *weights, "'"),
-                      .next = "weights='samples', or None: all ranks count alike"});
+    throw UsageError(
+        {.what = concat("weights='", *weights, "'"), .next = "weights='samples', or None: all ranks count alike"});
   const auto replica =
       std::make_shared<Replica>(world, parameters, buffers, optimizer, options, /*by_samples=*/weights.has_value());
   replica->watch_parameters();

@@ -63,9 +63,11 @@ SharedDataset csv(const fs::path& path, const std::string& target, bool classes,
 
 SharedDataset tokens(const fs::path& path, std::int64_t block, int bits, std::int64_t vocabulary, double skip,
                      double leave) {
-  return {std::make_shared<TokenDataset>(
-      path,
-      TokenOptions{.block = block, .token_bytes = bytes_of_token(bits), .vocabulary = vocabulary, .skip = skip, .leave = leave})};
+  return {std::make_shared<TokenDataset>(path, TokenOptions{.block = block,
+                                                            .token_bytes = bytes_of_token(bits),
+                                                            .vocabulary = vocabulary,
+                                                            .skip = skip,
+                                                            .leave = leave})};
 }
 
 std::pair<SharedDataset, std::optional<SharedDataset>> open_by_name(const std::string& data, const std::string& folder,
@@ -174,8 +176,8 @@ LoaderOptions loader_options(std::int64_t batch_size, bool shuffle, std::uint64_
 
 void weigh(LoaderOptions& options, const std::vector<double>& weights, std::int64_t samples) {
   if (std::ssize(weights) != samples)
-    throw UsageError({.what = concat(weights.size(), " weights for ", samples, " samples"),
-                      .next = "give one weight per sample"});
+    throw UsageError(
+        {.what = concat(weights.size(), " weights for ", samples, " samples"), .next = "give one weight per sample"});
   options.order = weighted_order(weights, samples);
 }
 

@@ -53,14 +53,16 @@ void bind_world(py::module_& module) {
       .def_property_readonly("rank", &World::rank)
       .def_property_readonly("size", &World::size)
       .def("barrier", &World::barrier, Release())
-      .def("copy", [](const World& world) { return *world.split(0); }, Release());
+      .def(
+          "copy", [](const World& world) { return *world.split(0); }, Release());
   py::class_<Timeline>(module, "Timeline")
       .def(py::init([](const World& world, const std::string& file, std::int64_t first, std::int64_t end) {
              return std::make_unique<Timeline>(world, file, StepRange{first, end});
            }),
            Release())
       .def("begin_step", &Timeline::begin_step)
-      .def("finish", [](Timeline& timeline) { timeline.finish(); }, Release());
+      .def(
+          "finish", [](Timeline& timeline) { timeline.finish(); }, Release());
   module.def("timeout_of", &timeout_of);
   module.def(
       "normalise_over_ranks",
