@@ -16,7 +16,7 @@
 #include "lockstep/base/hash.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/median.h"
-#include "lockstep/base/memory_room.h"
+#include "lockstep/base/cgroup.h"
 #include "lockstep/base/proc_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"

@@ -16,7 +16,7 @@
 namespace lockstep {
 namespace {
 
-// Why no other strategy can do what was asked for.
+// The reason why no other strategy can do what was asked for.
 std::optional<std::string> why_ddp(const TrainOptions& options) {
   if (options.max_restarts > 0 || options.min_ranks > 0) return "lost ranks are to be replaced, so ranks are processes";
   if (options.strategy.ddp.virtual_shards > 0) return "--virtual-shards is an option of ddp";

@@ -10,6 +10,8 @@
 // --config, the checks and the refusal of --resume with another value all come from that row.
 #pragma once
 
+#include <signal.h>
+
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -40,16 +42,20 @@ struct LearningRateOptions {
   double drop_factor = 0.1;      // schedule step
 };
 
-// What a run does that was asked to stop, once its checkpoint is written.
+// How a run ends that was asked to stop, once its checkpoint is written.
 enum class AfterStop { kExit, kRequeue, kWait };
 
 struct PreemptionOptions {
   std::string signals = "SIGTERM,SIGUSR1";  // that ask it to stop, beside SIGINT
   std::string then = "143";                 // exit code; "requeue"; "wait": stay until killed
 };
-std::vector<int> stop_signals(const PreemptionOptions& options);  // throws UsageError
-AfterStop after_stop(const PreemptionOptions& options);           // likewise
-int stop_code(const PreemptionOptions& options);                  // of kExit
+
+struct StopPlan {
+  std::vector<int> signals;
+  AfterStop then = AfterStop::kExit;
+  int code = 128 + SIGTERM;  // of a run that was stopped
+};
+StopPlan stop_plan(const PreemptionOptions& options);  // throws UsageError
 
 struct TrainOptions {
   std::string model = "lenet";
@@ -87,7 +93,7 @@ struct TrainOptions {
   bool insecure_network = false;  // no secret, no encryption between machines
 };
 
-// What the user may choose on the command line.
+// The models and datasets that the command line offers.
 struct Choices {
   std::vector<std::string> models;    // empty: the program brings its own
   std::vector<std::string> datasets;  // likewise
