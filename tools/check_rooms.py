@@ -3,7 +3,7 @@
 """Keeps the layout true. It is one of the tests.
 
 Rooms:    the folders of lockstep/ are those in ROOMS and SUB_ROOMS. A room includes itself and the rooms before it; base/, launch/
-          and collective/shm/ include no torch; fmt stays in .cc files, spdlog in base/.
+          and collective/shm/ include no torch; spdlog and fmt stay in .cc files of base/.
 Public:   include/lockstep/ is what is installed. Each of its headers belongs to a room (PUBLIC) and includes nothing but
           its like, torch and the standard library.
 Headers:  say what they are in their first line and have #pragma once (x_body.h is included several times on purpose).
@@ -81,8 +81,8 @@ def check_includes(path, room, text):
             complain(path, f"includes {included}, which users need not have")
         if name.startswith(NO_TORCH) and re.match(r"(torch|ATen|c10)/", included):
             complain(path, f"includes {included}, but this part has no torch")
-        if path.suffix != ".cc" and included.startswith("fmt/") or included.startswith("spdlog/") and room != "base":
-            complain(path, f"includes {included}, which only .cc files may, spdlog's only those of base/")
+        if re.match(r"(spdlog|fmt)/", included) and not (room == "base" and path.suffix == ".cc"):
+            complain(path, f"includes {included}, which only base/*.cc may")
 
 
 def check_header(path, text):
