@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/kvstore/statistics.h"
 
-#include <fmt/format.h>
-
+#include <iomanip>
+#include <sstream>
 #include <vector>
 
 #include "lockstep/base/text.h"
@@ -31,13 +31,14 @@ std::string DelayHistogram::text() const {
   std::vector<std::int64_t> lines(max() / width + 1);
   for (const auto& [delay, count] : counts_) lines[delay / width] += count;
   const std::int64_t most = std::max<std::int64_t>(1, std::ranges::max(lines));
-  std::string text;
+  std::ostringstream out;
   for (std::int64_t first = 0; const std::int64_t count : lines) {
     const std::string delays = width == 1 ? concat(first) : concat(first, "-", first + width - 1);
-    text += fmt::format("  delay {:<9}{:>10}  {:#<{}}\n", delays, count, "", count * kBarWidth / most);
+    out << "  delay " << std::setw(9) << std::left << delays << std::setw(10) << std::right << count << "  "
+        << std::string(count * kBarWidth / most, '#') << '\n';
     first += width;
   }
-  return text;
+  return std::move(out).str();
 }
 
 void StoreStatistics::add_gradient(std::int64_t samples, std::int64_t devices_of_worker, std::int64_t delay) {
@@ -71,13 +72,14 @@ Report StoreStatistics::report() const {
 }
 
 std::string StoreStatistics::table() const {
-  std::string text =
-      "  store                    devices   workers   examples per device   examples per update   max delay\n";
-  text += fmt::format("  {:<22}{:>10}{:>10}{:>22}{:>22}{:>12}\n", store, devices.text(), workers,
-                      samples_per_device.text(), samples_per_update.text(), delays.max());
+  std::ostringstream out;
+  out << "  store                    devices   workers   examples per device   examples per update   max delay\n"
+      << "  " << std::left << std::setw(22) << store << std::right << std::setw(10) << devices.text() << std::setw(10)
+      << workers << std::setw(22) << samples_per_device.text() << std::setw(22) << samples_per_update.text()
+      << std::setw(12) << delays.max() << '\n';
   if (delays.max() > 0)
-    text += "  gradients by delay, in updates made elsewhere since the weights were read:\n" + delays.text();
-  return text;
+    out << "  gradients by delay, in updates made elsewhere since the weights were read:\n" << delays.text();
+  return std::move(out).str();
 }
 
 }  // namespace lockstep
