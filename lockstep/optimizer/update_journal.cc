@@ -68,7 +68,8 @@ Targets RedoSlot::begin(const Targets& targets) {
   in_this_order();
   Targets room = targets;
   std::byte* at = data();
-  for (std::size_t i = room.first; i < room.last; at += room.all[i++].size()) room.all[i] = {at, room.all[i].size()};
+  for (std::size_t i = room.first; i < room.last; at += room.all[i++].size())
+    if (!room.all[i].empty()) room.all[i] = {at, room.all[i].size()};
   return room;
 }
 
