@@ -195,7 +195,7 @@ class StoreClient : public Store {
   //
   // Nothing here waits for the server to merge. A part's reply arrives once all workers have pushed it, while later parts
   // are still being packed and sent; its receive is posted already, so the server never waits for this worker to receive.
-  // Waiting for the sends first is safe: the server receives all parts whatever other workers do (server_requests.cc).
+  // Waiting for the sends first is safe: the server receives all parts whatever other workers do (server.cc).
   void push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into,
                  const PushOptions& options) override {
     if (!in_parts_) return Store::push_pull(keys, values, into, options);

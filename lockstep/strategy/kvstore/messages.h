@@ -14,7 +14,7 @@
 //   kPushPull    the same, values in parts                   values of the slices in the same parts
 //   kPull                                                    ReplyHeader; values of the slices
 //   kPullRows    numbers of rows                             the rows
-//   kState                                                   per slice: value, the optimizer's state
+//   kState                                                   per slice: the optimizer's state and the value
 //   kGoodbye                                                 none
 //
 // Values are a region of the server's block (key_plan.h), or with 2-bit compression two bits per element, slice by

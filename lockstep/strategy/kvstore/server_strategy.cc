@@ -83,12 +83,11 @@ class ServerStrategy : public ReplicaStrategy {
     auto layout = layouts_.begin();
     for (const Link& peer : setting_.to_servers) {
       const Received sender(concat("the server that is rank ", peer.peer_in_job()));
-      const auto next = [&peer] { return receive_tensors(peer.world(), peer.peer(), /*tag=*/0); };
       peer.send(RequestHeader{.request = Request::kState, .count = pushes_});
       for (const KeySlice& slice : (++layout)->slices()) {
-        SliceState found{.place = slice};
-        if (const Tensors value = next(); !value.empty()) found.value = value.front();
-        found.state = state_in(next());
+        SliceState found{.place = slice, .state = state_in(receive_tensors(peer.world(), peer.peer(), /*tag=*/0))};
+        found.value = found.state["value"];
+        found.state.erase("value");
         check(sender, found);
         place(found, states);
       }
