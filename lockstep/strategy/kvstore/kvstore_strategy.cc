@@ -10,9 +10,9 @@
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
-#include "lockstep/strategy/kvstore/client.h"
 #include "lockstep/strategy/kvstore/local_store.h"
 #include "lockstep/strategy/kvstore/server.h"
+#include "lockstep/strategy/kvstore/worker.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
 
@@ -182,7 +182,7 @@ class WorkerStrategy : public StoreStrategy {
       : StoreStrategy(setting.world, task, setting.options, setting.options.kvstore.update_on_kvstore),
         setting_(setting),
         workers_(workers),
-        store_(make_store_client(setting, devices_.get())) {
+        store_(make_kv_worker(setting, devices_.get())) {
     setting_.share_model(model());
     follow_model(replicas_);
     store_->init(trained_parameters(model()), named_buffers(model()));
@@ -324,9 +324,9 @@ std::unique_ptr<KVStore> KVStore::create(const World& world, const StrategyOptio
     return std::make_unique<LocalStore>(on_device ? SumOn::kDevice : SumOn::kCpu, devices);
   }
   const DistSetting setting = connect_store(world, options);
-  if (!setting.serves()) return make_store_client(setting, devices);
+  if (!setting.serves()) return make_kv_worker(setting, devices);
   say_goodbye(setting.to_servers);
-  StoreServer server(setting);
+  KVServer server(setting);
   server.wait_for_goodbyes();
   return nullptr;
 }

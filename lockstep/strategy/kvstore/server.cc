@@ -34,7 +34,7 @@ std::string store_name(const KVStoreOptions& options) {
   return options.kind == KVStoreKind::kDistBounded ? concat(kind, " (", options.staleness, ")") : kind;
 }
 
-// The first server gates for all of them: workers ask the others after it (StoreClient::exchange).
+// The first server gates for all of them: workers ask the others after it (KVWorker::exchange).
 std::int64_t bound_of(const DistSetting& setting) {
   const KVStoreOptions& options = setting.options.kvstore;
   return options.kind == KVStoreKind::kDistBounded && setting.number == 0 ? options.staleness
@@ -48,7 +48,7 @@ std::string first_line(const std::exception& error) {
 
 }  // namespace
 
-class StoreServer::Impl {
+class KVServer::Impl {
   using Lock = std::unique_lock<std::mutex>;
 
  public:
@@ -506,12 +506,12 @@ class StoreServer::Impl {
   IntVector<Client> clients_;
 };
 
-StoreServer::StoreServer(const DistSetting& setting) : impl_(std::make_unique<Impl>(setting)) {}
-StoreServer::~StoreServer() = default;
-BatchTotals StoreServer::wait_for_pushes(std::int64_t pushes) { return impl_->wait_for_pushes(pushes); }
-void StoreServer::wait_for_goodbyes() { impl_->wait_for_goodbyes(); }
-StoreStatistics StoreServer::statistics() const { return impl_->statistics(); }
-std::vector<SliceState> StoreServer::states(std::int64_t pushes) { return impl_->states(pushes); }
-void StoreServer::set_states(const std::vector<SliceState>& states) { impl_->set_states(states); }
+KVServer::KVServer(const DistSetting& setting) : impl_(std::make_unique<Impl>(setting)) {}
+KVServer::~KVServer() = default;
+BatchTotals KVServer::wait_for_pushes(std::int64_t pushes) { return impl_->wait_for_pushes(pushes); }
+void KVServer::wait_for_goodbyes() { impl_->wait_for_goodbyes(); }
+StoreStatistics KVServer::statistics() const { return impl_->statistics(); }
+std::vector<SliceState> KVServer::states(std::int64_t pushes) { return impl_->states(pushes); }
+void KVServer::set_states(const std::vector<SliceState>& states) { impl_->set_states(states); }
 
 }  // namespace lockstep

@@ -28,7 +28,7 @@ class ServerStrategy : public ReplicaStrategy {
     std::ranges::copy(tensors_of(buffers), std::back_inserter(values_));
     layouts_ = plan_keys(keys_of(parameters, buffers), setting.servers.size(), setting.options.kvstore.split_above);
     seed_steps(setting.options.seed);
-    server_ = std::make_unique<StoreServer>(setting_);
+    server_ = std::make_unique<KVServer>(setting_);
   }
 
   // The other servers end once the first one says goodbye; while an exception is in flight it ends the links instead.
@@ -137,7 +137,7 @@ class ServerStrategy : public ReplicaStrategy {
   std::size_t trained_ = 0;
   std::vector<BlockLayout> layouts_;  // of each server
   std::int64_t pushes_ = 0;
-  std::unique_ptr<StoreServer> server_;
+  std::unique_ptr<KVServer> server_;
 };
 
 }  // namespace

@@ -2,7 +2,7 @@
 // strategy/kvstore/store.h: what all stores have in common: keys by number instead of name, and the sum over the devices
 // of one worker (level 1).
 //
-// Flow:    lockstep/kvstore.h -> here -> local_store.h, client.h
+// Flow:    lockstep/kvstore.h -> here -> local_store.h, worker.h
 // Owns:    the list of keys, buffers for sums on the CPU
 // Threads: one thread
 // Ranks:   as lockstep/kvstore.h

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/strategy/kvstore/client.h"
+#include "lockstep/strategy/kvstore/worker.h"
 
 #include <algorithm>
 #include <array>
@@ -13,14 +13,14 @@
 namespace lockstep {
 namespace {
 
-class StoreClient : public Store {
+class KVWorker : public Store {
  public:
-  StoreClient(const DistSetting& setting, Devices* devices)
+  KVWorker(const DistSetting& setting, Devices* devices)
       : Store(SumOn::kCpu, devices), setting_(setting), in_parts_(setting.in_step()) {
     for (const Link& link : setting.to_servers) servers_.push_back({.link = link});
   }
 
-  ~StoreClient() override {
+  ~KVWorker() override {
     if (std::uncaught_exceptions() == 0) say_goodbye(setting_.to_servers);
   }
 
@@ -303,8 +303,8 @@ class StoreClient : public Store {
 
 }  // namespace
 
-std::unique_ptr<Store> make_store_client(const DistSetting& setting, Devices* devices) {
-  return std::make_unique<StoreClient>(setting, devices);
+std::unique_ptr<Store> make_kv_worker(const DistSetting& setting, Devices* devices) {
+  return std::make_unique<KVWorker>(setting, devices);
 }
 
 }  // namespace lockstep
