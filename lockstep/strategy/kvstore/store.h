@@ -44,6 +44,8 @@ class Store : public KVStore {
   virtual void push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into,
                          const PushOptions& options);
 
+  std::int64_t bytes_pushed() const final { return bytes_pushed_; }
+  std::int64_t bytes_pulled() const final { return bytes_pulled_; }
   const std::vector<Key>& keys() const { return keys_; }
   const std::string& key_name(std::size_t key) const { return names_[key]; }
 
@@ -69,6 +71,9 @@ class Store : public KVStore {
     else
       devices_->run([call](Device& device) { call(device.index()); });
   }
+
+  std::int64_t bytes_pushed_ = 0;
+  std::int64_t bytes_pulled_ = 0;
 
   virtual void create(const std::vector<torch::Tensor>& values) = 0;                // keys() are known
   virtual torch::Tensor pull_rows(std::size_t key, const torch::Tensor& rows) = 0;  // (rows, elements of a row)

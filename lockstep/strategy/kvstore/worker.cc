@@ -27,8 +27,6 @@ class KVWorker : public Store {
   using Store::pull;
   using Store::push;
   using Store::push_pull;
-  std::int64_t bytes_pushed() const override { return bytes_pushed_; }
-  std::int64_t bytes_pulled() const override { return bytes_pulled_; }
 
  private:
   struct Server {
@@ -297,8 +295,6 @@ class KVWorker : public Store {
   DistSetting setting_;
   std::vector<Server> servers_;
   bool in_parts_;  // a slice can be updated without the gradients of the others
-  std::int64_t bytes_pushed_ = 0;
-  std::int64_t bytes_pulled_ = 0;
 };
 
 }  // namespace
