@@ -37,8 +37,7 @@ UsageError state_written() {
   return UsageError(
       {.what = "the optimizer's state was written by hand, while all ranks of this machine share it",
        .likely = "an operation in place on a tensor of state_of(), or of optimizer.state[parameter] in Python",
-       .next = "change a copy and set it on every rank: set_state(); optimizer.state[parameter] = {...} in "
-               "Python"});
+       .next = "change a copy and set it on every rank: set_state()"});
 }
 
 // What an optimizer keeps beside this parameter, without values.
@@ -276,9 +275,7 @@ double Optimizer::gradient_norm() const {
 void Optimizer::set_loss_scale(std::optional<double> scale) {
   if (scale && refuses_loss_scale_)
     throw UsageError({.what = "loss scaling with a communication hook that keeps a residual",
-                      .likely =
-                          "GradientScaler beside top_k_hook(), two_bit_hook() or power_sgd_hook(): the residual would "
-                          "keep an old scale, or an overflow for ever",
+                      .likely = "GradientScaler beside top_k_hook(), two_bit_hook() or power_sgd_hook()",
                       .next = "train without loss scaling, for instance in bfloat16, or with sixteen_bit_hook()"});
   loss_scale_ = scale;
   adjust_loss_scale_ = nullptr;
