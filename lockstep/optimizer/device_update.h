@@ -88,14 +88,14 @@ class DeviceUpdate {
 
   double gradient_norm() const { return gradient_norm_; }
 
-  // What `of`, one of the state's lists, has beside parameter i. With slices a copy, put together from those of all ranks: all
-  // call. Throws PeerLost.
+  // Returns what `of`, one of the state's lists, has beside parameter i. With slices it is a copy, put together from those of all
+  // ranks: all call. Throws PeerLost.
   torch::Tensor beside(const std::vector<torch::Tensor>& of, std::size_t i) const {
     const torch::Tensor& parameter = state_.parameters[i];
     return slices_ ? slices_->gather(parameter, of, state_dtype(parameter)) : of[i];
   }
 
-  // The other way: undefined are zeros. Sends nothing.
+  // Sets it; undefined: to zeros. Sends nothing.
   void set_beside(const std::vector<torch::Tensor>& of, std::size_t i, const torch::Tensor& value) const {
     const torch::Tensor parameter = state_.parameters[i].detach();
     const torch::Tensor whole = torch::zeros_like(parameter, parameter.options().dtype(state_dtype(parameter)));
@@ -107,7 +107,7 @@ class DeviceUpdate {
   }
 
  private:
-  // What this step updates on one GPU: parameters, or parts of them.
+  // Parameters, or parts of them, that this step updates on one GPU.
   struct Updated {
     torch::Device device;
     std::vector<std::size_t> part = {};         // in the lists of OptimizerState
@@ -123,7 +123,7 @@ class DeviceUpdate {
     return slices_ ? slices_->is_used(parameter) : parameter.grad().defined();
   }
 
-  // `all` lives as long as a thread uses it.
+  // Calls work() for each GPU; `all` lives as long as a thread uses it.
   void on_each(const std::shared_ptr<UpdatedOnGpus>& all, const std::function<void(Updated&)>& work) const {
     if (!on_each_gpu_)
       for (Updated& updated : *all) work(updated);
@@ -135,8 +135,8 @@ class DeviceUpdate {
       });
   }
 
-  // Where a 16-bit parameter is not its rounded master, it was written since the last step: from a checkpoint, or before the
-  // first one.
+  // Takes the values of a 16-bit parameter where they are not the rounded master: they were written since the last step, from a
+  // checkpoint or before the first one.
   void find_updated(Updated& updated) const {
     for (std::size_t part = 0; part < parameter_of_.size(); ++part) {
       const torch::Tensor& parameter = state_.parameters[parameter_of_[part]];

@@ -75,8 +75,8 @@ T* in(const Targets& targets, std::size_t which) {
 // norms_ needs no third barrier: the two phases write different fields, and the next step writes only after
 // GradientSource::end_update(), which every rank calls when it has read them.
 //
-// Where other processes may have to finish the step, they run the same passes, over the same memory, and leave out what the
-// journal marks as done (journal_writer.h).
+// Other processes that finish the step run the same passes, over the same memory, and leave out what the journal marks as done
+// (journal_writer.h).
 class FlatUpdate::Impl {
  public:
   Impl(std::shared_ptr<SharedMemory> memory, OptimizerState& state, const JournalOptions& journal)
@@ -92,7 +92,7 @@ class FlatUpdate::Impl {
     journal_.keep(memory_, journal, chunks_.size(), beside);
   }
 
-  // Over the memory that the lost ranks have left, of which each rank takes the place of one.
+  // Works on the memory that the lost ranks have left; each rank takes the place of one of them.
   Impl(std::shared_ptr<SharedMemory> memory, InterruptedUpdate& lost, std::uint64_t step)
       : Impl(memory, lost.state, std::min(static_cast<int>(lost.shape.ranks), memory->size())) {
     norms_ = {std::shared_ptr<std::byte>(), reinterpret_cast<Norms*>(lost.norms)};
@@ -185,7 +185,7 @@ class FlatUpdate::Impl {
     });
   }
 
-  // T is the type that the parameter is computed in.
+  // Does the pass's work on one chunk, in the type T that the parameter is computed in.
   template <class T>
   void work_on(const UpdateStep& step, Pass pass, std::size_t i, RedoSlot* slot) {
     const Chunk& chunk = chunks_[i];
@@ -250,7 +250,7 @@ class FlatUpdate::Impl {
     }
   }
 
-  // Follows with the average and the 16-bit values.
+  // Stores the average and the 16-bit values that follow from the new values.
   template <class T>
   void store(const Elements<T>& elements, const T* average, const Targets& to, torch::ScalarType dtype) const {
     const T* const values = elements.new_parameter;
@@ -262,7 +262,7 @@ class FlatUpdate::Impl {
     if (dtype == torch::kFloat16) convert(values, elements.count, in<c10::Half>(to, kStored));
   }
 
-  // The input of the rule, which reads the targets and writes `to`.
+  // Returns the rule's input: it reads the targets and writes `to`.
   template <class T>
   Elements<T> elements_of(const JournalWriter::Part& part, T* gradient, double trust, const Targets& to) const {
     const std::size_t parameter = chunks_[part.elements.chunk].parameter;
@@ -328,7 +328,7 @@ class FlatUpdate::Impl {
     gradient_norm_ = std::sqrt(sum);
   }
 
-  // As torch::nn::utils::clip_grad_norm_.
+  // Clips as torch::nn::utils::clip_grad_norm_ does.
   double clip_factor(const ClippingOptions& clipping) const {
     return clipping.max_norm > 0 ? std::min(1.0, clipping.max_norm / (gradient_norm_ + 1e-6)) : 1;
   }

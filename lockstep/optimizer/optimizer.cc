@@ -40,7 +40,7 @@ UsageError state_written() {
        .next = "change a copy and set it on every rank: set_state()"});
 }
 
-// What an optimizer keeps beside this parameter, without values.
+// A tensor without values, like those that an optimizer keeps beside this parameter.
 torch::Tensor meta_like(const torch::Tensor& parameter) {
   return torch::empty(parameter.sizes(), torch::TensorOptions(torch::kMeta).dtype(state_dtype(parameter)));
 }
@@ -53,7 +53,7 @@ const torch::Tensor& saved(const Optimizer::StateTensors& state, const std::stri
   return found->second;
 }
 
-// All that an update writes.
+// All tensors that an update writes.
 std::vector<torch::Tensor> tensors_of(const OptimizerState& state) {
   std::vector<torch::Tensor> all = state.parameters;
   state.for_each_list([&](const auto& list) { std::ranges::copy(list, std::back_inserter(all)); });

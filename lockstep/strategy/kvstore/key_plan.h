@@ -18,7 +18,7 @@
 
 namespace lockstep {
 
-// What servers know of a key. Sent as raw bytes.
+// A key as servers know it. Sent as raw bytes.
 struct Key {
   std::int64_t elements = 0;
   std::int64_t rows = 1;  // size of the first dimension; keys are split between rows

@@ -213,7 +213,7 @@ class WorkerStrategy : public StoreStrategy {
   }
 
  private:
-  // Not in the constructor: with dist_bounded it may have to wait for other workers' first steps.
+  // Pulls the first weights. The constructor cannot: with dist_bounded that may wait for other workers' first steps.
   void before_step() override {
     if (update_in_store_ && !has_weights_) {
       store_->pull(trained_keys(), parameters_);
@@ -222,7 +222,7 @@ class WorkerStrategy : public StoreStrategy {
     has_weights_ = true;
   }
 
-  // Where workers update, they also count who has a gradient of each parameter.
+  // Adds up the batch over the workers; if they update, they also count who has a gradient of each parameter.
   BatchTotals over_workers(const BatchTotals& own) override {
     if (!setting_.in_step()) {  // each worker stops at its own step
       if (wants_to_stop()) agree_to_stop();
@@ -243,8 +243,8 @@ class WorkerStrategy : public StoreStrategy {
     return std::ranges::any_of(parameters_, [&](const auto& device) { return device[parameter].grad().defined(); });
   }
 
-  // Where workers update, a parameter that only others have a gradient of needs one here, too: the mean is pulled into
-  // it. The buffers that are pushed are the first device's.
+  // Makes gradients for parameters that only other workers have one of, where workers update: the mean is pulled into them. Pushes
+  // the first device's buffers.
   void before_push(const PushOptions& options) override {
     for (std::size_t i = 0; i < with_gradient_.size(); ++i) {
       torch::Tensor parameter = parameters_.front()[i];
@@ -260,7 +260,7 @@ class WorkerStrategy : public StoreStrategy {
   std::vector<double> with_gradient_;  // [parameter] on how many workers; empty where servers update
 };
 
-// Whether some worker's devices are GPUs.
+// Returns whether some worker's devices are GPUs.
 bool any_on_gpus(const World& world, const StrategyOptions& options) {
   const auto where = devices_of(options);
   return sum_over(world, std::int64_t{!where.empty() && !where.front().is_cpu()}) > 0;

@@ -106,7 +106,7 @@ class Link {
   std::shared_ptr<Tags> tags_ = std::make_shared<Tags>();
 };
 
-// What the servers and workers of a store agree on before they start, and the links of this rank.
+// The agreement of the servers and workers of a store before they start, and the links of this rank.
 struct DistSetting {
   World world;
   StrategyOptions options;

@@ -59,7 +59,7 @@ void LocalStore::update(KeyRange range, DeviceTensors& values, double learning_r
   optimizer_->step();
 }
 
-// Where a device's tensor is the store's own memory nothing is copied.
+// Copies nothing where a device's tensor is the store's own memory.
 void LocalStore::pull(KeyRange range, const DeviceTensors& into) {
   for (const auto& device : into)
     for (std::size_t i = 0; i < range.size(); ++i)

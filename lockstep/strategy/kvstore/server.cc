@@ -257,7 +257,7 @@ class KVServer::Impl {
     }
   }
 
-  // Where pushed values are received: in the worker's inbox, or compressed in memory of their own.
+  // Memory to receive pushed values in: the worker's inbox, or, compressed, memory of their own.
   torch::Tensor place_for(int worker, const RequestHeader& request, SliceRange slices) const {
     if (request.threshold == 0) return table_.layout().region_of(slices, table_.inbox(worker));
     std::int64_t words = 0;

@@ -25,7 +25,7 @@
 
 namespace lockstep {
 
-// What a checkpoint keeps of a slice: its value and the optimizer's state, which may be empty.
+// A slice in a checkpoint: its value and the optimizer's state, which may be empty.
 struct SliceState {
   KeySlice place;
   torch::Tensor value;
