@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/kvstore/statistics.h"
 
-#include <fmt/format.h>
-
+#include <iomanip>
 #include <vector>
 
 #include "lockstep/base/text.h"
@@ -34,7 +33,8 @@ std::string DelayHistogram::text() const {
   std::string text;
   for (std::int64_t first = 0; const std::int64_t count : lines) {
     const std::string delays = width == 1 ? concat(first) : concat(first, "-", first + width - 1);
-    text += fmt::format("  delay {:<9}{:>10}  {:#<{}}\n", delays, count, "", count * kBarWidth / most);
+    const int rest = 19 - static_cast<int>(delays.size());  // of the two columns
+    text += concat("  delay ", delays, std::setw(rest), count, "  ", std::string(count * kBarWidth / most, '#'), '\n');
     first += width;
   }
   return text;
@@ -73,8 +73,9 @@ Report StoreStatistics::report() const {
 std::string StoreStatistics::table() const {
   std::string text =
       "  store                    devices   workers   examples per device   examples per update   max delay\n";
-  text += fmt::format("  {:<22}{:>10}{:>10}{:>22}{:>22}{:>12}\n", store, devices.text(), workers,
-                      samples_per_device.text(), samples_per_update.text(), delays.max());
+  text += concat("  ", store, std::setw(32 - static_cast<int>(store.size())), devices.text(), std::setw(10), workers,
+                 std::setw(22), samples_per_device.text(), std::setw(22), samples_per_update.text(), std::setw(12),
+                 delays.max(), '\n');
   if (delays.max() > 0)
     text += "  gradients by delay, in updates made elsewhere since the weights were read:\n" + delays.text();
   return text;
