@@ -145,15 +145,13 @@ class DeviceUpdate {
       const torch::Tensor gradient = slices_ ? slices_->parts()[part].gradient : gradient_like(parameter);
       updated.part.push_back(part);
       updated.stored.push_back(stored);
-      if (!is_16_bit(stored)) {
-        updated.values.push_back(stored);
-        updated.gradients.push_back(gradient);
-        continue;
+      const bool has_master = is_16_bit(stored);
+      if (has_master) {
+        const torch::Tensor& master = state_.masters[part];
+        master.copy_(torch::where(master.to(stored.scalar_type()).eq(stored), master, stored.to(torch::kFloat32)));
       }
-      const torch::Tensor& master = state_.masters[part];
-      master.copy_(torch::where(master.to(stored.scalar_type()).eq(stored), master, stored.to(torch::kFloat32)));
-      updated.values.push_back(master);
-      updated.gradients.push_back(gradient.to(torch::kFloat32));
+      updated.values.push_back(has_master ? state_.masters[part] : stored);
+      updated.gradients.push_back(has_master ? gradient.to(torch::kFloat32) : gradient);
     }
   }
 

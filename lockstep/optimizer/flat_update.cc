@@ -308,16 +308,14 @@ class FlatUpdate::Impl {
   const torch::Tensor& parameter_of(std::size_t chunk) const { return state_.parameters[chunks_[chunk].parameter]; }
 
   void find_updated(const WeightedGradients& gradients) {
-    const auto sources = static_cast<std::ptrdiff_t>(gradients.weights.size());
-    auto pointer = gradients.pointers.begin();
-    for (char& is_updated : is_updated_) {
-      is_updated = std::any_of(pointer, pointer + sources, [](const void* gradient) { return gradient != nullptr; });
-      pointer += sources;
-    }
+    const std::size_t sources = gradients.weights.size();
+    for (std::size_t i = 0; i < is_updated_.size(); ++i)
+      is_updated_[i] = std::ranges::any_of(std::span(gradients.pointers).subspan(i * sources, sources),
+                                           [](const void* gradient) { return gradient != nullptr; });
   }
 
   void count_steps() {
-    for (std::size_t i = 0; i < is_updated_.size(); ++i) state_.steps[i] += is_updated_[i] ? 1 : 0;
+    for (std::size_t i = 0; i < is_updated_.size(); ++i) state_.steps[i] += is_updated_[i];
   }
 
   void find_norm() {
