@@ -83,7 +83,7 @@ class Store : public KVStore {
   std::size_t number_of(const std::string& name) const;
   void require_on_devices(const Names& names, const DeviceTensors& tensors) const;
   template <class Call>
-  void for_each_range(const Names& names, const Call& call) const;
+  void for_each_range(const Names& names, std::initializer_list<const DeviceTensors*> tensors, const Call& call) const;
 
   SumOn where_;
   Devices* devices_;
