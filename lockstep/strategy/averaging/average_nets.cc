@@ -9,6 +9,7 @@
 #include "lockstep/error.h"
 #include "lockstep/strategy/averaging/flat_block.h"
 #include "lockstep/strategy/devices/replica.h"
+#include "lockstep/strategy/kvstore/kvstore_strategy.h"
 
 namespace lockstep {
 namespace {
@@ -30,8 +31,7 @@ void refuse_16_bit_parameters(const std::vector<NamedTensor>& parameters) {
 
 torch::Tensor make_flat_block(torch::nn::Module& model, const World& world) {
   const torch::NoGradGuard no_grad;
-  std::vector<NamedTensor> parameters = named_parameters(model);
-  std::erase_if(parameters, [](const NamedTensor& each) { return !each.tensor.requires_grad(); });
+  const std::vector<NamedTensor> parameters = trained_parameters(model);
   if (parameters.empty()) throw UsageError({.what = "a model without parameters to train"});
   const torch::ScalarType dtype = parameters.front().tensor.scalar_type();
   refuse_16_bit_parameters(parameters);
@@ -48,7 +48,7 @@ torch::Tensor make_flat_block(torch::nn::Module& model, const World& world) {
                                               : torch::empty({values}, torch::TensorOptions(dtype).device(device));
   block.zero_();
   std::int64_t offset = 0;
-  for (auto& [name, tensor] : parameters) {
+  for (auto [name, tensor] : parameters) {
     const torch::Tensor place = block.as_strided(tensor.sizes(), tensor.strides(), offset);
     place.copy_(tensor);
     tensor.set_data(place);
