@@ -68,7 +68,11 @@ Targets RedoSlot::begin(const Targets& targets) {
   in_this_order();
   Targets room = targets;
   std::byte* at = data();
-  for (std::size_t i = room.first; i < room.last; at += room.all[i++].size()) room.all[i] = {at, room.all[i].size()};
+  for (std::size_t i = room.first; i < room.last; ++i) {
+    if (room.all[i].empty()) continue;  // a rule finds no memory for what there is not
+    room.all[i] = {at, room.all[i].size()};
+    at += room.all[i].size();
+  }
   return room;
 }
 
