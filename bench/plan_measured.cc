@@ -52,7 +52,7 @@ StrategyOptions strategy_of(const PlanCase& one) {
       break;
     case Method::kTowers:
       options.kind = StrategyKind::kTowers;
-      options.towers.update = choice.update_on_cpu ? UpdatePlace::kCpu : UpdatePlace::kDevice;
+      options.towers.update = choice.update_on_cpu ? UpdateOn::kCpu : UpdateOn::kDevice;
       break;
     case Method::kDataParallel: options.kind = StrategyKind::kDataParallel; break;
     case Method::kStoreLocal: options.kind = StrategyKind::kKVStore; break;

@@ -2,9 +2,9 @@
 // lockstep/update_rule.h: the formula of an optimizer, applied to consecutive elements. This is what a new optimizer
 // has to write; which elements, from which gradients and on which rank is decided by Optimizer::step().
 //
-// Flow:    Optimizer::step() -> update() for each run of at most 4096 elements -> parameters and state
+// Flow:    Optimizer::step() -> update() for at most 4096 elements at a time -> parameters and state
 // Owns:    nothing
-// Threads: called for different runs from several threads at once
+// Threads: called for different elements from several threads at once
 // Ranks:   no communication
 #pragma once
 
@@ -25,7 +25,7 @@ struct WholeTensors;  // lockstep/optimizer.h
 
 inline constexpr std::size_t kMaxStates = 2;
 
-// Consecutive elements of one parameter. A rule of one's own may write new values over the old ones: for it, `new_parameter`
+// Consecutive elements of one parameter. A custom rule may write new values over the old ones: for it, `new_parameter`
 // and `new_state` are `parameter` and `state`.
 template <class T>
 struct Elements {

@@ -1,17 +1,65 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adam, AdamW and LAMB.
+// Adam, AdamW and LAMB. This source is compiled without errno from sqrt (lockstep/CMakeLists.txt): with it the loops would not be
+// vectorised. They are compiled apart from their callers (noipa), so that the bits do not depend on those.
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
 
 #include <cmath>
 
-#include "lockstep/optimizer/adam_kernels.h"
 #include "lockstep/optimizer/rule.h"
 
 namespace lockstep {
 namespace {
 
 const std::vector<std::string> kMoments = {"exp_avg", "exp_avg_sq"};
+
+// The step's numbers, the same for every element.
+template <class T>
+struct AdamNumbers {
+  T beta1, rest1;  // m = beta1 m + rest1 g;  rest1 = 1 - beta1, which T would round too much if taken from beta1
+  T beta2, rest2;  // v = beta2 v + rest2 g^2
+  T root;          // 1 / sqrt(1 - beta2^t)
+  T rate;          // of m / (root sqrt(v) + eps)
+  T eps;
+  T decay = 0;  // Adam: g += decay p, before the moments; LAMB: direction += decay p
+  T keep = 1;   // p = keep p - rate m / (root sqrt(v) + eps)
+};
+
+// Updates moments and parameters.
+template <class T>
+[[gnu::noipa]] void adam_update(const AdamNumbers<T>& numbers, const Elements<T>& elements) {
+  const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = elements;
+  const AdamNumbers<T> n = numbers;
+  const auto [average, square] = state;
+  const auto [new_average, new_square] = new_state;
+#pragma GCC ivdep
+  for (std::int64_t i = 0; i < count; ++i) {
+    const T g = gradient[i] + n.decay * parameter[i];
+    const T m = n.beta1 * average[i] + n.rest1 * g;
+    const T v = n.beta2 * square[i] + n.rest2 * g * g;
+    new_average[i] = m;
+    new_square[i] = v;
+    new_parameter[i] = n.keep * parameter[i] - n.rate * m / (std::sqrt(v) * n.root + n.eps);
+  }
+}
+
+// Updates moments; the gradient becomes rate m / (root sqrt(v) + eps) + decay p: LAMB's direction.
+template <class T>
+[[gnu::noipa]] void lamb_direction(const AdamNumbers<T>& numbers, const Elements<T>& elements) {
+  const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = elements;
+  const AdamNumbers<T> n = numbers;
+  const auto [average, square] = state;
+  const auto [new_average, new_square] = new_state;
+#pragma GCC ivdep
+  for (std::int64_t i = 0; i < count; ++i) {
+    const T g = gradient[i];
+    const T m = n.beta1 * average[i] + n.rest1 * g;
+    const T v = n.beta2 * square[i] + n.rest2 * g * g;
+    new_average[i] = m;
+    new_square[i] = v;
+    gradient[i] = n.rate * m / (std::sqrt(v) * n.root + n.eps) + n.decay * parameter[i];
+  }
+}
 
 // step: from 1. lr: of the direction m / (sqrt(v) + eps), both corrected for bias. No weight decay.
 template <class T>

@@ -74,8 +74,8 @@ T* in(const Targets& targets, std::size_t which) {
 // norms_ needs no third barrier: the two phases write different fields, and the next step writes only after
 // GradientSource::end_update(), which every rank calls when it has read them.
 //
-// Where other processes may have to finish the step, they run the same passes, over the same memory, and leave out what the
-// journal marks as done (journal_writer.h).
+// Other processes that finish the step run the same passes, over the same memory, and leave out what the journal marks as done
+// (journal_writer.h).
 class FlatUpdate::Impl {
  public:
   Impl(std::shared_ptr<SharedMemory> memory, OptimizerState& state, const JournalOptions& journal)
@@ -91,7 +91,7 @@ class FlatUpdate::Impl {
     journal_.keep(memory_, journal, chunks_.size(), beside);
   }
 
-  // Over the memory that the lost ranks have left, of which each rank takes the place of one.
+  // Works on the memory that the lost ranks have left; each rank takes the place of one of them.
   Impl(std::shared_ptr<SharedMemory> memory, InterruptedUpdate& lost, std::uint64_t step)
       : Impl(memory, lost.state, std::min(static_cast<int>(lost.shape.ranks), memory->size())) {
     norms_ = {std::shared_ptr<std::byte>(), reinterpret_cast<Norms*>(lost.norms)};
@@ -184,7 +184,7 @@ class FlatUpdate::Impl {
     });
   }
 
-  // T is the type that the parameter is computed in.
+  // Does the pass's work on one chunk, in the type T that the parameter is computed in.
   template <class T>
   void work_on(const UpdateStep& step, Pass pass, std::size_t i, RedoSlot* slot) {
     const Chunk& chunk = chunks_[i];
@@ -248,7 +248,7 @@ class FlatUpdate::Impl {
     }
   }
 
-  // Follows with the average and the 16-bit values.
+  // Stores the average and the 16-bit values that follow from the new values.
   template <class T>
   void store(const Elements<T>& elements, const T* average, const Targets& to, torch::ScalarType dtype) const {
     const T* const values = elements.new_parameter;
@@ -260,7 +260,7 @@ class FlatUpdate::Impl {
     if (dtype == torch::kFloat16) convert(values, elements.count, in<c10::Half>(to, kStored));
   }
 
-  // The input of the rule, which reads the targets and writes `to`.
+  // Returns the rule's input: it reads the targets and writes `to`.
   template <class T>
   Elements<T> elements_of(const JournalWriter::Part& part, T* gradient, double trust, const Targets& to) const {
     const std::size_t parameter = chunks_[part.elements.chunk].parameter;
@@ -306,16 +306,14 @@ class FlatUpdate::Impl {
   const torch::Tensor& parameter_of(std::size_t chunk) const { return state_.parameters[chunks_[chunk].parameter]; }
 
   void find_updated(const WeightedGradients& gradients) {
-    const auto sources = static_cast<std::ptrdiff_t>(gradients.weights.size());
-    auto pointer = gradients.pointers.begin();
-    for (char& is_updated : is_updated_) {
-      is_updated = std::any_of(pointer, pointer + sources, [](const void* gradient) { return gradient != nullptr; });
-      pointer += sources;
-    }
+    const std::size_t sources = gradients.weights.size();
+    for (std::size_t i = 0; i < is_updated_.size(); ++i)
+      is_updated_[i] = std::ranges::any_of(std::span(gradients.pointers).subspan(i * sources, sources),
+                                           [](const void* gradient) { return gradient != nullptr; });
   }
 
   void count_steps() {
-    for (std::size_t i = 0; i < is_updated_.size(); ++i) state_.steps[i] += is_updated_[i] ? 1 : 0;
+    for (std::size_t i = 0; i < is_updated_.size(); ++i) state_.steps[i] += is_updated_[i];
   }
 
   void find_norm() {
@@ -325,7 +323,7 @@ class FlatUpdate::Impl {
     gradient_norm_ = std::sqrt(sum);
   }
 
-  // As torch::nn::utils::clip_grad_norm_.
+  // Clips as torch::nn::utils::clip_grad_norm_ does.
   double clip_factor(const ClippingOptions& clipping) const {
     return clipping.max_norm > 0 ? std::min(1.0, clipping.max_norm / (gradient_norm_ + 1e-6)) : 1;
   }

@@ -13,7 +13,7 @@ namespace {
 
 static_assert(kMaxChunk < ChunkMark::kAll);
 
-// The most that is written at a time: all arrays of a part, or the state of a layerwise rule's chunk.
+// The most bytes that are written at a time: all arrays of a part, or the state of a layerwise rule's chunk.
 std::size_t redo_bytes_of(const OptimizerState& state, bool layerwise) {
   std::size_t most = 0;
   for (const torch::Tensor& parameter : state.parameters) {

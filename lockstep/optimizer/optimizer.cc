@@ -27,34 +27,25 @@
 namespace lockstep {
 namespace {
 
-CheckpointError no_such_state(const std::string& name, const torch::Tensor& like) {
-  return CheckpointError({.what = concat("no optimizer state \"", name, "\" of ", like.dtype().name(), like.sizes()),
-                          .likely = "a checkpoint of another optimizer or model",
-                          .next = "resume with the options that the run was started with"});
-}
-
 UsageError state_written() {
   return UsageError(
       {.what = "the optimizer's state was written by hand, while all ranks of this machine share it",
        .likely = "an operation in place on a tensor of state_of(), or of optimizer.state[parameter] in Python",
-       .next = "change a copy and set it on every rank: set_state(); optimizer.state[parameter] = {...} in "
-               "Python"});
-}
-
-// What an optimizer keeps beside this parameter, without values.
-torch::Tensor meta_like(const torch::Tensor& parameter) {
-  return torch::empty(parameter.sizes(), torch::TensorOptions(torch::kMeta).dtype(state_dtype(parameter)));
+       .next = "change a copy and set it on every rank: set_state()"});
 }
 
 // The tensor `name` of a saved state. Throws CheckpointError.
-const torch::Tensor& saved(const Optimizer::StateTensors& state, const std::string& name, const torch::Tensor& like) {
+const torch::Tensor& saved(const Optimizer::StateTensors& state, const std::string& name, torch::IntArrayRef sizes,
+                           torch::ScalarType dtype) {
   const auto found = state.find(name);
-  if (found == state.end() || found->second.sizes() != like.sizes() || found->second.dtype() != like.dtype())
-    throw no_such_state(name, like);
-  return found->second;
+  if (found != state.end() && found->second.sizes() == sizes && found->second.scalar_type() == dtype)
+    return found->second;
+  throw CheckpointError({.what = concat("no optimizer state \"", name, "\" of ", dtype, sizes),
+                         .likely = "a checkpoint of another optimizer or model",
+                         .next = "resume with the options that the run was started with"});
 }
 
-// All that an update writes.
+// All tensors that an update writes.
 std::vector<torch::Tensor> tensors_of(const OptimizerState& state) {
   std::vector<torch::Tensor> all = state.parameters;
   state.for_each_list([&](const auto& list) { std::ranges::copy(list, std::back_inserter(all)); });
@@ -106,14 +97,11 @@ struct Optimizer::Layout : OptimizerState {
   double states_set = 0;                                  // set_state() since broadcast_state()
   std::int64_t noted_writes = 0;                          // see writes()
 
-  // The lists that have something beside parameter i, by their names in a saved state.
-  std::map<std::string, const std::vector<torch::Tensor>*> lists_beside(std::size_t i,
-                                                                        const std::vector<std::string>& names) const {
-    std::map<std::string, const std::vector<torch::Tensor>*> lists;
-    for (std::size_t n = 0; n < arrays.size(); ++n) lists[names[n]] = &arrays[n];
-    if (ema_decay > 0) lists["ema"] = &averages;
-    if (is_16_bit(parameters[i])) lists["master"] = &masters;
-    return lists;
+  // Calls call(name, list) for each list that has an array beside parameter i, with its name in a saved state.
+  void for_each_beside(std::size_t i, const std::vector<std::string>& names, const auto& call) const {
+    for (std::size_t n = 0; n < arrays.size(); ++n) call(names[n], arrays[n]);
+    if (ema_decay > 0) call("ema", averages);
+    if (is_16_bit(parameters[i])) call("master", masters);
   }
 
   // How often the state was written, by its tensors' version counters: step() itself does not raise them.
@@ -276,9 +264,7 @@ double Optimizer::gradient_norm() const {
 void Optimizer::set_loss_scale(std::optional<double> scale) {
   if (scale && refuses_loss_scale_)
     throw UsageError({.what = "loss scaling with a communication hook that keeps a residual",
-                      .likely =
-                          "GradientScaler beside top_k_hook(), two_bit_hook() or power_sgd_hook(): the residual would "
-                          "keep an old scale, or an overflow for ever",
+                      .likely = "GradientScaler beside top_k_hook(), two_bit_hook() or power_sgd_hook()",
                       .next = "train without loss scaling, for instance in bfloat16, or with sixteen_bit_hook()"});
   loss_scale_ = scale;
   adjust_loss_scale_ = nullptr;
@@ -310,8 +296,9 @@ Optimizer::StateTensors Optimizer::state_of(const torch::Tensor& parameter) cons
 // All but the number of steps.
 Optimizer::StateTensors Optimizer::state_tensors(const Layout& all, std::size_t i) const {
   StateTensors state;
-  for (const auto& [name, list] : all.lists_beside(i, rule_->state_names()))
-    state[name] = all.on_device ? all.on_device->beside(*list, i) : (*list)[i];
+  all.for_each_beside(i, rule_->state_names(), [&](const std::string& name, const auto& list) {
+    state[name] = all.on_device ? all.on_device->beside(list, i) : list[i];
+  });
   return state;
 }
 
@@ -321,17 +308,17 @@ void Optimizer::set_state(const torch::Tensor& parameter, const StateTensors& st
   const std::size_t i = all.index_of.at(parameter.unsafeGetTensorImpl());
   all.steps[i] = 0;
   all.states_set += 1;
-  const torch::Tensor like = meta_like(parameter);
-  for (const auto& [name, list] : all.lists_beside(i, rule_->state_names())) {
-    const torch::Tensor value = state.empty() ? torch::Tensor() : saved(state, name, like);
+  all.for_each_beside(i, rule_->state_names(), [&](const std::string& name, const auto& list) {
+    const torch::Tensor value =
+        state.empty() ? torch::Tensor() : saved(state, name, parameter.sizes(), state_dtype(parameter));
     if (all.on_device)
-      all.on_device->set_beside(*list, i, value);
+      all.on_device->set_beside(list, i, value);
     else
-      value.defined() ? torch::Tensor((*list)[i]).copy_(value) : torch::Tensor((*list)[i]).zero_();
-  }
+      value.defined() ? torch::Tensor(list[i]).copy_(value) : torch::Tensor(list[i]).zero_();
+  });
   all.noted_writes = all.writes();
   if (!state.empty())  // else as before its first update
-    all.steps[i] = static_cast<std::int64_t>(saved(state, "step", torch::zeros({}, torch::kFloat32)).item<float>());
+    all.steps[i] = static_cast<std::int64_t>(saved(state, "step", {}, torch::kFloat32).item<float>());
   if (all.flat) all.flat->note_state();
 }
 

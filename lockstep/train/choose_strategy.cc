@@ -32,7 +32,7 @@ void take(StrategyOptions& strategy, const plan::Choice& choice) {
   switch (choice.method) {
     case Method::kTowers:
       strategy.kind = StrategyKind::kTowers;
-      strategy.towers.update = choice.update_on_cpu ? UpdatePlace::kCpu : UpdatePlace::kDevice;
+      strategy.towers.update = choice.update_on_cpu ? UpdateOn::kCpu : UpdateOn::kDevice;
       return;
     case Method::kDataParallel: strategy.kind = StrategyKind::kDataParallel; return;
     case Method::kStoreLocal:

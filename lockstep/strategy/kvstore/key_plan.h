@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/key_plan.h: which server holds which part of which key.
 //
-// Flow:    names and shapes of the keys -> here -> client.h (where to send), server_table.h (what lies where)
+// Flow:    names and shapes of the keys -> here -> worker.h (where to send), server_table.h (what lies where)
 // Threads: values
 // Ranks:   no communication: every worker computes the same plan
 //
@@ -18,7 +18,7 @@
 
 namespace lockstep {
 
-// What servers know of a key. Sent as raw bytes.
+// A key as servers know it. Sent as raw bytes.
 struct Key {
   std::int64_t elements = 0;
   std::int64_t rows = 1;  // size of the first dimension; keys are split between rows

@@ -10,9 +10,9 @@
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
-#include "lockstep/strategy/kvstore/client.h"
 #include "lockstep/strategy/kvstore/local_store.h"
 #include "lockstep/strategy/kvstore/server.h"
+#include "lockstep/strategy/kvstore/worker.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
 
@@ -66,7 +66,7 @@ class StoreStrategy : public ReplicaStrategy {
       before_push(options);
       static_cast<void>(with_gradients(parameters_));
       const DeviceTensors gradients = gradients_of(parameters_);
-      store().push_pull(trained_keys(), gradients, update_in_store_ ? parameters_ : gradients, options);
+      store_->push_pull(trained_keys(), gradients, update_in_store_ ? parameters_ : gradients, options);
       if (update_in_store_) pull_buffers();
     });
     if (update_in_store_) return;
@@ -87,19 +87,19 @@ class StoreStrategy : public ReplicaStrategy {
     }
   }
 
-  virtual Store& store() = 0;
   virtual BatchTotals over_workers(const BatchTotals& own) = 0;  // of the global batch
   virtual void before_step() {}                                  // the weights are about to be used
   virtual void before_push(const PushOptions& /*options*/) {}
 
   KeyRange trained_keys() const { return {0, parameters_.front().size()}; }
-  KeyRange buffer_keys() { return {trained_keys().last, store().keys().size()}; }  // none in a local store
+  KeyRange buffer_keys() const { return {trained_keys().last, store_->keys().size()}; }  // none in a local store
   void pull_buffers() {
-    if (buffer_keys().size() > 0) store().pull(buffer_keys(), buffers_);
+    if (buffer_keys().size() > 0) store_->pull(buffer_keys(), buffers_);
   }
 
   DeviceTensors parameters_;  // those that are trained
   DeviceTensors buffers_;
+  std::unique_ptr<Store> store_;
   bool update_in_store_;
 
  private:
@@ -113,11 +113,14 @@ class LocalStrategy : public StoreStrategy {
  public:
   LocalStrategy(const World& world, const Task& task, const StrategyOptions& options, KVStoreKind kind)
       : StoreStrategy(world, task, options, kind == KVStoreKind::kLocalUpdateCpu),
-        store_(kind == KVStoreKind::kLocalAllReduceDevice ? SumOn::kDevice : SumOn::kCpu, devices_.get()),
         statistics_{.store = name_of(kind), .workers = 1} {
-    store_.init(trained_parameters(model()));
+    auto store = std::make_unique<LocalStore>(kind == KVStoreKind::kLocalAllReduceDevice ? SumOn::kDevice : SumOn::kCpu,
+                                              devices_.get());
+    local_ = store.get();
+    store_ = std::move(store);
+    store_->init(trained_parameters(model()));
     if (update_in_store_) {
-      store_.set_optimizer(update_options(options));
+      store_->set_optimizer(update_options(options));
       if (!devices_->on_gpus()) share_values();
     }
     seed_steps(options.seed + 1);
@@ -126,42 +129,34 @@ class LocalStrategy : public StoreStrategy {
   // model() and optimizer() are what a checkpoint keeps: the store's state goes there, and back in restored().
   void synchronise() override {
     if (!update_in_store_) return;
-    for (std::size_t i = 0; i < store_.values().size(); ++i)
-      optimizer().set_state(parameters_.front()[i], store_.optimizer()->state_of(store_.values()[i]));
+    for (std::size_t i = 0; i < local_->values().size(); ++i)
+      optimizer().set_state(parameters_.front()[i], local_->optimizer()->state_of(local_->values()[i]));
   }
 
   void restored(std::int64_t) override {
     if (!update_in_store_) return follow_first(replicas_);
     const torch::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < store_.values().size(); ++i) {
-      const torch::Tensor &value = store_.values()[i], &parameter = parameters_.front()[i];
+    for (std::size_t i = 0; i < local_->values().size(); ++i) {
+      const torch::Tensor &value = local_->values()[i], &parameter = parameters_.front()[i];
       if (!value.is_alias_of(parameter)) value.copy_(parameter);
-      store_.optimizer()->set_state(value, optimizer().state_of(parameter));
+      local_->optimizer()->set_state(value, optimizer().state_of(parameter));
     }
     follow_model(replicas_);
   }
 
-  Report report() const override { return statistics_.report(); }
+  Report report() const override {
+    StoreStatistics all = statistics_;
+    all.pushed_bytes = store_->bytes_pushed();
+    all.pulled_bytes = store_->bytes_pulled();
+    return all.report();
+  }
   std::string table() const override { return statistics_.table(); }
 
  private:
-  Store& store() override { return store_; }
-
-  // Weights that a device shares with the store are not copied.
-  void before_push(const PushOptions& /*options*/) override {
-    for (const auto& device : parameters_)
-      for (std::size_t i = 0; i < device.size(); ++i) {
-        if (!device[i].grad().defined()) continue;
-        const auto bytes = static_cast<std::int64_t>(device[i].nbytes());
-        statistics_.pushed_bytes += bytes;
-        if (!update_in_store_ || !device[i].is_alias_of(store_.values()[i])) statistics_.pulled_bytes += bytes;
-      }
-  }
-
   // Devices are cores: they read the weights where the store updates them, and a pull copies nothing.
   void share_values() {
     for (const auto& device : parameters_)
-      for (std::size_t i = 0; i < device.size(); ++i) torch::Tensor(device[i]).set_data(store_.values()[i]);
+      for (std::size_t i = 0; i < device.size(); ++i) torch::Tensor(device[i]).set_data(local_->values()[i]);
   }
 
   BatchTotals over_workers(const BatchTotals& totals) override {
@@ -170,7 +165,7 @@ class LocalStrategy : public StoreStrategy {
     return totals;
   }
 
-  LocalStore store_;
+  LocalStore* local_;  // store_
   StoreStatistics statistics_;
 };
 
@@ -181,8 +176,8 @@ class WorkerStrategy : public StoreStrategy {
   WorkerStrategy(const DistSetting& setting, const World& workers, const Task& task)
       : StoreStrategy(setting.world, task, setting.options, setting.options.kvstore.update_on_kvstore),
         setting_(setting),
-        workers_(workers),
-        store_(make_store_client(setting, devices_.get())) {
+        workers_(workers) {
+    store_ = make_kv_worker(setting, devices_.get());
     setting_.share_model(model());
     follow_model(replicas_);
     store_->init(trained_parameters(model()), named_buffers(model()));
@@ -218,9 +213,7 @@ class WorkerStrategy : public StoreStrategy {
   }
 
  private:
-  Store& store() override { return *store_; }
-
-  // Not in the constructor: with dist_bounded it may have to wait for other workers' first steps.
+  // Pulls the first weights. The constructor cannot: with dist_bounded that may wait for other workers' first steps.
   void before_step() override {
     if (update_in_store_ && !has_weights_) {
       store_->pull(trained_keys(), parameters_);
@@ -229,7 +222,7 @@ class WorkerStrategy : public StoreStrategy {
     has_weights_ = true;
   }
 
-  // Where workers update, they also count who has a gradient of each parameter.
+  // Adds up the batch over the workers; if they update, they also count who has a gradient of each parameter.
   BatchTotals over_workers(const BatchTotals& own) override {
     if (!setting_.in_step()) {  // each worker stops at its own step
       if (wants_to_stop()) agree_to_stop();
@@ -250,8 +243,8 @@ class WorkerStrategy : public StoreStrategy {
     return std::ranges::any_of(parameters_, [&](const auto& device) { return device[parameter].grad().defined(); });
   }
 
-  // Where workers update, a parameter that only others have a gradient of needs one here, too: the mean is pulled into
-  // it. The buffers that are pushed are the first device's.
+  // Makes gradients for parameters that only other workers have one of, where workers update: the mean is pulled into them. Pushes
+  // the first device's buffers.
   void before_push(const PushOptions& options) override {
     for (std::size_t i = 0; i < with_gradient_.size(); ++i) {
       torch::Tensor parameter = parameters_.front()[i];
@@ -265,10 +258,9 @@ class WorkerStrategy : public StoreStrategy {
   World workers_;
   bool has_weights_ = false;
   std::vector<double> with_gradient_;  // [parameter] on how many workers; empty where servers update
-  std::unique_ptr<Store> store_;
 };
 
-// Whether some worker's devices are GPUs.
+// Returns whether some worker's devices are GPUs.
 bool any_on_gpus(const World& world, const StrategyOptions& options) {
   const auto where = devices_of(options);
   return sum_over(world, std::int64_t{!where.empty() && !where.front().is_cpu()}) > 0;
@@ -324,9 +316,9 @@ std::unique_ptr<KVStore> KVStore::create(const World& world, const StrategyOptio
     return std::make_unique<LocalStore>(on_device ? SumOn::kDevice : SumOn::kCpu, devices);
   }
   const DistSetting setting = connect_store(world, options);
-  if (!setting.serves()) return make_store_client(setting, devices);
+  if (!setting.serves()) return make_kv_worker(setting, devices);
   say_goodbye(setting.to_servers);
-  StoreServer server(setting);
+  KVServer server(setting);
   server.wait_for_goodbyes();
   return nullptr;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/link.h: the connection between a server and one of its clients, and who is connected to whom.
 //
-// Flow:    client.h -> here -> World's messages -> server.h, and back
+// Flow:    worker.h -> here -> World's messages -> server.h, and back
 // Owns:    a Link: a World of two ranks, the server and the client, with connections of its own
 // Threads: a Link belongs to one thread, but for abandon()
 // Ranks:   one of the two; connect_store(), share_model() and broadcast_model() are called by all ranks
@@ -106,7 +106,7 @@ class Link {
   std::shared_ptr<Tags> tags_ = std::make_shared<Tags>();
 };
 
-// What the servers and workers of a store agree on before they start, and the links of this rank.
+// The agreement of the servers and workers of a store before they start, and the links of this rank.
 struct DistSetting {
   World world;
   StrategyOptions options;

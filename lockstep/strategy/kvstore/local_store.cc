@@ -9,6 +9,11 @@
 #include "lockstep/strategy/devices/replica.h"
 
 namespace lockstep {
+namespace {
+
+std::int64_t bytes_of(const torch::Tensor& value) { return static_cast<std::int64_t>(value.nbytes()); }
+
+}  // namespace
 
 void LocalStore::create(const std::vector<torch::Tensor>& values) {
   for (const torch::Tensor& value : values) {
@@ -29,6 +34,8 @@ void LocalStore::set_optimizer(const UpdateOptions& options) {
 
 void LocalStore::push(KeyRange range, const DeviceTensors& values, const PushOptions& options) {
   const torch::NoGradGuard no_grad;
+  for (const auto& device : values)
+    for (const torch::Tensor& value : device) bytes_pushed_ += value.defined() ? bytes_of(value) : 0;
   DeviceTensors left = on_host(values, range.first);
   if (optimizer_ != nullptr) update(range, left, options.learning_rate);
   const std::vector<torch::Tensor> sums = sum(left, range.first);
@@ -52,8 +59,11 @@ void LocalStore::update(KeyRange range, DeviceTensors& values, double learning_r
   optimizer_->step();
 }
 
-// Where a device's tensor is the store's own memory nothing is copied.
+// Copies nothing where a device's tensor is the store's own memory.
 void LocalStore::pull(KeyRange range, const DeviceTensors& into) {
+  for (const auto& device : into)
+    for (std::size_t i = 0; i < range.size(); ++i)
+      if (device[i].defined() && !device[i].is_alias_of(values_[range.first + i])) bytes_pulled_ += bytes_of(device[i]);
   on_every_device(into.size(), [values = values_, range, into](std::size_t device) {
     const torch::NoGradGuard no_grad;
     for (std::size_t key = range.first; key < range.last; ++key)

@@ -14,13 +14,13 @@
 //   kPushPull    the same, values in parts                   values of the slices in the same parts
 //   kPull                                                    ReplyHeader; values of the slices
 //   kPullRows    numbers of rows                             the rows
-//   kState                                                   per slice: value, the optimizer's state
+//   kState                                                   per slice: the optimizer's state and the value
 //   kGoodbye                                                 none
 //
 // Values are a region of the server's block (key_plan.h), or with 2-bit compression two bits per element, slice by
 // slice, each slice filled up to a whole number of 32-bit words.
 //
-// What arrives is checked before it is used (MismatchError); then its sender is lost.
+// A server checks everything that arrives before it uses it (MismatchError: then the sender is lost).
 //
 // Threads: values
 // Ranks:   client and server run the same program: structs are sent as raw bytes

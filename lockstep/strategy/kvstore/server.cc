@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <condition_variable>
 #include <exception>
 #include <limits>
@@ -34,7 +33,7 @@ std::string store_name(const KVStoreOptions& options) {
   return options.kind == KVStoreKind::kDistBounded ? concat(kind, " (", options.staleness, ")") : kind;
 }
 
-// The first server gates for all of them: workers ask the others after it (StoreClient::exchange).
+// The first server gates for all of them: workers ask the others after it (KVWorker::exchange).
 std::int64_t bound_of(const DistSetting& setting) {
   const KVStoreOptions& options = setting.options.kvstore;
   return options.kind == KVStoreKind::kDistBounded && setting.number == 0 ? options.staleness
@@ -46,11 +45,9 @@ std::string first_line(const std::exception& error) {
   return known != nullptr ? known->text().what : error.what();
 }
 
-std::string seconds_text(std::chrono::duration<double> time) { return human_seconds(time.count()); }
-
 }  // namespace
 
-class StoreServer::Impl {
+class KVServer::Impl {
   using Lock = std::unique_lock<std::mutex>;
 
  public:
@@ -259,7 +256,7 @@ class StoreServer::Impl {
     }
   }
 
-  // Where pushed values are received: in the worker's inbox, or compressed in memory of their own.
+  // Memory to receive pushed values in: the worker's inbox, or, compressed, memory of their own.
   torch::Tensor place_for(int worker, const RequestHeader& request, SliceRange slices) const {
     if (request.threshold == 0) return table_.layout().region_of(slices, table_.inbox(worker));
     std::int64_t words = 0;
@@ -399,8 +396,9 @@ class StoreServer::Impl {
     const Link& link = clients_[client].link;
     TensorSender sender(link.world(), link.peer(), /*tag=*/0);
     for (const SliceState& slice : states(request.count)) {
-      sender.send({slice.value});
-      sender.send(message_of(slice.state));
+      auto tensors = slice.state;
+      tensors["value"] = slice.value;
+      sender.send(message_of(tensors));
       sender.finish();
     }
   }
@@ -414,11 +412,9 @@ class StoreServer::Impl {
   // In dist_sync: until this worker's pushes of the slices are merged. Merging needs all workers: who has pushed nothing
   // for so long is the one that is lost. Other kinds merge at once, and never wait here.
   void wait_until_merged(Lock& lock, int worker, SliceRange slices) {
-    const auto over = [&] { return failure_ || !table_.has_unmerged(worker, slices); };
-    if (!changed_.wait_for(lock, timeout(), over))
-      fail(loss(concat(name_of(table_.first_missing(worker, slices)), " is lost: it has pushed nothing for ",
-                       seconds_text(timeout()))));
-    if (failure_) std::rethrow_exception(failure_);
+    wait_at_most(
+        lock, timeout(), [&] { return !table_.has_unmerged(worker, slices); },
+        [&] { return concat(name_of(table_.first_missing(worker, slices)), " is lost: it has pushed nothing"); });
   }
 
   void wait_for_keys(Lock& lock) {
@@ -446,27 +442,27 @@ class StoreServer::Impl {
 
   void leave(int client) {
     const Lock lock(mutex_);
-    clients_[client].here = false;
-    if (is_worker(client)) {
-      gate_.leave(client);
-      ++finished_;
-    }
-    changed_.notify_all();
+    finished_ += is_worker(client) ? 1 : 0;
+    go_on_without(client);
   }
 
   void lose(int client, const std::exception& error) {
     const Lock lock(mutex_);
-    clients_[client].here = false;
-    if (failure_) return;
     const std::string what = concat(name_of(client), " is lost: ", first_line(error));
-    if (is_worker(client) && kind() != KVStoreKind::kDistSync) {
-      gate_.leave(client);
-      changed_.notify_all();
+    if (is_worker(client) && kind() != KVStoreKind::kDistSync && !failure_) {
+      go_on_without(client);
       clients_[client].link.abandon(what);
       log_warning(concat(what, "; ", any_worker_here() ? "the other workers go on" : "it was the last"));
       if (any_worker_here() || finished_ > 0) return;
     }
+    clients_[client].here = false;
     fail(loss(what));
+  }
+
+  void go_on_without(int client) {
+    clients_[client].here = false;
+    if (is_worker(client)) gate_.leave(client);
+    changed_.notify_all();
   }
 
   PeerLost loss(const std::string& what) const {
@@ -476,14 +472,12 @@ class StoreServer::Impl {
                      .next = "run again with --resume, or choose dist_async, which goes on without a worker"});
   }
 
-  PeerLost too_late(const std::string& what) const {
-    return PeerLost({.what = concat("no ", what, " within ", seconds_text(2.5 * timeout())),
-                     .here = concat("server ", setting_.number)});
+  void wait(Lock& lock, const std::string& what, const auto& ready) {
+    wait_at_most(lock, 5 * timeout() / 2, ready, [&] { return concat("no ", what); });
   }
-
-  template <class Ready>
-  void wait(Lock& lock, const std::string& what, const Ready& ready) {
-    if (!changed_.wait_for(lock, 5 * timeout() / 2, [&] { return failure_ || ready(); })) fail(too_late(what));
+  void wait_at_most(Lock& lock, std::chrono::milliseconds longest, const auto& ready, const auto& trouble) {
+    if (!changed_.wait_for(lock, longest, [&] { return failure_ || ready(); }))
+      fail(loss(concat(trouble(), " within ", human_seconds(std::chrono::duration<double>(longest).count()))));
     if (failure_) std::rethrow_exception(failure_);
   }
   std::chrono::milliseconds timeout() const { return std::min(setting_.options.timeout, Deadline::kLongest); }
@@ -511,12 +505,12 @@ class StoreServer::Impl {
   IntVector<Client> clients_;
 };
 
-StoreServer::StoreServer(const DistSetting& setting) : impl_(std::make_unique<Impl>(setting)) {}
-StoreServer::~StoreServer() = default;
-BatchTotals StoreServer::wait_for_pushes(std::int64_t pushes) { return impl_->wait_for_pushes(pushes); }
-void StoreServer::wait_for_goodbyes() { impl_->wait_for_goodbyes(); }
-StoreStatistics StoreServer::statistics() const { return impl_->statistics(); }
-std::vector<SliceState> StoreServer::states(std::int64_t pushes) { return impl_->states(pushes); }
-void StoreServer::set_states(const std::vector<SliceState>& states) { impl_->set_states(states); }
+KVServer::KVServer(const DistSetting& setting) : impl_(std::make_unique<Impl>(setting)) {}
+KVServer::~KVServer() = default;
+BatchTotals KVServer::wait_for_pushes(std::int64_t pushes) { return impl_->wait_for_pushes(pushes); }
+void KVServer::wait_for_goodbyes() { impl_->wait_for_goodbyes(); }
+StoreStatistics KVServer::statistics() const { return impl_->statistics(); }
+std::vector<SliceState> KVServer::states(std::int64_t pushes) { return impl_->states(pushes); }
+void KVServer::set_states(const std::vector<SliceState>& states) { impl_->set_states(states); }
 
 }  // namespace lockstep

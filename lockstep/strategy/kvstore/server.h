@@ -38,12 +38,12 @@
 
 namespace lockstep {
 
-class StoreServer {
+class KVServer {
  public:
-  explicit StoreServer(const DistSetting& setting);
+  explicit KVServer(const DistSetting& setting);
 
   // Blocks until every client has left or is lost. While an exception is in flight the clients are told at once.
-  ~StoreServer();
+  ~KVServer();
 
   // Blocks until every worker that is still there has pushed gradients `pushes` times and they are applied. Returns the
   // samples and mean loss of each worker's push of that number. Throws PeerLost.

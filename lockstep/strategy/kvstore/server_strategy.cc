@@ -28,7 +28,7 @@ class ServerStrategy : public ReplicaStrategy {
     std::ranges::copy(tensors_of(buffers), std::back_inserter(values_));
     layouts_ = plan_keys(keys_of(parameters, buffers), setting.servers.size(), setting.options.kvstore.split_above);
     seed_steps(setting.options.seed);
-    server_ = std::make_unique<StoreServer>(setting_);
+    server_ = std::make_unique<KVServer>(setting_);
   }
 
   // The other servers end once the first one says goodbye; while an exception is in flight it ends the links instead.
@@ -83,12 +83,11 @@ class ServerStrategy : public ReplicaStrategy {
     auto layout = layouts_.begin();
     for (const Link& peer : setting_.to_servers) {
       const Received sender(concat("the server that is rank ", peer.peer_in_job()));
-      const auto next = [&peer] { return receive_tensors(peer.world(), peer.peer(), /*tag=*/0); };
       peer.send(RequestHeader{.request = Request::kState, .count = pushes_});
       for (const KeySlice& slice : (++layout)->slices()) {
-        SliceState found{.place = slice};
-        if (const Tensors value = next(); !value.empty()) found.value = value.front();
-        found.state = state_in(next());
+        SliceState found{.place = slice, .state = state_in(receive_tensors(peer.world(), peer.peer(), /*tag=*/0))};
+        found.value = found.state["value"];
+        found.state.erase("value");
         check(sender, found);
         place(found, states);
       }
@@ -138,7 +137,7 @@ class ServerStrategy : public ReplicaStrategy {
   std::size_t trained_ = 0;
   std::vector<BlockLayout> layouts_;  // of each server
   std::int64_t pushes_ = 0;
-  std::unique_ptr<StoreServer> server_;
+  std::unique_ptr<KVServer> server_;
 };
 
 }  // namespace

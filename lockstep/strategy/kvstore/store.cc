@@ -63,15 +63,17 @@ std::size_t Store::number_of(const std::string& name) const {
   throw UsageError({.what = concat("the store has no key ", name), .next = "give init() every key"});
 }
 
-// Calls `call` for neighbouring keys at a time, with a function that cuts them out of DeviceTensors.
+// Calls call(keys, cut) for neighbouring keys at a time; cut() takes their part out of DeviceTensors. tensors: all that will be cut.
 template <class Call>
-void Store::for_each_range(const Names& names, const Call& call) const {
+void Store::for_each_range(const Names& names, std::initializer_list<const DeviceTensors*> tensors,
+                           const Call& call) const {
+  for (const DeviceTensors* const each : tensors) require_on_devices(names, *each);
   for (std::size_t first = 0, last = 0; first < names.size(); first = last) {
     const std::size_t key = number_of(names[first]);
     for (last = first + 1; last < names.size() && number_of(names[last]) == key + last - first;) ++last;
-    call(KeyRange{key, key + last - first}, [first, last](const DeviceTensors& tensors) {
+    call(KeyRange{key, key + last - first}, [first, last](const DeviceTensors& from) {
       DeviceTensors range;
-      for (const auto& device : tensors) {
+      for (const auto& device : from) {
         const auto keys = std::span(device).subspan(first, last - first);
         range.emplace_back(keys.begin(), keys.end());
       }
@@ -90,20 +92,17 @@ void Store::require_on_devices(const Names& names, const DeviceTensors& tensors)
 }
 
 void Store::push(const Names& names, const DeviceTensors& values, const PushOptions& options) {
-  require_on_devices(names, values);
-  for_each_range(names, [&](KeyRange keys, const auto& cut) { push(keys, cut(values), options); });
+  for_each_range(names, {&values}, [&](KeyRange keys, const auto& cut) { push(keys, cut(values), options); });
 }
 
 void Store::pull(const Names& names, const DeviceTensors& into) {
-  require_on_devices(names, into);
-  for_each_range(names, [&](KeyRange keys, const auto& cut) { pull(keys, cut(into)); });
+  for_each_range(names, {&into}, [&](KeyRange keys, const auto& cut) { pull(keys, cut(into)); });
 }
 
 void Store::push_pull(const Names& names, const DeviceTensors& values, const DeviceTensors& into,
                       const PushOptions& options) {
-  require_on_devices(names, values);
-  require_on_devices(names, into);
-  for_each_range(names, [&](KeyRange keys, const auto& cut) { push_pull(keys, cut(values), cut(into), options); });
+  for_each_range(names, {&values, &into},
+                 [&](KeyRange keys, const auto& cut) { push_pull(keys, cut(values), cut(into), options); });
 }
 
 void Store::push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A store on servers, whose ranks are threads, over each transport.
-#include "lockstep/strategy/kvstore/client.h"
+#include "lockstep/strategy/kvstore/worker.h"
 
 #include <atomic>
 #include <mutex>
@@ -27,7 +27,7 @@ struct Cluster {
 };
 
 using WorkerBody = std::function<void(Store& store, int worker)>;
-using ServerBody = std::function<void(StoreServer& server)>;
+using ServerBody = std::function<void(KVServer& server)>;
 
 void run_cluster(Fabric fabric, const Cluster& cluster, const WorkerBody& work, const ServerBody& check = {}) {
   StrategyOptions options{.timeout = cluster.timeout,
@@ -41,10 +41,10 @@ void run_cluster(Fabric fabric, const Cluster& cluster, const WorkerBody& work, 
                       const DistSetting setting = connect_store(world, options);
                       if (setting.serves()) {
                         say_goodbye(setting.to_servers);
-                        StoreServer server(setting);
+                        KVServer server(setting);
                         if (check) check(server);
                       } else {
-                        const auto store = make_store_client(setting, nullptr);
+                        const auto store = make_kv_worker(setting, nullptr);
                         work(*store, setting.number);
                       }
                     },
@@ -118,7 +118,7 @@ TEST_P(DistStore, updates_on_its_servers_with_every_kind) {
             EXPECT_TRUE(torch::equal(into[0][0], torch::full({6, 3}, -10.0F)));
           }
         },
-        [&](StoreServer& server) {
+        [&](KVServer& server) {
           server.wait_for_pushes(10);
           const std::lock_guard lock(mutex);
           const StoreStatistics found = server.statistics();
@@ -136,7 +136,7 @@ TEST_P(DistStore, updates_on_its_servers_with_every_kind) {
 
 // The workers take turns with the gradient of 6 x^2, each n - 1 updates old. Momentum 0.9 that they share diverges with a
 // learning rate of 0.05: for 2 workers from 2.2 x^2 on, for 4 from 1.5 x^2.
-TEST(StoreClient, dist_async_gives_each_worker_its_share_and_a_momentum_of_its_own) {
+TEST(KVWorker, dist_async_gives_each_worker_its_share_and_a_momentum_of_its_own) {
   for (const int workers : {1, 2, 4}) {
     std::atomic<int> turn{0};
     std::vector<double> found;
@@ -206,14 +206,14 @@ TEST_P(DistStore, takes_values_that_only_some_workers_have) {
   });
 }
 
-TEST(StoreClient, says_that_workers_have_different_keys) {
+TEST(KVWorker, says_that_workers_have_different_keys) {
   const auto differ = [] {
     run_cluster(
         Fabric::kSharedMemory, {},
         [](Store& store, int worker) {
           store.init({{"a", torch::zeros({3 + worker})}});
         },
-        [](StoreServer& server) {
+        [](KVServer& server) {
           server.states();
           server.wait_for_pushes(1);
         });
@@ -226,7 +226,7 @@ TEST(StoreClient, says_that_workers_have_different_keys) {
   }
 }
 
-TEST(StoreClient, refuses_what_servers_with_parts_of_keys_cannot_do) {
+TEST(KVWorker, refuses_what_servers_with_parts_of_keys_cannot_do) {
   run_cluster(Fabric::kSharedMemory, {.servers = 2}, [](Store& store, int) {
     store.init({{"a", torch::zeros({6})}});
     EXPECT_THROW(store.set_optimizer({.optimizer = LAMBOptions{}}), UsageError);
@@ -311,7 +311,7 @@ TEST_P(StoreOver, dist_sync_ends_for_all_when_a_worker_is_lost) {
                 throw;
               }
             },
-            [&](StoreServer& server) {
+            [&](KVServer& server) {
               try {
                 server.wait_for_pushes(50);
               } catch (const PeerLost& error) {
@@ -338,7 +338,7 @@ TEST_P(StoreOver, dist_async_goes_on_without_a_lost_worker) {
                 if (worker == 1 && step == 5) throw Loss();
               });
             },
-            [&](StoreServer& server) {
+            [&](KVServer& server) {
               server.wait_for_pushes(50);
               updates = server.statistics().updates;
             });
@@ -364,7 +364,7 @@ TEST_P(StoreOver, ends_when_the_server_is_lost) {
                 throw;
               }
             },
-            [](StoreServer& server) {
+            [](KVServer& server) {
               server.wait_for_pushes(20);
               throw Loss();
             });
@@ -374,7 +374,7 @@ TEST_P(StoreOver, ends_when_the_server_is_lost) {
 }
 
 // A worker that stands still is lost after the timeout; until then dist_bounded waits for it.
-TEST(StoreClient, dist_bounded_waits_for_a_stopped_worker_then_goes_on_without_it) {
+TEST(KVWorker, dist_bounded_waits_for_a_stopped_worker_then_goes_on_without_it) {
   std::int64_t updates = 0;
   DelayHistogram delays;
   std::atomic<int> reading{0}, done{0};
@@ -394,7 +394,7 @@ TEST(StoreClient, dist_bounded_waits_for_a_stopped_worker_then_goes_on_without_i
                 while (worker == 1 && done < 2) std::this_thread::sleep_for(std::chrono::milliseconds(5));
               });
             },
-            [&](StoreServer& server) {
+            [&](KVServer& server) {
               server.wait_for_pushes(40);
               updates = server.statistics().updates;
               delays = server.statistics().delays;
@@ -418,7 +418,7 @@ std::string servers_trouble(const Talk& talk, KVStoreKind kind = KVStoreKind::kD
                           [&](World& world) {
                             const DistSetting setting = connect_store(world, options);
                             if (setting.serves())
-                              StoreServer(setting).wait_for_goodbyes();
+                              KVServer(setting).wait_for_goodbyes();
                             else
                               talk(setting.to_servers.front());
                           },
@@ -438,7 +438,7 @@ void init(const Link& link, const std::function<void(Key&)>& change = {}) {
   link.receive<ReplyHeader>();
 }
 
-TEST(StoreServerChecks, the_keys) {
+TEST(KVServerChecks, the_keys) {
   struct Case {
     std::function<void(Key&)> change;
     const char* says;
@@ -467,7 +467,7 @@ TEST(StoreServerChecks, the_keys) {
                          says));
 }
 
-TEST(StoreServerChecks, requests) {
+TEST(KVServerChecks, requests) {
   struct Case {
     RequestHeader request;
     const char* says;
@@ -491,7 +491,7 @@ TEST(StoreServerChecks, requests) {
                          each.says));
 }
 
-TEST(StoreServerChecks, what_follows_a_request) {
+TEST(KVServerChecks, what_follows_a_request) {
   EXPECT_TRUE(
       contains(servers_trouble([](const Link& link) {
                  init(link);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/strategy/kvstore/client.h"
+#include "lockstep/strategy/kvstore/worker.h"
 
 #include <algorithm>
 #include <array>
@@ -13,22 +13,20 @@
 namespace lockstep {
 namespace {
 
-class StoreClient : public Store {
+class KVWorker : public Store {
  public:
-  StoreClient(const DistSetting& setting, Devices* devices)
+  KVWorker(const DistSetting& setting, Devices* devices)
       : Store(SumOn::kCpu, devices), setting_(setting), in_parts_(setting.in_step()) {
     for (const Link& link : setting.to_servers) servers_.push_back({.link = link});
   }
 
-  ~StoreClient() override {
+  ~KVWorker() override {
     if (std::uncaught_exceptions() == 0) say_goodbye(setting_.to_servers);
   }
 
   using Store::pull;
   using Store::push;
   using Store::push_pull;
-  std::int64_t bytes_pushed() const override { return bytes_pushed_; }
-  std::int64_t bytes_pulled() const override { return bytes_pulled_; }
 
  private:
   struct Server {
@@ -195,7 +193,7 @@ class StoreClient : public Store {
   //
   // Nothing here waits for the server to merge. A part's reply arrives once all workers have pushed it, while later parts
   // are still being packed and sent; its receive is posted already, so the server never waits for this worker to receive.
-  // Waiting for the sends first is safe: the server receives all parts whatever other workers do (server_requests.cc).
+  // Waiting for the sends first is safe: the server receives all parts whatever other workers do (server.cc).
   void push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into,
                  const PushOptions& options) override {
     if (!in_parts_) return Store::push_pull(keys, values, into, options);
@@ -297,14 +295,12 @@ class StoreClient : public Store {
   DistSetting setting_;
   std::vector<Server> servers_;
   bool in_parts_;  // a slice can be updated without the gradients of the others
-  std::int64_t bytes_pushed_ = 0;
-  std::int64_t bytes_pulled_ = 0;
 };
 
 }  // namespace
 
-std::unique_ptr<Store> make_store_client(const DistSetting& setting, Devices* devices) {
-  return std::make_unique<StoreClient>(setting, devices);
+std::unique_ptr<Store> make_kv_worker(const DistSetting& setting, Devices* devices) {
+  return std::make_unique<KVWorker>(setting, devices);
 }
 
 }  // namespace lockstep
