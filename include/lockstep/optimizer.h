@@ -31,7 +31,6 @@
 namespace lockstep {
 
 class GradientSource;
-struct UpdateOptions;
 struct StepSetting;
 using StepSettings = std::vector<StepSetting>;
 class World;

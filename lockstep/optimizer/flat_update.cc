@@ -103,7 +103,7 @@ class FlatUpdate::Impl {
   bool run(const UpdateStep& step) {
     ++number_;
     find_updated(step.gradients);
-    journal_.begin_step(number_, step, is_updated_);
+    journal_.begin_step(number_, step);
     const bool updated = complete(step);
     if (!updated) journal_.skip_step();
     return updated;

@@ -53,7 +53,7 @@ void JournalWriter::resume(const InterruptedUpdate& lost, int rank, std::uint64_
   slots_ = slots_of(rank);
 }
 
-void JournalWriter::begin_step(std::uint64_t number, const UpdateStep& step, const std::vector<char>& is_updated) {
+void JournalWriter::begin_step(std::uint64_t number, const UpdateStep& step) {
   number_ = number;
   if (!journal_) return;
   make_slots();
@@ -68,7 +68,6 @@ void JournalWriter::begin_step(std::uint64_t number, const UpdateStep& step, con
     const std::size_t bytes = state_.parameters[i++ / record.weights.size()].nbytes();
     record.gradients.push_back(gradient == nullptr ? kNoPlace : word_of_place(memory_->locate(gradient, bytes)));
   }
-  record.is_updated = is_updated;
   journal_->write(rank_, ++records_, record);
 }
 

@@ -45,7 +45,7 @@ class JournalWriter {
   void resume(const InterruptedUpdate& lost, int rank, std::uint64_t step);
 
   // A step begins: writes the record that makes it count, before anything else is written.
-  void begin_step(std::uint64_t number, const UpdateStep& step, const std::vector<char>& is_updated);
+  void begin_step(std::uint64_t number, const UpdateStep& step);
   void skip_step();                       // it writes nothing
   void note_state(std::uint64_t number);  // of the last step: others find the state that there is now
 

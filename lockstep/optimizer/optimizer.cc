@@ -63,6 +63,14 @@ void require_alike(const std::vector<torch::Tensor>& mine, const std::vector<tor
                          .next = "make the same model and optimizer in every process of the job"});
 }
 
+// Each rank copies its part of the bytes.
+void copy_share(const torch::Tensor& to, const torch::Tensor& from, int rank, int ranks) {
+  const auto begin = [&](int part) { return to.nbytes() * to_size(part) / to_size(ranks); };
+  if (to.nbytes() > 0)
+    std::memcpy(static_cast<std::byte*>(to.mutable_data_ptr()) + begin(rank),
+                static_cast<const std::byte*>(from.const_data_ptr()) + begin(rank), begin(rank + 1) - begin(rank));
+}
+
 // Empty: the parameters are in one place.
 OnEachGpu gpus_of(const std::shared_ptr<GradientSource>& source) {
   const auto local = std::dynamic_pointer_cast<LocalGradients>(source);
@@ -172,8 +180,7 @@ std::uint64_t Optimizer::take_over(const std::string& manifest, const FindMemory
   const std::shared_ptr<SharedMemory>& memory = source_->memory();
   const std::uint64_t calls = FlatUpdate::finish(memory, lost);
   const ParameterWrite write;
-  for (std::size_t i = to_size(memory->rank()); i < mine.size(); i += to_size(memory->size()))
-    if (mine[i].nbytes() > 0) std::memcpy(mine[i].mutable_data_ptr(), theirs[i].const_data_ptr(), mine[i].nbytes());
+  for (std::size_t i = 0; i < mine.size(); ++i) copy_share(mine[i], theirs[i], memory->rank(), memory->size());
   all.steps = lost.state.steps;
   all.flat->note_state();
   memory->barrier();

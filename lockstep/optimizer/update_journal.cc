@@ -12,7 +12,7 @@
 namespace lockstep {
 namespace {
 
-constexpr int kManifestVersion = 3;
+constexpr int kManifestVersion = 4;
 constexpr int kOffsetBits = 48;
 
 // Orders everything before it before everything after it, for the compiler and as others see it.
@@ -33,7 +33,6 @@ void for_each_field(auto& record, const auto& field) {
   field(std::span(record.options));
   field(std::span(record.steps));
   field(std::span(record.gradients));
-  field(std::span(record.is_updated));
 }
 
 // The next array of a record lies behind this one, at a multiple of 8 bytes.
@@ -60,8 +59,7 @@ StepRecord::StepRecord(const JournalShape& shape)
     : weights(shape.sources),
       options(shape.groups),
       steps(shape.parameters),
-      gradients(shape.parameters * shape.sources, kNoPlace),
-      is_updated(shape.parameters) {}
+      gradients(shape.parameters * shape.sources, kNoPlace) {}
 
 Targets RedoSlot::begin(const Targets& targets) {
   clear();

@@ -123,7 +123,6 @@ struct StepRecord {
   std::vector<OptimizerOptions> options;                         // of each group
   std::vector<std::int64_t> steps;                               // of each parameter, before this one
   std::vector<std::uint64_t> gradients;                          // [parameter][source] words of places
-  std::vector<char> is_updated;                                  // each parameter
   bool skipped = false;  // because of its loss scale: nothing is written. Kept beside the record
 };
 

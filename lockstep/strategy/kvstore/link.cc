@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "lockstep/base/text.h"
-#include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy/kvstore/messages.h"
@@ -29,13 +28,10 @@ void find_roles(DistSetting& setting) {
 
 // pair: a server and its client, one of which is this rank; or nobody. Clients wait longest: so a server finds out who
 // is lost, and its other clients hear of that instead of taking the server for lost. Workers in step wait for each
-// other, too: with dist_sync they find out first who is lost, and tell the servers. The first server is silent until it validates or
-// saves, so other servers wait for its requests without a deadline: if it is lost but not dead, their workers end.
+// other, too: with dist_sync they find out first who is lost, and tell the servers.
 void connect(DistSetting& setting, const std::vector<int>& pair) {
   const bool serves = !pair.empty() && pair[0] == setting.world.rank();
-  const auto timeout = (!serves ? 3 : setting.in_step() ? 2 : 1) * setting.options.timeout;
-  const bool silent = serves && setting.is_server(pair[1]);
-  const auto world = setting.world.separate(pair, silent ? Deadline::kLongest : timeout);
+  const auto world = setting.world.separate(pair, (!serves ? 3 : setting.in_step() ? 2 : 1) * setting.options.timeout);
   if (world) (serves ? setting.to_clients : setting.to_servers).emplace_back(*world, serves ? pair[1] : pair[0]);
 }
 

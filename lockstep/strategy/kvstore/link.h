@@ -117,7 +117,6 @@ struct DistSetting {
   std::vector<Link> to_servers{};  // of a client; the first server is a client of the others
 
   bool serves() const { return !to_clients.empty(); }
-  bool is_server(int rank) const { return std::ranges::find(servers, rank) != servers.end(); }
   bool in_step() const { return options.kvstore.kind == KVStoreKind::kDistSync; }
 
   // The ranks of the training loop: without dist_sync every rank goes at its own pace.

@@ -15,6 +15,7 @@
 //   kPull                                                    ReplyHeader; values of the slices
 //   kPullRows    numbers of rows                             the rows
 //   kState                                                   per slice: the optimizer's state and the value
+//   kAlive                                                   none
 //   kGoodbye                                                 none
 //
 // Values are a region of the server's block (key_plan.h), or with 2-bit compression two bits per element, slice by
@@ -35,7 +36,7 @@
 
 namespace lockstep {
 
-enum class Request : std::int64_t { kInit, kOptimizer, kPush, kPushPull, kPull, kPullRows, kState, kGoodbye };
+enum class Request : std::int64_t { kInit, kOptimizer, kPush, kPushPull, kPull, kPullRows, kState, kAlive, kGoodbye };
 
 struct RequestHeader {
   Request request = Request::kGoodbye;

@@ -143,8 +143,9 @@ class KVServer::Impl {
   void handle(int client, const RequestHeader& request) {
     const Received sender(name_of(client));
     const bool compressed = setting_.options.compression.kind == Compression::kTwoBit;
-    const bool first = request.request == Request::kInit || request.request == Request::kState;
-    sender.require(is_worker(client) || request.request == Request::kState, "a request that only workers make");
+    const bool of_servers = request.request == Request::kState || request.request == Request::kAlive;
+    const bool first = request.request == Request::kInit || of_servers;
+    sender.require(is_worker(client) || of_servers, "a request that only workers make");
     sender.require(first || clients_[client].outbox.defined(), "a request before the keys");
     check(sender, request, table_.layout(), compressed);
     switch (request.request) {
@@ -155,6 +156,7 @@ class KVServer::Impl {
       case Request::kPull: pull(client, request); break;
       case Request::kPullRows: pull_rows(client, request); break;
       case Request::kState: send_states(client, request); break;
+      case Request::kAlive:
       case Request::kGoodbye: break;
     }
   }

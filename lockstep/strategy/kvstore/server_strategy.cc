@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The strategy `kvstore` with servers: a server.
 #include <algorithm>
+#include <condition_variable>
 #include <exception>
 #include <iterator>
 #include <map>
+#include <mutex>
+#include <thread>
 
 #include "lockstep/base/received.h"
 #include "lockstep/base/text.h"
@@ -17,10 +20,72 @@
 namespace lockstep {
 namespace {
 
+// The first server's links to the other servers, whom it asks for their slices only when it validates or saves. In
+// between a thread tells them that it is alive: a server takes a client that is silent for too long for lost.
+class PeerServers {
+ public:
+  PeerServers(const std::vector<Link>& links, std::chrono::milliseconds interval) {
+    for (const Link& link : links) peers_.push_back(std::make_unique<Peer>(link));
+    if (!peers_.empty())
+      thread_ = std::jthread([this, interval](const std::stop_token& stop) { keep_alive(stop, interval); });
+  }
+
+  // Says goodbye; while an exception is in flight it ends the links instead.
+  ~PeerServers() {
+    const bool failed = std::uncaught_exceptions() > 0;
+    if (failed)
+      for (const auto& peer : peers_) peer->link.abandon("the first server has failed");
+    thread_ = {};  // stops and joins it
+    for (const auto& peer : peers_)
+      if (!failed) tell(peer->link, Request::kGoodbye);
+  }
+  PeerServers(const PeerServers&) = delete;
+  PeerServers& operator=(const PeerServers&) = delete;
+
+  // Calls talk(link) for one after the other. Throws what `talk` throws.
+  template <class Talk>
+  void for_each(const Talk& talk) {
+    for (const auto& peer : peers_) {
+      const std::lock_guard lock(peer->in_use);
+      talk(peer->link);
+    }
+  }
+
+ private:
+  struct Peer {
+    explicit Peer(Link to) : link(std::move(to)) {}
+    Link link;
+    std::mutex in_use;
+  };
+
+  // The loss of a server is not reported here: it ends the workers, and their loss ends this server.
+  static void tell(const Link& link, Request request) {
+    try {
+      link.send(RequestHeader{.request = request});
+    } catch (const std::exception&) {
+    }
+  }
+
+  // A peer that for_each() talks to right now hears from this server anyway: it is left out, not waited for.
+  void keep_alive(const std::stop_token& stop, std::chrono::milliseconds interval) const {
+    std::mutex mutex;
+    std::condition_variable_any stopped;
+    std::unique_lock lock(mutex);
+    while (!stopped.wait_for(lock, stop, interval, [&stop] { return stop.stop_requested(); }))
+      for (const auto& peer : peers_)
+        if (const std::unique_lock free(peer->in_use, std::try_to_lock); free) tell(peer->link, Request::kAlive);
+  }
+
+  std::vector<std::unique_ptr<Peer>> peers_;
+  std::jthread thread_;
+};
+
 class ServerStrategy : public ReplicaStrategy {
  public:
   ServerStrategy(const DistSetting& setting, const Task& task)
-      : ReplicaStrategy(task, {make_replica(task, setting.options)}), setting_(setting) {
+      : ReplicaStrategy(task, {make_replica(task, setting.options)}),
+        setting_(setting),
+        peers_(setting.to_servers, setting.options.timeout / 4) {
     setting_.share_model(model());
     const auto parameters = trained_parameters(model()), buffers = named_buffers(model());
     values_ = tensors_of(parameters);
@@ -29,15 +94,6 @@ class ServerStrategy : public ReplicaStrategy {
     layouts_ = plan_keys(keys_of(parameters, buffers), setting.servers.size(), setting.options.kvstore.split_above);
     seed_steps(setting.options.seed);
     server_ = std::make_unique<KVServer>(setting_);
-  }
-
-  // The other servers end once the first one says goodbye; while an exception is in flight it ends the links instead.
-  ~ServerStrategy() override {
-    server_.reset();
-    if (std::uncaught_exceptions() == 0)
-      say_goodbye(setting_.to_servers);
-    else
-      setting_.abandon("the first server has failed");
   }
 
   // The workers' step is over when all that are there have pushed it.
@@ -81,7 +137,7 @@ class ServerStrategy : public ReplicaStrategy {
     States states;
     for (const SliceState& slice : server_->states()) place(slice, states);
     auto layout = layouts_.begin();
-    for (const Link& peer : setting_.to_servers) {
+    peers_.for_each([&](const Link& peer) {
       const Received sender(concat("the server that is rank ", peer.peer_in_job()));
       peer.send(RequestHeader{.request = Request::kState, .count = pushes_});
       for (const KeySlice& slice : (++layout)->slices()) {
@@ -91,7 +147,7 @@ class ServerStrategy : public ReplicaStrategy {
         check(sender, found);
         place(found, states);
       }
-    }
+    });
     for (std::size_t i = 0; i < trained_; ++i) optimizer().set_state(values_[i], states[i]);
   }
 
@@ -137,6 +193,7 @@ class ServerStrategy : public ReplicaStrategy {
   std::size_t trained_ = 0;
   std::vector<BlockLayout> layouts_;  // of each server
   std::int64_t pushes_ = 0;
+  PeerServers peers_;
   std::unique_ptr<KVServer> server_;
 };
 

@@ -68,9 +68,11 @@ template <class Call>
 void Store::for_each_range(const Names& names, std::initializer_list<const DeviceTensors*> tensors,
                            const Call& call) const {
   for (const DeviceTensors* const each : tensors) require_on_devices(names, *each);
+  std::vector<std::size_t> numbers;  // all of them before the first call: an unknown name leaves nothing half done
+  for (const std::string& name : names) numbers.push_back(number_of(name));
   for (std::size_t first = 0, last = 0; first < names.size(); first = last) {
-    const std::size_t key = number_of(names[first]);
-    for (last = first + 1; last < names.size() && number_of(names[last]) == key + last - first;) ++last;
+    const std::size_t key = numbers[first];
+    for (last = first + 1; last < names.size() && numbers[last] == key + last - first;) ++last;
     call(KeyRange{key, key + last - first}, [first, last](const DeviceTensors& from) {
       DeviceTensors range;
       for (const auto& device : from) {
