@@ -43,6 +43,8 @@ def protobuf(value):
 def summaries(metrics):
     """(step, seconds since the start, Summary)"""
     settings = {key: value for key, value in metrics.start.get("settings", {}).items() if value is not None}
+    if "ranks" in metrics.end:
+        settings["ranks"] = metrics.end["ranks"]  # a number, whatever --ranks says
     yield (
         0,
         0,
