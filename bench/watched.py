@@ -37,26 +37,28 @@ def publishing(bytes_between, count):
     return median([float(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout) * 1e-9 for _ in range(count)])
 
 
-def core_seconds(process):
-    return int(Path(f"/proc/{process.pid}/schedstat").read_text().split()[0]) * 1e-9
+def core_seconds(pid):
+    """Of a process and its children."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) * 1e-9 + sum(map(core_seconds, children))
 
 
 class Watcher:
-    """A process that looks at all jobs while it may run."""
+    """Processes that look at all jobs while they may run."""
 
     def __init__(self, *options, **streams):
-        self.process = subprocess.Popen([LOCKSTEP, "top", *options], **streams)
+        self.process = subprocess.Popen([LOCKSTEP, "top", *options], start_new_session=True, **streams)
         self.cores = []  # seconds of a core in each second
 
     def watch(self, seconds):
-        before = core_seconds(self.process)
-        self.process.send_signal(signal.SIGCONT)
+        before = core_seconds(self.process.pid)
+        os.killpg(self.process.pid, signal.SIGCONT)
         time.sleep(seconds)
-        self.process.send_signal(signal.SIGSTOP)
-        self.cores.append((core_seconds(self.process) - before) / seconds)
+        os.killpg(self.process.pid, signal.SIGSTOP)
+        self.cores.append((core_seconds(self.process.pid) - before) / seconds)
 
     def end(self):
-        self.process.kill()
+        os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 

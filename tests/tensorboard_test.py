@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Reads with the `tensorboard` package what `lockstep train --tensorboard` wrote: $1 is the command.
+"""Reads with the `tensorboard` package what `lockstep report --tensorboard` wrote: $1 is the command.
 
 The curves are those of the metrics, a resumed run goes on with them and replaces what was drawn beyond its checkpoint, and
-settings and hyperparameters are what they should be.
+hyperparameters are what they should be.
 """
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 DEPS = Path(__file__).resolve().parent.parent / ".deps"
-sys.path[:0] = [str(DEPS / "tensorboard"), str(DEPS / "torch-imports")]
+PACKAGES = [str(DEPS / "tensorboard"), str(DEPS / "torch-imports")]
+sys.path[:0] = PACKAGES
 
 import numpy  # noqa: E402
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
@@ -23,8 +25,7 @@ COMMAND = str(Path(sys.argv[1]).resolve())
 
 def train(folder, steps, *flags, code=0, **more):
     options = {"model": "lenet", "data": "synthetic:64x1x28x28", "batch-size": 16, "lr": 0.01, "threads": 1, "max-steps": steps,
-               "checkpoint-every": 2, "checkpoint-dir": f"{folder}/checkpoints", "metrics": f"{folder}/metrics.jsonl",
-               "tensorboard": f"{folder}/curves"} | more
+               "checkpoint-every": 2, "checkpoint-dir": f"{folder}/checkpoints", "metrics": f"{folder}/metrics.jsonl"} | more
     command = [COMMAND, "train", "--quiet", *flags] + [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == code, (command, done.returncode, done.stderr)
@@ -32,8 +33,10 @@ def train(folder, steps, *flags, code=0, **more):
 
 
 def curves(folder):
-    read = EventAccumulator(f"{folder}/curves", size_guidance={"scalars": 0, "tensors": 0})
-    return read.Reload()
+    name = Path(folder).name
+    subprocess.run([COMMAND, "report", folder, "--tensorboard", f"{folder}/curves"], check=True, timeout=120, stderr=subprocess.DEVNULL,
+                   env={**os.environ, "PYTHONPATH": ":".join(PACKAGES)})
+    return EventAccumulator(f"{folder}/curves/{name}", size_guidance={"scalars": 0, "tensors": 0}).Reload()
 
 
 def points(read, tag):
@@ -65,9 +68,8 @@ def plugin_data(read, tag):
 
 def expect_settings(folder):
     read = curves(folder)
-    text = read.Tensors("settings")[-1].tensor_proto.string_val[0].decode()
-    assert "| batch_size | 16 |\n" in text and "| model | lenet |\n" in text, text
     start = plugin_data(read, "_hparams_/session_start_info").session_start_info.hparams
+    assert start["batch_size"].number_value == 16 and start["model"].string_value == "lenet", start
     assert start["lr"].number_value == 0.01 and start["optimizer"].string_value == "sgd", start
     assert start["strategy"].string_value == "ddp" and start["ranks"].number_value == 2, start
     named = {info.name for info in plugin_data(read, "_hparams_/experiment").experiment.hparam_infos}
@@ -91,12 +93,11 @@ def main():
         train(folder, 13, "--resume", ranks=2)
         assert metrics(folder, "resume")[0]["step"] == int(kept.stem.removeprefix("step-")) < 7
         expect_curves_of_the_metrics(folder, 13)
-
-        before = sorted(Path(folder, "curves").iterdir())
-        error = train(folder, 1, code=2, **{"checkpoint-dir": f"{folder}/other"})
-        assert "holds the curves of another run" in error, error
-        assert sorted(Path(folder, "curves").iterdir()) == before
         assert "torch.utils.tensorboard" in train(folder, 1, code=2, histograms=3)
+        assert "lockstep report" in train(folder, 1, code=2, tensorboard=f"{folder}/curves")
+        without = subprocess.run([COMMAND, "report", folder, "--tensorboard", f"{folder}/none"], stderr=subprocess.PIPE, text=True,
+                                 env={**os.environ, "PYTHONPATH": ""})
+        assert without.returncode == 1 and "pip install tensorboard" in without.stderr, without
 
     with tempfile.TemporaryDirectory() as folder:
         train(folder, 4, code=1, lr=1e30)

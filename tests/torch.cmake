@@ -93,7 +93,7 @@ add_dependencies(command_test lockstep_train lockstep_data lockstep_plan misbeha
 lockstep_test(compare_test command.compare SHARDS 4 TIMEOUT 600 CHECK "*" SOURCES train/compare_command_test.cc launch/child.cc)
 target_link_libraries(compare_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
 target_compile_definitions(compare_test PRIVATE LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>")
-add_dependencies(compare_test lockstep_command lockstep_compare lockstep_train)
+add_dependencies(compare_test lockstep_command lockstep_train)
 
 lockstep_test(lost_ranks_test command.lost_ranks SHARDS 4 TIMEOUT 600 CHECK "*slow_is_waited_for*"
   SOURCES train/lost_ranks_test.cc train/ranks.cc launch/child.cc)

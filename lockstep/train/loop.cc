@@ -87,10 +87,8 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       keeper_(world, step_world_, strategy, options, metrics_),
       progress_(world.rank() == 0 && !options.quiet),
       last_epoch_{{"train_loss", kNaN}, {"val_accuracy", kNaN}} {
-  if (world.rank() == 0) {  // after the keeper has looked for checkpoints of another run
-    if (!options.tensorboard.empty()) curves_ = Curves(options);
-    if (!options.metrics.empty()) metrics_ = MetricsFile(options.metrics, options.resume);
-  }
+  if (world.rank() == 0 && !options.metrics.empty())  // after the keeper has looked for checkpoints of another run
+    metrics_ = MetricsFile(options.metrics, options.resume);
   position_ = keeper_.begin();
   name_modules(named_parameters(strategy.model()));
 }
@@ -101,16 +99,12 @@ Json TrainingLoop::run() {
   progress_.begin_run(headline(world_, loader_, strategy_.devices(), options_),
                       {options_.epochs, loader_.steps_per_epoch(), last_step()});
   metrics_.write(start_event(options_, position_.step));
-  curves_.begin_run(position_.step, options_, ranks());
   while (has_more() && !stopped_) train_epoch();
   const bool saved = keeper_.save_last(position_);
   const Json run = stopped_ ? leave_early(watch.seconds(), saved) : summary(watch.seconds());
   metrics_.write(run);
   timeline_.finish(/*together=*/step_world_.size() == world_.size());
-  if (!stopped_) {
-    curves_.end_run(position_.step);
-    progress_.end_run(run, strategy_.table());
-  }
+  if (!stopped_) progress_.end_run(run, strategy_.table());
   keeper_.require_saved(position_, saved);
   stopped_ ? static_cast<void>(metrics_.finish()) : metrics_.require_written();  // a job that was stopped starts again
   return run;
@@ -191,10 +185,10 @@ double TrainingLoop::learning_rate() const {
 }
 
 Json TrainingLoop::step_event(const BatchTotals& totals, double seconds) const {
-  return {{"event", "step"},          {"epoch", position_.epoch},
+  return {{"event", "step"},           {"epoch", position_.epoch},
           {"step", position_.step},  // since the start of the run, from 0
-          {"loss", totals.mean_loss}, {"seconds", seconds},
-          {"samples", totals.samples}};
+          {"loss", totals.mean_loss},  {"seconds", seconds},
+          {"samples", totals.samples}, {"learning_rate", learning_rate()}};
 }
 
 Position TrainingLoop::after_step(const BatchTotals& totals, double seconds) const {
@@ -208,11 +202,9 @@ Position TrainingLoop::after_step(const BatchTotals& totals, double seconds) con
   return next;
 }
 
-void TrainingLoop::record_step(const BatchTotals& totals, Json event) {
+void TrainingLoop::record_step(const BatchTotals& totals, const Json& event) {
   own_progress::finish_step(totals.samples, totals.mean_loss);
   metrics_.write(event);
-  event["learning_rate"] = learning_rate();
-  curves_.add(event, position_.step);
   position_ = after_step(totals, event["seconds"]);
   progress_.step(position_, totals.mean_loss);
 }
@@ -265,7 +257,6 @@ void TrainingLoop::finish_epoch() {
                  {"val_loss", found.loss},
                  {"val_accuracy", found.accuracy}};
   metrics_.write(last_epoch_);
-  curves_.add(last_epoch_, p.step - 1);  // at the last step of the epoch: a resumed run draws the one after it
   progress_.end_epoch(last_epoch_);
   position_ = {.epoch = p.epoch + 1, .step = p.step, .samples = p.samples};
   if (options_.checkpoint_every == 0) keeper_.save(position_);

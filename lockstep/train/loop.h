@@ -15,7 +15,6 @@
 #include "lockstep/strategy.h"
 #include "lockstep/task.h"
 #include "lockstep/timeline.h"
-#include "lockstep/train/curves.h"
 #include "lockstep/train/metrics.h"
 #include "lockstep/train/options.h"
 #include "lockstep/train/progress.h"
@@ -49,7 +48,7 @@ class TrainingLoop {
   double learning_rate() const;
   Json step_event(const BatchTotals& totals, double seconds) const;
   Position after_step(const BatchTotals& totals, double seconds) const;
-  void record_step(const BatchTotals& totals, Json event);
+  void record_step(const BatchTotals& totals, const Json& event);
   void hint_at_loading(const LoadingStatistics& before, double seconds);
   void finish_epoch();
   std::int64_t last_step() const;
@@ -69,7 +68,6 @@ class TrainingLoop {
   Position position_;
   MetricsFile metrics_;
   StateKeeper keeper_;
-  Curves curves_;
   Progress progress_;
   Json last_epoch_;  // the event in the metrics
   bool stopped_ = false;

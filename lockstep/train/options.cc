@@ -104,13 +104,15 @@ std::vector<Option> strategy_table(TrainOptions& o) {
   return {
       option("--algorithm", s.algorithm, kMayChange, "towers, ddp: how gradients are combined"),
       option("--update", s.towers.update, kMayChange, "towers: on every device, or once on the cpu"),
-      flag("--refuse-uneven", s.towers.refuse_uneven, kMayChange, "towers: a batch that does not divide evenly is an error"),
+      flag("--refuse-uneven", s.towers.refuse_uneven, kMayChange,
+           "towers: a batch that does not divide evenly is an error"),
       option("--average-every", s.averaging.every, kSame, "averaging: batches between averages", kFromOne),
       option("--outer-lr", s.averaging.outer_lr, kSame, "averaging: 1 takes the average as it is"),
       option("--outer-momentum", s.averaging.outer_momentum, kSame, "averaging: of the outer step"),
       option("--kvstore", s.kvstore.kind, same_if(kvstore), "kvstore: its kind"),
       option("--servers", s.kvstore.servers, kMayChange, "kvstore dist_*: servers, beside --ranks workers", kFromOne),
-      option("--update-on-kvstore", s.kvstore.update_on_kvstore, kMayChange, "kvstore dist_sync: false: workers update"),
+      option("--update-on-kvstore", s.kvstore.update_on_kvstore, kMayChange,
+             "kvstore dist_sync: false: workers update"),
       option("--staleness", s.kvstore.staleness, same_if(kvstore && s.kvstore.kind == KVStoreKind::kDistBounded),
              "kvstore dist_bounded: largest delay of a gradient, in updates"),
       option("--split-above", s.kvstore.split_above, kMayChange,
@@ -118,7 +120,8 @@ std::vector<Option> strategy_table(TrainOptions& o) {
       option("--stages", s.pipeline.stages, kMayChange, "pipeline: how many, or the pieces of each, such as 0-4,5-9"),
       option("--micro-batches", s.pipeline.micro_batches, kMayChange, "pipeline: parts of each batch", kFromOne),
       option("--pipeline-schedule", s.pipeline.schedule, kMayChange, "pipeline: order of the micro-batches"),
-      flag("--separate-parameters", s.ddp.share_parameters, kMayChange, "a copy in every rank instead of one per machine",
+      flag("--separate-parameters", s.ddp.share_parameters, kMayChange,
+           "a copy in every rank instead of one per machine",
            /*on=*/false),
       option("--bucket-mib", s.ddp.bucket_mib, kMayChange,
              "ddp between machines and GPUs: MiB of gradients that are exchanged at once", kFromOne),
@@ -181,9 +184,9 @@ std::vector<Option> update_table(TrainOptions& o) {
 std::vector<Option> output_table(TrainOptions& o) {
   return {
       option("--metrics", o.metrics, kMayChange, "file for one JSON object per step, epoch and run"),
-      option("--trace", o.trace, kMayChange, "file (.json or .pftrace) for a timeline of all ranks, for ui.perfetto.dev"),
+      option("--trace", o.trace, kMayChange,
+             "file (.json or .pftrace) for a timeline of all ranks, for ui.perfetto.dev"),
       option("--trace-steps", o.trace_steps, kMayChange, "with --trace: steps to record, such as 100:120"),
-      option("--tensorboard", o.tensorboard, kMayChange, "folder for curves and settings that TensorBoard shows"),
       option("--checkpoint-dir", o.checkpoint_dir, kMayChange, "folder for checkpoints (safetensors)"),
       option("--checkpoint-every", o.checkpoint_every, kMayChange, "steps; 0: each epoch", from_zero("0: each epoch")),
       option("--checkpoint-shard-bytes", o.checkpoint_shard_bytes, kMayChange,
@@ -274,9 +277,13 @@ std::vector<Option> option_table(TrainOptions& options, const Choices& choices) 
 void add_options(CLI::App& app, TrainOptions& options, const Choices& choices) {
   for (const Option& option : option_table(options, choices))
     if (option.offered) option.add(app);
-  app.add_option_function<std::string>("--histograms", [](const std::string&) {
-       throw UsageError({.what = "--histograms is gone", .next = "write them with torch.utils.tensorboard in a loop of your own"});
-     })->group("");  // not in --help
+  const auto gone = [&app](const std::string& name, const char* next) {
+    app.add_option_function<std::string>(
+           name, [=](const std::string&) { throw UsageError({.what = name + " is gone", .next = next}); }, "")
+        ->group("");  // not in --help
+  };
+  gone("--histograms", "write them with torch.utils.tensorboard in a loop of your own");
+  gone("--tensorboard", "--metrics FILE, and `lockstep report FILE --tensorboard FOLDER`");
   app.set_config("--config", "", "read options from a TOML file; the command line goes first");
   app.footer(strategy_help());
 }

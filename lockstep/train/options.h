@@ -78,7 +78,6 @@ struct TrainOptions {
   std::string metrics;
   std::string trace;            // file
   std::string trace_steps;      // "100:120"; empty: all
-  std::string tensorboard;      // folder
   std::string checkpoint_dir;
   std::int64_t checkpoint_every = 0;                    // steps; 0: at the end of each epoch
   std::int64_t checkpoint_shard_bytes = 5'000'000'000;  // a checkpoint above this becomes several files

@@ -8,6 +8,7 @@ const dark = matchMedia("screen and (prefers-color-scheme: dark)");
 const LIGHT = ["#0550ae", "#bc4c00", "#1a7f37", "#8250df", "#bf3989", "#0a7c86", "#7d6608", "#57606a"];
 const DARK = ["#58a6ff", "#f0883e", "#56d364", "#bc8cff", "#ff7bc0", "#4dd4d9", "#e3c341", "#a8b1bb"];
 const PHASES = ["forward", "backward", "exchange", "waiting", "update", "data", "checkpoint", "validation", "other"];
+const LINE = { borderWidth: 1.5, pointHitRadius: 8 };
 let printing = false;
 const charts = [];
 
@@ -46,6 +47,15 @@ function section(title, note) {
   return made;
 }
 const grid = parent => element(parent, "div", null, "charts");
+function rows(parent, heads, cells) {
+  const table = element(element(parent, "div", null, "scroll"), "table");
+  const head = element(table, "tr");
+  for (const title of heads) element(head, "th", title);
+  for (const row of cells) {
+    const made = element(table, "tr");
+    for (const cell of row) cell instanceof Node ? made.append(cell) : element(made, "td", cell);
+  }
+}
 
 // ---- Charts
 
@@ -66,7 +76,7 @@ function paint(chart) {
   }
 }
 
-// Lines from low to high over each point: what repeats of a run differ by.
+// Draws lines from low to high over each point: what repeats of a run differ by.
 const errorBars = {
   id: "errorBars",
   afterDatasetsDraw(chart) {
@@ -92,7 +102,7 @@ const errorBars = {
   },
 };
 
-// All that have one name in the legend come and go together.
+// Shows or hides all that have one name in the legend.
 function toggle(event, item, legend) {
   const sets = legend.chart.data.datasets;
   const shown = legend.chart.isDatasetVisible(item.datasetIndex);
@@ -176,24 +186,25 @@ function waiting(run) {
   return times.length ? mean(times) / 1e3 : null;
 }
 
+// Name, value of a run, how it is written, whether runs are compared by their ratio.
 const RESULTS = [
-  { name: "training time", of: run => run.steps?.seconds.length ? last(run.steps.seconds) : null, format: duration, ratio: true },
-  { name: "time per epoch", of: run => finite(run.epochs?.epoch_seconds).length ? mean(finite(run.epochs.epoch_seconds)) : null, format: duration, ratio: true },
-  { name: "samples/s", of: rate, format: number, ratio: true },
-  { name: "step, median", of: run => run.speed?.p50_ms / 1e3 || null, format: duration, ratio: true },
-  { name: "step, 95th percentile", of: run => run.speed?.p95_ms / 1e3 || null, format: duration, ratio: true },
-  { name: "training loss", of: run => last(finite(run.epochs?.train_loss)) ?? last(finite(run.steps?.loss)), format: number },
-  { name: "best val. accuracy", of: run => finite(run.epochs?.val_accuracy).length ? Math.max(...finite(run.epochs.val_accuracy)) : null, format: percent },
-  { name: "bytes moved", of: moved, format: bytes, ratio: true },
-  { name: "bytes moved in a step", of: run => given(moved(run)) && run.run.steps ? moved(run) / run.run.steps : null, format: bytes, ratio: true },
-  { name: "busiest link, per step", of: busiestLink, format: bytes, ratio: true },
-  { name: "memory", of: memory, format: bytes, ratio: true },
-  { name: "waiting in a step", of: waiting, format: duration },
-  { name: "mean delay", of: run => run.run?.mean_delay, format: number },
-  { name: "largest delay", of: run => run.run?.max_delay, format: number },
-  { name: "bubble", of: run => run.run?.bubble, format: percent },
-  { name: "bubble by the formula", of: run => run.run?.ideal_bubble, format: percent },
-];
+  ["training time", run => run.steps?.seconds.length ? last(run.steps.seconds) : null, duration, true],
+  ["time per epoch", run => finite(run.epochs?.epoch_seconds).length ? mean(finite(run.epochs.epoch_seconds)) : null, duration, true],
+  ["samples/s", rate, number, true],
+  ["step, median", run => run.speed?.p50_ms / 1e3 || null, duration, true],
+  ["step, 95th percentile", run => run.speed?.p95_ms / 1e3 || null, duration, true],
+  ["training loss", run => last(finite(run.epochs?.train_loss)) ?? last(finite(run.steps?.loss)), number],
+  ["best val. accuracy", run => finite(run.epochs?.val_accuracy).length ? Math.max(...finite(run.epochs.val_accuracy)) : null, percent],
+  ["bytes moved", moved, bytes, true],
+  ["bytes moved in a step", run => given(moved(run)) && run.run.steps ? moved(run) / run.run.steps : null, bytes, true],
+  ["busiest link, per step", busiestLink, bytes, true],
+  ["memory", memory, bytes, true],
+  ["waiting in a step", waiting, duration],
+  ["mean delay", run => run.run?.mean_delay, number],
+  ["largest delay", run => run.run?.max_delay, number],
+  ["bubble", run => run.run?.bubble, percent],
+  ["bubble by the formula", run => run.run?.ideal_bubble, percent],
+].map(([name, of, format, ratio]) => ({ name, of, format, ratio }));
 
 // ---- Sections
 
@@ -220,11 +231,19 @@ function header() {
 
 const firstLike = run => data.runs.find(other => fact(other, "model") === fact(run, "model"));
 
-function cell(row, run, result) {
-  const value = result.of(run);
-  const made = element(row, "td", result.format(value));
-  const base = result.of(firstLike(run));
+function resultCell(run, result) {
+  const made = document.createElement("td");
+  const value = result.of(run), base = result.of(firstLike(run));
+  made.textContent = result.format(value);
   if (result.ratio && run !== firstLike(run) && given(value) && base) element(made, "small", `× ${number(value / base, 3)}`);
+  return made;
+}
+
+function nameCell(run) {
+  const made = document.createElement("td");
+  made.textContent = run.name;
+  for (const text of run.partial) element(made, "small", `partial: ${text}`, "warn");
+  return made;
 }
 
 function table() {
@@ -232,22 +251,13 @@ function table() {
   const made = section("Runs", data.runs.length > 1 ? `Settings that differ, and results; × compares with ${data.runs.every(run => firstLike(run) === data.runs[0]) ? data.runs[0].name : "the first run of the same model"}.` : null);
   const names = differingSettings().filter(name => data.runs.some(run => given(fact(run, name))));
   const results = RESULTS.filter(result => data.runs.some(run => given(result.of(run))));
-  const body = element(element(made, "div", null, "scroll"), "table");
-  const head = element(element(body, "thead"), "tr");
-  for (const title of ["run", ...names, ...results.map(result => result.name)]) element(head, "th", title);
-  const rows = element(body, "tbody");
-  for (const run of data.runs) {
-    const row = element(rows, "tr");
-    const first = element(row, "td", run.name);
-    for (const text of run.partial) element(first, "small", `partial: ${text}`, "warn");
-    for (const name of names) element(row, "td", plain(fact(run, name)));
-    for (const result of results) cell(row, run, result);
-  }
+  rows(made, ["run", ...names, ...results.map(result => result.name)],
+    data.runs.map(run => [nameCell(run), ...names.map(name => plain(fact(run, name))), ...results.map(result => resultCell(run, result))]));
 }
 
 // ---- A comparison: repeats of a case become a mean with an error bar
 
-// What tells the runs of a comparison apart: [contender, numbers of devices and values of options].
+// Returns what tells the runs of a comparison apart: [contender, numbers of devices and values of options].
 function factsOf(run) {
   const facts = { contender: run.case.contender || run.case.strategy, devices: run.case.devices, ...run.case.varied };
   return Object.fromEntries(Object.entries(facts).map(([key, value]) => [key, plain(value)]));
@@ -350,7 +360,7 @@ function curveSets(table, key, across) {
   const sets = [];
   for (const run of runs) {
     const points = curve(run, table, key, across);
-    const look = { hue: hueOf(run), label: caseOf(run), full: run.name, borderWidth: 1.5, pointRadius: points.length > 60 ? 0 : 2, pointHitRadius: 8 };
+    const look = { hue: hueOf(run), label: caseOf(run), full: run.name, ...LINE, pointRadius: points.length > 60 ? 0 : 2 };
     sets.push({ ...look, data: points });
     if (table === "steps" && key === "loss" && runs.length <= 4 && run.steps.low.some((low, i) => low !== run.steps.high[i])) {
       const edge = { ...look, band: true, borderWidth: 0, pointRadius: 0, pointHitRadius: 0 };
@@ -393,43 +403,55 @@ function curves() {
 
 // ---- Where the time goes
 
-// [{name, ms: {phase: milliseconds}}] of a run, by the best that there is.
+// [{rank, ms: {phase: milliseconds}}] of a run, by the best that there is.
 function phasesOf(run) {
-  if (stepping(run).length) return stepping(run).map(rank => ({ name: `rank ${rank.rank}`, ms: rank.ms }));
+  if (stepping(run).length) return stepping(run);
   const steps = run.steps?.step.length ? last(run.steps.step) + 1 : 0;
   const ended = run.run?.each_rank || (given(run.run?.forward_seconds) ? [{ rank: 0, ...run.run }] : []);
   if (!steps || !ended.length) return [];
   const here = run.run.steps ? run.run.steps - (run.start?.step || 0) : steps;
-  return ended.map(rank => ({ name: `rank ${rank.rank}`,
+  return ended.map(rank => ({ rank: rank.rank,
     ms: Object.fromEntries(["forward", "backward", "exchange", "update", "data"].map(phase => [phase, 1e3 * rank[`${phase}_seconds`] / here])) }));
 }
 
-function whereTimeGoes() {
-  const runs = data.runs.filter(run => phasesOf(run).length);
+// A section with charts for each of the first runs that has what they show; draw(run, place, the section).
+function perRun(has, title, note, draw) {
+  const runs = data.runs.filter(has);
   if (!runs.length) return;
-  const traced = runs.some(run => stepping(run).length);
-  const place = grid(section("Where a step's time goes", traced ? "Out of the trace, where a run has one: the mean of the traced steps, by the thread of the training loop. Waiting is for other ranks."
-    : "Each rank's mean of all steps. With --trace FILE.json, waiting for other ranks is shown apart."));
-  for (const run of runs.slice(0, 12)) {
+  const made = section(title, note);
+  const place = grid(made);
+  for (const run of runs.slice(0, 12)) draw(run, place, made);
+}
+const rankName = rank => `rank ${rank.rank}`;
+function barsOfRanks(place, run, ranks, sets, title, format, height, stacked = true) {
+  chart(place, run.name, "bar", sets.map((set, hue) => ({ hue, ...set })), axis(title, format, { stacked, beginAtZero: true }), axis("", null, { stacked }),
+    { labels: ranks.map(rankName), indexAxis: "y", format, height: 110 + height * ranks.length, legend: true });
+}
+// points(rank): [x of each, y of each]
+function linesOfRanks(place, title, ranks, points, x, y, options) {
+  const line = (rank, hue) => {
+    const [xs, ys] = points(rank);
+    return { label: rankName(rank), hue, ...LINE, pointRadius: options.stepped || xs.length > 60 ? 0 : 2, stepped: options.stepped, data: xs.map((x, i) => ({ x, y: ys[i] })) };
+  };
+  chart(place, title, "line", ranks.map(line), x, y, options);
+}
+
+function whereTimeGoes() {
+  const traced = data.runs.some(run => stepping(run).length);
+  perRun(run => phasesOf(run).length, "Where a step's time goes", traced ? "Out of the trace, where a run has one: the mean of the traced steps, by the thread of the training loop. Waiting is for other ranks."
+    : "Each rank's mean of all steps. With --trace FILE.json, waiting for other ranks is shown apart.", (run, place) => {
     const ranks = phasesOf(run);
     const phases = PHASES.filter(phase => ranks.some(rank => rank.ms[phase] > 0.002 * sum(Object.values(rank.ms))));  // the others would be too thin
-    const sets = phases.map(phase => ({ label: phase, hue: PHASES.indexOf(phase), data: ranks.map(rank => rank.ms[phase] || 0), stack: "one" }));
-    chart(place, run.name, "bar", sets, axis("ms per step", number, { stacked: true }), axis("", null, { stacked: true }),
-      { labels: ranks.map(rank => rank.name), indexAxis: "y", format: value => `${number(value, 3)} ms`, height: 110 + 28 * ranks.length, legend: true });
-  }
+    const sets = phases.map(phase => ({ label: phase, hue: PHASES.indexOf(phase), data: ranks.map(rank => rank.ms[phase] || 0) }));
+    barsOfRanks(place, run, ranks, sets, "ms per step", value => number(value, 3), 28);
+  });
 }
 
 function balance() {
-  const runs = data.runs.filter(run => stepping(run).length > 1);
-  if (!runs.length) return;
-  const made = section("Balance between ranks", "A step's time without waiting for other ranks: the slowest sets the pace of all.");
-  const place = grid(made);
-  for (const run of runs.slice(0, 12)) {
-    const sets = stepping(run).map((rank, hue) => ({ label: `rank ${rank.rank}`, hue, borderWidth: 1.5, pointRadius: rank.busy.ms.length > 60 ? 0 : 2, pointHitRadius: 8,
-      data: rank.busy.step.map((x, i) => ({ x, y: rank.busy.ms[i] })) }));
-    chart(place, run.name, "line", sets, axis("step", number, { type: "linear" }), axis("ms", number, { beginAtZero: true }));
+  perRun(run => stepping(run).length > 1, "Balance between ranks", "A step's time without waiting for other ranks: the slowest sets the pace of all.", (run, place, made) => {
+    linesOfRanks(place, run.name, stepping(run), rank => [rank.busy.step, rank.busy.ms], axis("step", number, { type: "linear" }), axis("ms", number, { beginAtZero: true }), {});
     waits(made, run);
-  }
+  });
 }
 
 function waits(parent, run) {
@@ -437,14 +459,8 @@ function waits(parent, run) {
   if (!ranks.some(rank => Object.keys(rank.waits_for).length)) return;
   const box = element(parent, "details");
   element(box, "summary", `${run.name}: who waited for whom, ms per step`);
-  const body = element(element(box, "div", null, "scroll"), "table");
-  const head = element(body, "tr");
-  for (const title of ["waiting", ...ranks.map(rank => `for rank ${rank.rank}`)]) element(head, "th", title);
-  for (const rank of ranks) {
-    const row = element(body, "tr");
-    element(row, "td", rank.name || `rank ${rank.rank}`);
-    for (const other of ranks) element(row, "td", number(rank.waits_for[other.rank], 3));
-  }
+  rows(box, ["waiting", ...ranks.map(rank => `for ${rankName(rank)}`)],
+    ranks.map(rank => [rank.name || rankName(rank), ...ranks.map(other => number(rank.waits_for[other.rank], 3))]));
 }
 
 function delays() {
@@ -458,42 +474,32 @@ function delays() {
 }
 
 function bytesMoved() {
-  const runs = data.runs.filter(run => stepping(run).some(rank => Object.keys(rank.bytes).length));
-  if (!runs.length) return;
-  const place = grid(section("Bytes by collective", "What each rank handed to collectives and messages in a step. Those that begin with “machines:” go over links; the others stay in the machine's memory."));
-  for (const run of runs.slice(0, 12)) {
+  perRun(run => stepping(run).some(rank => Object.keys(rank.bytes).length), "Bytes by collective",
+    "What each rank handed to collectives and messages in a step. Those that begin with “machines:” go over links; the others stay in the machine's memory.", (run, place) => {
     const ranks = stepping(run);
     const names = [...new Set(ranks.flatMap(rank => Object.keys(rank.bytes)))];
-    chart(place, run.name, "bar", names.map((name, hue) => ({ label: name, hue, data: ranks.map(rank => rank.bytes[name] || 0), stack: name.startsWith("machines:") ? "links" : "memory" })),
-      axis("per step", bytes, { stacked: true }), axis("", null, { stacked: true }), { labels: ranks.map(rank => `rank ${rank.rank}`), indexAxis: "y", format: bytes, height: 110 + 28 * ranks.length, legend: true });
-  }
+    barsOfRanks(place, run, ranks, names.map(name => ({ label: name, data: ranks.map(rank => rank.bytes[name] || 0), stack: name.startsWith("machines:") ? "links" : "memory" })), "per step", bytes, 28);
+  });
 }
 
 function memoryOfRanks() {
-  const runs = data.runs.filter(run => run.run?.each_rank?.some(rank => rank.pss_bytes > 0));
-  if (!runs.length) return;
-  const place = grid(section("Memory", "Of each rank's process at the end of the run. Its share: memory that n processes share counts one n-th. The most it had: shared memory counts in full."));
-  for (const run of runs.slice(0, 12)) {
+  perRun(run => run.run?.each_rank?.some(rank => rank.pss_bytes > 0), "Memory",
+    "Of each rank's process at the end of the run. Its share: memory that n processes share counts one n-th. The most it had: shared memory counts in full.", (run, place) => {
     const ranks = run.run.each_rank;
-    chart(place, run.name, "bar", [{ label: "its share", hue: 0, data: ranks.map(rank => rank.pss_bytes) }, { label: "the most it had", hue: 1, data: ranks.map(rank => rank.peak_rss_bytes) }],
-      axis("", bytes, { beginAtZero: true }), axis(""), { labels: ranks.map(rank => `rank ${rank.rank}`), indexAxis: "y", format: bytes, height: 110 + 40 * ranks.length });
-  }
+    barsOfRanks(place, run, ranks, [{ label: "its share", data: ranks.map(rank => rank.pss_bytes) }, { label: "the most it had", data: ranks.map(rank => rank.peak_rss_bytes) }], "", bytes, 40, false);
+  });
 }
 
 const COUNTERS = { memory: ["Memory over time", bytes], "batches ready": ["Batches ready", number], staleness: ["Staleness, in updates", number] };
 
 function counters() {
-  const runs = data.runs.filter(run => ranksOf(run).some(rank => Object.keys(rank.counters).length));
-  if (!runs.length) return;
-  const place = grid(section("Counters of the trace", "Of each rank, against the time since the trace began."));
-  for (const run of runs.slice(0, 12)) {
+  perRun(run => ranksOf(run).some(rank => Object.keys(rank.counters).length), "Counters of the trace", "Of each rank, against the time since the trace began.", (run, place) => {
     for (const name of new Set(ranksOf(run).flatMap(rank => Object.keys(rank.counters)))) {
       const [title, format] = COUNTERS[name] || [name, number];
-      const ranks = ranksOf(run).filter(rank => rank.counters[name]);
-      chart(place, `${run.name}: ${title}`, "line", ranks.map((rank, hue) => ({ label: `rank ${rank.rank}`, hue, borderWidth: 1.5, pointRadius: 0, pointHitRadius: 8, stepped: true,
-        data: rank.counters[name].seconds.map((x, i) => ({ x, y: rank.counters[name].value[i] })) })), axis("", duration, { type: "linear" }), axis("", format, { beginAtZero: true }), { format, legend: true });
+      linesOfRanks(place, `${run.name}: ${title}`, ranksOf(run).filter(rank => rank.counters[name]), rank => [rank.counters[name].seconds, rank.counters[name].value],
+        axis("", duration, { type: "linear" }), axis("", format, { beginAtZero: true }), { format, legend: true, stepped: true });
     }
-  }
+  });
 }
 
 function repeat() {
