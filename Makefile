@@ -106,7 +106,6 @@ bench: setup-pytorch  ## measures lockstep beside PyTorch (downloads 4.7 GB the 
 	build/release/bin/lockstep bench step --json bench/results/step.json
 	bench/startup.py
 	bench/lenet.py
-	bench/accuracy.py
 	build/release/bin/lockstep bench data --json bench/results/data.json
 
 bench-hosts: setup-bench  ## as root: measures several machines, simulated by network namespaces with slow links
@@ -119,7 +118,6 @@ bench-recovery: setup-recovery  ## measures how long a job stands still when a r
 	cmake --preset release
 	cmake --build --preset release --target lockstep_command lockstep_train -j $(JOBS)
 	bench/recovery.py
-	bench/recovery.py soak 10
 
 # Runs the tests of the preset $(1) that ctest's options $(3) choose; their log is called $(2).
 run_tests = ctest --preset $(1) -j $(JOBS) $(3); code=$$?; cp build/$(1)/Testing/Temporary/LastTest.log build/$(1)/$(2).log; \
