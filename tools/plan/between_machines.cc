@@ -28,7 +28,7 @@ std::vector<std::vector<double>> parts_of_servers(const Profile& profile, int se
   std::vector<Key> keys;
   for (const double bytes : profile.tensors) {
     const auto elements = static_cast<std::int64_t>(bytes / 4);
-    keys.push_back({.name = "", .elements = elements, .rows = std::max<std::int64_t>(1, elements)});
+    keys.push_back({.elements = elements, .rows = std::max<std::int64_t>(1, elements)});
   }
   std::vector<std::vector<double>> parts;
   for (const BlockLayout& layout : plan_keys(keys, to_size(servers), KVStoreOptions().split_above)) {
