@@ -6,7 +6,6 @@
 #include <limits>
 
 #include "lockstep/base/stop.h"
-#include "lockstep/base/to_size.h"
 #include "lockstep/collective/world_state.h"
 #include "lockstep/error.h"
 
@@ -51,15 +50,14 @@ std::optional<std::uint64_t> common_bits(const double* sum, int ranks, double ha
 
 void ExchangeTotals::start(const AccumulatedBatches& batches, StepSettings settings) {
   settings_ = std::move(settings);
-  const double counting = batches.samples > 0 && batches.leading == 0 ? 1 : 0;
-  const auto backwards = static_cast<double>(batches.backwards);
+  const double counting = batches.samples > 0 && batches.leading == 0 ? 1 : 0, backwards = batches.backwards;
   const double plain = batches.is_plain ? 1 : 0, none = counting > 0 ? 0 : std::numeric_limits<double>::quiet_NaN();
   std::vector<double> own{batches.samples, counting, wants_to_stop() ? 1.0 : 0.0};
   add_bits(static_cast<std::uint64_t>(counting * (2 * backwards + plain)), world_.size(), own);
   add_bits(hash_of(settings_), world_.size(), own);
   const auto [kinds, size] = batches.weight_of_rank;
   for (int rank = 0; rank < world_.size(); ++rank)
-    own.insert(own.end(), {rank == world_.rank() ? kinds : 0, rank == world_.rank() ? size : 0});
+    own.insert(own.end(), {rank == world_.rank() ? kinds : 0.0, rank == world_.rank() ? size : 0});
   settings_.insert(settings_.begin(), {{kBackwards, backwards + none}, {kPlain, plain + none}});
   const auto options = torch::TensorOptions().dtype(torch::kFloat64).device(world_.device());
   const torch::Tensor loss =
@@ -78,11 +76,11 @@ torch::Tensor ExchangeTotals::sums() {
 
 std::int64_t ExchangeTotals::samples() { return static_cast<std::int64_t>(sums()[kSamples].item<double>()); }
 
-std::optional<std::int64_t> ExchangeTotals::backwards() {
+std::optional<std::uint32_t> ExchangeTotals::backwards() {
   const torch::Tensor sums = this->sums();
   const auto* sum = sums.const_data_ptr<double>();
   const auto calls = common_bits(sum + kCalls, world_.size(), sum[kCounting]);
-  return calls && *calls > 0 ? std::optional(static_cast<std::int64_t>(*calls / 2)) : std::nullopt;
+  return calls && *calls > 0 ? std::optional(static_cast<std::uint32_t>(*calls / 2)) : std::nullopt;
 }
 
 BatchTotals ExchangeTotals::wait() {
@@ -92,8 +90,10 @@ BatchTotals ExchangeTotals::wait() {
   const auto* const hash = sum + (kCalls + weights_at) / 2;
   if (!common_bits(sum + kCalls, world_.size(), sum[kCounting]) || !common_bits(hash, world_.size(), world_.size()))
     throw_difference();
-  const auto* weights = reinterpret_cast<const RankWeight*>(sum + weights_at);
-  const double ranks_alike = compare_weights({weights, to_size(world_.size())}, world_.rank());
+  std::vector<RankWeight> weights;
+  for (const double* at = sum + weights_at; at < sum + loss; at += 2)
+    weights.push_back({static_cast<std::uint32_t>(at[0]), at[1]});
+  const double ranks_alike = compare_weights(weights, world_.rank());
   divisor_ = ranks_alike > 0 ? ranks_alike : sum[kSamples];
   if (sum[kStop] > 0) agree_to_stop();
   return {static_cast<std::int64_t>(sum[kSamples]), sum[loss] / sum[kSamples]};

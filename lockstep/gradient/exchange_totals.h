@@ -2,7 +2,7 @@
 // gradient/exchange_totals.h: what the ranks sum up in every exchange through buckets beside the gradients: samples and
 // loss; whether one was asked to stop; and whether they all agree on what a step is.
 //
-// Flow:    Reducer -> here -> World::all_reduce
+// Flow:    buckets.cc -> here -> World::all_reduce
 // Owns:    a tensor of six numbers, or more with many ranks, and two for each rank: how it counts (gradient/rank_weights.h)
 // Threads: one thread
 // Ranks:   all, in every exchange
@@ -38,7 +38,7 @@ class ExchangeTotals {
 
   // How often the ranks have called backward() whose first batches were not empty; none: there is no such rank, or they
   // differ, as wait() will say. Blocks. Throws PeerLost.
-  std::optional<std::int64_t> backwards();
+  std::optional<std::uint32_t> backwards();
 
   // Blocks. Throws MismatchError on all ranks: other settings, or backward() called another number of times since the
   // last exchange, or loss.backward() on some of them only; PeerLost.
