@@ -13,8 +13,8 @@
 // Note [Unused parameters]
 // A parameter that took no part on some ranks counts as zero there. Besides its gradients a bucket carries one flag per
 // parameter, so that one that took no part on any rank keeps an undefined .grad, as it does on a single rank. Such
-// parameters would hold their buckets back until the end of backward(); so once a step has left some out, begin() walks
-// the graph and packs at once those that this backward() will not reach.
+// parameters would hold their buckets back until the end of backward(); so once a step has left some out, the first hook of a
+// backward() packs at once those that it will not reach.
 //
 // Note [Slices]
 // With slices a bucket is reduce-scattered: each rank gets the mean of its slice, and .grad stays its own. So backward()
@@ -35,6 +35,7 @@
 #include <utility>
 
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -52,34 +53,26 @@
 #include "lockstep/gradient/gradient_slices.h"
 #include "lockstep/gradient/gradient_watch.h"
 #include "lockstep/gradient/local_gradients.h"
-#include "lockstep/gradient/unused_parameters.h"
 
 namespace lockstep {
 namespace {
-
-torch::Tensor rows_of(const torch::Tensor& gradient) {
-  return gradient.layout() == torch::kSparse ? gradient.coalesce() : gradient.to_sparse(1);
-}
-
-torch::Tensor no_rows_of(const torch::Tensor& parameter) {
-  auto sizes = parameter.sizes().vec();
-  sizes[0] = 0;
-  return torch::sparse_coo_tensor(torch::empty({1, 0}, parameter.options().dtype(torch::kInt64).requires_grad(false)),
-                                  torch::empty(sizes, parameter.options().requires_grad(false)), parameter.sizes())
-      ._coalesced_(true);
-}
 
 // The sum over ranks of factor * parameter.grad() where gradients have few rows, as an embedding's: each rank sends its
 // rows to all others. A coalesced sparse tensor with every row that some rank has; undefined if no rank has any. .grad:
 // sparse in the first dimension, or dense; if it is undefined or factor is 0, this rank has no rows.
 torch::Tensor sum_of_rows(const World& world, const torch::Tensor& parameter, double factor) {
   const torch::NoGradGuard no_grad;
-  const torch::Tensor& gradient = parameter.grad();
-  const torch::Tensor mine = gradient.defined() && factor != 0 ? rows_of(gradient) : no_rows_of(parameter);
-  const torch::Tensor indices = world.all_gather_rows(mine.indices()[0].contiguous());
-  const torch::Tensor values = world.all_gather_rows((mine.values() * factor).contiguous());
-  if (indices.numel() == 0) return {};
-  return torch::sparse_coo_tensor(indices.unsqueeze(0), values, parameter.sizes()).coalesce();
+  torch::Tensor rows = torch::empty({0}, parameter.options().dtype(torch::kInt64).requires_grad(false));
+  torch::Tensor values = parameter.narrow(0, 0, 0);
+  if (const torch::Tensor& gradient = parameter.grad(); gradient.defined() && factor != 0) {
+    const torch::Tensor mine = gradient.layout() == torch::kSparse ? gradient.coalesce() : gradient.to_sparse(1);
+    rows = mine.indices()[0];
+    values = mine.values() * factor;
+  }
+  rows = world.all_gather_rows(rows.contiguous());
+  values = world.all_gather_rows(values.contiguous());
+  if (rows.numel() == 0) return {};
+  return torch::sparse_coo_tensor(rows.unsqueeze(0), values, parameter.sizes()).coalesce();
 }
 
 constexpr const char* kMeanChanged = "gradients written by hand since backward()";
@@ -128,8 +121,6 @@ class Buckets : public Exchange {
       return factor;
     }
     start_exchange();
-    if (some_are_unused_ && batch.samples > 0)
-      pack_unused(loss.defined() ? reached_by(loss) : reached_by_this_backward());
     return factor;
   }
 
@@ -198,7 +189,7 @@ class Buckets : public Exchange {
     in_grad_.end_update();
     agreement_.end_update();  // barrier 3
     has_stepped_ = world_.size() > 1;
-    has_stepped_ ? watch_.remember_again() : watch_.forget();
+    watch_.remember(has_stepped_ ? all_ : std::vector<NamedTensor>());
   }
 
  private:
@@ -228,6 +219,7 @@ class Buckets : public Exchange {
     // With a hook a rank without samples looks whether any rank has some: it has nothing to compute meanwhile.
     if (batches_.samples > 0 && batches_.leading > 0) ask_the_others();
     skips_hook_ = options_.hook && batches_.samples == 0 && totals_.samples() == 0;
+    looks_for_unused_ = some_are_unused_ && !options_.static_graph;
     is_active_ = true;
   }
 
@@ -243,14 +235,6 @@ class Buckets : public Exchange {
                         .next = "call backward() equally often on all ranks; with 0 samples where a rank has no "
                                 "batch"});
     batches_.backwards = *backwards;
-  }
-
-  // Parameters that this backward() will not reach would hold their buckets back until its end.
-  void pack_unused(const std::function<bool(const torch::Tensor&)>& reached) {
-    for_each_slot([&](Slot& slot) {
-      if (!reached(slot.parameter.tensor)) slot.pack(batches_.samples > 0, weight());
-    });
-    send_full_buckets();
   }
 
   // A plain loss.backward(), without begin(): every rank counts as one sample, and the end of backward() is the
@@ -328,11 +312,21 @@ class Buckets : public Exchange {
     if (failed_) throw after_failed_backward(world_.describe());
     if (is_accumulating_) return;
     if (!is_active_) start_by_itself();
+    if (std::exchange(looks_for_unused_, false)) pack_unused();
     if (slot.packed) throw ready_again(slot.parameter.name);
     if (++slot.times_ready == 1 && !order_is_known_) ready_order_.push_back(slot.index);
     if (slot.times_ready < times_expected(slot)) return;
     slot.pack(batches_.samples > 0, weight());
     send_full_buckets();
+  }
+
+  // Parameters that this backward() will not reach would hold their buckets back until its end. Autograd knows them.
+  void pack_unused() {
+    const auto* const reached = torch::autograd::get_current_graph_task_nodes_in_graph();
+    for_each_slot([&](Slot& slot) {
+      if (!reached->contains(torch::autograd::impl::try_get_grad_accumulator(slot.parameter.tensor).get()))
+        slot.pack(batches_.samples > 0, weight());
+    });
   }
 
   // How often a gradient becomes ready in one backward(). With a static graph the first exchange counts, and waits for
@@ -429,16 +423,22 @@ class Buckets : public Exchange {
     return (defect("samples are not weighted") ? 1 : batches_.weight()) / scale_;
   }
 
+  // Slots of parameters that have a gradient on some rank.
+  static std::vector<Slot*> used_slots(Bucket& bucket) {
+    const torch::Tensor ranks_with_gradient = bucket.flags.to(torch::kCPU, torch::kFloat32);
+    const auto* count = ranks_with_gradient.const_data_ptr<float>();
+    std::vector<Slot*> used;
+    for (Slot& slot : bucket.slots)
+      if (*count++ > 0 || defect("unused parameters get a gradient")) used.push_back(&slot);
+    return used;
+  }
+
   void store_means(Bucket& bucket, double factor) {
     const torch::NoGradGuard no_grad;
     const trace::Span span("receive bucket", &bucket - buckets_.data());
     bucket.work->wait();
     if (bucket.finish_hook) bucket.finish_hook();
-    const torch::Tensor ranks_with_gradient = bucket.flags.to(torch::kCPU, torch::kFloat32);
-    const auto* count = ranks_with_gradient.const_data_ptr<float>();
-    for (Slot& slot : bucket.slots)
-      if (*count++ > 0 || defect("unused parameters get a gradient"))
-        slot.store_mean(factor, options_.gradient_as_bucket_view);
+    for (Slot* slot : used_slots(bucket)) slot->store_mean(factor, options_.gradient_as_bucket_view);
   }
 
   // NCCL makes its calls in order: a rank that waits for the slice has waited for the flags.
@@ -451,10 +451,7 @@ class Buckets : public Exchange {
       (bucket.slice_work ? bucket.slice_work : bucket.work)->wait();
       torch::Tensor(slices_->slice(i)).mul_(factor);
       WorldState::wait_for_device(world_);
-      const torch::Tensor ranks_with_gradient = bucket.flags.to(torch::kCPU, torch::kFloat32);
-      const auto* count = ranks_with_gradient.const_data_ptr<float>();
-      for (const Slot& slot : bucket.slots)
-        if (*count++ > 0) used.push_back(slot.parameter.tensor);
+      for (const Slot* slot : used_slots(bucket)) used.push_back(slot->parameter.tensor);
     }
     slices_->set_used(used);
   }
@@ -538,11 +535,11 @@ class Buckets : public Exchange {
     return UsageError(
         {.what = concat("the gradient of ", name, " became ready again after it was sent"),
          .here = world_.describe(),
-         .likely = options_.static_graph ? "a graph that is not the one of the first step"
-                                         : "a backward() inside of backward(), such as activation checkpointing",
-         .next = options_.static_graph ? "leave static_graph off"
-                                       : "static_graph = true, if every step is like the first; or one backward() "
-                                         "per step, on the sum of the losses"});
+         .likely =
+             "a backward() inside of backward(), such as activation checkpointing; with static_graph a graph that is "
+             "not the one of the first step",
+         .next = "static_graph = true if every step is like the first; else one backward() per step, on the sum of the "
+                 "losses"});
   }
 
   // ---- In step()
@@ -586,15 +583,16 @@ class Buckets : public Exchange {
   bool order_is_known_ = false;                       // buckets fill in the order in which gradients become ready
   std::vector<std::int64_t> ready_order_;             // in the first exchange: indices of parameters
   std::unordered_map<const void*, int> times_ready_;  // with a static graph: of each parameter, once it is known
-  bool some_are_unused_ = false;  // some step left a parameter out: later ones look for such before backward()
+  bool some_are_unused_ = false;                      // some step left a parameter out: later ones look for such
   std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, std::uintptr_t>> hooks_;  // accumulator, key
   bool is_accumulating_ = false;  // in a backward() that exchanges nothing; changes only while no backward() runs
 
-  std::mutex mutex_;            // guards what follows, and the buckets
-  bool is_active_ = false;      // between begin and finish
-  bool failed_ = false;         // cancel() was called
-  AccumulatedBatches batches_;  // since the last exchange
-  GradientWatch accumulated_;   // of .grad after a backward() that exchanged nothing
+  std::mutex mutex_;               // guards what follows, and the buckets
+  bool is_active_ = false;         // between begin and finish
+  bool failed_ = false;            // cancel() was called
+  bool looks_for_unused_ = false;  // at the first gradient of this backward()
+  AccumulatedBatches batches_;     // since the last exchange
+  GradientWatch accumulated_;      // of .grad after a backward() that exchanged nothing
   ExchangeTotals totals_;
   bool skips_hook_ = false;              // in this exchange: no rank has samples, and residuals stay as they are
   std::optional<Stopwatch> first_sent_;  // since the first bucket of this exchange was sent

@@ -9,7 +9,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/gradient/accumulated_batches.h"
 #include "lockstep/gradient/exchange.h"
-#include "lockstep/gradient/unused_parameters.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -243,7 +242,8 @@ TEST(Buckets, takes_a_gradient_that_becomes_ready_twice_if_the_graph_is_static) 
   run_ranks(3, [](World& world) {
     const torch::Tensor w = parameter({4});
     const torch::Tensor other = parameter({2});
-    const auto reducer = exchange_in_buckets(world, {{"w", w}, {"other", other}}, {.bucket_bytes = 16, .static_graph = true});
+    const auto reducer =
+        exchange_in_buckets(world, {{"w", w}, {"other", other}}, {.bucket_bytes = 16, .static_graph = true});
     for (int step = 0; step < 3; ++step) {
       const torch::Tensor loss = twice_checkpointed(w, world.rank()) + other.sum();
       reducer->begin(1, loss);
@@ -266,16 +266,6 @@ TEST(Buckets, says_so_if_a_gradient_becomes_ready_twice) {
     reducer->finish();
   };
   EXPECT_TRUE(contains(message_of<UsageError>([&] { run_ranks(2, run_checkpointed); }), "w became ready again"));
-}
-
-TEST(UnusedParameters, are_those_that_the_graph_does_not_reach) {
-  const torch::Tensor a = parameter({2}), b = parameter({2}), c = parameter({2});
-  const torch::Tensor loss = (a * b.detach() + c.square()).sum();
-  const auto reached = reached_by(loss);
-  EXPECT_TRUE(reached(a));
-  EXPECT_FALSE(reached(b));
-  EXPECT_TRUE(reached(c));
-  EXPECT_FALSE(reached_by({})(a));
 }
 
 TEST_P(BucketsOfSize, takes_branches_that_change_from_step_to_step) {

@@ -3,15 +3,15 @@
 // loss; whether one was asked to stop; and whether they all agree on what a step is.
 //
 // Flow:    buckets.cc -> here -> World::all_reduce
-// Owns:    a tensor of six numbers, or more with many ranks, and two for each rank: how it counts (gradient/rank_weights.h)
+// Owns:    a tensor of ten numbers, and two for each rank: how it counts (gradient/rank_weights.h)
 // Threads: one thread
 // Ranks:   all, in every exchange
 //
 // Note [Equal on all ranks, by a sum]
-// N ranks have the same bits if and only if each bit is set on none or on all. So one all-reduce, which is needed for the
-// samples anyway, also compares settings: it counts the ranks that have each bit of a hash. A float64 has as many counts as
-// fit into its 53 bits, as digits to the base N + 1: exact for any N. N ranks send 48 bytes for
-// this (1,000 ranks 144) and 16 N for their weights. Only if they differ the settings themselves are gathered, to name the one.
+// N numbers are equal if and only if N times the sum of their squares is the square of their sum. So one all-reduce, which is
+// needed for the samples anyway, also compares settings: it sums the halves of their hash, and the squares of these. Sums of
+// whole numbers below 2^53 are exact in any order. N ranks send 80 + 16 N bytes. Only if they differ the settings themselves
+// are gathered, to name the one.
 #pragma once
 
 #include <torch/types.h>

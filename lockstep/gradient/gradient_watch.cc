@@ -26,22 +26,16 @@ bool GradientWatch::Identity::operator==(const torch::Tensor& gradient) const {
 
 void GradientWatch::remember(const std::vector<NamedTensor>& parameters) {
   parameters_.clear();
-  for (const auto& [name, parameter] : parameters) parameters_.push_back(parameter);
-  remember_again();
-}
-
-void GradientWatch::remember_again() {
   identities_.clear();
   std::vector<torch::Tensor> gradients;
-  gradients.reserve(parameters_.size());
-  for (const torch::Tensor& parameter : parameters_) {
+  gradients.reserve(parameters.size());
+  for (const auto& [name, parameter] : parameters) {
+    parameters_.push_back(parameter);
     identities_.emplace_back(parameter.grad());
     gradients.push_back(parameter.grad());
   }
   data_.watch(gradients);
 }
-
-void GradientWatch::forget() { remember({}); }
 
 std::optional<std::size_t> GradientWatch::changed() const {
   for (std::size_t i = 0; i < parameters_.size(); ++i)
@@ -50,8 +44,7 @@ std::optional<std::size_t> GradientWatch::changed() const {
 }
 
 bool GradientWatch::zeroed() const {
-  return changed() &&
-         std::all_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return is_zero(p.grad()); });
+  return changed() && std::ranges::all_of(parameters_, [](const auto& p) { return is_zero(p.grad()); });
 }
 
 bool GradientWatch::dropped() const {

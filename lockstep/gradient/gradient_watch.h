@@ -21,8 +21,6 @@ class GradientWatch {
  public:
   // From now on: every .grad as it is.
   void remember(const std::vector<NamedTensor>& parameters);
-  void remember_again();  // of the same parameters
-  void forget();
 
   // The first parameter, by its index, whose .grad is another tensor or has been written since. A write that torch's
   // version counter does not see is found if it came through data() or changed the whole tensor (model/samples.h).

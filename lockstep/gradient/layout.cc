@@ -10,7 +10,8 @@
 namespace lockstep {
 namespace {
 
-void require_shards_possible(const LayoutInput& input, const DistributedDataParallelOptions& options, Layout layout) {
+void require_shards_possible(const LayoutInput& input, const DistributedDataParallelOptions& options,
+                             StepLayout layout) {
   constexpr const char* kLeaveOneOut = "leave one of the two out";
   const int shards = options.virtual_shards;
   const bool on_cores = !input.is_on_gpus;
@@ -25,11 +26,11 @@ void require_shards_possible(const LayoutInput& input, const DistributedDataPara
       {options.mean_in_grad, "mean_in_grad needs buckets", kLeaveOneOut},
       {on_cores && input.ranks_on_machine < input.ranks, "not all ranks are on the cores of one machine",
        "train on one machine, or without virtual shards"},
-      {on_cores && layout != Layout::kPublished, "parameters are separate",
+      {on_cores && layout != StepLayout::kPublished, "parameters are separate",
        "share_parameters = true, and an optimizer of lockstep's"},
       {!on_cores && !input.updates_all, "some parameters have sparse gradients, or the optimizer does not hold them",
        "train without virtual shards, or freeze what the optimizer does not hold"},
-      {!on_cores && layout != Layout::kSlices, "each GPU would have to update a slice of the parameters",
+      {!on_cores && layout != StepLayout::kSlices, "each GPU would have to update a slice of the parameters",
        "slice_update = true, gradient_as_bucket_view = false, and an optimizer of lockstep's other than LAMB and "
        "LARS"}};
   for (const auto& [is_so, why, next] : obstacles)
@@ -42,17 +43,18 @@ void require_shards_possible(const LayoutInput& input, const DistributedDataPara
 
 }  // namespace
 
-Layout choose_layout(const LayoutInput& input, const DistributedDataParallelOptions& options) {
+StepLayout choose_layout(const LayoutInput& input, const DistributedDataParallelOptions& options) {
   const bool sums_exactly = !options.mean_in_grad && !options.hook && options.algorithm == Algorithm::kDirect;
-  Layout layout = Layout::kOwnBuckets;
+  StepLayout layout = StepLayout::kOwnBuckets;
   if (input.is_fused && input.is_on_gpus) {
     // With virtual shards also one rank adds up as several do.
     const bool has_slices = input.ranks > 1 || options.virtual_shards > 0;
     if (options.slice_update && has_slices && sums_exactly && !options.gradient_as_bucket_view && !input.is_layerwise &&
         input.updates_all)
-      layout = Layout::kSlices;
+      layout = StepLayout::kSlices;
   } else if (input.is_fused && options.share_parameters) {
-    layout = sums_exactly && input.ranks_on_machine == input.ranks ? Layout::kPublished : Layout::kSharedBuckets;
+    layout =
+        sums_exactly && input.ranks_on_machine == input.ranks ? StepLayout::kPublished : StepLayout::kSharedBuckets;
   }
   if (options.virtual_shards != 0) require_shards_possible(input, options, layout);
   return layout;

@@ -12,14 +12,14 @@
 
 namespace lockstep {
 
-enum class Layout {
+enum class StepLayout {
   kPublished,      // all ranks share the parameters and read each other's gradients in place
   kSharedBuckets,  // the ranks of a machine share the parameters; buckets bring the mean, each rank updates a slice
   kSlices,         // each GPU has its own parameters and gets the mean of a slice, which it updates
   kOwnBuckets,     // each rank has its own parameters; buckets bring the mean, each rank updates all
 };
 
-inline bool shares_parameters(Layout layout) { return layout <= Layout::kSharedBuckets; }
+inline bool shares_parameters(StepLayout layout) { return layout <= StepLayout::kSharedBuckets; }
 
 // What decides besides the options.
 struct LayoutInput {
@@ -34,7 +34,7 @@ struct LayoutInput {
 };
 
 // Throws UsageError: virtual shards, and why they can't be had.
-Layout choose_layout(const LayoutInput& input, const DistributedDataParallelOptions& options);
+StepLayout choose_layout(const LayoutInput& input, const DistributedDataParallelOptions& options);
 
 // Throws UsageError unless any number of ranks from `fewest` to `ranks` can share out the shards. fewest 0: the job ends
 // with the first loss.

@@ -92,8 +92,8 @@ TEST_P(PublishedOfSize, counts_the_first_of_several_backward_also_where_it_has_n
     const double first = world.size() > 1 ? world.size() - 1 : 1;
     const double second = 4.0 * world.size();
     gradients->finish();
-    EXPECT_TRUE(
-        torch::allclose(mean_of(*gradients, p), constant(3, 2 * (4 * first + 8 * second) / (first + second)), 1e-14, 0));
+    EXPECT_TRUE(torch::allclose(mean_of(*gradients, p), constant(3, 2 * (4 * first + 8 * second) / (first + second)),
+                                1e-14, 0));
   });
 }
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/gradient/layout.h"
 #include "lockstep/train/options.h"
 
 #include <set>
 
 #include "lockstep/error.h"
+#include "lockstep/gradient/layout.h"
 #include "lockstep/train/option_table.h"
 #include "tests/support.h"
 

@@ -50,8 +50,8 @@ DistributedDataParallelOptions options_for(const torch::nn::Module& module, Dist
   return options;
 }
 
-Layout layout_of(const World& world, const torch::optim::Optimizer* optimizer,
-                 const std::vector<NamedTensor>& parameters, const DistributedDataParallelOptions& options) {
+StepLayout layout_of(const World& world, const torch::optim::Optimizer* optimizer,
+                     const std::vector<NamedTensor>& parameters, const DistributedDataParallelOptions& options) {
   const auto* const fused = dynamic_cast<const Optimizer*>(optimizer);
   const auto trained = trainable(parameters);
   return choose_layout({.ranks = world.size(),
@@ -92,7 +92,7 @@ class DistributedDataParallel::Impl {
     guards_.begin(block_);
     auto* const fused = dynamic_cast<Optimizer*>(optimizer);
     if (fused != nullptr && options_.hook && options_.hook->keeps_residual()) fused->refuse_loss_scale();
-    if (layout_ != Layout::kOwnBuckets) fused->attach(exchange_);
+    if (layout_ != StepLayout::kOwnBuckets) fused->attach(exchange_);
     if (block_) give_back_freed_memory();  // where the parameters were before
   }
 
@@ -184,7 +184,7 @@ class DistributedDataParallel::Impl {
   const World& world() const { return world_; }
   torch::nn::Module& module() const { return *module_; }
   bool& no_sync() { return no_sync_; }
-  bool mean_in_grad() const { return layout_ == Layout::kSharedBuckets || layout_ == Layout::kOwnBuckets; }
+  bool mean_in_grad() const { return layout_ == StepLayout::kSharedBuckets || layout_ == StepLayout::kOwnBuckets; }
   const BatchTotals& last_batch() const { return last_batch_; }
   double exchange_seconds() const { return exchange_seconds_; }
 
@@ -236,7 +236,7 @@ class DistributedDataParallel::Impl {
 
   std::shared_ptr<Exchange> make_exchange(const torch::optim::Optimizer* optimizer) {
     const auto on_finished = [this](const BatchTotals& totals) { finish_exchange(totals); };
-    if (layout_ == Layout::kPublished)
+    if (layout_ == StepLayout::kPublished)
       return publish_gradients(memory_, trainable(parameters_),
                                {.block = block_,
                                 .shards = shards_,
@@ -249,7 +249,7 @@ class DistributedDataParallel::Impl {
                                 .static_graph = options_.static_graph,
                                 .gradient_as_bucket_view = options_.gradient_as_bucket_view,
                                 .sparse = options_.sparse_parameters,
-                                .slices = layout_ == Layout::kSlices,
+                                .slices = layout_ == StepLayout::kSlices,
                                 .shards = options_.virtual_shards,
                                 .memory = memory_,
                                 .block = block_,
@@ -263,7 +263,7 @@ class DistributedDataParallel::Impl {
   int shards_;  // of this rank; 0: none
   std::vector<NamedTensor> parameters_;
   std::vector<NamedTensor> buffers_;
-  Layout layout_;
+  StepLayout layout_;
   Guards guards_;
   std::shared_ptr<SharedMemory> memory_;  // with shared parameters
   std::shared_ptr<ParameterBlock> block_;

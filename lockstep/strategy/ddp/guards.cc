@@ -58,7 +58,7 @@ double agree_on_number(const World& world) {
 }  // namespace
 
 Guards::Guards(World world, std::vector<NamedTensor> parameters, const torch::optim::Optimizer* optimizer,
-               Layout layout)
+               StepLayout layout)
     : world_(std::move(world)),
       check_(world_),
       parameters_(std::move(parameters)),
@@ -89,13 +89,13 @@ Guards::Values Guards::values() const {
 
 // Only through buckets: in shared memory a rank that writes alone is found in other ways.
 void Guards::note_values() {
-  if (layout_ == Layout::kPublished) return;
+  if (layout_ == StepLayout::kPublished) return;
   values_ = values();
   if (fused_ != nullptr) calls_ = fused_->step_state().calls;
 }
 
 void Guards::parameters_written() {
-  if (layout_ != Layout::kPublished) values_ = values();
+  if (layout_ != StepLayout::kPublished) values_ = values();
   unexchanged_.reset();
   goes_own_way_ = false;
 }

@@ -36,7 +36,7 @@ class Guards {
  public:
   // optimizer: null if DistributedDataParallel was given none. Collective: blocks. Throws MismatchError: LOCKSTEP_CHECK
   // differs between ranks.
-  Guards(World world, std::vector<NamedTensor> parameters, const torch::optim::Optimizer* optimizer, Layout layout);
+  Guards(World world, std::vector<NamedTensor> parameters, const torch::optim::Optimizer* optimizer, StepLayout layout);
 
   // The parameters have their values and their place. block: null unless they are shared.
   void begin(std::shared_ptr<ParameterBlock> block);
@@ -80,7 +80,7 @@ class Guards {
   const torch::optim::Optimizer* optimizer_;
   const Optimizer* fused_;  // the same, if it is one of lockstep's
   std::size_t held_;        // parameters of the optimizer, when this was made
-  Layout layout_;
+  StepLayout layout_;
   std::shared_ptr<ParameterBlock> block_;
   double number_;                      // of the DistributedDataParallel: no other of the same ranks has it
   Values values_;                      // after the last exchange
