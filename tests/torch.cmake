@@ -36,9 +36,9 @@ set(step_fuzz_sources generator meetings processes program rank reference refere
 list(TRANSFORM step_fuzz_sources REPLACE "(.+)" "step_fuzz/\\1.cc")
 lockstep_torch_test(step_fuzz step_fuzz SHARDS 2 TIMEOUT 14400 SOURCES ${step_fuzz_sources} step_fuzz/strategy_program.cc
   step_fuzz/step_fuzz_test.cc step_fuzz/strategy_fuzz_test.cc)
-foreach(source gradient/communication_hook gradient/local_gradients gradient/reducer gradient/shared_gradients gradient/step_agreement
+foreach(source gradient/communication_hook gradient/local_gradients gradient/buckets gradient/published gradient/step_agreement
     model/sync_batch_norm optimizer/flat_update optimizer/run_writer
-    optimizer/update_journal strategy/ddp/ddp)
+    optimizer/update_journal strategy/ddp/ddp strategy/ddp/guards)
   list(APPEND sources_with_defects ${PROJECT_SOURCE_DIR}/lockstep/${source}.cc)
 endforeach()
 set_source_files_properties(${sources_with_defects} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
