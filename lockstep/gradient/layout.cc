@@ -10,8 +10,7 @@
 namespace lockstep {
 namespace {
 
-void require_shards_possible(const LayoutInput& input, const DistributedDataParallelOptions& options,
-                             StepLayout layout) {
+void require_shards_possible(const LayoutInput& input, const LayoutOptions& options, StepLayout layout) {
   constexpr const char* kLeaveOneOut = "leave one of the two out";
   const int shards = options.virtual_shards;
   const bool on_cores = !input.is_on_gpus;
@@ -21,8 +20,8 @@ void require_shards_possible(const LayoutInput& input, const DistributedDataPara
     const char* next;
   } obstacles[] = {
       {shards < 0 || shards % input.ranks != 0, "the ranks do not divide them", "take a multiple of the ranks"},
-      {options.algorithm != Algorithm::kDirect, "an algorithm by name sums buckets", kLeaveOneOut},
-      {options.hook != nullptr, "a communication hook sums gradients its own way", kLeaveOneOut},
+      {options.algorithm, "an algorithm by name sums buckets", kLeaveOneOut},
+      {options.hook, "a communication hook sums gradients its own way", kLeaveOneOut},
       {options.mean_in_grad, "mean_in_grad needs buckets", kLeaveOneOut},
       {on_cores && input.ranks_on_machine < input.ranks, "not all ranks are on the cores of one machine",
        "train on one machine, or without virtual shards"},
@@ -43,8 +42,8 @@ void require_shards_possible(const LayoutInput& input, const DistributedDataPara
 
 }  // namespace
 
-StepLayout choose_layout(const LayoutInput& input, const DistributedDataParallelOptions& options) {
-  const bool sums_exactly = !options.mean_in_grad && !options.hook && options.algorithm == Algorithm::kDirect;
+StepLayout choose_layout(const LayoutInput& input, const LayoutOptions& options) {
+  const bool sums_exactly = !options.mean_in_grad && !options.hook && !options.algorithm;
   StepLayout layout = StepLayout::kOwnBuckets;
   if (input.is_fused && input.is_on_gpus) {
     // With virtual shards also one rank adds up as several do.

@@ -8,8 +8,6 @@
 
 #include <string>
 
-#include "lockstep/ddp.h"
-
 namespace lockstep {
 
 enum class StepLayout {
@@ -21,7 +19,18 @@ enum class StepLayout {
 
 inline bool shares_parameters(StepLayout layout) { return layout <= StepLayout::kSharedBuckets; }
 
-// What decides besides the options.
+// Options of DistributedDataParallel (lockstep/ddp.h).
+struct LayoutOptions {
+  bool share_parameters = true;
+  bool slice_update = false;
+  bool mean_in_grad = false;
+  bool hook = false;       // one is given
+  bool algorithm = false;  // one is chosen by name
+  bool gradient_as_bucket_view = false;
+  int virtual_shards = 0;
+};
+
+// The world, its device and the optimizer.
 struct LayoutInput {
   int ranks = 1;
   int ranks_on_machine = 1;
@@ -34,7 +43,7 @@ struct LayoutInput {
 };
 
 // Throws UsageError: virtual shards, and why they can't be had.
-StepLayout choose_layout(const LayoutInput& input, const DistributedDataParallelOptions& options);
+StepLayout choose_layout(const LayoutInput& input, const LayoutOptions& options);
 
 // Throws UsageError unless any number of ranks from `fewest` to `ranks` can share out the shards. fewest 0: the job ends
 // with the first loss.

@@ -63,7 +63,13 @@ StepLayout layout_of(const World& world, const torch::optim::Optimizer* optimize
                         .updates_all = fused != nullptr && held_by(*fused, trained).size() == trained.size() &&
                                        without(options.sparse_parameters, trained).size() == trained.size(),
                         .here = world.describe()},
-                       options);
+                       {.share_parameters = options.share_parameters,
+                        .slice_update = options.slice_update,
+                        .mean_in_grad = options.mean_in_grad,
+                        .hook = options.hook != nullptr,
+                        .algorithm = options.algorithm != Algorithm::kDirect,
+                        .gradient_as_bucket_view = options.gradient_as_bucket_view,
+                        .virtual_shards = options.virtual_shards});
 }
 
 }  // namespace
