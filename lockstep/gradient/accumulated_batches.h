@@ -73,13 +73,6 @@ inline void run_backward(const torch::Tensor& loss, double factor) {
   loss.backward(factor == 1 ? torch::Tensor() : torch::full_like(loss, factor));
 }
 
-inline UsageError after_other_backward(std::string here) {
-  return UsageError({.what = "loss.backward() was called after ddp.backward() under no_sync()",
-                     .here = std::move(here),
-                     .likely = "both kinds of backward() in one step: it is not known how many samples each rank has",
-                     .next = "use one of the two kinds in a step"});
-}
-
 inline UsageError too_many_backwards(std::size_t shards, std::string here = {}) {
   return UsageError({.what = concat("more than ", shards, " backward() in a step with as many shards on this rank"),
                      .here = std::move(here),

@@ -112,7 +112,7 @@ class Buckets : public Exchange {
     if (failed_ || is_active_) throw after_failed_backward(world_.describe());
     if (options_.shards > 0) return begin_shard(batch, loss);
     if (batches_.samples > 0 && accumulated_.zeroed()) batches_ = {};  // counted before a zero_grad()
-    if (slices_ && batches_.backwards == 0) require_no_gradient();
+    if (slices_ && batches_.backwards == 0) require_no_gradient(trained_);
     const double factor = batches_.add(batch, loss);
     is_accumulating_ = !exchanges;
     if (!exchanges) {
@@ -128,7 +128,7 @@ class Buckets : public Exchange {
     if (options_.shards > 0) return end_shard();
     if (exchanges) return;
     is_accumulating_ = is_active_ = false;
-    accumulated_.remember(trained_);
+    accumulated_.remember();
   }
 
   // A plain loss.backward() that fails does the same.
@@ -145,7 +145,7 @@ class Buckets : public Exchange {
   BatchTotals finish() override {
     const BatchTotals totals = complete_exchange();
     if (options_.on_finished) options_.on_finished(totals);
-    if (slices_ || options_.memory) watch_.remember(all_);
+    if (slices_ || options_.memory) watch_.remember();
     is_exchanged_ = true;
     has_stepped_ = false;
     return totals;
@@ -189,7 +189,7 @@ class Buckets : public Exchange {
     in_grad_.end_update();
     agreement_.end_update();  // barrier 3
     has_stepped_ = world_.size() > 1;
-    watch_.remember(has_stepped_ ? all_ : std::vector<NamedTensor>());
+    has_stepped_ ? watch_.remember() : watch_.forget();
   }
 
  private:
@@ -201,16 +201,6 @@ class Buckets : public Exchange {
   }
 
   // ---- Before backward()
-
-  void require_no_gradient() const {
-    if (const auto old = first_with_gradient(trained_))
-      throw UsageError(
-          {.what = concat("backward() would add to a gradient of ", trained_[*old].name, " that it has not counted"),
-           .here = world_.describe(),
-           .likely = "no zero_grad() since the last exchange, or a gradient that was set by hand",
-           .next = "call zero_grad() before backward(); for several backward() per step no_sync() around all "
-                   "but the last"});
-  }
 
   void start_exchange() {
     const torch::NoGradGuard no_grad;
@@ -550,14 +540,7 @@ class Buckets : public Exchange {
                         .here = world_.describe(),
                         .likely = "no_sync() around the last backward() before step(), or step() called twice",
                         .next = "let a backward() outside of no_sync() come before each step()"});
-    if (const auto changed = watch_.changed())
-      throw UsageError({.what = "the gradient of " + all_[*changed].name + " was changed between backward() and step()",
-                        .here = world_.describe(),
-                        .likely = "clipping by hand, or zero_grad(): .grad is this rank's own, and each rank updates a "
-                                  "slice with the mean that it was sent in backward()",
-                        .next =
-                            "set_clipping() of the optimizer; or separate parameters: every rank then updates all of "
-                            "them with .grad"});
+    watch_.require_unchanged();
   }
 
   // .grad is this rank's own since no_sync(), or was written after the last step().
@@ -587,12 +570,12 @@ class Buckets : public Exchange {
   std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, std::uintptr_t>> hooks_;  // accumulator, key
   bool is_accumulating_ = false;  // in a backward() that exchanges nothing; changes only while no backward() runs
 
-  std::mutex mutex_;               // guards what follows, and the buckets
-  bool is_active_ = false;         // between begin and finish
-  bool failed_ = false;            // cancel() was called
-  bool looks_for_unused_ = false;  // at the first gradient of this backward()
-  AccumulatedBatches batches_;     // since the last exchange
-  GradientWatch accumulated_;      // of .grad after a backward() that exchanged nothing
+  std::mutex mutex_;                     // guards what follows, and the buckets
+  bool is_active_ = false;               // between begin and finish
+  bool failed_ = false;                  // cancel() was called
+  bool looks_for_unused_ = false;        // at the first gradient of this backward()
+  AccumulatedBatches batches_;           // since the last exchange
+  GradientWatch accumulated_{trained_};  // of .grad after a backward() that exchanged nothing
   ExchangeTotals totals_;
   bool skips_hook_ = false;              // in this exchange: no rank has samples, and residuals stay as they are
   std::optional<Stopwatch> first_sent_;  // since the first bucket of this exchange was sent
@@ -605,7 +588,7 @@ class Buckets : public Exchange {
   std::shared_ptr<SharedMemory> memory_;
   StepAgreement agreement_;
   LocalGradients in_grad_;
-  GradientWatch watch_;            // of .grad since the last exchange
+  GradientWatch watch_{all_};      // of .grad since the last exchange
   bool is_exchanged_;              // what step() will use
   bool has_stepped_ = false;       // since the last exchange
   bool mean_was_changed_ = false;  // by hand, before the last step

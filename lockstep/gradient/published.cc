@@ -92,7 +92,7 @@ class Published : public Exchange {
     }
     if (exchanges) return;
     is_published_ = has_stepped_ = false;  // to be published before the next step; a zero_grad() drops what is counted
-    watch_.remember(options_.updated);
+    watch_.remember();
   }
 
   void cancel(const std::string& reason) override {
@@ -125,7 +125,7 @@ class Published : public Exchange {
     if (failed_) throw after_failed_backward({}, "step() was called after a backward()");
     agreement_.require_parameters_untouched();
     if (!is_published_) exchange(/*in_step=*/true);
-    require_unchanged_grads();
+    watch_.require_unchanged();
     WeightedGradients gradients{.weights = weights()};
     gradients.pointers.reserve(parameters.size() * rows_);
     agreement_.begin_update(settings);  // barrier 2
@@ -172,7 +172,7 @@ class Published : public Exchange {
     if (options_.shards == 0) take_grads(sources_.front());
     table_ = 1 - table_;
     for (std::size_t i = 0; i < sources_.size(); ++i) publish(i, in_step);
-    watch_.remember(options_.updated);
+    watch_.remember();
     if (check_interval() > 0) protect_gradients();
     is_published_ = true;
     has_stepped_ = false;
@@ -197,14 +197,8 @@ class Published : public Exchange {
   void require_only_counted_gradients(std::int64_t samples) const {
     const AccumulatedBatches& batches = sources_.front().batches;
     if (options_.shards > 0) return;
-    if (batches.samples > 0 && !batches.is_plain) return require_unchanged_grads();
-    if (samples == 0) return;
-    if (const auto uncounted = first_with_gradient(options_.updated))
-      throw UsageError(
-          {.what = concat("backward() would add to a gradient of ", options_.updated[*uncounted].name,
-                          " that it has not counted"),
-           .likely = "a plain loss.backward(), or a gradient that was set by hand, and no zero_grad() since",
-           .next = "call zero_grad() first; don't mix ddp.backward() and loss.backward() in one step"});
+    if (batches.samples > 0 && !batches.is_plain) return watch_.require_unchanged();
+    if (samples > 0) require_no_gradient(options_.updated);
   }
 
   // Before an exchange in step(): what a plain loss.backward() has left in .grad counts as one sample.
@@ -217,7 +211,7 @@ class Published : public Exchange {
     AccumulatedBatches& batches = sources_.front().batches;
     // After a step(), zero_grad(false) and loss.backward() can't be told from loss.backward() alone.
     const bool known = batches.samples > 0 && !batches.is_plain;
-    if (known && !(has_stepped_ && watch_.changed())) return require_unchanged_grads();
+    if (known && !(has_stepped_ && watch_.changed())) return watch_.require_unchanged();
     if (batches.backwards > 0 && batches.samples == 0 && !watch_.changed()) return;  // backward() without samples
     const bool any = std::ranges::any_of(parameters_, [](const auto& p) { return p.tensor.grad().defined(); });
     batches = {};
@@ -311,17 +305,6 @@ class Published : public Exchange {
                   {parameters_[i].name, static_cast<const std::byte*>(gradient.const_data_ptr()), gradient.nbytes()}});
   }
 
-  void require_unchanged_grads() const {
-    if (const auto changed = watch_.changed())
-      throw UsageError(
-          {.what = concat("the gradient of ", options_.updated[*changed].name,
-                          " was changed between backward() and step()"),
-           .likely = "clipping by hand, zero_grad() before step(), or a plain loss.backward() in between: here "
-                     ".grad is this rank's own gradient, not yet the mean",
-           .next = "clip inside step(): optimizer.clip_grad_norm() in Python, without GradScaler.unscale_(); "
-                   "set_clipping() in C++. Or give DistributedDataParallel the option mean_in_grad = true"});
-  }
-
   // The weight of a source with unit u is u T / n: n samples in all, T backward() per step. Of n ranks that count alike it
   // is 1 / n.
   std::vector<double> weights() const {
@@ -371,10 +354,10 @@ class Published : public Exchange {
   std::size_t first_row_;                  // of this rank
   std::size_t row_bytes_;
   std::shared_ptr<std::byte> tables_;
-  std::size_t table_ = 0;      // in use: 0 or 1
-  bool is_published_ = false;  // since the last step
-  bool has_stepped_ = false;   // since the last exchange or backward()
-  GradientWatch watch_;        // since then
+  std::size_t table_ = 0;                  // in use: 0 or 1
+  bool is_published_ = false;              // since the last step
+  bool has_stepped_ = false;               // since the last exchange or backward()
+  GradientWatch watch_{options_.updated};  // since then
   StepAgreement agreement_;
   double ranks_alike_ = 0;  // of the last exchange, by compare_weights()
   bool failed_ = false;
