@@ -50,7 +50,7 @@ class ResidualHook : public CommunicationHook {
   }
 
  protected:
-  // What a bucket keeps from step to step; undefined at first.
+  // A tensor that a bucket keeps from step to step; undefined at first.
   torch::Tensor& kept(const std::string& name, std::size_t bucket) { return kept_[concat(name, ".", bucket)]; }
 
   // The bucket's gradient plus what was not sent before. The caller subtracts what it sends.

@@ -83,14 +83,14 @@ class GradientSource {
 
 class Exchange : public GradientSource {
  public:
-  // Around a backward(), which adds to .grad. begin() on the thread that runs it, before the first gradient of a
-  // parameter. loss: the mean over the batch of this rank; undefined: not known. exchanges: finish() follows end(); else
+  // The calls around a backward(), which adds to .grad. begin() on the thread that runs it, before the first gradient of
+  // a parameter. loss: the mean over the batch of this rank; undefined: not known. exchanges: finish() follows end(); else
   // a later backward() exchanges the sum. Returns the factor by which its gradients must be multiplied, 0 without samples.
   // Throws UsageError after a backward() that failed: the ranks no longer agree on what was exchanged.
   virtual double begin(const BatchWeight& batch, const torch::Tensor& loss = {}, bool exchanges = true) = 0;
   virtual void end(bool exchanges = true) = 0;
 
-  // Instead of end(), if backward() failed: the other ranks get PeerLost with `reason` now and not at their deadline.
+  // Stands instead of end() if backward() failed: the other ranks get PeerLost with `reason` now and not at their deadline.
   virtual void cancel(const std::string& reason) = 0;
 
   // Blocks until the gradients of all ranks are there, then calls on_finished. Throws PeerLost; MismatchError on all
@@ -166,7 +166,7 @@ struct BucketOptions {
   // added up in one order. 0: those of all backward() of a step add up.
   int shards = 0;
 
-  // Where ranks share parameters and each updates a slice of them with the mean in .grad.
+  // Shared parameters, of which each rank updates a slice with the mean in .grad; null: each rank has its own.
   std::shared_ptr<SharedMemory> memory = nullptr;
   std::shared_ptr<ParameterBlock> block = nullptr;
 

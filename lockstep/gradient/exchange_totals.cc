@@ -12,7 +12,7 @@
 namespace lockstep {
 namespace {
 
-// Where each number is; behind them how each rank counts, and the loss. A square stands behind what it is of.
+// Places of the numbers; behind them stand how each rank counts, and the loss. A square stands behind its number.
 // Calls: twice the number of backward(), and 1 more for loss.backward(), of the ranks that count.
 enum Sum : std::uint8_t {
   kSamples,
@@ -28,7 +28,7 @@ enum Sum : std::uint8_t {
 const char* const kBackwards = "the number of backward() since the last exchange";
 const char* const kPlain = "loss.backward() instead of ddp.backward()";
 
-// Whether the `count` numbers with this sum, and the sum of squares behind it, are equal.
+// Returns whether the `count` numbers with this sum, and the sum of squares behind it, are equal.
 bool are_equal(double count, const double* sum) {
   const auto whole = [](double number) { return static_cast<std::uint64_t>(number); };
   return whole(count) * whole(sum[1]) == whole(sum[0]) * whole(sum[0]);

@@ -33,7 +33,7 @@ class ExchangeTotals {
   // Starts the sum. On the device of the world: nobody has to wait for a GPU here. Does not block.
   void start(const AccumulatedBatches& batches, StepSettings settings);
 
-  // Of all ranks. Blocks; compares nothing. Throws PeerLost.
+  // Returns the samples of all ranks. Blocks; compares nothing. Throws PeerLost.
   std::int64_t samples();
 
   // How often the ranks have called backward() whose first batches were not empty; none: there is no such rank, or they

@@ -17,7 +17,7 @@ namespace {
 // Bytes. Gradients to guard lie in pages of their own, small ones too.
 std::size_t smallest() { return check_interval() > 0 ? 1 : 16 << 10; }
 
-// Where a gradient of `bytes` bytes has pages of its own, if that is wanted.
+// Returns the part of `memory` that has pages of its own, if gradients are guarded.
 SharedMemory::Own on_own_pages(SharedMemory::Own memory) {
   std::byte* const begin = first_page(memory.data.get());
   const auto place = memory.place + static_cast<std::uint64_t>(begin - memory.data.get());

@@ -53,7 +53,7 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
     Scope& operator=(const Scope&) = delete;
   };
 
-  // Where the other ranks find the tensor's memory; none if it does not come from here.
+  // Returns where the other ranks find the tensor's memory; none if it does not come from here.
   std::optional<std::uint64_t> place_of(const torch::Tensor& tensor) const;
 
   std::size_t bytes() const;  // allocated so far

@@ -39,7 +39,7 @@ class GradientSlices {
   // Moves the parameters into blocks. buckets: made with slices. cuts: a multiple of the ranks; 0: as many.
   GradientSlices(World world, std::vector<Bucket>& buckets, int cuts = 0);
 
-  // Where the exchange puts this rank's slice of bucket i.
+  // This rank's slice of bucket i, which the exchange fills.
   const torch::Tensor& slice(std::size_t bucket) const { return blocks_[bucket].gradients; }
 
   // Parameters that have a gradient on some rank, in the exchange that has just filled the slices.

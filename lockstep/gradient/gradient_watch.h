@@ -30,10 +30,10 @@ class GradientWatch {
   std::optional<std::size_t> changed() const;
   void require_unchanged() const;  // throws UsageError naming it
 
-  // Whether zero_grad() was called since: some .grad changed, and every one that is still there is zero.
+  // Returns whether zero_grad() was called since: some .grad changed, and every one that is still there is zero.
   bool zeroed() const;
 
-  // Whether none of the gradients is still there: zero_grad() has dropped them, whatever came since.
+  // Returns whether zero_grad() has dropped all gradients, whatever came since.
   bool dropped() const;
 
  private:

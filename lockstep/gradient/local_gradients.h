@@ -26,7 +26,7 @@ class LocalGradients : public GradientSource {
  public:
   explicit LocalGradients(ParallelFor parallel_for = on_own_cores) : parallel_for_(std::move(parallel_for)) {}
 
-  // Of parameters that are on several GPUs of this process, each of which updates its own.
+  // Gradients of parameters on several GPUs of this process, each of which updates its own.
   explicit LocalGradients(OnEachGpu on_each_gpu) : LocalGradients() { on_each_gpu_ = std::move(on_each_gpu); }
   const OnEachGpu& on_each_gpu() const { return on_each_gpu_; }  // empty: the parameters are in one place
 

@@ -35,7 +35,7 @@ namespace {
 
 constexpr std::uint64_t kNoGradient = std::numeric_limits<std::uint64_t>::max();
 
-// What one source publishes. The place of each parameter's gradient (8 bytes each) follows it in memory.
+// Published by one source. The place of each parameter's gradient (8 bytes each) follows it in memory.
 struct Row : BatchCounts {
   double weighted_loss;  // sum of m_t loss_t
   bool in_step;          // published by step(), not by backward()
@@ -153,7 +153,7 @@ class Published : public Exchange {
   }
 
  private:
-  // What this rank computed since the last step, or one shard of it.
+  // Gradients that this rank computed since the last step, or those of one shard.
   struct Source {
     AccumulatedBatches batches;
     std::vector<torch::Tensor> gradients;  // of each parameter
@@ -244,7 +244,7 @@ class Published : public Exchange {
     }
   }
 
-  // Where the other ranks find the gradient: where autograd wrote it, if that is in shared memory and in the parameter's
+  // Returns where the other ranks find the gradient: where autograd wrote it, if that is in shared memory and in the parameter's
   // memory order, else in a copy.
   std::uint64_t place_for_peers(std::size_t source, std::size_t i) {
     const torch::NoGradGuard no_grad;

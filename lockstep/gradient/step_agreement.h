@@ -24,7 +24,7 @@
 
 namespace lockstep {
 
-// What must be alike on all ranks in a step, such as "lr of parameter group 0". Made in each step, so without texts.
+// A setting that all ranks must have alike in a step, such as "lr of parameter group 0". Made in each step, so without texts.
 struct StepSetting {
   const char* name;  // a literal
   double value;      // NaN: this rank has none, and is not compared
@@ -39,7 +39,7 @@ void add_frozen(StepSettings& settings, int number, bool is_frozen);
 // A hash of parameters of which each rank has a copy.
 inline constexpr const char kParameters[] = "the parameters";
 
-// What an optimizer has done so far. Barrier 2 compares each step; without it the next exchange compares this.
+// The steps of an optimizer so far. Barrier 2 compares each step; without it the next exchange compares this.
 struct StepState {
   std::uint64_t calls = 0;          // of step()
   std::uint32_t last_settings = 0;  // hash_of() the settings of the last one

@@ -207,7 +207,7 @@ class DistributedDataParallel::Impl {
     exchange_->finish();
     exchange_seconds_ = waiting.seconds();
     statistics_.waiting_seconds += exchange_seconds_;
-    // Where ranks count alike, as if all had batches of the size of this one.
+    // Ranks that count alike count as if all had batches of the size of this one.
     const double size = std::exchange(size_, 0) * world_.size();
     own_progress::finish_step(std::isnan(size) ? last_batch_.samples : static_cast<std::int64_t>(size),
                               last_batch_.mean_loss);

@@ -47,7 +47,7 @@ class Guards {
   // This rank's gradients are there and are about to leave. Throws UsageError naming those that are missing.
   void require_all_gradients() const;
 
-  // What all ranks must have alike when gradients go through buckets.
+  // Returns the settings that all ranks must have alike when gradients go through buckets.
   StepSettings settings();
 
   // The gradients of all ranks are there, in .grad or published. Throws UsageError, MismatchError.
@@ -59,7 +59,7 @@ class Guards {
   bool has_copies() const;  // some ranks have parameters of their own
 
  private:
-  // What shows that parameters were written: how often, by their version counters; and a hash of some elements of each,
+  // Traces of writes to parameters: how often, by their version counters; and a hash of some elements of each,
   // because torch's optimizers write through data(), which counts nothing.
   struct Values {
     std::int64_t writes = 0;
