@@ -119,11 +119,11 @@ constexpr SplitImages kSplitImages[] = {
     {"cifar-100", read_cifar_files, CIFAR100::normalised}};
 
 Datasets both_splits(Request& request) {
-  const SplitImages& images = *split_images(request.kind());
+  const SplitImages& images = split_images(request.kind());
   const std::string folder = request.path(request.kind() == "fashion-mnist" ? FashionMNIST::kDebianFolder : "");
   const auto open = [&](Split split) {
     const ImageTransforms transforms = request.transforms(images.normalised(), split);
-    return std::make_shared<ImageDataset>(images.read(images.kind, folder, split), transforms);
+    return std::make_shared<ImageDataset>(images.read(images.name, folder, split), transforms);
   };
   return {open(Split::kTrain), open(Split::kValidation)};
 }
@@ -243,10 +243,7 @@ constexpr Kind kKinds[] = {{"fashion-mnist", both_splits},
 
 ImageTransforms photographs() { return {.mean = {0.485F, 0.456F, 0.406F}, .deviation = {0.229F, 0.224F, 0.225F}}; }
 
-const SplitImages* split_images(const std::string& kind) {
-  const auto* const found = std::ranges::find(kSplitImages, kind, &SplitImages::kind);
-  return found == std::end(kSplitImages) ? nullptr : found;
-}
+const SplitImages& split_images(const std::string& kind) { return row_named(kSplitImages, kind, "--data"); }
 
 std::shared_ptr<const ImageSource> synthetic_images(std::int64_t samples, const ImageShape& shape,
                                                     std::int64_t classes) {
@@ -266,10 +263,7 @@ std::vector<std::string> dataset_kinds() { return names_in(kKinds); }
 
 Datasets open_dataset(const DataSource& source) {
   Request request(source);
-  for (const Kind& kind : kKinds)
-    if (request.kind() == kind.name) return kind.open(request);
-  throw UsageError({.what = concat("no such value for --data: ", request.kind()),
-                    .next = concat("one of: ", join(dataset_kinds(), ", "))});
+  return row_named(kKinds, request.kind(), "--data").open(request);
 }
 
 }  // namespace lockstep

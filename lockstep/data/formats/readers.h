@@ -28,13 +28,13 @@ std::shared_ptr<const ImageSource> read_cifar_files(const std::string& name, con
 
 ImageTransforms photographs();  // the usual mean and deviation of ImageNet
 
-// One split of "fashion-mnist", "mnist", "cifar-10" or "cifar-100", and how its images are normalised; null: another kind.
+// One split of "fashion-mnist", "mnist", "cifar-10" or "cifar-100", and how its images are normalised.
 struct SplitImages {
-  const char* kind;
+  const char* name;
   std::shared_ptr<const ImageSource> (*read)(const std::string& kind, const std::filesystem::path& folder, Split split);
   ImageTransforms (*normalised)();
 };
-const SplitImages* split_images(const std::string& kind);
+const SplitImages& split_images(const std::string& kind);
 
 // Reads the whole text as a number, as parse_int() of base/text.h does.
 template <class Number>

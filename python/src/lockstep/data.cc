@@ -37,7 +37,7 @@ SharedDataset with_transform(std::shared_ptr<const ImageSource> source, const st
 
 SharedDataset images_of_split(const std::string& kind, const fs::path& folder, bool train,
                               const std::string& transform) {
-  const SplitImages& images = *split_images(kind);
+  const SplitImages& images = split_images(kind);
   return with_transform(images.read(kind, folder, train ? Split::kTrain : Split::kValidation), transform,
                         images.normalised());
 }
