@@ -30,33 +30,23 @@ lockstep_torch_test(data_fuzz_test data.fuzz SHARDS 2 TIMEOUT 14400
   SOURCES ${PROJECT_SOURCE_DIR}/lockstep/data/formats/readers_fuzz_test.cc)
 target_link_libraries(data_fuzz_test PRIVATE PNG::PNG ${ZIP_LIBRARY})
 
-# Random programs over the API of a step; and the same beside deliberate defects, for which some sources of the library are
-# compiled again into the test (lockstep/base/defects.h).
+# Random programs over the API of a step; and the same beside deliberate defects.
 set(step_fuzz_sources generator meetings processes program rank reference reference_hook reference_optimizer rules run)
 list(TRANSFORM step_fuzz_sources REPLACE "(.+)" "step_fuzz/\\1.cc")
 lockstep_torch_test(step_fuzz step_fuzz SHARDS 2 TIMEOUT 14400 SOURCES ${step_fuzz_sources} step_fuzz/strategy_program.cc
   step_fuzz/step_fuzz_test.cc step_fuzz/strategy_fuzz_test.cc)
-foreach(source gradient/communication_hook gradient/local_gradients gradient/reducer gradient/shared_gradients gradient/step_agreement
-    model/sync_batch_norm optimizer/flat_update optimizer/run_writer
-    optimizer/update_journal strategy/ddp/ddp)
-  list(APPEND sources_with_defects ${PROJECT_SOURCE_DIR}/lockstep/${source}.cc)
-endforeach()
-set_source_files_properties(${sources_with_defects} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 lockstep_torch_test(step_fuzz_defects step_fuzz.defects SHARDS 2 TIMEOUT 1200 CHECK "*"
-  SOURCES ${step_fuzz_sources} step_fuzz/step_fuzz_defects_test.cc ${sources_with_defects})
-target_compile_definitions(step_fuzz_defects PRIVATE LOCKSTEP_DEFECTS)
-set_target_properties(step_fuzz_defects PROPERTIES ENABLE_EXPORTS ON)
+  SOURCES ${step_fuzz_sources} step_fuzz/step_fuzz_defects_test.cc)
+lockstep_defects(step_fuzz_defects step_fuzz/defects.patch)
 target_link_libraries(step_fuzz_defects PRIVATE ${XXHASH_LIBRARY})
 
 # Processes that are killed inside an update, and finished by others; once more beside a deliberate defect.
 set(killed_update_sources killed_update/workload.cc killed_update/killed_update_test.cc)
 lockstep_torch_test(killed_update optimizer.killed SHARDS 2 TIMEOUT 1200 SOURCES ${killed_update_sources})
-lockstep_torch_test(killed_update_defects optimizer.killed_defects SHARDS 1 TIMEOUT 600 CHECK "*"
-  SOURCES ${killed_update_sources} ${PROJECT_SOURCE_DIR}/lockstep/optimizer/flat_update.cc
-    ${PROJECT_SOURCE_DIR}/lockstep/optimizer/run_writer.cc
-    ${PROJECT_SOURCE_DIR}/lockstep/optimizer/update_journal.cc)
+lockstep_torch_test(killed_update_defects optimizer.killed_defects SHARDS 1 TIMEOUT 600 CHECK "*" SOURCES ${killed_update_sources})
+lockstep_defects(killed_update_defects killed_update/defects.patch lockstep/optimizer/flat_update.cc
+  lockstep/optimizer/run_writer.cc)
 target_compile_definitions(killed_update_defects PRIVATE LOCKSTEP_DEFECTS)
-set_target_properties(killed_update_defects PROPERTIES ENABLE_EXPORTS ON)
 
 # Several processes: programs that are started as a user starts them.
 foreach(source train/misbehaving_task train/slow_lenet train/lossless_ranks train/unusual_loop train/surviving_loop

@@ -13,7 +13,6 @@
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "lockstep/base/defects.h"
 #include "lockstep/base/in_autograd.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
@@ -286,7 +285,7 @@ class Reducer::Impl {
   }
 
   double weight() const {  // m_j / s
-    return (defect("samples are not weighted") ? 1 : batches_.weight()) / scale_;
+    return batches_.weight() / scale_;
   }
 
   void store_means(Bucket& bucket, double factor) {
@@ -297,8 +296,7 @@ class Reducer::Impl {
     const torch::Tensor ranks_with_gradient = bucket.flags.to(torch::kCPU, torch::kFloat32);
     const auto* count = ranks_with_gradient.const_data_ptr<float>();
     for (Slot& slot : bucket.slots)
-      if (*count++ > 0 || defect("unused parameters get a gradient"))
-        slot.store_mean(factor, options_.gradient_as_bucket_view);
+      if (*count++ > 0) slot.store_mean(factor, options_.gradient_as_bucket_view);
   }
 
   // NCCL makes its calls in order: whoever waits for the slice has waited for the flags.
@@ -329,8 +327,7 @@ class Reducer::Impl {
   // Only now: how many rows there are is not known before.
   void exchange_rows(const torch::Tensor& parameter, const BatchTotals& totals) {
     if (totals.samples == 0) return;
-    const double weight = defect("rows of an embedding are not weighted") ? 1 : batches_.weight();
-    const double factor = batches_.samples > 0 ? weight / totals_.divisor() : 0;
+    const double factor = batches_.samples > 0 ? batches_.weight() / totals_.divisor() : 0;
     const torch::Tensor mean = sum_of_rows(world_, parameter, factor);
     if (mean.defined()) statistics_.bytes += static_cast<std::int64_t>(mean._values().nbytes());
     parameter.mutable_grad() = mean;

@@ -8,7 +8,6 @@
 #include <span>
 
 #include "lockstep/base/cache_line.h"
-#include "lockstep/base/defects.h"
 #include "lockstep/optimizer/chunks.h"
 #include "lockstep/optimizer/mean.h"
 #include "lockstep/optimizer/rule.h"
@@ -170,7 +169,7 @@ class FlatUpdate::Impl {
       return true;
     }
     reduce(step);
-    if (step.loss_scale && !std::isfinite(gradient_norm_) && !defect("an overflow is not seen")) return false;
+    if (step.loss_scale && !std::isfinite(gradient_norm_)) return false;
     count_steps();
     if (step.rule.layerwise()) find_directions(step);
     update_from_scratch_memory(step);
@@ -231,8 +230,7 @@ class FlatUpdate::Impl {
     });
     memory_->barrier(signature_of(StepPhase::kNorms, number_));
     double sum = 0;
-    const bool slice = defect("a norm of one slice");
-    for (std::size_t i = slice ? first_ : 0; i < (slice ? last_ : chunks_.size()); ++i)
+    for (std::size_t i = 0; i < chunks_.size(); ++i)
       if (is_updated_[chunks_[i].parameter]) sum += norms_[i].gradient;
     gradient_norm_ = std::sqrt(sum);
   }
@@ -243,7 +241,7 @@ class FlatUpdate::Impl {
   }
 
   void find_directions(const UpdateStep& step) {
-    const double factor = defect("layerwise rules are not clipped") ? 1 : clip_factor(step.clipping);
+    const double factor = clip_factor(step.clipping);
     for_own_chunks(step, ChunkPhase::kDirected, [&](const Own& own, const Chunk& chunk, auto type) {
       using T = decltype(type);
       T* const gradient = scratch<T>(own.number);
@@ -279,8 +277,7 @@ class FlatUpdate::Impl {
       using T = decltype(type);
       T* const gradient = scratch<T>(own.number);
       if (!step.rule.layerwise()) scale_and_clamp(gradient, chunk.count, factor, step.clipping.max_value);
-      const bool trusts = step.rule.layerwise() && !defect("the trust ratio is dropped");
-      update(step, own, chunk, gradient, trusts ? trust_[chunk.parameter] : 1);
+      update(step, own, chunk, gradient, step.rule.layerwise() ? trust_[chunk.parameter] : 1);
     });
   }
 
@@ -288,7 +285,7 @@ class FlatUpdate::Impl {
   template <class T>
   void sum_gradients(const UpdateStep& step, const Chunk& chunk, T* mean) const {
     const auto& [weights, pointers, parallel_for] = step.gradients;
-    const double scale = defect("the loss scale is dropped") ? 1 : step.loss_scale.value_or(1);
+    const double scale = step.loss_scale.value_or(1);
     thread_local std::vector<Term> terms;
     terms.clear();
     for (std::size_t s = 0; s < weights.size(); ++s)

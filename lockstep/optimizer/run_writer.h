@@ -14,7 +14,6 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/defects.h"
 #include "lockstep/optimizer/chunks.h"
 #include "lockstep/optimizer/flat_update.h"
 #include "lockstep/optimizer/update_journal.h"
@@ -60,7 +59,7 @@ class RunWriter {
   void write(const UpdateRule& rule, const Own& own, const Chunk& chunk, ChunkPhase phase, std::int64_t most,
              const auto& write_new) {
     if (!journal_) return write_new(chunk, places_in(rule, phase, chunk));
-    std::int64_t begin = defect("a chunk is begun again") ? 0 : journal_->mark(own.number).elements_in(number_, phase);
+    std::int64_t begin = journal_->mark(own.number).elements_in(number_, phase);
     for (; begin < chunk.count; begin += most) {
       const Chunk range{chunk.parameter, chunk.begin + begin, std::min(most, chunk.count - begin)};
       const std::int64_t end = begin + range.count;
@@ -68,7 +67,6 @@ class RunWriter {
       const RedoSlot::Elements name{own.number, begin, range.count};
       const RedoSlot::Parts places = places_in(rule, phase, range);
       const RedoSlot::Parts beside = own.redo->begin(places);
-      if (defect("the key comes before the redo copy")) own.redo->complete(name, mark);
       write_new(range, beside);
       own.redo->complete(name, mark);
       own.redo->put(places);

@@ -9,7 +9,6 @@
 
 #include <nlohmann/json.hpp>
 
-#include "lockstep/base/defects.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 

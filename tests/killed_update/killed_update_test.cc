@@ -15,12 +15,12 @@
 #include <set>
 #include <span>
 
-#include "lockstep/base/defects.h"
 #include "lockstep/collective/shared_memory_transport.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/collective/shm/memory/arena.h"
 #include "lockstep/collective/shm/memory/segment.h"
 #include "lockstep/collective/world_state.h"
+#include "tests/defects.h"
 #include "tests/killed_update/stepped_child.h"
 #include "tests/killed_update/workload.h"
 #include "tests/support.h"
