@@ -8,8 +8,8 @@
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/timeline_file.h"
 #include "lockstep/error.h"
+#include "lockstep/observe/timeline_file.h"
 
 namespace lockstep::report {
 namespace {
@@ -240,15 +240,12 @@ void require_json(const std::filesystem::path& file) {
     throw DataError({.what = concat(file.string(), " is what one rank kept for its trace"),
                      .likely = "the run was ended before its trace was written",
                      .next = concat("lockstep trace ", trace, ", and report that file")});
-  if (file.string().ends_with(".pftrace"))
-    throw DataError({.what = concat(file.string(), " is in Perfetto's format, which the report does not read"),
-                     .next = "train with --trace FILE.json"});
 }
 
 }  // namespace
 
 bool is_trace(const std::filesystem::path& file) {
-  if (file.string().ends_with(".pftrace") || !file_of_ring(file).empty()) return true;
+  if (!file_of_ring(file).empty()) return true;
   std::ifstream in(file);
   std::string line;
   std::getline(in, line);

@@ -20,7 +20,7 @@ bool is_trace(const std::filesystem::path& file);  // by how it begins; throws S
 //             "counters": {"memory": {"seconds": […], "value": […]}, …},     at most 300 points
 //             "busy": {"step": […], "ms": […]}}],     a step's time without waiting; at most 300 points
 //  "partial": [text, …]}
-// Throws DataError: no span in it, or it is a .pftrace or the ring of one rank; SystemError.
+// Throws DataError: no span in it, or it is the ring of one rank; SystemError.
 Json read_trace(const std::filesystem::path& file);
 
 }  // namespace lockstep::report

@@ -15,12 +15,12 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/timeline_file.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/observe/timeline_file.h"
+#include "lockstep/observe/trace.h"
 
 namespace lockstep::top {
 namespace {

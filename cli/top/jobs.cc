@@ -12,8 +12,8 @@
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/error.h"
+#include "lockstep/observe/trace.h"
 
 namespace lockstep::top {
 namespace {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // cli/top/jobs.h: the jobs of this user that run on this machine, and what their ranks have published so far.
 //
-// Flow:    /proc, lockstep/launch/job_page.h -> here -> cli/top/view.h
+// Flow:    /proc, lockstep/observe/job_page.h -> here -> cli/top/view.h
 // Owns:    the pages' mappings
 // Threads: one
 //
@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/launch/job_page.h"
+#include "lockstep/observe/job_page.h"
 
 namespace lockstep::top {
 

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "lockstep/base/own_process.h"
-#include "lockstep/base/trace.h"
+#include "lockstep/observe/trace.h"
 
 namespace lockstep {
 namespace {
@@ -30,11 +30,11 @@ struct NamedParameter {
   std::string module;
 };
 
-// What an operator is called, for the node that it made.
+// The name of an operator, for the node that it made.
 struct NodeName {
   std::uint64_t thread = 0;
   std::int64_t number = -1;
-  trace::Name name{};
+  trace::Name name;
 };
 
 std::mutex& names_mutex() {
@@ -103,7 +103,7 @@ struct CurrentOperator {
   int inside = 0;          // operators that it has called, that torch has told of and that have not ended
   bool alone = false;      // torch tells of none that it calls
   std::uint64_t first_node = 0;
-  trace::Name name{};
+  trace::Name name;
 };
 
 constinit thread_local CurrentOperator current;  // without a destructor: global objects may use operators at their end
@@ -115,9 +115,7 @@ std::string_view without_namespace(std::string_view name) {
 
 // A name longer than a span's keeps its end, which tells modules apart.
 trace::Name end_of(std::string_view name) {
-  trace::Name end{};
-  name.copy(end.data(), end.size() - 1, name.size() - std::min(name.size(), end.size() - 1));
-  return end;
+  return name.substr(name.size() - std::min(name.size(), trace::Name().size() - 1));
 }
 
 bool is_within_another() {
@@ -143,12 +141,11 @@ std::optional<CurrentOperator> end_operator() {
 }
 
 void write(const CurrentOperator& ended, trace::Kind kind) {
-  trace::write(ended.begin, {.name = ended.name.data(), .kind = kind});
+  trace::write({.name = ended.name, .kind = kind, .begin = ended.begin});
 }
 
 std::unique_ptr<at::ObserverContext> begin_forward(const at::RecordFunction& function) {
-  if (is_within_another() || !c10::GradMode::is_enabled() || !trace::recording.load(std::memory_order_relaxed))
-    return {};
+  if (is_within_another() || !c10::GradMode::is_enabled() || !trace::records()) return {};
   const std::string module = OperatorNames::instance().module_of(function.inputs());
   begin_operator(end_of(module.empty() ? without_namespace(function.name()) : module));
   return {};
@@ -165,8 +162,8 @@ void end_forward(const at::RecordFunction&, at::ObserverContext*) {
 
 // A node without a number adds to a .grad, and has no name here.
 std::unique_ptr<at::ObserverContext> begin_node(const at::RecordFunction& function) {
-  if (is_within_another() || !trace::recording.load(std::memory_order_relaxed)) return {};
-  trace::Name name{};
+  if (is_within_another() || !trace::records()) return {};
+  trace::Name name;
   if (const std::int64_t number = function.seqNr(); number >= 0)
     name = OperatorNames::instance().name_of_node(function.forwardThreadId(), number).value_or(end_of(function.name()));
   begin_operator(name);
@@ -177,12 +174,7 @@ void end_node(const at::RecordFunction&, at::ObserverContext*) {
   if (const auto ended = end_operator(); ended && ended->name.front() != 0) write(*ended, trace::Kind::kBackward);
 }
 
-}  // namespace
-
-void name_parameter(const at::Tensor& parameter, const std::string& path) {
-  OperatorNames::instance().name_parameter(parameter, path);
-}
-
+// Torch tells of operators while something is recorded. One thread.
 void show_operators(bool on) {
   static std::vector<at::CallbackHandle> callbacks;
   static bool shows = false;
@@ -195,6 +187,14 @@ void show_operators(bool on) {
           at::RecordFunctionCallback(begin_forward, end_forward).needsInputs(true).scopes({at::RecordScope::FUNCTION})),
       at::addGlobalCallback(
           at::RecordFunctionCallback(begin_node, end_node).scopes({at::RecordScope::BACKWARD_FUNCTION}))};
+}
+
+[[maybe_unused]] const bool is_registered = (trace::record_more = &show_operators, true);
+
+}  // namespace
+
+void name_parameter(const at::Tensor& parameter, const std::string& path) {
+  OperatorNames::instance().name_parameter(parameter, path);
 }
 
 }  // namespace lockstep

@@ -5,11 +5,11 @@
 #include <set>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/tensor_call.h"
 #include "lockstep/collective/world_state.h"
 #include "lockstep/error.h"
+#include "lockstep/observe/trace.h"
 
 namespace lockstep {
 
@@ -19,7 +19,7 @@ struct Work::State {
   std::shared_ptr<WorldState> world;  // lives as long as what it has under way
   TensorCall call;
   FuturePtr future;
-  std::uint64_t arrow = 0;  // in a trace, of a receive
+  TracedMessage traced;
   bool finished = false;
 
   // `began` to wait: now_if_recording().
@@ -27,10 +27,7 @@ struct Work::State {
     if (finished) return;
     call.finish();
     finished = true;
-    if (call.call.operation != Operation::kReceive) return;
-    const int source = call.call.peer == kAnyRank ? future->source() : call.call.peer;
-    if (arrow == 0) arrow = world->arrow_of(call.call, source);
-    trace::write(began, [&] { return world->label_of(call.call, source, arrow); });
+    if (call.call.operation == Operation::kReceive) traced.write(began, future->source());
   }
 };
 
@@ -169,14 +166,11 @@ torch::Tensor World::run(const TensorCall& call) const {
 
 Work World::start(TensorCall call) const {
   call.begin();
-  const Call& asked = call.call;
   const std::int64_t began = trace::now_if_recording();
-  const bool between_known = is_message(asked.operation) && asked.peer != kAnyRank;
-  const std::uint64_t arrow = between_known ? state_->arrow_of(asked, asked.peer) : 0;
+  TracedMessage traced(state_->messages, call.call);
   FuturePtr future = state_->transport_for(call).start(call);
-  if (asked.operation == Operation::kSend)
-    trace::write(began, [&] { return state_->label_of(asked, asked.peer, arrow); });
-  return Work(OwnedHere<Work::State>(new Work::State{state_, std::move(call), std::move(future), arrow}));
+  if (call.call.operation == Operation::kSend) traced.write(began, call.call.peer);
+  return Work(OwnedHere<Work::State>(new Work::State{state_, std::move(call), std::move(future), std::move(traced)}));
 }
 
 // ---- Others

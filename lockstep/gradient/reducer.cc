@@ -15,7 +15,6 @@
 
 #include "lockstep/base/in_autograd.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/collective/world_state.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -24,6 +23,7 @@
 #include "lockstep/gradient/exchange_totals.h"
 #include "lockstep/gradient/gradient_watch.h"
 #include "lockstep/gradient/unused_parameters.h"
+#include "lockstep/observe/trace.h"
 
 namespace lockstep {
 namespace {
@@ -227,7 +227,7 @@ class Reducer::Impl {
 
   void send(Bucket& bucket, std::size_t number) {
     const trace::Span span([&] {
-      return trace::Label{.name = "send bucket",
+      return trace::Event{.name = "send bucket",
                           .number = static_cast<std::int64_t>(number),
                           .bytes = static_cast<std::int64_t>(bucket.flat.nbytes())};
     });

@@ -19,7 +19,6 @@
 #include "lockstep/base/memory_room.h"
 #include "lockstep/base/proc_file.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/collective/operator_spans.h"
 #include "lockstep/deadline.h"
 #include "lockstep/devices.h"
@@ -29,6 +28,7 @@
 #include "lockstep/memory.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/model/partial_model.h"
+#include "lockstep/observe/trace.h"
 #include "lockstep/plan/measure_compression.h"
 #include "lockstep/plan/measure_messages.h"
 #include "lockstep/plan/measured_steps.h"
@@ -162,7 +162,7 @@ void measure_crowd(const World& world, const Subject& subject, Profile& profile)
 // ---- One process with all cores: threads, modules, pieces
 
 std::string end_of(const std::string& name) {
-  constexpr std::size_t kShown = std::tuple_size_v<trace::Name> - 1;
+  constexpr std::size_t kShown = trace::Name().size() - 1;
   return name.substr(name.size() - std::min(name.size(), kShown));
 }
 
@@ -174,20 +174,18 @@ void measure_modules(const Datasets& data, Training& training, Profile& profile)
   const auto parameters = named_parameters(training.strategy().model());
   name_modules(parameters);
   trace::open(ring.path(), {});
-  show_operators(true);
   trace::record(true);
   for (int i = 0; i < kTraced; ++i) training.step(batch);
   trace::record(false);
-  show_operators(false);
   const trace::Recording recording = trace::parse(trace::content(), ring.path());
   trace::close();
   const auto module_named = [&](const std::string& name) -> ModuleTimes& {
     const auto found = std::ranges::find(profile.modules, name, &ModuleTimes::name);
     return found != profile.modules.end() ? *found : profile.modules.emplace_back(ModuleTimes{.name = name});
   };
-  for (const trace::RecordedSpan& span : recording.spans) {
+  for (const trace::Event& span : recording.events) {
     const double seconds = static_cast<double>(span.end - span.begin) / 1e9 / kTraced;
-    if (span.kind == trace::Kind::kBackward) module_named(span.name).backward += seconds;
+    if (span.kind == trace::Kind::kBackward) module_named(span.name.text()).backward += seconds;
   }
   for (const auto& [path, parameter] : parameters)
     module_named(end_of(path.substr(0, std::min(path.size(), path.rfind('.'))))).bytes +=

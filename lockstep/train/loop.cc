@@ -9,13 +9,12 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/collective/operator_spans.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/fault.h"
-#include "lockstep/launch/own_progress.h"
 #include "lockstep/model/parameters.h"
+#include "lockstep/observe/phase_scope.h"
+#include "lockstep/observe/trace.h"
 #include "lockstep/schedule.h"
 #include "lockstep/stop.h"
 #include "lockstep/strategy/option_names.h"
@@ -111,7 +110,7 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
 TrainingLoop::~TrainingLoop() = default;
 
 Json TrainingLoop::run() {
-  own_progress::enter(Phase::kOwnCode);
+  observe::enter(Phase::kOwnCode);
   const Stopwatch watch;
   progress_.begin_run(headline(world_, loader_, strategy_.devices(), options_),
                       {options_.epochs, loader_.steps_per_epoch(), last_step()});
@@ -144,7 +143,7 @@ void TrainingLoop::train_epoch() {
   Stopwatch since_last_step;
   const Loader::Epoch batches = loader_.epoch(position_.epoch, position_.step_in_epoch);
   const bool ahead = strategy_.prefetches();
-  own_progress::begin_step(position_.step);
+  observe::begin_step(position_.step);
   for (auto next = batches.begin(); next != batches.end();) {
     Batch batch = std::move(*next);
     if (ahead && ++next != batches.end()) strategy_.prefetch(*next);
@@ -152,7 +151,7 @@ void TrainingLoop::train_epoch() {
     if (ends_here()) break;
     since_last_step = Stopwatch();
     batch = {};  // its memory serves a later one
-    if (position_.step_in_epoch < loader_.steps_per_epoch()) own_progress::begin_step(position_.step);
+    if (position_.step_in_epoch < loader_.steps_per_epoch()) observe::begin_step(position_.step);
     if (!ahead) ++next;
   }
   hint_at_loading(before, epoch.seconds());
@@ -161,7 +160,7 @@ void TrainingLoop::train_epoch() {
 
 // Between two steps.
 bool TrainingLoop::ends_here() {
-  const fault::During between(Phase::kOwnCode);
+  const FaultScope between(Phase::kOwnCode);
   if (position_.step >= last_step()) return true;
   stopped_ = stop_requested();
   return stopped_;
@@ -227,7 +226,7 @@ Position TrainingLoop::after_step(const BatchTotals& totals, double seconds) con
 
 void TrainingLoop::record_step(const BatchTotals& totals, double seconds) {
   Json event = step_event(totals, seconds);
-  own_progress::finish_step(totals.samples, totals.mean_loss);
+  observe::finish_step(totals.samples, totals.mean_loss);
   metrics_.write(event);
   if (kept_) last_event_ = event.dump();
   record_saved();
@@ -317,8 +316,7 @@ void TrainingLoop::keep_own_state(const BatchTotals& totals, double seconds) {
 
 void TrainingLoop::save_checkpoint() {
   if (options_.checkpoint_dir.empty() || stands_aside()) return;
-  const trace::Span span("checkpoint", position_.step);
-  const own_progress::During saving(Phase::kSaving);
+  const PhaseScope saving(Phase::kSaving, "checkpoint", position_.step);
   require_finite_everywhere(step_world_, strategy_, position_);
   const Snapshot snapshot = take_snapshot(step_world_, strategy_, position_, options_);
   checkpoints_ ? checkpoints_->save(position_.step, snapshot.file, snapshot.fetch) : snapshot.send();
@@ -341,7 +339,7 @@ void TrainingLoop::record_saved() {
 // Whether rank 0 has the present state on the disk, which it waits for. Half of the timeout is for the disk, so that ranks
 // that wait for rank 0 do not take it for lost.
 bool TrainingLoop::is_saved() {
-  const own_progress::During saving(Phase::kSaving);
+  const PhaseScope saving(Phase::kSaving);
   const bool mine = checkpoints_ && checkpoints_->finish(position_.step, options_.strategy.timeout / 2);
   const torch::Tensor saved = torch::tensor({mine ? 1 : 0}, torch::kInt32);
   step_world_.broadcast(saved);
@@ -380,8 +378,9 @@ void TrainingLoop::require_checkpoint() const {
   throw UsageError({.what = "a part of the model was lost with its machine, and there is no checkpoint",
                     .here = world_.describe(),
                     .likely = "a pipeline: each machine keeps the stages of its own ranks in memory, and no others",
-                    .next = "give --checkpoint-dir, on a disk that all machines see: then the job goes on from its last "
-                            "checkpoint"});
+                    .next =
+                        "give --checkpoint-dir, on a disk that all machines see: then the job goes on from its last "
+                        "checkpoint"});
 }
 
 // After the loss of a rank. False: nothing was kept, or it is incomplete and there are checkpoints. The event of the last step is written once more where it may be missing.

@@ -7,11 +7,11 @@
 #include <numeric>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/collective/shm/collectives.h"
 #include "lockstep/collective/shm/group_state.h"
 #include "lockstep/collective/shm/mailbox.h"
 #include "lockstep/error.h"
+#include "lockstep/observe/trace.h"
 
 namespace lockstep::shm {
 
@@ -47,7 +47,7 @@ void carry_out(GroupState& state, const Call& call) {
 }
 
 // How a trace shows a collective. Messages are shown by World.
-trace::Label label_of(const Signature& signature) {
+trace::Event label_of(const Signature& signature) {
   static constexpr std::array kPhases{"barrier 1: gradients",  "barrier 2: settings", "barrier: norms",
                                       "barrier: trust ratios", "barrier 3: updated",  "barrier: written"};
   const bool of_step = signature.operation == Operation::kStep;

@@ -6,7 +6,6 @@
 #include <exception>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/collective/shm/thresholds.h"
 #include "lockstep/error.h"
 
@@ -47,7 +46,6 @@ void GroupState::wait_for_arrivals() {
     if (peer == rank_) continue;
     Flag& arrived = area_.announcement(peer, sequence_).arrived;
     if (arrived.load() == sequence_) continue;
-    const trace::Span waiting("wait for rank", job_rank(peer));
     waiter_.until(arrived, machine_rank(peer), [&] { return arrived.load() == sequence_; });
   }
   compare_signatures();

@@ -13,16 +13,15 @@
 #include <utility>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/collective/operator_spans.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/accumulated_batches.h"
 #include "lockstep/gradient/local_gradients.h"
-#include "lockstep/launch/own_progress.h"
 #include "lockstep/memory.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/model/samples.h"
+#include "lockstep/observe/phase_scope.h"
 #include "lockstep/optimizer.h"
 #include "lockstep/strategy/ddp/fitting.h"
 #include "lockstep/strategy/ddp/gradient_exchange.h"
@@ -177,10 +176,8 @@ class DistributedDataParallel::Impl {
     begun_ = {batch.samples, !no_sync_};
     size_ += batch.size;
     if (no_sync_ && !block_) note_own_way(values_of(parameters_), /*accumulates=*/true);
-    own_progress::begin_next_step();
-    own_progress::enter(Phase::kBackward);
-    backward_began_ = trace::now_if_recording();
-    trace::count_memory();
+    observe::begin_next_step();
+    backward_phase_.emplace(Phase::kBackward);
     return exchange_->begin(batch, loss, begun_.exchanges);
   } catch (const std::exception& error) {
     fail(error);
@@ -190,8 +187,7 @@ class DistributedDataParallel::Impl {
   void end_backward() try {
     exchange_->end(begun_.exchanges);
     if (begun_.exchanges) finish_backward(begun_.samples);
-    own_progress::enter(Phase::kOwnCode);
-    trace::write(backward_began_, [] { return trace::Label{.name = "backward"}; });
+    backward_phase_.reset();
   } catch (const std::exception& error) {
     fail(error);
     throw;
@@ -258,16 +254,16 @@ class DistributedDataParallel::Impl {
   void finish_backward(std::int64_t samples) {
     if (!shard_buffers_.finish_shard()) return;
     if (samples > 0 && !options_.find_unused_parameters) require_all_gradients();
-    const trace::Span span("exchange");
-    own_progress::enter(Phase::kExchange);
-    const Stopwatch waiting;
-    exchange_->finish();
-    exchange_seconds_ = waiting.seconds();
+    backward_phase_.reset();
+    {
+      const PhaseScope exchange(Phase::kExchange, exchange_seconds_);
+      exchange_->finish();
+    }
     statistics_.waiting_seconds += exchange_seconds_;
     // Where ranks count alike, as if all had batches of the size of this one.
     const double size = std::exchange(size_, 0) * world_.size();
-    own_progress::finish_step(std::isnan(size) ? last_batch_.samples : static_cast<std::int64_t>(size),
-                              last_batch_.mean_loss);
+    observe::finish_step(std::isnan(size) ? last_batch_.samples : static_cast<std::int64_t>(size),
+                         last_batch_.mean_loss);
   }
 
   // The other ranks need not wait for this one; a MismatchError they have, too.
@@ -463,9 +459,9 @@ class DistributedDataParallel::Impl {
   struct {
     std::int64_t samples = 0;
     bool exchanges = true;
-  } begun_;                          // by begin_backward()
-  double size_ = 0;                  // of the batches since the last exchange; NaN: they count by samples
-  std::int64_t backward_began_ = 0;  // for a trace
+  } begun_;                                   // by begin_backward()
+  double size_ = 0;                           // of the batches since the last exchange; NaN: they count by samples
+  std::optional<PhaseScope> backward_phase_;  // from begin_backward() to the exchange
   ShardBuffers shard_buffers_;
   BatchTotals last_batch_;
   double exchange_seconds_ = 0;

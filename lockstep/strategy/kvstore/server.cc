@@ -9,7 +9,7 @@
 #include "lockstep/base/stop.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/rank_progress.h"
 #include "lockstep/strategy/option_names.h"
 
 namespace lockstep {
@@ -43,7 +43,7 @@ StoreServer::StoreServer(const DistSetting& setting)
       gate_(workers(), bound_of(setting), setting.servers.size() > 1),
       statistics_{.store = store_name(setting.options.kvstore), .workers = workers()} {
   for (const Link& link : setting.to_clients) clients_.push_back({.link = link});
-  own_progress::serves(clients_.size());
+  observe::serves(clients_.size());
   const int threads = at::get_num_threads();
   for (int i = 0; i < clients_.size(); ++i)
     clients_[i].thread = std::thread([this, i, threads] {

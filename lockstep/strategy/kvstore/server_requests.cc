@@ -8,7 +8,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/gradient/two_bit.h"
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/rank_progress.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {
@@ -35,7 +35,7 @@ void StoreServer::serve(int client) {
   try {
     const Link& link = clients_[client].link;
     for (RequestHeader request; (request = link.receive<RequestHeader>()).request != Request::kGoodbye;) {
-      const own_progress::Serving serving;
+      const observe::Serving serving;
       handle(client, request);
     }
     leave(client);

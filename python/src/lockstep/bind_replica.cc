@@ -2,7 +2,6 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
-#include "lockstep/launch/own_progress.h"
 #include "lockstep/strategy/option_names.h"
 #include "replica.h"
 
@@ -57,12 +56,8 @@ void bind_replica(py::module_& module) {
   py::class_<Replica, std::shared_ptr<Replica>>(module, "Replica", "The C++ side of a DistributedDataParallel.")
       .def(py::init(&make), Release(), py::arg("world"), py::arg("parameters"), py::arg("buffers"),
            py::arg("optimizer"), py::arg("options"), py::arg("weights"))
-      .def("enter_forward",
-           [](Replica&, bool training) {
-             if (training) own_progress::begin_next_step();
-             own_progress::enter(training ? Phase::kForward : Phase::kValidating);
-           })
-      .def("leave_forward", [](Replica&) { own_progress::enter(Phase::kOwnCode); })
+      .def("enter_forward", &Replica::enter_forward)
+      .def("leave_forward", &Replica::leave_forward)
       .def("watch", &Replica::watch, py::arg("outputs"), py::arg("size"))
       .def("set_samples", &Replica::set_samples)
       .def("skip_batch", &Replica::skip_batch, Release(), py::arg("joined"))

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// observe/fault.h: LOCKSTEP_FAULT lets a rank be lost at a chosen point of its training, to try out recovery;
+// docs/recovery.md lists what it may say.
+//
+//   LOCKSTEP_FAULT="rank=1,step=7,phase=update,after=1000"   several of them: separated by ;
+//
+// Flow:    PhaseScope, FaultScope -> here -> a signal to this process
+// Threads: any
+// Ranks:   each by itself. Without the variable a phase costs one load of a global pointer
+#pragma once
+
+#include <atomic>
+
+#include "lockstep/observe/job_page.h"
+
+namespace lockstep::fault {
+
+class Plan;
+inline std::atomic<Plan*> plan{nullptr};  // null: there are no faults
+
+// Reads LOCKSTEP_FAULT, the first time. Throws UsageError: it can't be read.
+void read_plan();
+
+void strike(Plan& faults, Phase phase, bool at_end);  // may not return
+
+inline void begin(Phase phase) {
+  if (Plan* const faults = plan.load(std::memory_order_acquire)) [[unlikely]]
+    strike(*faults, phase, /*at_end=*/false);
+}
+inline void end(Phase phase) {
+  if (Plan* const faults = plan.load(std::memory_order_acquire)) [[unlikely]]
+    strike(*faults, phase, /*at_end=*/true);
+}
+
+}  // namespace lockstep::fault

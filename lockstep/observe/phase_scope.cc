@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/observe/phase_scope.h"
+
+#include <algorithm>
+
+#include "lockstep/observe/trace.h"
+
+namespace lockstep {
+namespace {
+
+const char* name_of_span(Phase phase) { return std::ranges::find(kNames<Phase>, phase, &Named<Phase>::value)->name; }
+
+// Of the other two a fault strikes in a FaultScope only.
+bool has_faults(Phase phase) { return phase != Phase::kUpdate && phase != Phase::kOwnCode; }
+
+}  // namespace
+
+PhaseScope::PhaseScope(Phase phase) : PhaseScope(phase, nullptr, name_of_span(phase), -1) {}
+
+PhaseScope::PhaseScope(Phase phase, double& seconds) : PhaseScope(phase, &seconds, name_of_span(phase), -1) {}
+
+PhaseScope::PhaseScope(Phase phase, const char* span, std::int64_t number) : PhaseScope(phase, nullptr, span, number) {}
+
+PhaseScope::PhaseScope(Phase phase, double* seconds, const char* span, std::int64_t number)
+    : phase_(phase),
+      before_(observe::record().phase.load(std::memory_order_relaxed)),
+      seconds_(seconds),
+      span_(span),
+      number_(number),
+      is_traced_(trace::records()) {
+  if (is_traced_) trace::count_memory();
+  began_ = before_ == phase_ ? trace::now() : observe::enter(phase_);
+  if (before_ != phase_ && has_faults(phase_)) fault::begin(phase_);
+}
+
+PhaseScope::~PhaseScope() {
+  if (before_ != phase_ && has_faults(phase_)) fault::end(phase_);
+  // Who has met the other ranks no longer starts.
+  const Phase next = phase_ == Phase::kMeeting ? Phase::kOwnCode : before_;
+  const std::int64_t now = next == phase_ ? trace::now() : observe::enter(next);
+  if (seconds_ != nullptr) *seconds_ += static_cast<double>(now - began_) * 1e-9;
+  if (is_traced_) trace::write(began_, [this] { return trace::Event{.name = span_, .number = number_}; });
+}
+
+}  // namespace lockstep
