@@ -74,27 +74,17 @@ void add_event(const Json& event, Trace& trace) {
   ++trace.spans;
 }
 
-// Of a file that is cut off: its events are one a line.
-void add_whole_lines(const std::string& content, Trace& trace) {
-  trace.cut_off = true;
-  for (std::string line : split(content, '\n')) {
-    if (line.ends_with(',')) line.pop_back();
-    add_event(parse(line), trace);
-  }
-  const Json first_line = parse(content.substr(0, content.find('\n')) + "]}");
-  if (const Json* about = find(first_line, "otherData")) trace.about = *about;
-}
-
+// Reads a file that may be cut off: `otherData` and the first events are in its first line, then there is an event a line.
 Trace trace_in(const std::string& content) {
-  Trace trace;
-  const Json all = parse(content);
-  const Json* events = find(all, "traceEvents");
-  if (events == nullptr || !events->is_array()) {
-    add_whole_lines(content, trace);
-    return trace;
-  }
-  if (const Json* about = find(all, "otherData")) trace.about = *about;
-  for (const Json& event : *events) add_event(event, trace);
+  Trace trace{.cut_off = !content.ends_with("]}\n")};
+  std::vector<std::string> lines = split(content, '\n');
+  for (std::string& line : lines)
+    if (line.ends_with(',')) line.pop_back();
+  const Json head = parse(lines.front() + "]}");
+  if (const Json* about = find(head, "otherData")) trace.about = *about;
+  if (const Json* events = find(head, "traceEvents"))
+    for (const Json& event : *events) add_event(event, trace);
+  for (const std::string& line : lines) add_event(parse(line), trace);
   return trace;
 }
 
