@@ -122,7 +122,6 @@ case "${1:-}" in
     install_wheel_tools
     install_wheels "$deps/frameworks" --no-deps "${framework_wheels[@]}"
     install_wheels "$deps/tensorboard" --no-deps "${tensorboard_wheels[@]}"
-    install_wheels "$deps/perfetto" --no-deps perfetto==0.59.1  # with the protobuf of tensorboard's
     install_docs_tools
     ;;
   docs)

@@ -95,18 +95,15 @@ torch::Tensor bytes_of(std::string& content) {
   return torch::from_blob(content.data(), {static_cast<std::int64_t>(content.size())}, torch::kUInt8);
 }
 
-Recordings receive_all(const World& world) {
+// The rings stay until the file is there.
+bool write_all_ranks(const World& world, const std::string& file) try {
   std::string content = trace::content();
   Recordings all{trace::parse(content, "the trace of rank 0")};
   for (int rank = 1; rank < world.size(); ++rank) {
     world.receive(bytes_of(content), {.from = rank});
     all.push_back(trace::parse(content, concat("the trace of rank ", rank)));
   }
-  return all;
-}
-
-bool write_all_ranks(const World& world, const std::string& file) try {
-  write_timeline(file, receive_all(world), /*complete=*/true);
+  write_timeline(file, all, /*complete=*/true);
   return true;
 } catch (const SystemError& error) {
   log_warning(concat("the trace is not written, but `lockstep trace ", file,
@@ -150,18 +147,18 @@ void Timeline::finish(bool together) try {
   log_warning(concat("the trace is not complete: ", error.what()));
 }
 
-// The rings stay until the file is there.
 void Timeline::gather() {
-  const torch::Tensor written = torch::ones({1}, torch::kInt32);
+  bool written = false;
   if (world_.rank() == 0) {
-    if (!write_all_ranks(world_, file_)) written.zero_();
+    written = write_all_ranks(world_, file_);
   } else {
     std::string content = trace::content();
     world_.send(bytes_of(content), 0);
   }
-  world_.broadcast(written);
+  const torch::Tensor is_written = torch::tensor({written ? 1 : 0}, torch::kInt32);
+  world_.broadcast(is_written);
   std::error_code ignored;
-  if (written.item<int>() != 0) std::filesystem::remove(ring_file(file_, world_.rank()), ignored);
+  if (is_written.item<int>() != 0) std::filesystem::remove(ring_file(file_, world_.rank()), ignored);
 }
 
 void trace_if_asked(const std::function<ClockPeers()>& peers) {

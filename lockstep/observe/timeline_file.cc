@@ -79,13 +79,13 @@ struct Ring {
 
 std::vector<std::filesystem::path> ring_files(const std::filesystem::path& file) {
   std::vector<std::filesystem::path> rings;
-  const auto folder = file.has_parent_path() ? file.parent_path() : std::filesystem::path(".");
   std::error_code ignored;
-  for (const auto& entry : std::filesystem::directory_iterator(folder, ignored))
+  for (const auto& entry : std::filesystem::directory_iterator(std::filesystem::absolute(file).parent_path(), ignored))
     if (file_of_ring(entry.path().filename()) == file.filename()) rings.push_back(entry.path());
   return rings;
 }
 
+// Reads the rings of the newest job beside `file`, by rank.
 std::vector<Ring> read_rings(const std::string& file) {
   std::vector<Ring> rings;
   for (const auto& path : ring_files(file)) try {
@@ -94,11 +94,6 @@ std::vector<Ring> read_rings(const std::string& file) {
       log_warning(error.what());
     }
   std::ranges::sort(rings, {}, [](const Ring& ring) { return ring.recording.process.rank; });
-  return rings;
-}
-
-// The rings of the newest job, which is not empty if `rings` are not.
-std::vector<Ring> of_newest_job(std::vector<Ring> rings) {
   std::int64_t newest = 0;
   for (const Ring& ring : rings) newest = std::max(newest, ring.recording.process.job);
   std::erase_if(rings, [&](const Ring& ring) {
@@ -157,7 +152,7 @@ std::string file_of_ring(const std::string& ring) {
 }
 
 bool merge_rings(const std::string& file, bool ended_well) {
-  std::vector<Ring> rings = of_newest_job(read_rings(file));
+  std::vector<Ring> rings = read_rings(file);
   if (rings.empty()) return false;
   const bool complete = are_complete(rings, file) && ended_well;
   Recordings recordings;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// base/timeline_file.h: the file of --trace, JSON as Perfetto and chrome://tracing read it; and the rings beside it,
+// observe/timeline_file.h: the file of --trace, JSON as Perfetto and chrome://tracing read it; and the rings beside it,
 // FILE.rank3, from which it can be made when ranks have died.
 //
 // Flow:    the Recordings of all ranks, or what ranks have left -> here -> a file for ui.perfetto.dev
