@@ -159,7 +159,7 @@ Json time_of_waits(const std::vector<const Span*>& spans, double steps) {
   return waits;
 }
 
-// What a rank hands over and what machines then exchange are the same bytes.
+// Leaves "send bucket" out: what a rank hands over and what machines then exchange are the same bytes.
 Json bytes_of(const Rank& rank, double steps) {
   std::map<std::string, double> bytes;
   for (const Span& span : rank.spans)
@@ -191,7 +191,7 @@ Json busy_of(const std::vector<const Span*>& steps, const std::vector<const Span
   return busy;
 }
 
-// Where there are many: the greatest of each few.
+// Takes the greatest of each few where there are many.
 Json points_of(std::vector<Count> counts) {
   std::ranges::sort(counts, {}, &Count::time);
   Json points = {{"seconds", Json::array()}, {"value", Json::array()}};

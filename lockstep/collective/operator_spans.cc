@@ -4,6 +4,7 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <array>
@@ -12,7 +13,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -22,14 +22,6 @@
 namespace lockstep {
 namespace {
 
-using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-
-// A weak pointer keeps the address from being used again, so that no other tensor gets the name.
-struct NamedParameter {
-  WeakTensor tensor;
-  std::string module;
-};
-
 // The name of an operator, for the node that it made.
 struct NodeName {
   std::uint64_t thread = 0;
@@ -37,65 +29,31 @@ struct NodeName {
   trace::Name name;
 };
 
-std::mutex& names_mutex() {
+std::mutex& nodes_mutex() {
   static auto* const mutex = new std::mutex;
   return *mutex;
 }
 
-class OperatorNames {
- public:
-  static OperatorNames& instance() {
-    static auto* const names = new OperatorNames;  // autograd's threads may outlive static objects
-    return *names;
-  }
+// Call it with the mutex held.
+NodeName& node_of(std::int64_t number) {
+  static auto* const nodes = [] {
+    hold_during_fork<std::mutex, nodes_mutex>();
+    return new std::array<NodeName, 1 << 13>;  // those of one forward(): a later one replaces them
+  }();
+  return nodes->at(static_cast<std::size_t>(number) % nodes->size());
+}
 
-  OperatorNames() { hold_during_fork<std::mutex, names_mutex>(); }
+void name_nodes(std::uint64_t thread, std::uint64_t first, std::uint64_t last, const trace::Name& name) {
+  const std::lock_guard lock(nodes_mutex());
+  for (auto number = static_cast<std::int64_t>(first); number < static_cast<std::int64_t>(last); ++number)
+    node_of(number) = {.thread = thread, .number = number, .name = name};
+}
 
-  void name_parameter(const at::Tensor& parameter, std::string_view path) {
-    const std::lock_guard lock(names_mutex());
-    if (parameters_.size() >= forget_at_) forget_expired();
-    const std::size_t dot = path.rfind('.');
-    const WeakTensor weak(parameter.getIntrusivePtr());
-    parameters_.insert_or_assign(parameter.unsafeGetTensorImpl(),
-                                 NamedParameter{weak, std::string(path.substr(0, std::min(dot, path.size())))});
-  }
-
-  std::string module_of(c10::ArrayRef<const c10::IValue> inputs) {
-    const std::lock_guard lock(names_mutex());
-    for (const c10::IValue& input : inputs) {
-      if (!input.isTensor()) continue;
-      const auto found = parameters_.find(input.unsafeToTensorImpl());
-      if (found != parameters_.end()) return found->second.module;
-    }
-    return {};
-  }
-
-  void name_nodes(std::uint64_t thread, std::uint64_t first, std::uint64_t last, const trace::Name& name) {
-    const std::lock_guard lock(names_mutex());
-    for (auto number = static_cast<std::int64_t>(first); number < static_cast<std::int64_t>(last); ++number) {
-      node_of(number) = {.thread = thread, .number = number, .name = name};
-    }
-  }
-
-  std::optional<trace::Name> name_of_node(std::uint64_t thread, std::int64_t number) {
-    const std::lock_guard lock(names_mutex());
-    const NodeName& node = node_of(number);
-    return node.thread == thread && node.number == number ? std::optional(node.name) : std::nullopt;
-  }
-
- private:
-  NodeName& node_of(std::int64_t number) { return nodes_[static_cast<std::size_t>(number) % nodes_.size()]; }
-
-  void forget_expired() {
-    std::erase_if(parameters_, [](const auto& entry) { return entry.second.tensor.expired(); });
-    forget_at_ = 2 * parameters_.size() + kParameters;
-  }
-
-  static constexpr std::size_t kParameters = 1024;
-  std::unordered_map<const c10::TensorImpl*, NamedParameter> parameters_;
-  std::size_t forget_at_ = kParameters;
-  std::array<NodeName, 1 << 13> nodes_;  // those of one forward(): a later one replaces them
-};
+std::optional<trace::Name> name_of_node(std::uint64_t thread, std::int64_t number) {
+  const std::lock_guard lock(nodes_mutex());
+  const NodeName& node = node_of(number);
+  return node.thread == thread && node.number == number ? std::optional(node.name) : std::nullopt;
+}
 
 // The operator that this thread is in: one that was not called by another one.
 struct CurrentOperator {
@@ -124,7 +82,7 @@ bool is_within_another() {
   return true;
 }
 
-// To be told of all that an operator calls would cost more than all the rest. torch's profiler wants to be told.
+// Turns off torch's reports about what the operator calls: they would cost more than all the rest. torch's profiler wants them.
 void begin_operator(const trace::Name& name) {
   current = {.begin = trace::now(),
              .alone = !at::hasThreadLocalCallbacks(),
@@ -146,8 +104,13 @@ void write(const CurrentOperator& ended, trace::Kind kind) {
 
 std::unique_ptr<at::ObserverContext> begin_forward(const at::RecordFunction& function) {
   if (is_within_another() || !c10::GradMode::is_enabled() || !trace::records()) return {};
-  const std::string module = OperatorNames::instance().module_of(function.inputs());
-  begin_operator(end_of(module.empty() ? without_namespace(function.name()) : module));
+  std::string_view name = without_namespace(function.name());
+  for (const c10::IValue& input : function.inputs())
+    if (input.isTensor() && input.toTensor().defined() && !input.toTensor().name().empty()) {
+      name = input.toTensor().name();
+      break;
+    }
+  begin_operator(end_of(name));
   return {};
 }
 
@@ -156,7 +119,7 @@ void end_forward(const at::RecordFunction&, at::ObserverContext*) {
   const auto ended = end_operator();
   const std::uint64_t last = at::sequence_number::peek();
   if (!ended || ended->first_node == last) return;
-  OperatorNames::instance().name_nodes(at::RecordFunction::currentThreadId(), ended->first_node, last, ended->name);
+  name_nodes(at::RecordFunction::currentThreadId(), ended->first_node, last, ended->name);
   write(*ended, trace::Kind::kForward);
 }
 
@@ -165,7 +128,7 @@ std::unique_ptr<at::ObserverContext> begin_node(const at::RecordFunction& functi
   if (is_within_another() || !trace::records()) return {};
   trace::Name name;
   if (const std::int64_t number = function.seqNr(); number >= 0)
-    name = OperatorNames::instance().name_of_node(function.forwardThreadId(), number).value_or(end_of(function.name()));
+    name = name_of_node(function.forwardThreadId(), number).value_or(end_of(function.name()));
   begin_operator(name);
   return {};
 }
@@ -194,7 +157,7 @@ void show_operators(bool on) {
 }  // namespace
 
 void name_parameter(const at::Tensor& parameter, const std::string& path) {
-  OperatorNames::instance().name_parameter(parameter, path);
+  torch::autograd::impl::set_name(parameter, path.substr(0, std::min(path.size(), path.rfind('.'))));
 }
 
 }  // namespace lockstep

@@ -3,7 +3,7 @@
 // and one for its part of backward().
 //
 // Flow:    torch's RecordFunction -> here -> observe/trace.h
-// Owns:    the names of parameters (no tensor is kept alive), until the process ends
+// Owns:    the names of the last nodes of autograd. Parameters have their module's name themselves (torch's Tensor::name)
 // Threads: any
 // Ranks:   no communication
 //
@@ -20,7 +20,7 @@
 
 namespace lockstep {
 
-// "features.0.weight" is a parameter of the module "features.0". Later names of a parameter replace earlier ones.
+// Names a parameter after its module: "features.0.weight" is one of "features.0". A later name replaces an earlier one.
 void name_parameter(const at::Tensor& parameter, const std::string& path);
 
 template <class NamedTensors>

@@ -25,7 +25,7 @@ namespace {
 
 // ---- Clocks
 
-// How a rank compares its clock with rank 0's.
+// A rank's clock beside rank 0's.
 struct Clock {
   trace::ClockOffset offset;
   std::int64_t job = 0;  // when the job started, as rank 0 says: it tells the job's rings from those of an earlier one

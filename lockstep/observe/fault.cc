@@ -127,7 +127,7 @@ void send_own_later(int signal, int microseconds) {
     throw system_error("start", "a timer");
 }
 
-// In a child of its own: lets `thread` of `process` make so many instructions, then sends the signal. It makes system
+// Runs in a child of its own. Lets `thread` of `process` make so many instructions, then sends the signal. It makes system
 // calls only, because the other threads that its parent had are not there.
 [[noreturn]] void step_through(pid_t process, pid_t thread, int instructions, int signal, int go, int ready) {
   char byte = 0;

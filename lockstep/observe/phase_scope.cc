@@ -10,7 +10,7 @@ namespace {
 
 const char* name_of_span(Phase phase) { return std::ranges::find(kNames<Phase>, phase, &Named<Phase>::value)->name; }
 
-// Of the other two a fault strikes in a FaultScope only.
+// A FaultScope says where faults strike in the other two.
 bool has_faults(Phase phase) { return phase != Phase::kUpdate && phase != Phase::kOwnCode; }
 
 }  // namespace

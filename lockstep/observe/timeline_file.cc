@@ -104,7 +104,7 @@ std::vector<Ring> read_rings(const std::string& file) {
   return rings;
 }
 
-// Whether all ranks are there and came to their end.
+// Returns whether all ranks are there and came to their end.
 bool are_complete(const std::vector<Ring>& rings, const std::string& file) {
   const std::int64_t ranks = rings.front().recording.process.ranks;
   if (std::ssize(rings) < ranks)
