@@ -16,7 +16,6 @@ namespace lockstep {
 namespace {
 
 using TraceJson = nlohmann::ordered_json;
-using trace::Event;
 using trace::Kind;
 
 TraceJson about(const Recordings& recordings, bool complete) {
@@ -36,11 +35,11 @@ class EventWriter {
  public:
   EventWriter(int rank, std::int64_t start) : rank_(rank), start_(start) {}
 
-  TraceJson counter(const Event& event) const {
+  TraceJson counter(const trace::Event& event) const {
     return at("C", event.name.text(), event.begin, {{"args", {{"value", event.number}}}});
   }
 
-  TraceJson span(const Event& event) const {
+  TraceJson span(const trace::Event& event) const {
     const std::string name = event.number < 0 ? event.name.text() : concat(event.name.text(), ' ', event.number);
     TraceJson json =
         at("X", name, event.begin, {{"tid", event.thread}, {"dur", microseconds(event.end - event.begin)}});
@@ -50,7 +49,7 @@ class EventWriter {
   }
 
   // One end of a message, within its span.
-  TraceJson flow(const Event& event) const {
+  TraceJson flow(const trace::Event& event) const {
     TraceJson json = at(event.arrives ? "f" : "s", "message", event.arrives ? event.end : event.begin,
                         {{"tid", event.thread}, {"cat", "message"}, {"id", concat(event.flow)}});
     if (event.arrives) json["bp"] = "e";
@@ -125,7 +124,7 @@ void require_timeline_file(const std::string& file) {
 void write_timeline(const std::string& file, const Recordings& recordings, bool complete) {
   std::int64_t start = std::numeric_limits<std::int64_t>::max();
   for (const trace::Recording& recording : recordings)
-    for (const Event& event : recording.events) start = std::min(start, event.begin);
+    for (const trace::Event& event : recording.events) start = std::min(start, event.begin);
   std::string text =
       concat(R"({"displayTimeUnit": "ms", "otherData": )", about(recordings, complete).dump(), R"(, "traceEvents": [)");
   const char* separator = "\n";
@@ -133,7 +132,7 @@ void write_timeline(const std::string& file, const Recordings& recordings, bool 
   for (const trace::Recording& recording : recordings) {
     add(name_of(recording.process));
     const EventWriter writer(recording.process.rank, start);
-    for (const Event& event : recording.events) {
+    for (const trace::Event& event : recording.events) {
       add(event.kind == Kind::kCounter ? writer.counter(event) : writer.span(event));
       if (event.flow != 0) add(writer.flow(event));
     }
