@@ -13,7 +13,7 @@
 #include <array>
 #include <cstdio>
 #include <cstdlib>
-#include <optional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -169,8 +169,6 @@ void send_own_after_instructions(int signal, int instructions) {
                        .next = "use delay= (microseconds) instead of after="});
 }
 
-}  // namespace
-
 class Plan {
  public:
   explicit Plan(const std::string& text) : faults_(faults_in(text)) {}
@@ -209,14 +207,19 @@ class Plan {
   std::atomic<const Fault*> pending_{nullptr};
 };
 
+Plan* plan = nullptr;
+
+}  // namespace
+
 void read_plan() {
-  static Plan* const read = [] {
+  static const std::unique_ptr<Plan> read = [] {
     const char* const text = std::getenv(kVariable);
-    return text == nullptr || *text == '\0' ? nullptr : new Plan(text);
+    return text == nullptr || *text == '\0' ? nullptr : std::make_unique<Plan>(text);
   }();
-  plan.store(read, std::memory_order_release);
+  plan = read.get();
+  are_planned.store(plan != nullptr, std::memory_order_release);
 }
 
-void strike(Plan& faults, Phase phase, bool at_end) { faults.strike(phase, at_end); }
+void strike(Phase phase, bool at_end) { plan->strike(phase, at_end); }
 
 }  // namespace lockstep::fault

@@ -6,7 +6,7 @@
 //
 // Flow:    PhaseScope, FaultScope -> here -> a signal to this process
 // Threads: any
-// Ranks:   each by itself. Without the variable a phase costs one load of a global pointer
+// Ranks:   each by itself. Without the variable a phase costs one load of a global flag
 #pragma once
 
 #include <atomic>
@@ -15,21 +15,20 @@
 
 namespace lockstep::fault {
 
-class Plan;
-inline std::atomic<Plan*> plan{nullptr};  // null: there are no faults
+inline std::atomic<bool> are_planned{false};  // read_plan() alone changes it
 
 // Reads LOCKSTEP_FAULT, the first time. Throws UsageError: it can't be read.
 void read_plan();
 
-void strike(Plan& faults, Phase phase, bool at_end);  // may not return
+void strike(Phase phase, bool at_end);  // may not return
 
 inline void begin(Phase phase) {
-  if (Plan* const faults = plan.load(std::memory_order_acquire)) [[unlikely]]
-    strike(*faults, phase, /*at_end=*/false);
+  if (are_planned.load(std::memory_order_acquire)) [[unlikely]]
+    strike(phase, /*at_end=*/false);
 }
 inline void end(Phase phase) {
-  if (Plan* const faults = plan.load(std::memory_order_acquire)) [[unlikely]]
-    strike(*faults, phase, /*at_end=*/true);
+  if (are_planned.load(std::memory_order_acquire)) [[unlikely]]
+    strike(phase, /*at_end=*/true);
 }
 
 }  // namespace lockstep::fault
