@@ -2,9 +2,10 @@
 #include "cli/report/trace.h"
 
 #include <algorithm>
-#include <array>
 #include <fstream>
 #include <map>
+#include <span>
+#include <utility>
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
@@ -105,17 +106,10 @@ std::vector<std::string> missing_in(const Trace& trace) {
 
 // Empty: the same as the span around it.
 std::string kind_of(const std::string& name) {
-  static constexpr std::array<std::array<const char*, 2>, 11> kKinds = {{{"forward", "forward"},
-                                                                         {"backward", "backward"},
-                                                                         {"exchange", "exchange"},
-                                                                         {"update", "update"},
-                                                                         {"barrier", "waiting"},
-                                                                         {"wait for rank", "waiting"},
-                                                                         {"receive", "waiting"},
-                                                                         {"wait for batch", "data"},
-                                                                         {"load batch", "data"},
-                                                                         {"checkpoint", "checkpoint"},
-                                                                         {"end of epoch", "validation"}}};
+  static constexpr std::pair<const char*, const char*> kKinds[] = {
+      {"forward", "forward"}, {"backward", "backward"},     {"exchange", "exchange"},      {"update", "update"},
+      {"barrier", "waiting"}, {"wait for rank", "waiting"}, {"receive", "waiting"},        {"wait for batch", "data"},
+      {"load batch", "data"}, {"checkpoint", "checkpoint"}, {"end of epoch", "validation"}};
   for (const auto& [start, kind] : kKinds)
     if (name.starts_with(start)) return kind;
   return "";
@@ -178,16 +172,22 @@ double waited_in(const Span& step, const std::vector<const Span*>& spans) {
   return waited;
 }
 
+// Calls add_point() for each few of `all`: for one of them, where there are at most kPointsOfRank.
+template <class All>
+void for_each_few(const All& all, const auto& add_point) {
+  const std::size_t few = (all.size() + kPointsOfRank - 1) / kPointsOfRank;
+  for (std::span rest(all); !rest.empty(); rest = rest.subspan(std::min(few, rest.size())))
+    add_point(rest.first(std::min(few, rest.size())));
+}
+
 Json busy_of(const std::vector<const Span*>& steps, const std::vector<const Span*>& spans) {
   Json busy = {{"step", Json::array()}, {"ms", Json::array()}};
-  const std::size_t each = (steps.size() + kPointsOfRank - 1) / kPointsOfRank;
-  for (std::size_t at = 0; at < steps.size(); at += each) {
-    const std::size_t end = std::min(at + each, steps.size());
+  for_each_few(steps, [&](const auto& few) {
     double time = 0;
-    for (std::size_t i = at; i < end; ++i) time += steps[i]->end - steps[i]->begin - waited_in(*steps[i], spans);
-    busy["step"].push_back(std::strtoll(steps[end - 1]->number.c_str(), nullptr, 10));
-    busy["ms"].push_back(time / 1e3 / static_cast<double>(end - at));
-  }
+    for (const Span* step : few) time += step->end - step->begin - waited_in(*step, spans);
+    busy["step"].push_back(std::strtoll(few.back()->number.c_str(), nullptr, 10));
+    busy["ms"].push_back(time / 1e3 / static_cast<double>(few.size()));
+  });
   return busy;
 }
 
@@ -195,14 +195,11 @@ Json busy_of(const std::vector<const Span*>& steps, const std::vector<const Span
 Json points_of(std::vector<Count> counts) {
   std::ranges::sort(counts, {}, &Count::time);
   Json points = {{"seconds", Json::array()}, {"value", Json::array()}};
-  const std::size_t each = (counts.size() + kPointsOfRank - 1) / kPointsOfRank;
-  for (std::size_t at = 0; at < counts.size(); at += each) {
-    const auto end = counts.begin() + static_cast<std::ptrdiff_t>(std::min(at + each, counts.size()));
-    const auto most = std::max_element(counts.begin() + static_cast<std::ptrdiff_t>(at), end,
-                                       [](const Count& a, const Count& b) { return a.value < b.value; });
-    points["seconds"].push_back(most->time / 1e6);
-    points["value"].push_back(most->value);
-  }
+  for_each_few(counts, [&](const auto& few) {
+    const Count most = std::ranges::max(few, {}, &Count::value);
+    points["seconds"].push_back(most.time / 1e6);
+    points["value"].push_back(most.value);
+  });
   return points;
 }
 
@@ -239,7 +236,7 @@ bool is_trace(const std::filesystem::path& file) {
   std::ifstream in(file);
   std::string line;
   std::getline(in, line);
-  return line.find("\"traceEvents\"") != std::string::npos || line.find("\"displayTimeUnit\"") != std::string::npos;
+  return line.find("\"traceEvents\"") != std::string::npos;
 }
 
 Json read_trace(const std::filesystem::path& file) {

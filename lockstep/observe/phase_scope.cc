@@ -13,6 +13,12 @@ const char* name_of_span(Phase phase) { return std::ranges::find(kNames<Phase>, 
 // A FaultScope says where faults strike in the other two.
 bool has_faults(Phase phase) { return phase != Phase::kUpdate && phase != Phase::kOwnCode; }
 
+// A rank that has met the others, or that trains without any, no longer starts.
+Phase after(Phase phase, Phase before) {
+  const bool has_started = phase == Phase::kMeeting || (before == Phase::kStarting && phase != Phase::kLoading);
+  return has_started ? Phase::kOwnCode : before;
+}
+
 }  // namespace
 
 PhaseScope::PhaseScope(Phase phase) : PhaseScope(phase, nullptr, name_of_span(phase), -1) {}
@@ -35,8 +41,7 @@ PhaseScope::PhaseScope(Phase phase, double* seconds, const char* span, std::int6
 
 PhaseScope::~PhaseScope() {
   if (before_ != phase_ && has_faults(phase_)) fault::end(phase_);
-  // Who has met the other ranks no longer starts.
-  const Phase next = phase_ == Phase::kMeeting ? Phase::kOwnCode : before_;
+  const Phase next = after(phase_, before_);
   const std::int64_t now = next == phase_ ? trace::now() : observe::enter(next);
   if (seconds_ != nullptr) *seconds_ += static_cast<double>(now - began_) * 1e-9;
   if (is_traced_) trace::write(began_, [this] { return trace::Event{.name = span_, .number = number_}; });
