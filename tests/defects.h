@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// tests/defects.h: switches on one of the deliberate defects that tests/*/defects.patch puts into the library, to show that
-// a fuzzer finds it. tests/defects.cmake puts this header into every patched source.
+// tests/defects.h: which of the deliberate defects of tests/defects.py is present. A test sets it.
 #pragma once
 
 #include <string_view>

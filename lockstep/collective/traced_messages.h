@@ -17,7 +17,7 @@
 #include <utility>
 
 #include "lockstep/base/int_vector.h"
-#include "lockstep/collective/call.h"
+#include "lockstep/collective/calls/call.h"
 #include "lockstep/observe/trace.h"
 
 namespace lockstep {

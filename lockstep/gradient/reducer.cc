@@ -15,7 +15,7 @@
 
 #include "lockstep/base/in_autograd.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/world_state.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/accumulated_batches.h"
@@ -308,7 +308,7 @@ class Reducer::Impl {
       const trace::Span span("receive bucket", static_cast<std::int64_t>(i));
       bucket.slice_work->wait();
       torch::Tensor(slices_->slice(i)).mul_(factor);
-      WorldState::wait_for_device(world_);
+      wait_for_device(world_.device(), world_.timeout());
       const torch::Tensor ranks_with_gradient = bucket.flags.to(torch::kCPU, torch::kFloat32);
       const auto* count = ranks_with_gradient.const_data_ptr<float>();
       for (const Slot& slot : bucket.slots)
@@ -378,7 +378,7 @@ class Reducer::Impl {
     if (options_.hook || slices_) return;
     for (std::int64_t i = 0; i < static_cast<std::int64_t>(parameters_.size()); ++i)
       if (std::find(ready_order_.begin(), ready_order_.end(), i) == ready_order_.end()) ready_order_.push_back(i);
-    WorldState::wait_for_device(world_);
+    wait_for_device(world_.device(), world_.timeout());
     const torch::Tensor order = torch::tensor(ready_order_, torch::kInt64).to(world_.device());
     world_.broadcast(order);
     const torch::Tensor in_order = order.flip(0).cpu();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// tests/step_fuzz/step_fuzz_defects_test.cc: the fuzzer finds each of the deliberate defects of defects.patch within 500
-// programs.
+// tests/step_fuzz/step_fuzz_defects_test.cc: the fuzzer finds each of the deliberate defects of tests/defects.py within 500
+// programs. Sources that have one are compiled again into this binary, where their symbols come before the library's.
 #include <gtest/gtest.h>
 
 #include <iostream>

@@ -172,7 +172,7 @@ void DevicesState::fail(const std::string& who, std::exception_ptr error) {
     error_ = std::move(error);
   }
   failed_.store(true, std::memory_order_release);
-  for (auto& team : teams_) team.front().poison(concat(who, " failed"));
+  for (auto& team : teams_) team.front()->poison(concat(who, " failed"));
 }
 
 void DevicesState::fail_as_late() {

@@ -60,7 +60,7 @@ class DevicesState {
   // What the GPUs of a team show each other (gpu_team.h).
   std::vector<torch::Tensor>& table(int index) { return tables_[index % tables_.size()]; }
 
-  shm::Group& group(int index) { return teams_[index % teams_.size()][index / teams_.size()]; }
+  shm::Group& group(int index) { return *teams_[index % teams_.size()][index / teams_.size()]; }
 
   // What a device's thread does from its start to its end.
   void serve(int index);
@@ -96,7 +96,7 @@ class DevicesState {
   int most_threads_;  // of each device
   IntVector<std::unique_ptr<DeviceSeat>> seats_;
   IntVector<std::string> names_;
-  IntVector<IntVector<shm::Group>> teams_;
+  IntVector<IntVector<shm::GroupPtr>> teams_;
   IntVector<std::vector<torch::Tensor>> tables_;  // of each team
   Devices::Body body_;
   std::uint32_t jobs_ = 0;  // posted so far

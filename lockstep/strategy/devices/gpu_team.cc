@@ -3,7 +3,7 @@
 
 #include "lockstep/base/to_size.h"
 #include "lockstep/collective/gpus.h"
-#include "lockstep/collective/torch_dtype.h"
+#include "lockstep/collective/calls/tensor_call.h"
 #include "lockstep/sampler.h"
 
 namespace lockstep {
@@ -31,7 +31,8 @@ void GpuTeam::together(Call call, const torch::Tensor& flat, const Work& work) {
   table_[to_size(rank())] = mine;
   call.count = to_size(mine.numel());
   call.dtype = *to_dtype(mine.scalar_type());
-  group_.run_as(signature_of(call), {.operation = Operation::kBarrier});
+  const Signature wanted = signature_of(call);
+  group_.run({.operation = Operation::kBarrier}, &wanted);
   work(mine);
   group_.barrier();
   table_[to_size(rank())] = torch::Tensor();
