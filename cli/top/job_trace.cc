@@ -17,9 +17,9 @@
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
-#include "lockstep/stop.h"
 #include "lockstep/observe/timeline_file.h"
 #include "lockstep/observe/trace.h"
+#include "lockstep/stop.h"
 
 namespace lockstep::top {
 namespace {
