@@ -16,8 +16,8 @@
 #include "cli/commands.h"
 #include "cli/top/jobs.h"
 #include "lockstep/base/command_line.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/deadline.h"
+#include "lockstep/observe/trace.h"
 
 namespace lockstep {
 namespace {

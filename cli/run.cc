@@ -11,13 +11,13 @@
 #include "cli/commands.h"
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/timeline_file.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/launch/insecure_network.h"
 #include "lockstep/launch/job_secret.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/launch/machines.h"
 #include "lockstep/launch/node_meeting.h"
+#include "lockstep/observe/timeline_file.h"
 
 namespace lockstep {
 namespace {
@@ -121,8 +121,7 @@ void add_rank_options(CLI::App& app, RunArguments& arguments) {
          "of a Python program with --max-restarts: processes that have imported torch, and wait for a lost rank")
       ->check(CLI::NonNegativeNumber);
   app.add_option("--threads-per-rank", launch.threads_per_rank, "OMP_NUM_THREADS; 0: cores / ranks");
-  app.add_option("--trace", arguments.trace,
-                 "file (.json or .pftrace) for a timeline of all ranks, for ui.perfetto.dev");
+  app.add_option("--trace", arguments.trace, "file (.json) for a timeline of all ranks, for ui.perfetto.dev");
   app.add_option("--stop-code", launch.stop_code,
                  "exit code of ranks that stopped because a signal asked them to, which is no failure; else 143")
       ->check(CLI::Range(3, 255))

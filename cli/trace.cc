@@ -8,8 +8,8 @@
 #include "cli/top/job_trace.h"
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/timeline_file.h"
 #include "lockstep/error.h"
+#include "lockstep/observe/timeline_file.h"
 
 namespace lockstep {
 namespace {
@@ -26,8 +26,8 @@ std::chrono::milliseconds in_milliseconds(double seconds) {
 }
 
 int merge_what_ranks_left(const std::string& file) {
-  if (!is_timeline_file(file))
-    throw UsageError({.what = concat("'", file, "' is no trace: its name ends neither in .json nor in .pftrace"),
+  if (!file.ends_with(".json"))
+    throw UsageError({.what = concat("'", file, "' is no trace: its name does not end in .json"),
                       .next = "to trace a running job, say where to: --output FILE"});
   if (merge_rings(file)) return 0;
   throw DataError({.what = concat("there is no ", ring_file(file, 0), " or of another rank"),
@@ -46,7 +46,7 @@ int trace_command(int argc, char** argv) {
   app.add_option("JOB|FILE", arguments.job_or_file,
                  "a job's number or name, as `lockstep top` shows it; or what ranks were told to write")
       ->required();
-  CLI::Option* const output = app.add_option("--output", arguments.output, "of a job: file (.json or .pftrace)");
+  CLI::Option* const output = app.add_option("--output", arguments.output, "of a job: file (.json)");
   app.add_option("--seconds", arguments.seconds, "of a job: seconds to record")
       ->capture_default_str()
       ->check(CLI::Range(0.01, 86400.0))

@@ -156,13 +156,10 @@ def bad_traces(folder, trace):
     expect_error(folder, "is in format 2", f"{metrics},{file}")
     file.write_text("{}")
     expect_error(folder, "has no span", f"{metrics},{file}")
-    (folder / "x.pftrace").write_bytes(b"\x0a\x01")
-    expect_error(folder, "--trace FILE.json", folder / "x.pftrace")
-    for kind in "json", "pftrace":
-        ring = folder / f"x.{kind}.rank1"
-        ring.write_bytes(b"ring")
-        expect_error(folder, "what one rank kept", f"{metrics},{ring}")
-        expect_error(folder, f"lockstep trace {folder}/x.{kind}", ring)
+    ring = folder / "x.json.rank1"
+    ring.write_bytes(b"ring")
+    expect_error(folder, "what one rank kept", f"{metrics},{ring}")
+    expect_error(folder, f"lockstep trace {folder}/x.json", ring)
     for content in lines, lines[: len(lines) // 2]:
         file.write_text(content.replace('"format":1', '"format":2'))
         expect_error(folder, "is in format 2, and this lockstep knows 1", file)

@@ -308,14 +308,14 @@ def expect_trace(command, probe, folder):
                 steps = [event for event in events if event["name"].startswith("step ")]
                 assert len(steps) >= 3 and all(15_000 < step["dur"] < 5e6 for step in steps), steps
                 assert max(event["ts"] + event["dur"] for event in events) < (length + PATIENCE) * 1e6, events
-        assert trace(command, Path(probe).name, "--output", Path(folder, "by-name.pftrace"), "--seconds", "0.1")
+        assert trace(command, Path(probe).name, "--output", Path(folder, "by-name.json"), "--seconds", "0.1")
         assert sorted(Path(folder).glob("*.rank*")) == []
         expect_errors(command, job, folder)
 
 
 def expect_errors(command, job, folder):
     assert "there is no job 1 " in trace(command, 1, "--output", Path(folder, "x.json"), code=2)
-    assert ".json or .pftrace" in trace(command, job.pid, "--output", Path(folder, "x.txt"), code=2)
+    assert "FILE.json, which Perfetto" in trace(command, job.pid, "--output", Path(folder, "x.txt"), code=2)
     assert "--output FILE" in trace(command, job.pid, code=2)
     pid = look_at(command, job.pid)["ranks"][1]["pid"]
     os.kill(pid, signal.SIGSTOP)

@@ -13,11 +13,6 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-DEPS = Path(__file__).resolve().parent.parent / ".deps"
-sys.path[:0] = [str(DEPS / "perfetto"), str(DEPS / "tensorboard")]  # protobuf is beside the latter
-
-from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent  # noqa: E402
-
 BATCH = {"threads": 1, "batch-size": 16, "timeout": 60}
 
 
@@ -66,34 +61,6 @@ def arrows(trace):
     return found
 
 
-def spans_of_protobuf(content):
-    """The same of a .pftrace, and what it says about the run."""
-    parents, names, open_spans, found = {}, {}, defaultdict(list), defaultdict(list)
-    flows, ends_of_flows = set(), set()
-    for packet in Trace.FromString(content).packet:
-        if packet.HasField("track_descriptor"):
-            track = packet.track_descriptor
-            names[track.uuid], parents[track.uuid] = track.name, track.parent_uuid
-            continue
-        event = packet.track_event
-        stack = open_spans[event.track_uuid]
-        flows.update(event.flow_ids)
-        ends_of_flows.update(event.terminating_flow_ids)
-        if event.type == TrackEvent.TYPE_COUNTER:
-            assert names[event.track_uuid] in ("memory", "batches ready", "staleness"), names[event.track_uuid]
-            found["counters"].append(event.counter_value)
-        elif event.type == TrackEvent.TYPE_SLICE_BEGIN:
-            stack.append({"name": event.name, "tid": event.track_uuid, "ts": packet.timestamp / 1000,
-                          "cat": "".join(event.categories), "args": {note.name: note.int_value for note in event.debug_annotations}})
-        else:
-            rank = int(names[parents[event.track_uuid]].split()[1])
-            found[rank].append(stack.pop() | {"end": packet.timestamp / 1000})
-    assert not any(open_spans.values()), "a span without an end"
-    assert found.pop("counters"), "no counters"
-    assert not flows ^ ends_of_flows, "messages that were not received, or not sent"
-    return found, json.loads(names[1])
-
-
 def named(events, name):
     return [event for event in events if event["name"] == name]
 
@@ -129,16 +96,13 @@ def expect_steps(events, rank, first, end):
     return waits
 
 
-def expect_trace_of_some_steps(command, folder, kind):
-    file = Path(folder, f"some.{kind}")
+def expect_trace_of_some_steps(command, folder):
+    file = Path(folder, "some.json")
     run([command, "train"], {"model": "lenet", "data": "synthetic:640x1x28x28", "ranks": 2, "max-steps": 12, "checkpoint-every": 5,
-                             "checkpoint-dir": f"{folder}/{kind}", "trace": file, "trace-steps": "3:7"})
-    if kind == "json":
-        trace = json.loads(file.read_text())
-        ranks, about = spans(trace), trace["otherData"]
-        assert min(event["ts"] for event in trace["traceEvents"] if "ts" in event) == 0
-    else:
-        ranks, about = spans_of_protobuf(file.read_bytes())
+                             "checkpoint-dir": f"{folder}/some", "trace": file, "trace-steps": "3:7"})
+    trace = json.loads(file.read_text())
+    ranks, about = spans(trace), trace["otherData"]
+    assert min(event["ts"] for event in trace["traceEvents"] if "ts" in event) == 0
     assert about == {"format": 1, "complete": True, "overwritten_spans": {"rank 0": 0, "rank 1": 0}}, about
     assert sorted(ranks) == [0, 1]
     assert set.union(*(expect_steps(events, rank, 3, 7) for rank, events in ranks.items())), "no rank ever waited for the other"
@@ -249,24 +213,21 @@ def expect_messages(command, folder):
 
 def expect_loops_of_ones_own(command, program, folder):
     """`lockstep run --trace`: 15 steps; rank 1 has a forked child, which does not end the trace of its parent."""
-    for kind in ("json", "pftrace"):
-        file = Path(folder, f"own.{kind}")
-        done = subprocess.run([command, "run", "--nproc-per-node", "2", "--trace", file, "--", program], capture_output=True, text=True,
-                              timeout=120, env=os.environ | {"HABIT": "fork"})
-        assert done.returncode == 0, done
-        ranks, about = spans_of_protobuf(file.read_bytes()) if kind == "pftrace" else (None, None)
-        if kind == "json":
-            trace = json.loads(file.read_text())
-            ranks, about = spans(trace), trace["otherData"]
-            assert counters(trace)[1, "memory"]
-        assert about["complete"] and sorted(ranks) == [0, 1], about
-        for events in ranks.values():
-            for name in ("backward", "exchange", "optimizer step", "barrier 1: gradients", "barrier 3: updated"):
-                assert len(named(events, name)) == 15, (name, len(named(events, name)))
-            for way in ("forward", "backward"):
-                assert len([event for event in named(events, "2") if event.get("cat") == way]) >= 15, "no module 2"
-        expect_common_clock(ranks, "barrier 1: gradients", 100)
-        assert list(Path(folder).glob(f"own.{kind}.*")) == [], "rings are left"
+    file = Path(folder, "own.json")
+    done = subprocess.run([command, "run", "--nproc-per-node", "2", "--trace", file, "--", program], capture_output=True, text=True,
+                          timeout=120, env=os.environ | {"HABIT": "fork"})
+    assert done.returncode == 0, done
+    trace = json.loads(file.read_text())
+    ranks, about = spans(trace), trace["otherData"]
+    assert counters(trace)[1, "memory"]
+    assert about["complete"] and sorted(ranks) == [0, 1], about
+    for events in ranks.values():
+        for name in ("backward", "exchange", "optimizer step", "barrier 1: gradients", "barrier 3: updated"):
+            assert len(named(events, name)) == 15, (name, len(named(events, name)))
+        for way in ("forward", "backward"):
+            assert len([event for event in named(events, "2") if event.get("cat") == way]) >= 15, "no module 2"
+    expect_common_clock(ranks, "barrier 1: gradients", 100)
+    assert list(Path(folder).glob("own.json.*")) == [], "rings are left"
 
 
 def expect_what_a_loop_that_failed_did(command, program, folder):
@@ -314,7 +275,7 @@ def expect_rings_of_another_launcher(command, program, folder):
     assert trace["otherData"]["complete"] and sorted(spans(trace)) == [0]
     assert list(Path(folder).glob("left.json.*")) == [other], "what is of another job stays"
     done = subprocess.run([command, "run", "--trace", "x.txt", "--", "true"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and ".json or .pftrace" in done.stderr, done
+    assert done.returncode == 2 and "FILE.json, which Perfetto" in done.stderr, done
 
 
 def expect_ranks_that_end_when_they_like(command, folder):
@@ -340,7 +301,7 @@ def expect_server_and_workers(file, folder):
 
 
 def expect_usage_errors(command, folder):
-    for options, said in (({"trace": f"{folder}/x.txt"}, ".json"), ({"trace-steps": "1:2"}, "without --trace"),
+    for options, said in (({"trace": f"{folder}/x.pftrace"}, "FILE.json, which Perfetto"), ({"trace-steps": "1:2"}, "without --trace"),
                           ({"trace": f"{folder}/x.json", "trace-steps": "5:3"}, "not a range of steps")):
         error = run([command, "train"], {"max-steps": 1} | options, code=2)
         assert said in error, error
@@ -360,8 +321,7 @@ def main():
         return expect_machines(sys.argv[2])
     command, program, own_loop = (str(Path(path).resolve()) for path in sys.argv[1:4])
     with tempfile.TemporaryDirectory() as folder:
-        for kind in ("json", "pftrace"):
-            expect_trace_of_some_steps(command, folder, kind)
+        expect_trace_of_some_steps(command, folder)
         expect_what_is_around_the_steps(command, folder)
         expect_what_a_lost_rank_did(program, folder)
         expect_what_a_lost_rank_did(program, folder, command, "run", "--nproc-per-node", "2", "--")

@@ -3,8 +3,8 @@
 """Keeps the layout true. It is one of the tests.
 
 Planner:  tools/plan/ includes rooms up to strategy/; only lockstep/train/choose_strategy.cc includes it, with one header.
-Rooms:    the folders of lockstep/ are those in ROOMS and SUB_ROOMS. A room includes itself and the rooms before it; base/, launch/
-          and collective/shm/ include no torch; spdlog and fmt stay in .cc files of base/.
+Rooms:    the folders of lockstep/ are those in ROOMS and SUB_ROOMS. A room includes itself and the rooms before it; base/, observe/,
+          launch/ and collective/shm/ include no torch; spdlog and fmt stay in .cc files of base/.
 Public:   include/lockstep/ is what is installed. Each of its headers belongs to a room (PUBLIC) and includes nothing but
           its like, torch and the standard library.
 Headers:  say what they are in their first line and have #pragma once (x_body.h is included several times on purpose).
@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ["base", "launch", "collective", "data", "model", "gradient", "optimizer", "strategy", "checkpoint", "train"]
+ROOMS = ["base", "observe", "launch", "collective", "data", "model", "gradient", "optimizer", "strategy", "checkpoint", "train"]
 SUB_ROOMS = {
     "collective": {"world", "calls", "transport", "meet", "store", "shm", "shm/connect", "shm/memory", "machines", "c10d"},
     "data": {"formats", "images", "packed", "loader"},
@@ -39,7 +39,7 @@ PUBLIC = {
 }
 ROOM_OF_PUBLIC = {header: room for room, headers in PUBLIC.items() for header in headers.split()}
 PLANNER = ("lockstep/train/choose_strategy.cc", "tools/plan/auto.h")
-NO_TORCH = ("lockstep/base/", "lockstep/launch/", "lockstep/collective/shm/")
+NO_TORCH = ("lockstep/base/", "lockstep/observe/", "lockstep/launch/", "lockstep/collective/shm/")
 LICENCE = "SPDX-License-Identifier: Apache-2.0"
 TREES = "lockstep|include|cli|tests|bench|examples|cmake|docs|tools|python"
 

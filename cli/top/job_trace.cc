@@ -3,24 +3,23 @@
 
 #include <fcntl.h>
 #include <signal.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <functional>
 #include <iostream>
+#include <thread>
 #include <vector>
 
 #include "cli/top/jobs.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/timeline_file.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/observe/timeline_file.h"
+#include "lockstep/observe/trace.h"
+#include "lockstep/stop.h"
 
 namespace lockstep::top {
 namespace {
@@ -31,29 +30,11 @@ constexpr Milliseconds kBetweenLooks{10};
 
 std::int64_t from_now(Milliseconds time) { return trace::now() + std::chrono::nanoseconds(time).count(); }
 
-// SIGINT, while this lives: waits end, and the process does not.
-class Interruptible {
- public:
-  Interruptible() {
-    ::sigemptyset(&signals_);
-    ::sigaddset(&signals_, SIGINT);
-    ::sigprocmask(SIG_BLOCK, &signals_, &before_);
-  }
-  ~Interruptible() { ::sigprocmask(SIG_SETMASK, &before_, nullptr); }
-  Interruptible(const Interruptible&) = delete;
-  Interruptible& operator=(const Interruptible&) = delete;
-
-  bool happened_within(Milliseconds time) {
-    const timespec wait{.tv_sec = time.count() / 1000, .tv_nsec = time.count() % 1000 * 1'000'000};
-    happened_ = happened_ || ::sigtimedwait(&signals_, nullptr, &wait) == SIGINT;
-    return happened_;
-  }
-
- private:
-  sigset_t signals_{};
-  sigset_t before_{};
-  bool happened_ = false;
-};
+// Waits. Returns whether SIGINT has come.
+bool is_interrupted_within(Milliseconds time) {
+  std::this_thread::sleep_for(time);
+  return stop_signal() != 0;
+}
 
 // A rank, while it is traced.
 class TracedRank {
@@ -62,33 +43,28 @@ class TracedRank {
 
   int rank() const { return seat_.record().job_rank; }
   bool lives() const { return seat_.record().pid == pid_ && state_of(pid_) != 0; }
-  bool began() const { return trace().began > ordered_; }
-  bool refused() const { return trace().refused > ordered_; }
-  bool ended() const { return trace().ended > ordered_; }
+  bool began() const { return order().began > ordered_; }
+  bool refused() const { return order().refused > ordered_; }
+  bool ended() const { return order().ended > ordered_; }
   bool has_ring() const { return static_cast<bool>(ring_); }
 
-  // False: somebody else's trace is under way.
-  bool order(std::int64_t until) {
-    std::int64_t before = trace().until;
-    asked_ = before < trace::now() && trace().until.compare_exchange_strong(before, until);
+  // Returns false if somebody else's trace is under way.
+  bool ask(std::int64_t until) {
+    std::int64_t before = order().until;
+    asked_ = before < trace::now() && order().until.compare_exchange_strong(before, until);
     return asked_;
   }
 
   void set_end(std::int64_t until) const {
-    if (asked_) trace().until = until;
+    if (asked_) order().until = until;
   }
 
   void open_ring() {
-    const std::string path = concat("/proc/", pid_, "/fd/", trace().fd.load());
-    ring_ = UniqueFd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    ring_ = UniqueFd(::open(concat("/proc/", pid_, "/fd/", order().fd.load()).c_str(), O_RDONLY | O_CLOEXEC));
   }
 
   trace::Recording recording(int ranks) const {
-    struct stat found {};
-    ::fstat(ring_.get(), &found);
-    std::string content(to_size(found.st_size), '\0');
-    if (::pread(ring_.get(), content.data(), content.size(), 0) != std::ssize(content))
-      throw system_error("read the trace of", concat("rank ", rank()));
+    const std::string content = read_file(concat("/proc/self/fd/", ring_.get()));
     trace::Recording recording = trace::parse(content, concat("the trace of rank ", rank()));
     recording.process.ranks = ranks;
     return recording;
@@ -102,7 +78,7 @@ class TracedRank {
   }
 
  private:
-  TraceRecord& trace() const { return seat_.record().trace; }
+  TraceRecord& order() const { return seat_.record().trace; }
 
   Seat seat_;
   std::int64_t ordered_;
@@ -114,6 +90,7 @@ class TracedRank {
 class TraceOfJob {
  public:
   explicit TraceOfJob(const JobTrace& order) : order_(order), job_(find_job(order.job)) {
+    catch_stop_signals({SIGINT});
     const std::int64_t now = trace::now();
     for (const Seat& seat : job_.seats)
       if (seat.record().pid != 0 && seat.record().phase != Phase::kEnded) ranks_.emplace_back(seat, now);
@@ -132,8 +109,12 @@ class TraceOfJob {
   void begin() {
     const std::int64_t at_most = from_now(2 * order_.patience + order_.length);
     for (TracedRank& rank : ranks_)
-      if (!rank.order(at_most)) throw is_traced(rank, "another `lockstep trace` of this job is under way");
-    wait_until(&TracedRank::began, "begin");
+      if (!rank.ask(at_most)) throw is_traced(rank, "another `lockstep trace` of this job is under way");
+    const Deadline deadline = Deadline::after(order_.patience);
+    while (const TracedRank* const late = first_that_has_not_begun()) {
+      if (deadline.passed()) throw does_not_answer(*late);
+      if (is_interrupted_within(kBetweenLooks)) throw SystemError({.what = "interrupted before the trace began"});
+    }
     for (TracedRank& rank : ranks_) rank.open_ring();
   }
 
@@ -141,8 +122,8 @@ class TraceOfJob {
     const std::int64_t end = from_now(order_.length);
     for (const TracedRank& rank : ranks_) rank.set_end(end);
     const Deadline deadline = Deadline::after(order_.length);
-    while (!deadline.passed() && any_lives() &&
-           !interrupt_.happened_within(std::min(deadline.left(), Milliseconds(100))))
+    while (!deadline.passed() && std::ranges::any_of(ranks_, &TracedRank::lives) &&
+           !is_interrupted_within(std::min(deadline.left(), Milliseconds(100))))
       continue;
     for (const TracedRank& rank : ranks_) rank.set_end(trace::now());
   }
@@ -151,7 +132,7 @@ class TraceOfJob {
   void write() {
     const Deadline deadline = Deadline::after(order_.patience);
     const auto is_over = [](const TracedRank& rank) { return rank.ended() || !rank.lives(); };
-    while (!std::ranges::all_of(ranks_, is_over) && !deadline.passed() && !interrupt_.happened_within(kBetweenLooks))
+    while (!std::ranges::all_of(ranks_, is_over) && !deadline.passed() && !is_interrupted_within(kBetweenLooks))
       continue;
     Recordings recordings;
     bool complete = has_all_ranks();
@@ -195,33 +176,25 @@ class TraceOfJob {
                         .next = "trace it from its start: --trace FILE"});
   }
 
-  void wait_until(bool (TracedRank::*has)() const, const char* what) {
-    const Deadline deadline = Deadline::after(order_.patience);
-    while (true) {
-      const auto late = std::ranges::find_if(ranks_, [&](const TracedRank& rank) { return !(rank.*has)(); });
-      if (late == ranks_.end()) return;
-      for (const TracedRank& rank : ranks_) {
-        if (rank.refused()) throw is_traced(rank, "it was started with --trace, or has no memory left");
-        if (!rank.lives() && !rank.began()) throw has_ended();
-      }
-      if (deadline.passed()) throw does_not_answer(*late, what);
-      if (interrupt_.happened_within(kBetweenLooks)) throw SystemError({.what = "interrupted before the trace began"});
+  const TracedRank* first_that_has_not_begun() const {
+    for (const TracedRank& rank : ranks_) {
+      if (rank.refused()) throw is_traced(rank, "it was started with --trace, or has no memory left");
+      if (!rank.lives() && !rank.began()) throw has_ended();
     }
+    const auto late = std::ranges::find_if_not(ranks_, &TracedRank::began);
+    return late == ranks_.end() ? nullptr : &*late;
   }
 
-  SystemError does_not_answer(const TracedRank& late, const char* what) const {
-    return SystemError({.what = concat(late.describe(), ", did not ", what, " the trace within ",
+  SystemError does_not_answer(const TracedRank& late) const {
+    return SystemError({.what = concat(late.describe(), ", did not begin the trace within ",
                                        human_seconds(std::chrono::duration<double>(order_.patience).count())),
                         .likely = "it takes no steps: ranks look for a trace when a step begins",
                         .next = "`lockstep top` shows what holds it up; --patience SECONDS waits longer"});
   }
 
-  bool any_lives() const { return std::ranges::any_of(ranks_, &TracedRank::lives); }
-
   JobTrace order_;
   Job job_;
   std::vector<TracedRank> ranks_{};
-  Interruptible interrupt_;
 };
 
 }  // namespace

@@ -7,7 +7,7 @@
 //
 // A trace that nobody fetches, because this process was killed, ends by itself, too.
 //
-// Flow:    cli/top/jobs.h -> here -> lockstep/launch/own_progress.cc in the ranks -> lockstep/base/timeline_file.h
+// Flow:    cli/top/jobs.h -> here -> lockstep/observe/rank_progress.cc in the ranks -> lockstep/observe/timeline_file.h
 // Owns:    a descriptor of each rank's ring, so that what a rank has recorded can be read after it has died
 // Threads: one
 #pragma once
@@ -19,7 +19,7 @@ namespace lockstep::top {
 
 struct JobTrace {
   std::string job;   // number or name
-  std::string file;  // .json or .pftrace
+  std::string file;  // .json
   std::chrono::milliseconds length = std::chrono::seconds(5);
   std::chrono::milliseconds patience = std::chrono::seconds(30);  // for a rank's next step, at the begin and at the end
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // cli/top/jobs.h: the jobs of this user that run on this machine.
 //
-// Flow:    /proc, lockstep/launch/job_page.h -> here -> cli/jobs.cc, cli/top/job_trace.h
+// Flow:    /proc, lockstep/observe/job_page.h -> here -> cli/jobs.cc, cli/top/job_trace.h
 // Owns:    the pages' mappings
 // Threads: one
 //
@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/launch/job_page.h"
+#include "lockstep/observe/job_page.h"
 
 namespace lockstep::top {
 

@@ -32,7 +32,7 @@ class Timeline {
  public:
   // Records nothing if `file` is empty. Else compares this machine's clock with rank 0's, by messages, and blocks until
   // rank 0 has answered. Records from here on, or where there are `steps`, from begin_step(). Throws SystemError: no
-  // room for the ring beside `file`. UsageError: not .json or .pftrace; a second one in this process.
+  // room for the ring beside `file`. UsageError: not .json; a second one in this process.
   Timeline(const World& world, std::string file, StepRange steps = {});
   ~Timeline();  // ends recording. Without finish() the rings stay: `lockstep trace FILE` makes the file of them
   Timeline(const Timeline&) = delete;

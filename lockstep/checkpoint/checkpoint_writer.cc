@@ -13,10 +13,10 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/phase_scope.h"
+#include "lockstep/observe/trace.h"
 
 namespace lockstep {
 namespace {
@@ -127,7 +127,7 @@ void CheckpointWriter::reserve(std::size_t bytes) {
 }
 
 void CheckpointWriter::save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) {
-  const own_progress::During saving(Phase::kSaving);
+  const PhaseScope saving(Phase::kSaving);
   static_cast<void>(safetensors_head(file));  // throws what this thread has to throw
   shared_->folder.require_newest(step);
   const bool elsewhere = std::ranges::any_of(file.tensors, [](const auto& each) { return each.second.is_meta(); });
@@ -162,7 +162,7 @@ void CheckpointWriter::save_now(std::int64_t step, const TensorFile& file, const
 }
 
 bool CheckpointWriter::finish(std::int64_t step, std::chrono::milliseconds timeout) {
-  const own_progress::During saving(Phase::kSaving);
+  const PhaseScope saving(Phase::kSaving);
   return wait_until_idle(timeout) && shared_->newest == step;
 }
 

@@ -4,6 +4,7 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <array>
@@ -12,90 +13,47 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "lockstep/base/own_process.h"
-#include "lockstep/base/trace.h"
+#include "lockstep/observe/trace.h"
 
 namespace lockstep {
 namespace {
 
-using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-
-// A weak pointer keeps the address from being used again, so that no other tensor gets the name.
-struct NamedParameter {
-  WeakTensor tensor;
-  std::string module;
-};
-
-// What an operator is called, for the node that it made.
+// The name of an operator, for the node that it made.
 struct NodeName {
   std::uint64_t thread = 0;
   std::int64_t number = -1;
-  trace::Name name{};
+  trace::Name name;
 };
 
-std::mutex& names_mutex() {
+std::mutex& nodes_mutex() {
   static auto* const mutex = new std::mutex;
   return *mutex;
 }
 
-class OperatorNames {
- public:
-  static OperatorNames& instance() {
-    static auto* const names = new OperatorNames;  // autograd's threads may outlive static objects
-    return *names;
-  }
+// Call it with the mutex held.
+NodeName& node_of(std::int64_t number) {
+  static auto* const nodes = [] {
+    hold_during_fork<std::mutex, nodes_mutex>();
+    return new std::array<NodeName, 1 << 13>;  // those of one forward(): a later one replaces them
+  }();
+  return nodes->at(static_cast<std::size_t>(number) % nodes->size());
+}
 
-  OperatorNames() { hold_during_fork<std::mutex, names_mutex>(); }
+void name_nodes(std::uint64_t thread, std::uint64_t first, std::uint64_t last, const trace::Name& name) {
+  const std::lock_guard lock(nodes_mutex());
+  for (auto number = static_cast<std::int64_t>(first); number < static_cast<std::int64_t>(last); ++number)
+    node_of(number) = {.thread = thread, .number = number, .name = name};
+}
 
-  void name_parameter(const at::Tensor& parameter, std::string_view path) {
-    const std::lock_guard lock(names_mutex());
-    if (parameters_.size() >= forget_at_) forget_expired();
-    const std::size_t dot = path.rfind('.');
-    const WeakTensor weak(parameter.getIntrusivePtr());
-    parameters_.insert_or_assign(parameter.unsafeGetTensorImpl(),
-                                 NamedParameter{weak, std::string(path.substr(0, std::min(dot, path.size())))});
-  }
-
-  std::string module_of(c10::ArrayRef<const c10::IValue> inputs) {
-    const std::lock_guard lock(names_mutex());
-    for (const c10::IValue& input : inputs) {
-      if (!input.isTensor()) continue;
-      const auto found = parameters_.find(input.unsafeToTensorImpl());
-      if (found != parameters_.end()) return found->second.module;
-    }
-    return {};
-  }
-
-  void name_nodes(std::uint64_t thread, std::uint64_t first, std::uint64_t last, const trace::Name& name) {
-    const std::lock_guard lock(names_mutex());
-    for (auto number = static_cast<std::int64_t>(first); number < static_cast<std::int64_t>(last); ++number) {
-      node_of(number) = {.thread = thread, .number = number, .name = name};
-    }
-  }
-
-  std::optional<trace::Name> name_of_node(std::uint64_t thread, std::int64_t number) {
-    const std::lock_guard lock(names_mutex());
-    const NodeName& node = node_of(number);
-    return node.thread == thread && node.number == number ? std::optional(node.name) : std::nullopt;
-  }
-
- private:
-  NodeName& node_of(std::int64_t number) { return nodes_[static_cast<std::size_t>(number) % nodes_.size()]; }
-
-  void forget_expired() {
-    std::erase_if(parameters_, [](const auto& entry) { return entry.second.tensor.expired(); });
-    forget_at_ = 2 * parameters_.size() + kParameters;
-  }
-
-  static constexpr std::size_t kParameters = 1024;
-  std::unordered_map<const c10::TensorImpl*, NamedParameter> parameters_;
-  std::size_t forget_at_ = kParameters;
-  std::array<NodeName, 1 << 13> nodes_;  // those of one forward(): a later one replaces them
-};
+std::optional<trace::Name> name_of_node(std::uint64_t thread, std::int64_t number) {
+  const std::lock_guard lock(nodes_mutex());
+  const NodeName& node = node_of(number);
+  return node.thread == thread && node.number == number ? std::optional(node.name) : std::nullopt;
+}
 
 // The operator that this thread is in: one that was not called by another one.
 struct CurrentOperator {
@@ -103,7 +61,7 @@ struct CurrentOperator {
   int inside = 0;          // operators that it has called, that torch has told of and that have not ended
   bool alone = false;      // torch tells of none that it calls
   std::uint64_t first_node = 0;
-  trace::Name name{};
+  trace::Name name;
 };
 
 constinit thread_local CurrentOperator current;  // without a destructor: global objects may use operators at their end
@@ -115,9 +73,7 @@ std::string_view without_namespace(std::string_view name) {
 
 // A name longer than a span's keeps its end, which tells modules apart.
 trace::Name end_of(std::string_view name) {
-  trace::Name end{};
-  name.copy(end.data(), end.size() - 1, name.size() - std::min(name.size(), end.size() - 1));
-  return end;
+  return name.substr(name.size() - std::min(name.size(), trace::Name().size() - 1));
 }
 
 bool is_within_another() {
@@ -126,7 +82,7 @@ bool is_within_another() {
   return true;
 }
 
-// To be told of all that an operator calls would cost more than all the rest. torch's profiler wants to be told.
+// Turns off torch's reports about what the operator calls: they would cost more than all the rest. torch's profiler wants them.
 void begin_operator(const trace::Name& name) {
   current = {.begin = trace::now(),
              .alone = !at::hasThreadLocalCallbacks(),
@@ -143,14 +99,18 @@ std::optional<CurrentOperator> end_operator() {
 }
 
 void write(const CurrentOperator& ended, trace::Kind kind) {
-  trace::write(ended.begin, {.name = ended.name.data(), .kind = kind});
+  trace::write({.name = ended.name, .kind = kind, .begin = ended.begin});
 }
 
 std::unique_ptr<at::ObserverContext> begin_forward(const at::RecordFunction& function) {
-  if (is_within_another() || !c10::GradMode::is_enabled() || !trace::recording.load(std::memory_order_relaxed))
-    return {};
-  const std::string module = OperatorNames::instance().module_of(function.inputs());
-  begin_operator(end_of(module.empty() ? without_namespace(function.name()) : module));
+  if (is_within_another() || !c10::GradMode::is_enabled() || !trace::records()) return {};
+  std::string_view name = without_namespace(function.name());
+  for (const c10::IValue& input : function.inputs())
+    if (input.isTensor() && input.toTensor().defined() && !input.toTensor().name().empty()) {
+      name = input.toTensor().name();
+      break;
+    }
+  begin_operator(end_of(name));
   return {};
 }
 
@@ -159,16 +119,16 @@ void end_forward(const at::RecordFunction&, at::ObserverContext*) {
   const auto ended = end_operator();
   const std::uint64_t last = at::sequence_number::peek();
   if (!ended || ended->first_node == last) return;
-  OperatorNames::instance().name_nodes(at::RecordFunction::currentThreadId(), ended->first_node, last, ended->name);
+  name_nodes(at::RecordFunction::currentThreadId(), ended->first_node, last, ended->name);
   write(*ended, trace::Kind::kForward);
 }
 
 // A node without a number adds to a .grad, and has no name here.
 std::unique_ptr<at::ObserverContext> begin_node(const at::RecordFunction& function) {
-  if (is_within_another() || !trace::recording.load(std::memory_order_relaxed)) return {};
-  trace::Name name{};
+  if (is_within_another() || !trace::records()) return {};
+  trace::Name name;
   if (const std::int64_t number = function.seqNr(); number >= 0)
-    name = OperatorNames::instance().name_of_node(function.forwardThreadId(), number).value_or(end_of(function.name()));
+    name = name_of_node(function.forwardThreadId(), number).value_or(end_of(function.name()));
   begin_operator(name);
   return {};
 }
@@ -177,12 +137,7 @@ void end_node(const at::RecordFunction&, at::ObserverContext*) {
   if (const auto ended = end_operator(); ended && ended->name.front() != 0) write(*ended, trace::Kind::kBackward);
 }
 
-}  // namespace
-
-void name_parameter(const at::Tensor& parameter, const std::string& path) {
-  OperatorNames::instance().name_parameter(parameter, path);
-}
-
+// Torch tells of operators while something is recorded. One thread.
 void show_operators(bool on) {
   static std::vector<at::CallbackHandle> callbacks;
   static bool shows = false;
@@ -195,6 +150,14 @@ void show_operators(bool on) {
           at::RecordFunctionCallback(begin_forward, end_forward).needsInputs(true).scopes({at::RecordScope::FUNCTION})),
       at::addGlobalCallback(
           at::RecordFunctionCallback(begin_node, end_node).scopes({at::RecordScope::BACKWARD_FUNCTION}))};
+}
+
+[[maybe_unused]] const bool is_registered = (trace::record_more = &show_operators, true);
+
+}  // namespace
+
+void name_parameter(const at::Tensor& parameter, const std::string& path) {
+  torch::autograd::impl::set_name(parameter, path.substr(0, std::min(path.size(), path.rfind('.'))));
 }
 
 }  // namespace lockstep

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -13,54 +14,59 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/own_process.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/timeline_file.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/trace.h"
-#include "lockstep/collective/operator_spans.h"
 #include "lockstep/collective/trace_if_asked.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/timeline_file.h"
+#include "lockstep/observe/trace.h"
 
 namespace lockstep {
 namespace {
 
 // ---- Clocks
 
-constexpr int kRounds = 20;
+// A rank's clock beside rank 0's.
+struct Clock {
+  trace::ClockOffset offset;
+  std::int64_t job = 0;  // when the job started, as rank 0 says: it tells the job's rings from those of an earlier one
+};
+
+// The ranks of rank 0's machine have its clock, and need one round to learn when the job started.
+int rounds_with(const ClockPeers& peers, int rank) {
+  return peers.machine_of[to_size(rank)] == peers.machine_of[0] ? 1 : 20;
+}
 
 // The round trip that took the shortest tells most: rank 0 answered within it.
-trace::ClockOffset ask_rank_0(const ClockPeers& peers) {
-  trace::ClockOffset best;
+Clock ask_rank_0(const ClockPeers& peers) {
+  Clock clock;
   std::int64_t shortest = std::numeric_limits<std::int64_t>::max();
-  for (int round = 0; round < kRounds; ++round) {
-    const torch::Tensor theirs = torch::zeros({1}, torch::kInt64);
+  const int rounds = rounds_with(peers, peers.rank);
+  for (int round = 0; round < rounds; ++round) {
+    const torch::Tensor answer = torch::zeros({2}, torch::kInt64);
     const std::int64_t asked = trace::now();
-    peers.send(theirs, 0);
-    peers.receive(theirs, 0);
-    const std::int64_t took = trace::now() - asked;
+    peers.send(answer, 0);
+    peers.receive(answer, 0);
+    const std::int64_t took = trace::now() - asked, middle = asked + took / 2;
     if (took >= shortest) continue;
     shortest = took;
-    best = {.at = asked + took / 2, .offset = theirs.item<std::int64_t>() - asked - took / 2};
+    clock = {{.at = middle, .offset = rounds == 1 ? 0 : answer[0].item<std::int64_t>() - middle},
+             answer[1].item<std::int64_t>()};
   }
-  return best;
+  return clock;
 }
 
-void answer(const ClockPeers& peers, int rank) {
-  const torch::Tensor time = torch::zeros({1}, torch::kInt64);
-  for (int round = 0; round < kRounds; ++round) {
-    peers.receive(time, rank);
-    time.fill_(trace::now());
-    peers.send(time, rank);
-  }
-}
-
-// The ranks of rank 0's machine have its clock.
-trace::ClockOffset compare_clocks(const ClockPeers& peers) {
-  const auto elsewhere = [&](int rank) { return peers.machine_of[to_size(rank)] != peers.machine_of[0]; };
-  const int size = static_cast<int>(peers.machine_of.size());
-  for (int rank = 1; rank < size && peers.rank == 0; ++rank)
-    if (elsewhere(rank)) answer(peers, rank);
-  return elsewhere(peers.rank) ? ask_rank_0(peers) : trace::ClockOffset{.at = trace::now()};
+Clock compare_clocks(const ClockPeers& peers) {
+  if (peers.rank != 0) return ask_rank_0(peers);
+  const std::int64_t start = std::chrono::system_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+  for (int rank = 1; rank < std::ssize(peers.machine_of); ++rank)
+    for (int round = 0; round < rounds_with(peers, rank); ++round) {
+      const torch::Tensor message = torch::zeros({2}, torch::kInt64);
+      peers.receive(message, rank);
+      message[0] = trace::now();
+      message[1] = start;
+      peers.send(message, rank);
+    }
+  return {{.at = trace::now()}, start};
 }
 
 ClockPeers peers_in(const World& world) {
@@ -71,25 +77,16 @@ ClockPeers peers_in(const World& world) {
           .receive = [&world](const torch::Tensor& tensor, int from) { world.receive(tensor, {.from = from}); }};
 }
 
-// When the job started, as rank 0 says: it tells the job's rings from those of an earlier one.
-std::int64_t start_of_job(const ClockPeers& peers) {
-  const auto now = std::chrono::system_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
-  const torch::Tensor start = torch::tensor({static_cast<std::int64_t>(now)}, torch::kInt64);
-  if (peers.rank != 0) peers.receive(start, 0);
-  const int size = static_cast<int>(peers.machine_of.size());
-  for (int rank = 1; rank < size && peers.rank == 0; ++rank) peers.send(start, rank);
-  return start.item<std::int64_t>();
-}
-
-trace::Process this_process(const ClockPeers& peers) {
-  const trace::ClockOffset clock = compare_clocks(peers);
+void open_ring(const ClockPeers& peers, const std::string& file) {
+  require_timeline_file(file);
+  const auto [clock, job] = compare_clocks(peers);
   trace::Process process{.rank = peers.rank,
                          .pid = ::getpid(),
-                         .ranks = static_cast<int>(peers.machine_of.size()),
-                         .job = start_of_job(peers),
+                         .ranks = std::ssize(peers.machine_of),
+                         .job = job,
                          .clock = {clock, clock}};
   host_name().copy(process.host.data(), process.host.size() - 1);
-  return process;
+  trace::open(ring_file(file, peers.rank), process);
 }
 
 // ---- Rings
@@ -98,33 +95,20 @@ torch::Tensor bytes_of(std::string& content) {
   return torch::from_blob(content.data(), {static_cast<std::int64_t>(content.size())}, torch::kUInt8);
 }
 
-Recordings receive_all(const World& world) {
+// The rings stay until the file is there.
+bool write_all_ranks(const World& world, const std::string& file) try {
   std::string content = trace::content();
   Recordings all{trace::parse(content, "the trace of rank 0")};
   for (int rank = 1; rank < world.size(); ++rank) {
     world.receive(bytes_of(content), {.from = rank});
     all.push_back(trace::parse(content, concat("the trace of rank ", rank)));
   }
-  return all;
-}
-
-bool write_all_ranks(const World& world, const std::string& file) try {
-  write_timeline(file, receive_all(world), /*complete=*/true);
+  write_timeline(file, all, /*complete=*/true);
   return true;
 } catch (const SystemError& error) {
   log_warning(concat("the trace is not written, but `lockstep trace ", file,
                      "` can make it of what each rank leaves: ", error.what()));
   return false;
-}
-
-void open_ring(const ClockPeers& peers, const std::string& file) {
-  require_timeline_file(file);
-  trace::open(ring_file(file, peers.rank), this_process(peers));
-}
-
-void record(bool on) {
-  trace::record(on);
-  show_operators(on);
 }
 
 }  // namespace
@@ -141,72 +125,55 @@ StepRange parse_steps(const std::string& text) {
 
 Timeline::Timeline(const World& world, std::string file, StepRange steps)
     : world_(world), file_(std::move(file)), steps_(steps) {
-  own_progress::record_more = &show_operators;
   if (file_.empty()) return;
   open_ring(peers_in(world), file_);
-  record(steps_.first == 0);
+  trace::record(steps_.first == 0);
 }
 
 Timeline::~Timeline() {
-  if (file_.empty()) return;
-  show_operators(false);
-  trace::close();
+  if (!file_.empty()) trace::close();
 }
 
 void Timeline::begin_step(std::int64_t step) {
-  if (file_.empty()) return;
-  record(steps_.has(step));
-  trace::count_memory();
+  if (!file_.empty()) trace::record(steps_.has(step));
 }
 
 void Timeline::finish(bool together) try {
   if (file_.empty()) return;
-  record(false);  // before clocks are compared by messages
-  trace::finish(together ? std::make_optional(compare_clocks(peers_in(world_))) : std::nullopt);
+  trace::record(false);  // before clocks are compared by messages
+  trace::finish(together ? std::make_optional(compare_clocks(peers_in(world_)).offset) : std::nullopt);
   if (together) gather();
 } catch (const PeerLost& error) {
   log_warning(concat("the trace is not complete: ", error.what()));
 }
 
-// The rings stay until the file is there.
 void Timeline::gather() {
-  const torch::Tensor written = torch::ones({1}, torch::kInt32);
+  bool written = false;
   if (world_.rank() == 0) {
-    if (!write_all_ranks(world_, file_)) written.zero_();
+    written = write_all_ranks(world_, file_);
   } else {
     std::string content = trace::content();
     world_.send(bytes_of(content), 0);
   }
-  world_.broadcast(written);
+  const torch::Tensor is_written = torch::tensor({written ? 1 : 0}, torch::kInt32);
+  world_.broadcast(is_written);
   std::error_code ignored;
-  if (written.item<int>() != 0) std::filesystem::remove(ring_file(file_, world_.rank()), ignored);
+  if (is_written.item<int>() != 0) std::filesystem::remove(ring_file(file_, world_.rank()), ignored);
 }
 
-namespace {
-
-// The file of a trace that has not begun.
-const char* asked_for() {
+void trace_if_asked(const std::function<ClockPeers()>& peers) {
   const char* const file = std::getenv("LOCKSTEP_TRACE");
-  return file == nullptr || *file == '\0' || trace::is_open() ? nullptr : file;
-}
-
-}  // namespace
-
-void trace_if_asked(const World& world) {
-  own_progress::record_more = &show_operators;
-  if (asked_for() != nullptr) trace_if_asked(peers_in(world));
-}
-
-void trace_if_asked(const ClockPeers& peers) {
-  own_progress::record_more = &show_operators;
-  const char* const file = asked_for();
-  if (file == nullptr) return;
-  open_ring(peers, file);
-  record(true);
+  if (file == nullptr || *file == '\0' || trace::is_open()) return;
+  open_ring(peers(), file);
+  trace::record(true);
   static const OwnProcess process;  // a forked child does not finish for its parent
   std::atexit([] {
     if (process.is_here() && trace::is_open()) trace::finish({});
   });
+}
+
+void trace_if_asked(const World& world) {
+  trace_if_asked([&] { return peers_in(world); });
 }
 
 }  // namespace lockstep

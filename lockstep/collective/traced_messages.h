@@ -1,66 +1,97 @@
 // SPDX-License-Identifier: Apache-2.0
-// collective/traced_messages.h: how a trace shows a message: a span at each end, and an arrow from one to the other.
+// collective/traced_messages.h: a message in a trace: a span at each end, and a flow from one to the other.
 //
-// Flow:    world_state.h, c10d/backend.h -> here -> base/trace.h
-// Owns:    a count of the messages of a group
+// Flow:    world_state.h, c10d/backend.h -> here -> observe/trace.h
+// Owns:    a count of the messages of each of the last 1024 channels (tags) of a group. Nothing is sent for it: both ends
+//          count them, and messages of a channel arrive in the order in which they were sent
 // Threads: any
-// Ranks:   no communication; both ends of a message count it
+// Ranks:   no communication
 #pragma once
 
 #include <cstdint>
+#include <deque>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <tuple>
 #include <utility>
-#include <vector>
 
-#include "lockstep/base/to_size.h"
-#include "lockstep/base/trace.h"
+#include "lockstep/base/int_vector.h"
 #include "lockstep/collective/calls/call.h"
-#include "lockstep/collective/message_arrows.h"
+#include "lockstep/observe/trace.h"
 
 namespace lockstep {
 
-// rank: this one, and peer: the other one, in their group.
-inline MessageArrows::Channel channel_of(const Call& message, int rank, int peer) {
-  const bool sends = message.operation == Operation::kSend;
-  return {sends ? rank : peer, sends ? peer : rank, message.tag};
+// Mixes well (splitmix64).
+std::uint64_t mix_numbers(auto... numbers) {
+  std::uint64_t mixed = 0;
+  const auto add = [&](std::uint64_t number) {
+    mixed += 0x9e3779b97f4a7c15U * (number + 1);
+    mixed = (mixed ^ (mixed >> 30U)) * 0xbf58476d1ce4e5b9U;
+    mixed = (mixed ^ (mixed >> 27U)) * 0x94d049bb133111ebU;
+    mixed ^= mixed >> 31U;
+  };
+  (add(static_cast<std::uint64_t>(numbers)), ...);
+  return mixed;
 }
 
-// peer: the other rank, in the job.
-inline trace::Label label_of_message(const Call& message, std::int64_t peer, std::uint64_t arrow) {
-  return {.name = to_string(message.operation),
-          .number = peer,
-          .bytes = static_cast<std::int64_t>(message.count * size_of(message.dtype)),
-          .arrow = arrow,
-          .arrives = message.operation == Operation::kReceive};
-}
-
-// The ranks of a c10d group.
-struct TracedGroup {
-  std::uint64_t id = 0;              // the same on all ranks of this group, another one in others
-  int rank = 0;                      // in this group
-  std::vector<std::int64_t> in_job;  // of each rank: what it is in the job
-  MessageArrows arrows{};
-};
-
-// A message of such a group, which is about to be started.
-class TracedMessage {
+// The ranks of a world or of a process group, whose messages a trace shows.
+class MessageGroup {
  public:
-  TracedMessage(std::shared_ptr<TracedGroup> group, const Call& message) : group_(std::move(group)), message_(message) {
-    if (message_.peer != kAnyRank) find_arrow(message_.peer);
-  }
+  std::uint64_t id = 0;   // the same on all ranks of this group, another one in others
+  int rank = 0;           // this one in the group
+  IntVector<int> in_job;  // the rank in the job of each rank
 
-  // A span from `began`, which was trace::now_if_recording(). peer: the other rank.
-  void write(std::int64_t began, int peer) {
-    if (arrow_ == 0) find_arrow(peer);
-    trace::write(began, [&] { return label_of_message(message_, group_->in_job[to_size(peer)], arrow_); });
+  // The flow of the next message: the same number at both ends, and never 0.
+  std::uint64_t next_flow(const Call& message, int peer) {
+    const bool sends = message.operation == Operation::kSend;
+    const Channel channel{sends ? rank : peer, sends ? peer : rank, message.tag};
+    const std::lock_guard lock(mutex_);
+    const auto [count, is_new] = counts_.try_emplace(channel);
+    if (is_new) order_.push_back(channel);
+    const auto& [from, to, tag] = channel;
+    const std::uint64_t flow = mix_numbers(id, from, to, tag, count->second++) | 1U;
+    if (order_.size() > kChannels) {
+      counts_.erase(order_.front());
+      order_.pop_front();
+    }
+    return flow;
   }
 
  private:
-  void find_arrow(int peer) { arrow_ = group_->arrows.next(group_->id, channel_of(message_, group_->rank, peer)); }
+  using Channel = std::tuple<int, int, std::int64_t>;  // from, to, tag
+  static constexpr std::size_t kChannels = 1024;
 
-  std::shared_ptr<TracedGroup> group_;
+  std::mutex mutex_;
+  std::map<Channel, std::uint64_t> counts_;
+  std::deque<Channel> order_;
+};
+
+// A message that is about to be started.
+class TracedMessage {
+ public:
+  TracedMessage(std::shared_ptr<MessageGroup> group, const Call& message)
+      : group_(std::move(group)), message_(message) {
+    if (is_message(message.operation) && message.peer != kAnyRank) flow_ = group_->next_flow(message, message.peer);
+  }
+
+  // Writes a span from `began`, which was trace::now_if_recording(). source: of a receive, the rank that has sent it.
+  void write(std::int64_t began, int source) {
+    const int peer = message_.peer == kAnyRank ? source : message_.peer;
+    if (flow_ == 0) flow_ = group_->next_flow(message_, peer);
+    trace::write(began, [&] {
+      return trace::Event{.name = to_string(message_.operation),
+                          .number = group_->in_job[peer],
+                          .bytes = static_cast<std::int64_t>(message_.count * size_of(message_.dtype)),
+                          .flow = flow_,
+                          .arrives = message_.operation == Operation::kReceive};
+    });
+  }
+
+ private:
+  std::shared_ptr<MessageGroup> group_;
   Call message_;
-  std::uint64_t arrow_ = 0;
+  std::uint64_t flow_ = 0;
 };
 
 }  // namespace lockstep

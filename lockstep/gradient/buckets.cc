@@ -41,7 +41,6 @@
 
 #include "lockstep/base/in_autograd.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -52,6 +51,7 @@
 #include "lockstep/gradient/gradient_slices.h"
 #include "lockstep/gradient/gradient_watch.h"
 #include "lockstep/gradient/local_gradients.h"
+#include "lockstep/observe/trace.h"
 
 namespace lockstep {
 namespace {
@@ -335,7 +335,7 @@ class Buckets : public Exchange {
 
   void send(Bucket& bucket, std::size_t number) {
     const trace::Span span([&] {
-      return trace::Label{.name = "send bucket",
+      return trace::Event{.name = "send bucket",
                           .number = static_cast<std::int64_t>(number),
                           .bytes = static_cast<std::int64_t>(bucket.flat.nbytes())};
     });

@@ -7,9 +7,9 @@
 #include "lockstep/base/proc_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/stacks.h"
+#include "lockstep/observe/trace.h"
 
 namespace lockstep {
 namespace {

@@ -18,9 +18,9 @@
 #include "lockstep/deadline.h"
 #include "lockstep/launch/events.h"
 #include "lockstep/launch/hang_options.h"
-#include "lockstep/launch/job_page.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/process.h"
+#include "lockstep/observe/job_page.h"
 
 namespace lockstep {
 

@@ -22,12 +22,12 @@
 #include "lockstep/launch/epoch.h"
 #include "lockstep/launch/events.h"
 #include "lockstep/launch/hang_watch.h"
-#include "lockstep/launch/job_page.h"
 #include "lockstep/launch/keeper.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/process.h"
 #include "lockstep/launch/spares.h"
+#include "lockstep/observe/job_page.h"
 
 namespace lockstep {
 

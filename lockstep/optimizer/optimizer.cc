@@ -10,14 +10,12 @@
 #include "lockstep/base/page_guard.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/gradient_slices.h"
 #include "lockstep/gradient/local_gradients.h"
 #include "lockstep/gradient_scaler.h"
-#include "lockstep/launch/fault.h"
-#include "lockstep/launch/own_progress.h"
 #include "lockstep/model/parameters.h"
+#include "lockstep/observe/phase_scope.h"
 #include "lockstep/optimizer/device_update.h"
 #include "lockstep/optimizer/flat_update.h"
 #include "lockstep/optimizer/rule.h"
@@ -186,8 +184,7 @@ torch::Tensor Optimizer::step(LossClosure closure) {
     const torch::AutoGradMode with_grad(true);
     loss = closure();
   }
-  const trace::Span span("optimizer step");
-  const own_progress::During update(Phase::kUpdate);
+  const PhaseScope update(Phase::kUpdate, "optimizer step");
   const torch::NoGradGuard no_grad;
   Layout& all = layout();
   if (all.given != number_of_parameters())
@@ -215,7 +212,7 @@ void Optimizer::step_in_memory(Layout& all) try {
   if (all.writes_by_hand() != 0 && source_->memory()->size() > 1) throw state_written();
   const WeightedGradients gradients = source_->begin_update(all.parameters, settings());
   {
-    const fault::During updating(Phase::kUpdate);
+    const FaultScope updating(Phase::kUpdate);
     skipped_ = !all.flat->run({*rule_, param_groups_, gradients, clipping_, loss_scale_});
   }
   source_->end_update();

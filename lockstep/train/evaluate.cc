@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/phase_scope.h"
 
 namespace lockstep {
 namespace {
@@ -29,7 +29,7 @@ torch::Tensor evaluate_part(const Task& task, Strategy& strategy, Loader& loader
 Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
                     const std::shared_ptr<const Dataset>& dataset, LoaderOptions options) {
   const torch::NoGradGuard no_grad;
-  const own_progress::During validating(Phase::kValidating);
+  const PhaseScope validating(Phase::kValidating);
   strategy.synchronise();
   strategy.model().eval();
   const World sharing = strategy.validation_world(world);

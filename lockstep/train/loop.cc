@@ -8,12 +8,11 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/collective/operator_spans.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/fault.h"
-#include "lockstep/launch/own_progress.h"
 #include "lockstep/model/parameters.h"
+#include "lockstep/observe/phase_scope.h"
+#include "lockstep/observe/trace.h"
 #include "lockstep/schedule.h"
 #include "lockstep/stop.h"
 #include "lockstep/strategy/option_names.h"
@@ -94,7 +93,7 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
 }
 
 Json TrainingLoop::run() {
-  own_progress::enter(Phase::kOwnCode);
+  observe::enter(Phase::kOwnCode);
   const Stopwatch watch;
   progress_.begin_run(headline(world_, loader_, strategy_.devices(), options_),
                       {options_.epochs, loader_.steps_per_epoch(), last_step()});
@@ -122,7 +121,7 @@ void TrainingLoop::train_epoch() {
   Stopwatch since_last_step;
   const Loader::Epoch batches = loader_.epoch(position_.epoch, position_.step_in_epoch);
   const bool ahead = strategy_.prefetches();
-  own_progress::begin_step(position_.step);
+  observe::begin_step(position_.step);
   for (auto next = batches.begin(); next != batches.end();) {
     Batch batch = std::move(*next);
     if (ahead && ++next != batches.end()) strategy_.prefetch(*next);
@@ -130,7 +129,7 @@ void TrainingLoop::train_epoch() {
     if (ends_here()) break;
     since_last_step = Stopwatch();
     batch = {};  // its memory serves a later one
-    if (position_.step_in_epoch < loader_.steps_per_epoch()) own_progress::begin_step(position_.step);
+    if (position_.step_in_epoch < loader_.steps_per_epoch()) observe::begin_step(position_.step);
     if (!ahead) ++next;
   }
   hint_at_loading(before, epoch.seconds());
@@ -139,7 +138,7 @@ void TrainingLoop::train_epoch() {
 
 // Between two steps.
 bool TrainingLoop::ends_here() {
-  const fault::During between(Phase::kOwnCode);
+  const FaultScope between(Phase::kOwnCode);
   if (position_.step >= last_step()) return true;
   stopped_ = stop_requested();
   return stopped_;
@@ -203,7 +202,7 @@ Position TrainingLoop::after_step(const BatchTotals& totals, double seconds) con
 }
 
 void TrainingLoop::record_step(const BatchTotals& totals, const Json& event) {
-  own_progress::finish_step(totals.samples, totals.mean_loss);
+  observe::finish_step(totals.samples, totals.mean_loss);
   metrics_.write(event);
   position_ = after_step(totals, event["seconds"]);
   progress_.step(position_, totals.mean_loss);

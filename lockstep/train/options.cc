@@ -9,8 +9,8 @@
 #include <map>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/timeline_file.h"
 #include "lockstep/error.h"
+#include "lockstep/observe/timeline_file.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/timeline.h"
@@ -184,8 +184,7 @@ std::vector<Option> update_table(TrainOptions& o) {
 std::vector<Option> output_table(TrainOptions& o) {
   return {
       option("--metrics", o.metrics, kMayChange, "file for one JSON object per step, epoch and run"),
-      option("--trace", o.trace, kMayChange,
-             "file (.json or .pftrace) for a timeline of all ranks, for ui.perfetto.dev"),
+      option("--trace", o.trace, kMayChange, "file (.json) for a timeline of all ranks, for ui.perfetto.dev"),
       option("--trace-steps", o.trace_steps, kMayChange, "with --trace: steps to record, such as 100:120"),
       option("--checkpoint-dir", o.checkpoint_dir, kMayChange, "folder for checkpoints (safetensors)"),
       option("--checkpoint-every", o.checkpoint_every, kMayChange, "steps; 0: each epoch", from_zero("0: each epoch")),
@@ -320,9 +319,7 @@ void check_options(const TrainOptions& options) {
           "--on-stop requeue outside of a Slurm job", "submit it with sbatch, or give an exit code");
   static_cast<void>(parse_steps(options.trace_steps));
   require(options.trace_steps.empty() || !options.trace.empty(), "--trace-steps without --trace", "name the file");
-  require(options.trace.empty() || is_timeline_file(options.trace),
-          concat("--trace ", options.trace, " is no file that lockstep can write"),
-          "end its name in .json or .pftrace");
+  require_timeline_file(options.trace);
   const auto* const sgd = std::get_if<SGDOptions>(&options.strategy.optimizer);
   require(sgd == nullptr || !sgd->nesterov || sgd->momentum > 0, "--nesterov without --momentum",
           "give a momentum such as 0.9");

@@ -6,9 +6,9 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/phase_scope.h"
+#include "lockstep/observe/trace.h"
 #include "lockstep/train/snapshot.h"
 
 namespace lockstep {
@@ -126,8 +126,7 @@ bool StateKeeper::saves() const { return !options_.checkpoint_dir.empty() && tak
 
 void StateKeeper::save(const Position& now) {
   if (!saves()) return;
-  const trace::Span span("checkpoint", now.step);
-  const own_progress::During saving(Phase::kSaving);
+  const PhaseScope saving(Phase::kSaving, "checkpoint", now.step);
   require_finite_everywhere(step_world_, strategy_, now);
   const Snapshot snapshot = take_snapshot(step_world_, strategy_, now, options_);
   checkpoints_ ? checkpoints_->save(now.step, snapshot.file, snapshot.fetch) : snapshot.send();
@@ -150,7 +149,7 @@ void StateKeeper::record_saved() {
 // Whether rank 0 has this state on the disk, which it waits for. Half of the timeout is for the disk, so that ranks that wait
 // for rank 0 do not take it for lost.
 bool StateKeeper::is_saved(const Position& now) {
-  const own_progress::During saving(Phase::kSaving);
+  const PhaseScope saving(Phase::kSaving);
   const bool mine = checkpoints_ && checkpoints_->finish(now.step, options_.strategy.timeout / 2);
   const torch::Tensor saved = torch::tensor({mine ? 1 : 0}, torch::kInt32);
   step_world_.broadcast(saved);

@@ -89,7 +89,7 @@ class Timeline(unittest.TestCase):
             with lockstep.Timeline("steps.txt"):
                 pass
 
-        expect_error(lockstep.UsageError, ".json or .pftrace", enter)
+        expect_error(lockstep.UsageError, "FILE.json, which Perfetto", enter)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/cores.h"
 #include "lockstep/deadline.h"
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/phase_scope.h"
+#include "lockstep/observe/trace.h"
 
 // What a debugger must find in the stack of a rank that hangs.
 extern "C" {
@@ -175,14 +175,14 @@ int meet(const Arguments&) { return rank() == 0 ? serve(master_address()) : conn
 
 // ---- Ranks that publish what they do
 
-namespace own_progress = lockstep::own_progress;
+namespace observe = lockstep::observe;
 using lockstep::Phase;
 
 // The ranks of this job, which all publish. A record of the generation before may still be there: its process has ended.
 int pid_of(int peer) {
   const lockstep::JobPage page = lockstep::JobPage::open(lockstep::split(variable("LOCKSTEP_PAGE"), ' ').front());
   const lockstep::RankRecord& record = page.record(peer);
-  while (record.generation != own_progress::record().generation || record.pid == 0) std::this_thread::yield();
+  while (record.generation != observe::record().generation || record.pid == 0) std::this_thread::yield();
   return record.pid;
 }
 
@@ -190,13 +190,12 @@ int pid_of(int peer) {
 template <class Done>
 int wait_for_rank(int rank, const Done& done) {
   const int peer = pid_of(rank);
-  own_progress::enter(Phase::kExchange);
-  while (!done()) {
-    own_progress::waits_for(peer);
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  observe::enter(Phase::kExchange);
+  {
+    const observe::WaitScope wait(peer, rank);
+    for (; !done(); wait.goes_on()) std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
-  own_progress::waits_no_more();
-  own_progress::enter(Phase::kOwnCode);
+  observe::enter(Phase::kOwnCode);
   return 0;
 }
 
@@ -221,9 +220,9 @@ int wait_for_ever(int rank) {
 
 // HOW: rank 1 stands still in the forward of step 17, while the others wait for it.
 int stand_still(const Arguments& how) {
-  own_progress::begin_step(17);
+  observe::begin_step(17);
   if (rank() != 1) return wait_for_ever(1);
-  own_progress::enter(Phase::kForward);
+  observe::enter(Phase::kForward);
   if (how.at(0) == "loop") spin_for_ever();
   if (how.at(0) == "deadlock") deadlock();
   if (how.at(0) == "stop") ::raise(SIGSTOP);
@@ -232,10 +231,10 @@ int stand_still(const Arguments& how) {
 
 // FOLDER: rank 1 is stopped until the test continues it; then all end.
 int be_stopped_for_a_while(const Arguments& folder) {
-  own_progress::begin_step(17);
+  observe::begin_step(17);
   const auto file = std::filesystem::path(folder.at(0)) / "continued";
   if (rank() != 1) return wait_for_rank(1, [&] { return std::filesystem::exists(file); });
-  own_progress::enter(Phase::kForward);
+  observe::enter(Phase::kForward);
   announce(folder.at(0), "rank1", ::getpid());
   ::raise(SIGSTOP);
   announce(folder.at(0), "continued", ::getpid());
@@ -250,20 +249,20 @@ int hold_up(const Arguments& folder) {
   };
   if (rank() == 1) announce(folder.at(0), "rank1", ::getpid());
   wait_for("debugged");
-  own_progress::begin_step(17);
+  observe::begin_step(17);
   const auto file = std::filesystem::path(folder.at(0)) / "go-on";
   if (rank() != 1) return wait_for_rank(1, [&] { return std::filesystem::exists(file); });
-  own_progress::enter(Phase::kForward);
+  observe::enter(Phase::kForward);
   wait_for("go-on");
   return 0;
 }
 
 // FOLDER: rank 0 saves to FOLDER/disk, a FIFO, while the others wait for it.
 int save_slowly(const Arguments& folder) {
-  own_progress::begin_step(17);
+  observe::begin_step(17);
   const auto file = std::filesystem::path(folder.at(0)) / "saved";
   if (rank() != 0) return wait_for_rank(0, [&] { return std::filesystem::exists(file); });
-  const own_progress::During saving(Phase::kSaving);
+  const lockstep::PhaseScope saving(Phase::kSaving);
   announce(folder.at(0), "saving", ::getpid());
   std::ofstream(std::filesystem::path(folder.at(0)) / "disk") << "a checkpoint";  // blocks until somebody reads
   announce(folder.at(0), "saved", ::getpid());
@@ -272,7 +271,7 @@ int save_slowly(const Arguments& folder) {
 
 // Each rank waits for the next one.
 int wait_in_a_circle(const Arguments&) {
-  own_progress::begin_step(17);
+  observe::begin_step(17);
   return wait_for_ever((rank() + 1) % std::stoi(variable("WORLD_SIZE")));
 }
 
@@ -280,8 +279,8 @@ int wait_in_a_circle(const Arguments&) {
 int take_steps(const Arguments& arguments) {
   const lockstep::Stopwatch watch;
   for (int step = 0; watch.seconds() < std::stod(arguments.at(0)) / 1000; ++step) {
-    own_progress::begin_step(step);
-    const own_progress::During forward(Phase::kForward);
+    observe::begin_step(step);
+    const lockstep::PhaseScope forward(Phase::kForward);
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
   return 0;
@@ -292,7 +291,7 @@ int take_steps(const Arguments& arguments) {
 using std::chrono::milliseconds;
 
 void compute_for(milliseconds time) {
-  const own_progress::During forward(Phase::kForward);
+  const lockstep::PhaseScope forward(Phase::kForward);
   std::this_thread::sleep_for(time);
 }
 
@@ -300,39 +299,39 @@ void compute_for(milliseconds time) {
 int straggle(const Arguments&) {
   const int slow = pid_of(1);
   for (int step = 0;; ++step) {
-    own_progress::begin_step(step);
+    observe::begin_step(step);
     const lockstep::trace::Span span("step", step);
     compute_for(milliseconds(rank() == 1 ? 20 : 5));
-    const own_progress::During exchange(Phase::kExchange);
-    if (rank() != 1) own_progress::waits_for(slow);
-    if (rank() != 1) std::this_thread::sleep_for(milliseconds(15));
-    own_progress::waits_no_more();
-    own_progress::finish_step(32, 0.5);
+    const lockstep::PhaseScope exchange(Phase::kExchange);
+    if (rank() != 1) {
+      const observe::WaitScope wait(slow, 1);
+      std::this_thread::sleep_for(milliseconds(15));
+    }
+    observe::finish_step(32, 0.5);
   }
 }
 
 // Two thirds of the time go into loading, with one worker.
 int wait_for_data(const Arguments&) {
-  own_progress::has_loader(1);
+  observe::has_loader(1);
   for (int step = 0;; ++step) {
-    own_progress::begin_step(step);
+    observe::begin_step(step);
     compute_for(milliseconds(5));
-    const own_progress::During loading(Phase::kLoading);
+    const lockstep::PhaseScope loading(Phase::kLoading);
     std::this_thread::sleep_for(milliseconds(10));
   }
 }
 
 // As a rank does in a step of `ddp`.
 void publish_step(int step) {
-  own_progress::begin_step(step);
+  observe::begin_step(step);
   for (const Phase phase : {Phase::kLoading, Phase::kForward, Phase::kBackward, Phase::kExchange, Phase::kUpdate}) {
-    const own_progress::During during(phase);
+    const lockstep::PhaseScope during(phase);
     if (phase < Phase::kBackward) continue;
-    own_progress::moved();
-    own_progress::waits_for(1);
-    own_progress::waits_no_more();
+    observe::moved();
+    const observe::WaitScope wait(1, 1);
   }
-  own_progress::finish_step(32, 0.5);
+  observe::finish_step(32, 0.5);
 }
 
 // STEPS [BYTES]: publishes in so many steps, before each of which it uses so much other memory, and prints what that
@@ -359,21 +358,20 @@ int publish(const Arguments& arguments) {
 
 // Rank 0 is a server, which the others ask for something, again and again.
 int serve_for_ever(const Arguments&) {
-  if (rank() == 0) own_progress::serves(std::stoi(variable("WORLD_SIZE")) - 1);
+  if (rank() == 0) observe::serves(std::stoi(variable("WORLD_SIZE")) - 1);
   const int server = rank() == 0 ? 0 : pid_of(0);
   for (int step = 0;; ++step) {
-    own_progress::begin_step(step);
+    observe::begin_step(step);
     if (rank() == 0) {
-      const own_progress::Serving serving;
-      own_progress::has_applied_gradient(step % 3);
+      const observe::Serving serving;
+      observe::has_applied_gradient(step % 3);
       std::this_thread::sleep_for(milliseconds(10));
       continue;
     }
     compute_for(milliseconds(5));
-    const own_progress::During exchange(Phase::kExchange);
-    own_progress::waits_for(server);
+    const lockstep::PhaseScope exchange(Phase::kExchange);
+    const observe::WaitScope wait(server, 0);
     std::this_thread::sleep_for(milliseconds(10));
-    own_progress::waits_no_more();
   }
 }
 

@@ -10,8 +10,8 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/timeline_file.h"
 #include "lockstep/models.h"
+#include "lockstep/observe/timeline_file.h"
 #include "lockstep/train/builtin.h"
 #include "lockstep/train/end_process.h"
 #include "lockstep/train/option_table.h"
@@ -82,7 +82,7 @@ void add_options(CLI::App& app, PlanOptions& options) {
   app.add_flag("--inexact", options.inexact,
                "also recommend what learns differently from one device: stale, or averaged now and then");
   app.add_flag("--json", options.json, "print JSON");
-  add("--trace", options.trace, "file (.json or .pftrace) for the timeline of three steps, for ui.perfetto.dev");
+  add("--trace", options.trace, "file (.json) for the timeline of three steps, for ui.perfetto.dev");
   add("--of", options.of, "with --trace: the choice, by its name in the table; without it the one that is recommended");
   app.set_config("--config", "", "read options from a TOML file; the command line goes first");
 }
@@ -186,7 +186,7 @@ const Choice& choice_to_trace(const std::vector<Forecast>& all, const std::strin
 }
 
 int run_plan(PlanOptions options) {
-  if (!options.trace.empty()) require_timeline_file(options.trace);
+  require_timeline_file(options.trace);
   if (!options.of.empty() && options.trace.empty())
     throw UsageError({.what = "--of without --trace", .next = "name the file"});
   Target& target = options.target;

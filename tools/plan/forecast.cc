@@ -219,7 +219,7 @@ Recordings timeline_of(const Profile& profile, const Target& target, const Choic
       const Activity& activity = made.simulation.activities[i];
       const Times& times = outcome.activities[i];
       if (activity.actor != static_cast<int>(actor) || times.end <= times.begin) continue;
-      recording.spans.push_back({.name = activity.name, .begin = ns(times.begin), .end = ns(times.end), .thread = 1});
+      recording.events.push_back({.name = activity.name, .thread = 1, .begin = ns(times.begin), .end = ns(times.end)});
     }
     recordings.push_back(std::move(recording));
   }

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/timeline_file.h"
+#include "lockstep/observe/timeline_file.h"
 #include "tools/plan/schedules.h"
 
 namespace lockstep::plan {

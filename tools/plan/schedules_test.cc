@@ -350,9 +350,9 @@ TEST(Schedules, ATimelineHasARowForEachDeviceAndNoOverlapInIt) {
   const auto recordings = timeline_of(round_profile(), {.devices = 2, .batch = 8}, {.method = Method::kDdp});
   ASSERT_EQ(recordings.size(), 2U);
   for (const trace::Recording& recording : recordings) {
-    ASSERT_FALSE(recording.spans.empty());
-    for (std::size_t i = 1; i < recording.spans.size(); ++i)
-      EXPECT_GE(recording.spans[i].begin, recording.spans[i - 1].end);
+    ASSERT_FALSE(recording.events.empty());
+    for (std::size_t i = 1; i < recording.events.size(); ++i)
+      EXPECT_GE(recording.events[i].begin, recording.events[i - 1].end);
   }
 }
 

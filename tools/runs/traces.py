@@ -7,7 +7,7 @@ from collections import defaultdict, namedtuple
 from common import DataError, number, parse, read, require_format
 from metrics import chunks
 
-FORMAT = 1  # kTraceFormat of lockstep/base/timeline_file.h
+FORMAT = 1  # kTraceFormat of lockstep/observe/timeline_file.h
 MOST_POINTS = 300
 KINDS = {
     "forward": "forward",
@@ -22,7 +22,7 @@ KINDS = {
     "checkpoint": "checkpoint",
     "end of epoch": "validation",
 }  # how names of spans begin, and where their time goes
-RING = re.compile(r"(.*\.(?:json|pftrace))\.rank\d+")
+RING = re.compile(r"(.*\.json)\.rank\d+")
 
 Span = namedtuple("Span", "name number thread begin end bytes")  # microseconds; "step 7": its name is "step"
 
@@ -123,29 +123,25 @@ def points(counts):
 
 def is_trace(path):
     """Judges by the name, or by how the file begins."""
-    if path.name.endswith(".pftrace") or RING.fullmatch(path.name):
+    if RING.fullmatch(path.name):
         return True
     with open(path, errors="replace") as file:
         line = file.readline()
     return '"traceEvents"' in line or '"displayTimeUnit"' in line
 
 
-def require_json(path):
+def require_no_ring(path):
     if ring := RING.fullmatch(str(path)):
         raise DataError(
             f"{path} is what one rank kept for its trace",
             likely="the run was ended before its trace was written",
             next=f"lockstep trace {ring[1]}, and report that file",
         )
-    if path.name.endswith(".pftrace"):
-        raise DataError(
-            f"{path} is in Perfetto's format, which the report does not read", next="train with --trace FILE.json"
-        )
 
 
 def read_trace(path):
     """Returns what the page of `lockstep report` gets of a trace."""
-    require_json(path)
+    require_no_ring(path)
     text = read(path)
     whole = parse(text)
     cut_off = not isinstance(whole, dict) or not isinstance(whole.get("traceEvents"), list)

@@ -33,25 +33,25 @@ C10dBackend::C10dBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
       .rank = rank, .size = size, .describe = concat("rank ", rank, " of ", size), .timeout = timeout};
   CpuConnection connection = connect_cpu_ranks(store, machine_, options);
   transport_ = std::move(connection.transport);
-  traced_ = exchange_numbers();
+  messages_ = exchange_numbers();
   trace_if_asked(connection.machine_of);
 }
 
 // All ranks tell each other what they are in the job: where the launcher has not numbered them, what they are here.
-std::shared_ptr<TracedGroup> C10dBackend::exchange_numbers() const {
+std::shared_ptr<MessageGroup> C10dBackend::exchange_numbers() const {
   const JobEnvironment job = job_environment_or_none();
   const Tensor mine = torch::tensor({job.world_size > 1 ? job.rank : std::int64_t{rank_}, trace::now()}, torch::kInt64);
   const Tensor all = torch::empty({size_, 2}, torch::kInt64);
   run_to_its_end(transport(), move(Operation::kAllGather, {mine}, {all}));
   const auto* const numbers = all.const_data_ptr<std::int64_t>();
-  auto traced = std::make_shared<TracedGroup>();
-  traced->id = mix_numbers(static_cast<std::uint64_t>(numbers[0]), static_cast<std::uint64_t>(numbers[1]));
-  traced->rank = rank_;
-  for (int rank = 0; rank < size_; ++rank) traced->in_job.push_back(numbers[2 * rank]);
-  return traced;
+  auto group = std::make_shared<MessageGroup>();
+  group->id = mix_numbers(numbers[0], numbers[1]);
+  group->rank = rank_;
+  for (int rank = 0; rank < size_; ++rank) group->in_job.push_back(static_cast<int>(numbers[2 * rank]));
+  return group;
 }
 
-// Only the group of all ranks records.
+// Only the group of all ranks is traced.
 void C10dBackend::trace_if_asked(const std::vector<int>& machine_of) {
   const JobEnvironment job = job_environment_or_none();
   if (job.world_size > 1 && (job.world_size != size_ || job.rank != rank_)) return;
@@ -61,8 +61,10 @@ void C10dBackend::trace_if_asked(const std::vector<int>& machine_of) {
       start_message(type, tensors, peer, /*tag=*/0)->wait();
     };
   };
-  lockstep::trace_if_asked(
-      {.rank = rank_, .machine_of = machine_of, .send = exchange(OpType::SEND), .receive = exchange(OpType::RECV)});
+  lockstep::trace_if_asked([&] {
+    return ClockPeers{
+        .rank = rank_, .machine_of = machine_of, .send = exchange(OpType::SEND), .receive = exchange(OpType::RECV)};
+  });
 }
 
 C10dBackend::~C10dBackend() {
@@ -308,7 +310,7 @@ WorkPtr C10dBackend::start_message(OpType type, Tensors& tensors, int peer, std:
   const TensorCall message = call_to_move(member(), call, sends ? tensors : Tensors(), sends ? Tensors() : tensors);
   message.begin();
   const std::int64_t began = trace::now_if_recording();
-  TracedMessage traced(traced_, message);
+  TracedMessage traced(messages_, message);
   FuturePtr future = transport().start(message);
   if (sends) traced.write(began, peer);
   return c10::make_intrusive<MessageWork>(rank_, type, tensors, message, std::move(traced), std::move(future));

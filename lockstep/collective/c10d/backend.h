@@ -44,7 +44,7 @@ namespace lockstep {
 class CpuTransport;
 class Transport;
 struct TensorCall;
-struct TracedGroup;
+class MessageGroup;
 
 namespace backend {
 struct Member;
@@ -135,14 +135,14 @@ class C10dBackend final : public c10d::Backend {
   WorkPtr start(c10d::OpType type, Body body, Tensors results, bool async);
   WorkPtr start_message(c10d::OpType type, Tensors& tensors, int peer, std::int64_t tag);
   void trace_if_asked(const std::vector<int>& machine_of);
-  std::shared_ptr<TracedGroup> exchange_numbers() const;
+  std::shared_ptr<MessageGroup> exchange_numbers() const;
   CpuTransport& transport() const;  // throws UsageError after shutdown()
 
   std::chrono::milliseconds timeout_;
   std::string machine_;
   std::atomic<std::uint64_t> issued_{0};
   OwnedHere<CpuTransport> transport_;  // none after shutdown()
-  std::shared_ptr<TracedGroup> traced_;
+  std::shared_ptr<MessageGroup> messages_;
 };
 
 }  // namespace lockstep

@@ -2,9 +2,9 @@
 #include "lockstep/collective/machines/hierarchy.h"
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/collective/machines/collectives.h"
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/rank_progress.h"
+#include "lockstep/observe/trace.h"
 
 namespace lockstep {
 namespace {
@@ -108,7 +108,7 @@ Hierarchy::~Hierarchy() {
 int Hierarchy::run(const TensorCall& call) {
   check(call);
   if (is_message(call.operation)) {
-    const own_progress::CallingOthers calling;
+    const observe::CallingOthers calling;
     const FuturePtr message = start_message(call, false);
     message->wait();
     return call.operation == Operation::kReceive ? message->source() : kAnyRank;
@@ -144,10 +144,10 @@ void Hierarchy::make_call(const Call& call) {
   const trace::Span span([&] {
     const Signature signature = signature_of(call);
     const auto bytes = static_cast<std::int64_t>(signature.count * size_of(signature.dtype));
-    return trace::Label{.name = "machines: " + to_string(call.operation), .bytes = bytes == 0 ? -1 : bytes};
+    return trace::Event{.name = "machines: " + to_string(call.operation), .bytes = bytes == 0 ? -1 : bytes};
   });
-  own_progress::moved();
-  const own_progress::CallingOthers calling;
+  observe::moved();
+  const observe::CallingOthers calling;
   const bool own_timeout = call.timeout.count() > 0;
   if (own_timeout) set_timeout_of_collectives(call.timeout);
   const std::shared_ptr<void> usual_again(nullptr, [&](void*) {

@@ -9,16 +9,16 @@
 #include <numeric>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/collective/shm/mailbox.h"
 #include "lockstep/collective/shm/thresholds.h"
 #include "lockstep/error.h"
+#include "lockstep/observe/trace.h"
 
 namespace lockstep::shm {
 namespace {
 
 // How a trace shows a collective. Messages are shown by World.
-trace::Label label_of(const Signature& signature) {
+trace::Event label_of(const Signature& signature) {
   static constexpr std::array kPhases{"barrier 1: gradients",  "barrier 2: settings", "barrier: norms",
                                       "barrier: trust ratios", "barrier 3: updated",  "barrier: written"};
   const bool of_step = signature.operation == Operation::kStep;
@@ -193,7 +193,6 @@ void Group::arrive() {
     if (peer == rank_) continue;
     Flag& arrived = area_.announcement(peer, sequence_).arrived;
     if (arrived.load() == sequence_) continue;
-    const trace::Span waiting("wait for rank", job_rank(peer));
     waiter_.until(arrived, ranks_[peer], [&] { return arrived.load() == sequence_; });
   }
   for (int peer = 0; peer < size(); ++peer) {

@@ -8,6 +8,16 @@
 #include "lockstep/error.h"
 
 namespace lockstep::shm {
+namespace {
+
+// Ranks that are threads are one process to the launcher.
+observe::WaitScope scope_of_wait(const Peers& peers, int peer) {
+  if (peer == kNobody) return {peers.shares_ordinary_memory() ? kOwnThread : kAnyPeer, -1};
+  const std::int32_t pid = peers.seat(peer).pid.load(std::memory_order_relaxed);
+  return {peers.shares_ordinary_memory() ? kOwnThread : pid, peers.job_rank(peer)};
+}
+
+}  // namespace
 
 Waiter::Waiter(const Peers& peers, int rank, const CallDescription& call, std::chrono::milliseconds timeout)
     : peers_(peers),
@@ -18,15 +28,17 @@ Waiter::Waiter(const Peers& peers, int rank, const CallDescription& call, std::c
       spins_(peers.more_ranks_than_cores() ? kSpinsWhenCrowded : kSpins),
       yields_(peers.more_ranks_than_cores() ? kYieldsWhenCrowded : kYields) {}
 
-// Yields may take most of the time that this rank waits, if others run on this core.
+// Yields first: where others run on this core, that may take most of the time that this rank waits. The control block tells
+// the other ranks of the machine who waits for whom. After an exception it still does: others then don't take this rank for
+// the one that holds them up.
 void Waiter::sleep_until(Flag& flag, int peer, const Done& done) {
-  note_wait(peer);
+  peers_.note_wait(rank_, peer);
+  const observe::WaitScope wait = scope_of_wait(peers_, peer);
   if (!yield_until(done)) {
     if (!deadline_) deadline_ = Deadline::after(call_timeout_);
-    sleep_and_look(flag, peer, done);
+    sleep_and_look(flag, peer, done, wait);
   }
   peers_.note_wait(rank_, kNobody);
-  own_progress::waits_no_more();
 }
 
 bool Waiter::yield_until(const Done& done) const {
@@ -37,26 +49,19 @@ bool Waiter::yield_until(const Done& done) const {
   return false;
 }
 
-// For the other ranks and for the launcher. Ranks that are threads are one process to the launcher.
-void Waiter::note_wait(int peer) {
-  peers_.note_wait(rank_, peer);
-  if (!peers_.shares_ordinary_memory())
-    own_progress::waits_for(peer == kNobody ? kAnyPeer : peers_.seat(peer).pid.load(std::memory_order_relaxed));
-}
-
-// The loop: note that this rank waits, read the flag, ask, look for trouble, sleep while the flag is what was read. A
-// change between the read and the sleep ends the sleep at once (flag.h), so no wake-up is lost. After an exception this
-// rank stays noted as waiting: others then don't take it for the one that holds them up.
-void Waiter::sleep_and_look(Flag& flag, int peer, const Done& done) {
+// The loop: note that this rank still waits, read the flag, ask, look for trouble, sleep while the flag is what was read. A
+// change between the read and the sleep ends the sleep at once (flag.h), so no wake-up is lost.
+void Waiter::sleep_and_look(Flag& flag, int peer, const Done& done, const observe::WaitScope& wait) {
   while (true) {
-    note_wait(peer);
+    peers_.note_wait(rank_, peer);
+    wait.goes_on();
     const std::uint32_t seen = flag.load();
     if (done() || look_around(peer, done)) return;
     flag.sleep_while(seen, kLongestSleep);
   }
 }
 
-// Throws if this wait can't end well. True if it has ended meanwhile.
+// Throws if this wait can't end well. Returns true if it has ended meanwhile.
 bool Waiter::look_around(int peer, const Done& done) {
   peers_.poison_if_any_died();
   if (peers_.poisoned() && done()) return true;  // it came first: a disagreement that the others have seen too

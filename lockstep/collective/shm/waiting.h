@@ -17,7 +17,7 @@
 #include "lockstep/collective/shm/connect/peers.h"
 #include "lockstep/collective/shm/memory/flag.h"
 #include "lockstep/deadline.h"
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/rank_progress.h"
 
 namespace lockstep::shm {
 
@@ -43,7 +43,7 @@ class Waiter {
   // The deadline starts anew with the first wait of this call that has to sleep: a call that finds all it
   // waits for while it spins does not read the clock. `timeout`: of this call only; 0: the one set for all.
   void begin_call(std::chrono::milliseconds timeout = {}) {
-    own_progress::moved();
+    observe::moved();
     call_timeout_ = timeout.count() > 0 ? timeout : timeout_;
     deadline_.reset();
   }
@@ -72,8 +72,7 @@ class Waiter {
 
   void sleep_until(Flag& flag, int peer, const Done& done);
   bool yield_until(const Done& done) const;
-  void sleep_and_look(Flag& flag, int peer, const Done& done);
-  void note_wait(int peer);
+  void sleep_and_look(Flag& flag, int peer, const Done& done, const observe::WaitScope& wait);
   bool look_around(int peer, const Done& done);
   void give_up_as_stalled(int peer);
   void give_up(Cause cause, const std::string& what, const std::string& about);

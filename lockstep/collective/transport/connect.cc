@@ -16,7 +16,7 @@
 #include "lockstep/collective/meet/connecting_store.h"
 #include "lockstep/collective/meet/rendezvous.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/rank_progress.h"
 
 namespace lockstep {
 namespace {
@@ -31,11 +31,13 @@ std::vector<int> number_by_first_appearance(const std::vector<std::string>& name
 
 std::string machine_id(const std::string& node) { return concat(read_file("/proc/sys/kernel/random/boot_id"), node); }
 
-// The machine of each rank; `lockstep top` gets to know that these ranks are one job.
+// Returns the machine of each rank. Tells `lockstep top` that these ranks are one job.
 std::vector<std::string> exchange_machines(ConnectingStore& store, const std::string& machine,
                                            const TransportOptions& options) {
+  if (const JobEnvironment job = job_environment_or_none(); job.world_size > 1)
+    observe::meets({job.rank, job.world_size, job.job_id, job.node_rank});
   std::vector<std::string> texts = exchange_texts(store, "machine", concat(machine, ' ', ::getpid()), options);
-  own_progress::meets({.rank = options.rank, .world_size = options.size, .job = texts.front()});
+  observe::meets({.rank = options.rank, .world_size = options.size, .job = texts.front()});
   for (std::string& text : texts) text.resize(text.rfind(' '));
   return texts;
 }

@@ -5,10 +5,10 @@
 #include <set>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/collective/calls/tensor_call.h"
 #include "lockstep/collective/world/world_state.h"
 #include "lockstep/error.h"
+#include "lockstep/observe/trace.h"
 
 namespace lockstep {
 
@@ -18,7 +18,7 @@ struct Work::State {
   std::shared_ptr<WorldState> world;  // lives as long as what it has under way
   TensorCall call;
   FuturePtr future;
-  std::uint64_t arrow = 0;  // in a trace, of a receive
+  TracedMessage traced;
   bool finished = false;
 
   // `began` to wait: now_if_recording().
@@ -26,10 +26,7 @@ struct Work::State {
     if (finished) return;
     call.finish();
     finished = true;
-    if (call.operation != Operation::kReceive) return;
-    const int source = call.peer == kAnyRank ? future->source() : call.peer;
-    if (arrow == 0) arrow = world->arrow_of(call, source);
-    trace::write(began, [&] { return world->label_of(call, source, arrow); });
+    if (call.operation == Operation::kReceive) traced.write(began, future->source());
   }
 };
 
@@ -59,12 +56,10 @@ int Work::source() const { return state_->future->source(); }
 Work World::start(TensorCall call) const {
   call.begin();
   const std::int64_t began = trace::now_if_recording();
-  const bool between_known = is_message(call.operation) && call.peer != kAnyRank;
-  const std::uint64_t arrow = between_known ? state_->arrow_of(call, call.peer) : 0;
+  TracedMessage traced(state_->messages, call);
   FuturePtr future = state_->transport_for(call).start(call);
-  if (call.operation == Operation::kSend)
-    trace::write(began, [&] { return state_->label_of(call, call.peer, arrow); });
-  return Work(OwnedHere<Work::State>(new Work::State{state_, std::move(call), std::move(future), arrow}));
+  if (call.operation == Operation::kSend) traced.write(began, call.peer);
+  return Work(OwnedHere<Work::State>(new Work::State{state_, std::move(call), std::move(future), std::move(traced)}));
 }
 
 // ---- Who is where

@@ -2,7 +2,6 @@
 #include "lockstep/collective/world/world_state.h"
 
 #include <algorithm>
-#include <numeric>
 #include <set>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -17,10 +16,9 @@
 #include "lockstep/collective/traced_messages.h"
 #include "lockstep/collective/transport/connect.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/fault.h"
 #include "lockstep/launch/insecure_network.h"
 #include "lockstep/launch/job_memory.h"
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/phase_scope.h"
 
 namespace lockstep {
 namespace {
@@ -88,13 +86,14 @@ std::shared_ptr<WorldState> WorldState::sub_world(const std::vector<int>& ranks)
   state->cores = cores;
   state->timeout = timeout;
   for (const int member : ranks) state->nodes.push_back(nodes[member]);
-  state->trace_id_ = mix_numbers(trace_id_, sub_worlds_);
+  state->messages->id = mix_numbers(messages->id, sub_worlds_);
   for (const int member : ranks) {
-    state->job_ranks.push_back(job_ranks[member]);
-    state->trace_id_ = mix_numbers(state->trace_id_, static_cast<std::uint64_t>(member));
+    state->messages->in_job.push_back(messages->in_job[member]);
+    state->messages->id = mix_numbers(state->messages->id, member);
   }
   const auto me = std::ranges::find(ranks, rank()) - ranks.begin();
-  state->job = job_of_rank(job, static_cast<int>(me), state->nodes);
+  state->messages->rank = static_cast<int>(me);
+  state->job = job_of_rank(job, state->messages->rank, state->nodes);
   state->caller = {state->job.rank, state->job.world_size, caller.device, describe(state->job)};
   return state;
 }
@@ -106,8 +105,8 @@ std::shared_ptr<WorldState> make_world_state(const JobEnvironment& job, const Wo
   state->caller = {job.rank, job.world_size, device_of_rank(options.device, job.local_rank), describe(job)};
   state->cores = cores_of(job, usable_cores());
   state->nodes.assign(job.world_size, 0);
-  state->job_ranks.resize(job.world_size);
-  std::iota(state->job_ranks.begin(), state->job_ranks.end(), 0);
+  state->messages->rank = job.rank;
+  for (int rank = 0; rank < job.world_size; ++rank) state->messages->in_job.push_back(rank);
   if (job.world_size == 1) state->cpu_transport = make_self();
   return state;
 }
@@ -133,11 +132,10 @@ World WorldState::from_env_on(torch::Device device, std::chrono::milliseconds ti
   auto state = make_world_state(job, {.timeout = timeout});
   state->caller.device = device_of_rank(device, job.local_rank);
   set_log_rank(job.rank, job.world_size);
-  own_progress::forget_wait();
-  own_progress::enter(Phase::kMeeting);
+  observe::meets({job.rank, job.world_size, job.job_id, job.node_rank});
+  const PhaseScope meeting(Phase::kMeeting);
   if (job.world_size > 1) connect(*state, connect_store(state->job, state->timeout));
   if (JobMemory* const memory = JobMemory::get()) memory->met();
-  own_progress::enter(Phase::kOwnCode);
   return world_of(std::move(state));
 }
 
@@ -148,10 +146,8 @@ World WorldState::over_store(const c10::intrusive_ptr<c10d::Store>& store, int r
   job.world_size = size;
   auto state = make_world_state(job, options);
   if (size > 1) {
-    own_progress::forget_wait();
-    own_progress::enter(Phase::kMeeting);
+    const PhaseScope meeting(Phase::kMeeting);
     connect(*state, store);
-    own_progress::enter(Phase::kOwnCode);
     state->job = job_of_rank(state->job, rank, state->nodes);
     state->caller.device = device_of_rank(options.device, state->job.local_rank);
     state->cores = cores_of(state->job, usable_cores());
@@ -162,22 +158,11 @@ World WorldState::over_store(const c10::intrusive_ptr<c10d::Store>& store, int r
 }
 
 int WorldState::run_message(const TensorCall& message) {
-  const Call& call = message;
   const std::int64_t began = trace::now_if_recording();
-  std::uint64_t arrow = call.peer == kAnyRank ? 0 : arrow_of(call, call.peer);
+  TracedMessage traced(messages, message);
   const int source = transport_for(message).run(message);
-  const int peer = call.peer == kAnyRank ? source : call.peer;
-  if (arrow == 0) arrow = arrow_of(call, peer);
-  trace::write(began, [&] { return label_of(call, peer, arrow); });
+  traced.write(began, source);
   return source;
-}
-
-std::uint64_t WorldState::arrow_of(const Call& message, int peer) {
-  return arrows_.next(trace_id_, channel_of(message, rank(), peer));
-}
-
-trace::Label WorldState::label_of(const Call& message, int peer, std::uint64_t arrow) const {
-  return label_of_message(message, job_ranks[peer], arrow);
 }
 
 World World::single(const WorldOptions& options) { return WorldState::world_of(make_world_state({}, options)); }

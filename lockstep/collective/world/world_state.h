@@ -18,8 +18,7 @@
 #include "lockstep/base/int_vector.h"
 #include "lockstep/base/own_process.h"
 #include "lockstep/base/stoppable.h"
-#include "lockstep/base/trace.h"
-#include "lockstep/collective/message_arrows.h"
+#include "lockstep/collective/traced_messages.h"
 #include "lockstep/collective/transport/transport.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/world.h"
@@ -36,10 +35,9 @@ struct Caller {
 
 class WorldState {
  public:
-  JobEnvironment job;        // rank, sizes and node of this world, also where it is a sub-world
-  IntVector<int> nodes;      // of each rank: its machine, numbered 0, 1, ... by first appearance
-  IntVector<int> job_ranks;  // of each rank: what it is in the world that this one was made from first
-  Caller caller;             // this rank, in its calls
+  JobEnvironment job;    // rank, sizes and node of this world, also where it is a sub-world
+  IntVector<int> nodes;  // of each rank: its machine, numbered 0, 1, ... by first appearance
+  Caller caller;         // this rank, in its calls
   CoreSet cores;
   std::chrono::milliseconds timeout{};
   OwnedHere<Transport> cpu_transport;
@@ -70,18 +68,11 @@ class WorldState {
   // Sends or receives. Returns who sent it, of a receive.
   int run_message(const TensorCall& message);
 
-  // ---- In a trace
-
+  std::shared_ptr<MessageGroup> messages = std::make_shared<MessageGroup>();
   void count_sub_world() { ++sub_worlds_; }  // all ranks of this world make it, those that are not in it, too
 
-  // How it shows a message to or from `peer`. Once for each message, in their order.
-  std::uint64_t arrow_of(const Call& message, int peer);
-  trace::Label label_of(const Call& message, int peer, std::uint64_t arrow) const;
-
  private:
-  std::uint64_t trace_id_ = 0;  // the same on all ranks of this world, another one in others
   std::uint64_t sub_worlds_ = 0;
-  MessageArrows arrows_;
   std::optional<Stoppable> stoppable_;  // the last member
 };
 

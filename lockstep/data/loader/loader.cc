@@ -15,7 +15,7 @@
 #include "lockstep/data/loader/prefetch.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/rank_progress.h"
 
 namespace lockstep {
 namespace {
@@ -147,7 +147,7 @@ struct Loader::State {
 
   void start(const LoaderPosition& from) {
     workers.reset();
-    own_progress::has_loader(options.workers);
+    observe::has_loader(options.workers);
     sampler.set_epoch(from.epoch, from.samples);
     epoch = from.epoch;
     step = 0;

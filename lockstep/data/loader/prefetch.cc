@@ -11,11 +11,11 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/data/loader/device_copy.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/phase_scope.h"
+#include "lockstep/observe/trace.h"
 
 namespace lockstep {
 
@@ -58,8 +58,7 @@ class Prefetcher::Shared {
   }
 
   Batch next(LoadingStatistics& statistics) {
-    const trace::Span span("wait for batch", taken_);
-    const own_progress::During loading(Phase::kLoading);
+    const PhaseScope loading(Phase::kLoading, "wait for batch", taken_);
     const Stopwatch watch;
     Place place;
     {
@@ -79,8 +78,7 @@ class Prefetcher::Shared {
   }
 
   Batch load_here(LoadingStatistics& statistics) {
-    const trace::Span span("load batch", taken_);
-    const own_progress::During loading(Phase::kLoading);
+    const PhaseScope loading(Phase::kLoading, "load batch", taken_);
     const Stopwatch watch;
     Batch batch = receive(start_copy(load_(taken_, statistics), copy_stream(options_.device)));
     ++taken_;

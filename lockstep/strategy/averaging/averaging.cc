@@ -100,7 +100,7 @@ class Averaging : public ReplicaStrategy {
 
   BatchTotals forward_backward(const Batch& batch) override {
     const auto parts = parts_for_devices(batch);
-    const auto losses = timed(phases_.backward, "backward", [&] {
+    const auto losses = in_phase(Phase::kBackward, [&] {
       return run_replicas(*devices_, replicas_, parts, [task = task_](const Replica& replica, const Batch& part) {
         const torch::Tensor loss = task.loss(replica.forward(task, part.data), part.target);
         loss.backward();
@@ -113,7 +113,7 @@ class Averaging : public ReplicaStrategy {
   }
 
   void update() override {
-    timed(phases_.update, "update", [&] {
+    in_phase(Phase::kUpdate, [&] {
       follow_learning_rate(replicas_);
       lockstep::update(*devices_, replicas_);
     });
@@ -161,7 +161,7 @@ class Averaging : public ReplicaStrategy {
   // Steps 1 and 4 end with a wait for all devices (Devices::run). So replica 0 can't train on while others still copy
   // from its block.
   void average() {
-    timed(phases_.exchange, "exchange", [&] {
+    in_phase(Phase::kExchange, [&] {
       const std::int64_t all = sum_over(world_, std::accumulate(samples_.begin(), samples_.end(), std::int64_t{0}));
       batches_since_average_ = 0;
       if (all == 0) return;

@@ -3,19 +3,18 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <unordered_set>
 #include <utility>
 
-#include "lockstep/base/trace.h"
 #include "lockstep/collective/operator_spans.h"
-#include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/accumulated_batches.h"
 #include "lockstep/gradient/exchange.h"
 #include "lockstep/gradient/layout.h"
-#include "lockstep/launch/own_progress.h"
 #include "lockstep/memory.h"
 #include "lockstep/model/parameters.h"
+#include "lockstep/observe/phase_scope.h"
 #include "lockstep/optimizer.h"
 #include "lockstep/strategy/ddp/fitting.h"
 #include "lockstep/strategy/ddp/guards.h"
@@ -127,10 +126,8 @@ class DistributedDataParallel::Impl {
     begun_ = {batch.samples, !no_sync_};
     size_ += batch.size;
     if (no_sync_) guards_.before_accumulating();
-    own_progress::begin_next_step();
-    own_progress::enter(Phase::kBackward);
-    backward_began_ = trace::now_if_recording();
-    trace::count_memory();
+    observe::begin_next_step();
+    backward_phase_.emplace(Phase::kBackward);
     return exchange_->begin(batch, loss, begun_.exchanges);
   } catch (...) {
     fail();
@@ -139,8 +136,7 @@ class DistributedDataParallel::Impl {
   void end_backward() try {
     exchange_->end(begun_.exchanges);
     if (begun_.exchanges && shard_buffers_.finish_shard()) exchange();
-    own_progress::enter(Phase::kOwnCode);
-    trace::write(backward_began_, [] { return trace::Label{.name = "backward"}; });
+    backward_phase_.reset();
   } catch (...) {
     fail();
   }
@@ -200,16 +196,16 @@ class DistributedDataParallel::Impl {
 
   void exchange() {
     if (begun_.samples > 0 && !options_.find_unused_parameters) guards_.require_all_gradients();
-    const trace::Span span("exchange");
-    own_progress::enter(Phase::kExchange);
-    const Stopwatch waiting;
-    exchange_->finish();
-    exchange_seconds_ = waiting.seconds();
+    backward_phase_.reset();
+    {
+      const PhaseScope exchange(Phase::kExchange, exchange_seconds_);
+      exchange_->finish();
+    }
     statistics_.waiting_seconds += exchange_seconds_;
     // Ranks that count alike count as if all had batches of the size of this one.
     const double size = std::exchange(size_, 0) * world_.size();
-    own_progress::finish_step(std::isnan(size) ? last_batch_.samples : static_cast<std::int64_t>(size),
-                              last_batch_.mean_loss);
+    observe::finish_step(std::isnan(size) ? last_batch_.samples : static_cast<std::int64_t>(size),
+                         last_batch_.mean_loss);
   }
 
   // At the end of each exchange, also of one that a plain loss.backward() has caused.
@@ -276,9 +272,9 @@ class DistributedDataParallel::Impl {
   struct {
     std::int64_t samples = 0;
     bool exchanges = true;
-  } begun_;                          // by begin_backward()
-  double size_ = 0;                  // of the batches since the last exchange; NaN: they count by samples
-  std::int64_t backward_began_ = 0;  // for a trace
+  } begun_;                                   // by begin_backward()
+  double size_ = 0;                           // of the batches since the last exchange; NaN: they count by samples
+  std::optional<PhaseScope> backward_phase_;  // from begin_backward() to the exchange
   ShardBuffers shard_buffers_;
   BatchTotals last_batch_;
   double exchange_seconds_ = 0;

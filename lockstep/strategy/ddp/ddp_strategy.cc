@@ -42,7 +42,7 @@ class DdpStrategy : public ReplicaStrategy {
   }
 
   void update() override {
-    timed(phases_.update, "update", [&] { optimizer().step(); });
+    in_phase(Phase::kUpdate, [&] { optimizer().step(); });
     ++step_;
   }
 
@@ -84,7 +84,7 @@ class DdpStrategy : public ReplicaStrategy {
     if (batch.size() > 0) {
       require_device(batch.data, world_.device(), "the batch");
       require_device(batch.target, world_.device(), "the target");
-      loss = timed(phases_.forward, "forward", [&] { return task_.loss(forward(batch.data), batch.target); });
+      loss = in_phase(Phase::kForward, [&] { return task_.loss(forward(batch.data), batch.target); });
     }
     const Stopwatch watch;
     ddp_.backward(loss, batch.size());

@@ -68,7 +68,7 @@ class DataParallelStrategy : public ReplicaStrategy {
 
   BatchTotals forward_backward(const Batch& batch) override {
     Tensors outputs;
-    const Loss loss = timed(phases_.forward, "forward", [&] {
+    const Loss loss = in_phase(Phase::kForward, [&] {
       outputs = run_replicas(
           *devices_, replicas_, parts_for_devices(batch),
           [task = task_](const Replica& replica, const Batch& part) { return replica.forward(task, part.data); });
@@ -76,14 +76,14 @@ class DataParallelStrategy : public ReplicaStrategy {
       gathered_bytes_ = std::max(gathered_bytes_, gathered.nbytes());
       return loss_on_device_0(*devices_, task_, gathered, batch.target);
     });
-    timed(phases_.backward, "backward", [&] { parallel_backward(*devices_, outputs, loss.gradient); });
+    in_phase(Phase::kBackward, [&] { parallel_backward(*devices_, outputs, loss.gradient); });
     return {.samples = batch.size(), .mean_loss = loss.value};
   }
 
   // Device 0's parameters, in one pass that also sums the devices' gradients, on the cores of all of them. GPUs: the
   // gradients are summed on device 0, which updates; its parameters are copied to the others.
   void update() override {
-    timed(phases_.update, "update", [&] {
+    in_phase(Phase::kUpdate, [&] {
       if (!gradients_) return update_on_gpus();
       gradients_->set(gradients_of(replicas_));
       optimizer().step();

@@ -8,9 +8,9 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
+#include "lockstep/observe/trace.h"
 #include "lockstep/strategy/devices/thread_generator.h"
 
 namespace lockstep {

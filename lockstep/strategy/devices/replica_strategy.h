@@ -15,10 +15,9 @@
 #include <vector>
 
 #include "lockstep/base/stop.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/phase_scope.h"
 #include "lockstep/strategy/devices/replica.h"
 
 namespace lockstep {
@@ -56,12 +55,26 @@ class ReplicaStrategy : public Strategy {
   // Begins to bring what the devices need of a batch.
   virtual std::vector<CopiedBatch> start_copies(const Batch& batch) const { return start_parts(*devices_, batch); }
 
+  auto in_phase(Phase phase, const auto& work) {
+    const PhaseScope scope(phase, seconds_in(phase));
+    return work();
+  }
+
   Task task_;
   std::unique_ptr<Devices> devices_;  // none: the replica trains on the calling thread
   Replicas replicas_;                 // never empty
   PhaseTimes phases_;
 
  private:
+  double& seconds_in(Phase phase) {
+    switch (phase) {
+      case Phase::kForward: return phases_.forward;
+      case Phase::kBackward: return phases_.backward;
+      case Phase::kExchange: return phases_.exchange;
+      default: return phases_.update;
+    }
+  }
+
   struct Ahead {
     Batch batch;
     std::vector<CopiedBatch> parts;
@@ -99,21 +112,6 @@ inline BatchTotals sum_totals(const World& world, const BatchTotals& own, std::v
   if (sum[2] > 0) agree_to_stop();
   if (more != nullptr) std::copy_n(sum + 3, more->size(), more->begin());
   return {.samples = static_cast<std::int64_t>(sum[0]), .mean_loss = sum[1] / sum[0]};
-}
-
-// Adds the seconds that `work` takes to `total`, shows it as `name`, that of a phase, in a trace and to the launcher, and
-// returns what it returns.
-template <class Work>
-auto timed(double& total, const char* name, const Work& work) {
-  const trace::Span span(name);
-  const own_progress::During phase(phase_named(name));
-  struct Adds {
-    double& total;
-    Stopwatch watch = {};
-    ~Adds() { total += watch.seconds(); }
-  };
-  const Adds adds{total};
-  return work();
 }
 
 }  // namespace lockstep

@@ -30,15 +30,14 @@ class Towers : public ReplicaStrategy {
   BatchTotals forward_backward(const Batch& batch) override {
     require_even(batch, *devices_, uneven_);
     const auto shards = parts_for_devices(batch);
-    const auto losses =
-        timed(phases_.forward, "forward", [&] { return tower_losses(*devices_, task_, replicas_, shards); });
-    timed(phases_.backward, "backward", [&] { backward(*devices_, losses, shards); });
-    timed(phases_.exchange, "exchange", [&] { combine_gradients(); });
+    const auto losses = in_phase(Phase::kForward, [&] { return tower_losses(*devices_, task_, replicas_, shards); });
+    in_phase(Phase::kBackward, [&] { backward(*devices_, losses, shards); });
+    in_phase(Phase::kExchange, [&] { combine_gradients(); });
     return mean_of(losses, shards);
   }
 
   void update() override {
-    timed(phases_.update, "update", [&] {
+    in_phase(Phase::kUpdate, [&] {
       if (update_on_cpu_) {
         optimizer().step();
         return;

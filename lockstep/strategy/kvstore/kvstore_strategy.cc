@@ -50,16 +50,15 @@ class StoreStrategy : public ReplicaStrategy {
     before_step();
     require_even(batch, *devices_, uneven_);
     const auto shards = parts_for_devices(batch);
-    const auto losses =
-        timed(phases_.forward, "forward", [&] { return tower_losses(*devices_, task_, replicas_, shards); });
-    timed(phases_.backward, "backward", [&] { backward(*devices_, losses, shards); });
+    const auto losses = in_phase(Phase::kForward, [&] { return tower_losses(*devices_, task_, replicas_, shards); });
+    in_phase(Phase::kBackward, [&] { backward(*devices_, losses, shards); });
     last_ = mean_of(losses, shards);
     return over_workers(last_);
   }
 
   // A key has a gradient on every device, or on none.
   void update() override {
-    timed(phases_.exchange, "exchange", [&] {
+    in_phase(Phase::kExchange, [&] {
       const PushOptions options{.samples = last_.samples,
                                 .loss = last_.mean_loss,
                                 .learning_rate = optimizer().param_groups().front().options().get_lr()};
@@ -70,7 +69,7 @@ class StoreStrategy : public ReplicaStrategy {
       if (update_in_store_) pull_buffers();
     });
     if (update_in_store_) return;
-    timed(phases_.update, "update", [&] {
+    in_phase(Phase::kUpdate, [&] {
       follow_learning_rate(replicas_);
       lockstep::update(*devices_, replicas_);
     });

@@ -20,7 +20,7 @@
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/two_bit.h"
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/rank_progress.h"
 #include "lockstep/strategy/kvstore/staleness_gate.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
@@ -56,7 +56,7 @@ class KVServer::Impl {
         gate_(workers(), bound_of(setting), setting.servers.size() > 1),
         statistics_{.store = store_name(setting.options.kvstore), .workers = workers()} {
     for (const Link& link : setting.to_clients) clients_.push_back({.link = link});
-    own_progress::serves(clients_.size());
+    observe::serves(clients_.size());
     const int threads = at::get_num_threads();
     for (int i = 0; i < clients_.size(); ++i)
       clients_[i].thread = std::thread([this, i, threads] {
@@ -131,7 +131,7 @@ class KVServer::Impl {
     try {
       const Link& link = clients_[client].link;
       for (RequestHeader request; (request = link.receive<RequestHeader>()).request != Request::kGoodbye;) {
-        const own_progress::Serving serving;
+        const observe::Serving serving;
         handle(client, request);
       }
       leave(client);

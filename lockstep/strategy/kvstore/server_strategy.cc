@@ -98,7 +98,7 @@ class ServerStrategy : public ReplicaStrategy {
 
   // The workers' step is over when all that are there have pushed it.
   BatchTotals forward_backward(const Batch&) override {
-    return timed(phases_.exchange, "exchange", [&] { return server_->wait_for_pushes(++pushes_); });
+    return in_phase(Phase::kExchange, [&] { return server_->wait_for_pushes(++pushes_); });
   }
   void update() override {}  // the serving threads have done it
 

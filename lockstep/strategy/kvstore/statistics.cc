@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/trace.h"
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/rank_progress.h"
+#include "lockstep/observe/trace.h"
 
 namespace lockstep {
 namespace {
@@ -47,7 +47,7 @@ void StoreStatistics::add_gradient(std::int64_t samples, std::int64_t devices_of
   samples_per_device.add(static_cast<double>(samples) / static_cast<double>(devices_of_worker));
   delays.add(delay);
   trace::count("staleness", delay);
-  own_progress::has_applied_gradient(delay);
+  observe::has_applied_gradient(delay);
 }
 
 void StoreStatistics::add_update(std::int64_t samples) {

@@ -3,8 +3,8 @@
 
 #include <atomic>
 
-#include "lockstep/base/trace.h"
-#include "lockstep/collective/message_arrows.h"
+#include "lockstep/collective/traced_messages.h"
+#include "lockstep/observe/trace.h"
 #include "lockstep/strategy/devices/devices_state.h"
 #include "lockstep/strategy/devices/gpu_team.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
@@ -30,7 +30,7 @@ class Channel {
     places_[sent % places_.size()] = std::move(tensors);
     sent_.raise(sent + 1);
     trace::write(began, [&] {
-      return trace::Label{.name = "send to device", .number = to_, .bytes = bytes, .arrow = arrow_of(sent)};
+      return trace::Event{.name = "send to device", .number = to_, .bytes = bytes, .flow = flow_of(sent)};
     });
   }
 
@@ -42,10 +42,10 @@ class Channel {
     Tensors tensors = std::exchange(places_[taken % places_.size()], {});
     taken_.raise(taken + 1);
     trace::write(began, [&] {
-      return trace::Label{.name = "receive from device",
+      return trace::Event{.name = "receive from device",
                           .number = from_,
                           .bytes = bytes_of(tensors),
-                          .arrow = arrow_of(taken),
+                          .flow = flow_of(taken),
                           .arrives = true};
     });
     return tensors;
@@ -63,7 +63,7 @@ class Channel {
     return ++last;
   }
 
-  std::uint64_t arrow_of(std::uint32_t message) const { return mix_numbers(id_, message) | 1U; }
+  std::uint64_t flow_of(std::uint32_t message) const { return mix_numbers(id_, message) | 1U; }
 
   std::vector<Tensors> places_;
   const int from_;

@@ -98,9 +98,9 @@ class Pipeline : public ReplicaStrategy {
     ++step_;
     record(results, watch.seconds());
     for (const StageResult& result : results) totals.mean_loss += result.loss;
-    if (gpus_) timed(phases_.exchange, "exchange", [&] { gpus_->sum_gradients(); });
+    if (gpus_) in_phase(Phase::kExchange, [&] { gpus_->sum_gradients(); });
     if (ranks_.all.size() == 1) return totals;
-    timed(phases_.exchange, "exchange", [&] {
+    in_phase(Phase::kExchange, [&] {
       parameters_->sum_gradients();
       const torch::Tensor sums = torch::tensor({totals.mean_loss, wants_to_stop() ? 1.0 : 0.0}, torch::kFloat64);
       ranks_.all.all_reduce(sums);
@@ -111,7 +111,7 @@ class Pipeline : public ReplicaStrategy {
   }
 
   void update() override {
-    timed(phases_.update, "update", [&] {
+    in_phase(Phase::kUpdate, [&] {
       if (gradients_) gradients_->set(gradients_of(replicas_));
       optimizer().step();
       if (gpus_) gpus_->copy_from_first(GpuStages::Copied::kParameters);

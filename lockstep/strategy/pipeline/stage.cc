@@ -9,10 +9,10 @@
 #include <map>
 #include <optional>
 
-#include "lockstep/base/trace.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
 #include "lockstep/model/allocation_meter.h"
+#include "lockstep/observe/trace.h"
 #include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/devices/thread_generator.h"
 #include "lockstep/strategy/pipeline/add_in_place.h"

@@ -2,7 +2,6 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
-#include "lockstep/launch/own_progress.h"
 #include "lockstep/strategy/option_names.h"
 #include "replica.h"
 
@@ -56,12 +55,8 @@ void bind_replica(py::module_& module) {
       });
   py::class_<Replica, std::shared_ptr<Replica>>(module, "Replica")
       .def(py::init(&make), Release())
-      .def("enter_forward",
-           [](Replica&, bool training) {
-             if (training) own_progress::begin_next_step();
-             own_progress::enter(training ? Phase::kForward : Phase::kValidating);
-           })
-      .def("leave_forward", [](Replica&) { own_progress::enter(Phase::kOwnCode); })
+      .def("enter_forward", &Replica::enter_forward)
+      .def("leave_forward", &Replica::leave_forward)
       .def("watch", &Replica::watch)
       .def("set_samples", &Replica::set_samples)
       .def("skip_batch", &Replica::skip_batch, Release(), py::arg("joined"))

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "lockstep/ddp.h"
+#include "lockstep/observe/phase_scope.h"
 #include "lockstep/optimizer.h"
 #include "lockstep/world.h"
 
@@ -45,6 +46,12 @@ class Replica : public std::enable_shared_from_this<Replica> {
   Replica& operator=(const Replica&) = delete;
 
   void watch_parameters();  // once, when a shared_ptr owns this
+
+  void enter_forward(bool training) {
+    if (training) observe::begin_next_step();
+    forward_.emplace(training ? Phase::kForward : Phase::kValidating);
+  }
+  void leave_forward() { forward_.reset(); }
 
   // After a forward: its outputs, and dimension 0 of its inputs; NaN: they differ, or have none.
   void watch(const std::vector<torch::Tensor>& outputs, double size);
@@ -90,6 +97,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
   std::shared_ptr<torch::nn::Module> module_;
   std::shared_ptr<Optimizer> optimizer_;
   DistributedDataParallel ddp_;
+  std::optional<PhaseScope> forward_;
   bool by_samples_;
   std::vector<torch::Tensor> parameters_;
   std::vector<std::weak_ptr<const Output>> outputs_;  // of forwards whose graph still exists

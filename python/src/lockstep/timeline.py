@@ -24,7 +24,7 @@ class Timeline:
     records. Make it before DistributedDataParallel is used, not necessarily before it is made. When the block is left by an
     exception nothing is sent: what each rank has recorded stays beside the file, and `lockstep trace FILE` puts it together.
 
-    file: .json or .pftrace, on rank 0's machine; the others write FILE.rank1 and so on beside it until the end.
+    file: .json, on rank 0's machine; the others write FILE.rank1 and so on beside it until the end.
     steps: only these steps are recorded; then call begin_step() before each.
     process_group: the default one, else the ranks that the launcher has started.
 

@@ -12,7 +12,7 @@
 
 #include "lockstep/base/local_socket.h"
 #include "lockstep/collective/shm/connect/local_socket.h"
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/rank_progress.h"
 #include "tests/shm/support.h"
 #include "tests/support.h"
 
@@ -54,7 +54,7 @@ TEST_F(Rendezvous, leaves_no_descriptor_mapping_or_socket) {
     for (std::string line; std::getline(maps, line);) found += line.find("memfd:lockstep") != std::string::npos ? 1 : 0;
     return found;
   };
-  own_progress::record();  // its page stays until the process ends
+  observe::record();  // its page stays until the process ends
   const int mappings_before = mappings();
   const auto before = open_descriptors();
   {

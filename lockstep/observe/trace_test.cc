@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/base/trace.h"
+#include "lockstep/observe/trace.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -34,15 +34,15 @@ TEST_F(Trace, has_each_span_with_its_number_bytes_and_thread) {
   {
     const trace::Span outer("step", 17);
     std::thread([] {
-      const trace::Span other([] { return trace::Label{.name = "a name that has more letters than fit", .bytes = 5}; });
+      const trace::Span other([] { return trace::Event{.name = "a name that has more letters than fit", .bytes = 5}; });
     }).join();
   }
-  const auto spans = recorded().spans;
+  const auto spans = recorded().events;
   ASSERT_EQ(spans.size(), 2U);  // in the order of their ends
-  EXPECT_EQ(spans[0].name, "a name that has more letters th");
+  EXPECT_EQ(spans[0].name.text(), "a name that has more letters th");
   EXPECT_EQ(spans[0].number, -1);
   EXPECT_EQ(spans[0].bytes, 5);
-  EXPECT_EQ(spans[1].name, "step");
+  EXPECT_EQ(spans[1].name.text(), "step");
   EXPECT_EQ(spans[1].number, 17);
   EXPECT_EQ(spans[1].bytes, -1);
   EXPECT_NE(spans[0].thread, spans[1].thread);
@@ -57,10 +57,10 @@ TEST_F(Trace, records_nothing_while_it_is_off) {
   { const trace::Span off("off"); }
   bool asked = false;
   {
-    const trace::Span off([&] { return asked = true, trace::Label{}; });
+    const trace::Span off([&] { return asked = true, trace::Event{}; });
   }
   EXPECT_FALSE(asked);
-  EXPECT_TRUE(recorded().spans.empty());
+  EXPECT_TRUE(recorded().events.empty());
 }
 
 TEST_F(Trace, keeps_the_last_spans_and_counts_the_others) {
@@ -68,26 +68,26 @@ TEST_F(Trace, keeps_the_last_spans_and_counts_the_others) {
   for (int i = 0; i < 21; ++i) const trace::Span span("span", i);
   const auto found = recorded();
   EXPECT_EQ(found.lost, 13);
-  ASSERT_EQ(found.spans.size(), 8U);
-  for (int i = 0; i < 8; ++i) EXPECT_EQ(found.spans[static_cast<unsigned>(i)].number, 13 + i);
+  ASSERT_EQ(found.events.size(), 8U);
+  for (int i = 0; i < 8; ++i) EXPECT_EQ(found.events[static_cast<unsigned>(i)].number, 13 + i);
 }
 
-TEST_F(Trace, has_counters_arrows_and_spans_that_were_measured_elsewhere) {
+TEST_F(Trace, has_counters_flows_and_spans_that_were_measured_elsewhere) {
   open(8);
   trace::count("queue", 3);
   const std::int64_t begin = trace::now_if_recording();
   trace::write(begin, [] {
-    return trace::Label{.name = "receive", .kind = trace::Kind::kBackward, .arrow = 77, .arrives = true};
+    return trace::Event{.name = "receive", .kind = trace::Kind::kBackward, .flow = 77, .arrives = true};
   });
-  trace::write(0, [] { return trace::Label{.name = "began while nothing was recorded"}; });
-  const auto spans = recorded().spans;
+  trace::write(0, [] { return trace::Event{.name = "began while nothing was recorded"}; });
+  const auto spans = recorded().events;
   ASSERT_EQ(spans.size(), 2U);
   EXPECT_EQ(spans[0].kind, trace::Kind::kCounter);
-  EXPECT_EQ(spans[0].name, "queue");
+  EXPECT_EQ(spans[0].name.text(), "queue");
   EXPECT_EQ(spans[0].number, 3);
   EXPECT_EQ(spans[1].kind, trace::Kind::kBackward);
   EXPECT_EQ(spans[1].begin, begin);
-  EXPECT_EQ(spans[1].arrow, 77U);
+  EXPECT_EQ(spans[1].flow, 77U);
   EXPECT_TRUE(spans[1].arrives);
 }
 
@@ -96,10 +96,10 @@ TEST_F(Trace, counts_memory_at_most_every_10_ms) {
   const std::int64_t begin = trace::now();
   for (int i = 0; i < 100; ++i) trace::count_memory();
   const std::int64_t took = trace::now() - begin;
-  const auto spans = recorded().spans;
+  const auto spans = recorded().events;
   ASSERT_GE(spans.size(), 1U);
   EXPECT_LE(spans.size(), static_cast<unsigned>(took / 10'000'000 + 1));
-  EXPECT_EQ(spans[0].name, "memory");
+  EXPECT_EQ(spans[0].name.text(), "memory");
   EXPECT_GT(spans[0].number, 1 << 20);
 }
 
@@ -118,7 +118,7 @@ TEST_F(Trace, takes_spans_of_many_threads_at_once) {
     });
   for (std::thread& thread : threads) thread.join();
   std::set<std::int64_t> numbers;
-  for (const auto& span : recorded().spans) numbers.insert(span.number);
+  for (const auto& span : recorded().events) numbers.insert(span.number);
   EXPECT_EQ(numbers.size(), static_cast<unsigned>(kThreads * kEach));
 }
 
@@ -135,8 +135,8 @@ TEST_F(Trace, survives_its_process) {
   const auto found = recorded();
   EXPECT_EQ(found.process.rank, 3);
   EXPECT_EQ(found.process.finished, 0);
-  ASSERT_EQ(found.spans.size(), 1U);
-  EXPECT_EQ(found.spans[0].name, "last words");
+  ASSERT_EQ(found.events.size(), 1U);
+  EXPECT_EQ(found.events[0].name.text(), "last words");
 }
 
 // A clock an hour behind that loses 50 us per second.
@@ -147,7 +147,7 @@ TEST_F(Trace, brings_times_to_the_clock_of_rank_0) {
   open(8, {.clock = {at_start, at_start}});
   { const trace::Span span("now"); }
   trace::finish(at_end);
-  const auto span = recorded().spans.at(0);
+  const auto span = recorded().events.at(0);
   const std::int64_t end = trace::now();
   EXPECT_GE(span.begin, start + kHour);
   EXPECT_LE(span.end, end + kHour + (end - start) * 50 / 1'000'000 + 1);

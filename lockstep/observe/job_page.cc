@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/launch/job_page.h"
+#include "lockstep/observe/job_page.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -76,11 +76,12 @@ void JobPage::begin(int seat, int job_rank, int generation) const {
   record->generation.store(generation, std::memory_order_relaxed);
 }
 
-void JobPage::rename(const std::string& job, int world_size) const {
+void JobPage::rename(const std::string& job, int world_size, int node_rank) const {
   auto& header = *reinterpret_cast<JobPageHeader*>(memory_.data());
   header.job = {};
   job.copy(header.job.data(), header.job.size() - 1);
   header.world_size = world_size;
+  header.node_rank = node_rank;
 }
 
 void JobPage::end(int seat) const { record(seat).phase.store(Phase::kEnded, std::memory_order_relaxed); }

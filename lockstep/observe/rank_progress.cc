@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/rank_progress.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -17,12 +17,10 @@
 
 #include "lockstep/base/host_name.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/environment.h"
-#include "lockstep/launch/fault.h"
+#include "lockstep/observe/trace.h"
 
-namespace lockstep::own_progress {
+namespace lockstep::observe {
 namespace {
 
 std::atomic<bool> in_step{false};
@@ -42,7 +40,7 @@ bool claim(RankRecord& record) {
   return true;
 }
 
-// Of the page that LOCKSTEP_PAGE="/proc/PID/fd/N SEAT" names. Null: another process has the record. Throws Error: this process
+// The record in the page that LOCKSTEP_PAGE="/proc/PID/fd/N SEAT" names. Null: another process has the record. Throws Error: this process
 // can't see the page (another container).
 RankRecord* record_of_launcher(const char* address) {
   const std::vector<std::string> parts = split(address, ' ');
@@ -56,26 +54,17 @@ RankRecord* record_of_launcher(const char* address) {
   return &record;
 }
 
-JobEnvironment environment_or_none() try { return read_job_environment(); } catch (const std::exception&) {
-  return {};
-}
-
 std::unique_ptr<JobPage> make_own_page() {
-  const JobEnvironment job = environment_or_none();
-  JobPageHeader header{.launcher = ::getpid(),
-                       .ranks = 1,
-                       .node_rank = job.node_rank,
-                       .started_at = std::chrono::system_clock::now().time_since_epoch() / std::chrono::nanoseconds(1)};
-  auto page = std::make_unique<JobPage>(header);
-  page->rename(job.job_id.empty() ? concat(::getpid()) : job.job_id, job.world_size);
-  page->begin(0, job.rank, 0);
+  const auto now = std::chrono::system_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+  auto page = std::make_unique<JobPage>(JobPageHeader{.launcher = ::getpid(), .ranks = 1, .started_at = now});
+  page->rename(concat(::getpid()), 1, 0);
   page->record(0).pid = ::getpid();
   return page;
 }
 
 std::atomic<const JobPage*> own_page{nullptr};  // stays until the process ends
 
-// Null in a forked child of the process that has made it.
+// Returns null in a forked child of the process that has made it.
 RankRecord* record_of_own() {
   const JobPage* page = own_page.load();
   if (page == nullptr) {
@@ -111,7 +100,7 @@ void look_again_in_children() {
   static_cast<void>(registered);
 }
 
-// Null: it has waited for so many others before.
+// Returns null if it has waited for so many others before.
 WaitForPeer* sum_for(RankRecord& mine, std::int32_t pid) {
   if (pid == kAnyPeer) return nullptr;
   for (WaitForPeer& each : mine.waited_for) {
@@ -124,10 +113,6 @@ WaitForPeer* sum_for(RankRecord& mine, std::int32_t pid) {
 
 // ---- A trace that begins while the rank runs
 
-void record_more_if_told(bool on) {
-  if (const auto more = record_more.load()) more(on);
-}
-
 void end_overdue_trace(std::int64_t now);
 
 void begin_trace(RankRecord& mine) try {
@@ -135,26 +120,22 @@ void begin_trace(RankRecord& mine) try {
   host_name().copy(process.host.data(), process.host.size() - 1);
   mine.trace.fd.store(trace::open_memory(process, end_overdue_trace));
   mine.trace.began.store(trace::now());
-  record_more_if_told(true);
 } catch (const Error&) {
   mine.trace.refused.store(trace::now());
 }
 
-void end_trace(RankRecord& mine) {
-  if (trace::leave_memory()) record_more_if_told(false);
-  mine.trace.ended.store(trace::now());
-}
-
-// Where somebody asks for a trace. One thread at a time: of ranks that are threads any may come.
+// Begins or ends a trace as the page says. One thread at a time: of ranks that are threads any may come.
 void follow_trace_order(RankRecord& mine) {
   if (follows_order.exchange(true, std::memory_order_acquire)) return;
   std::int64_t until = mine.trace.until;
   const std::int64_t now = trace::now();
   const bool began = mine.trace.began > std::max<std::int64_t>(mine.trace.ended, mine.trace.refused);
-  if (began && now >= until)
-    end_trace(mine);
-  else if (!began && now < until && refused_until != until)
+  if (began && now >= until) {
+    trace::leave_memory();
+    mine.trace.ended.store(trace::now());
+  } else if (!began && now < until && refused_until != until) {
     begin_trace(mine);
+  }
   if (!began && mine.trace.refused > mine.trace.began) refused_until = until;
   if (now >= until) mine.trace.until.compare_exchange_strong(until, 0);  // unless somebody has asked again
   follows_order.store(false, std::memory_order_release);
@@ -173,27 +154,6 @@ void end_overdue_trace(std::int64_t now) {
   RankRecord& mine = record();
   const std::int64_t until = mine.trace.until.load(std::memory_order_relaxed);
   if (until != 0 && now - kOverdue >= until) follow_trace_order(mine);
-}
-
-// ---- Phases, in which a fault may strike
-
-void publish(Phase phase) {
-  RankRecord& mine = record();
-  const std::int64_t now = trace::now();
-  const std::int64_t since = mine.phase_since.exchange(now, std::memory_order_relaxed);
-  moved();  // before the phase: whoever sees the new phase sees that this rank has moved
-  const Phase before = mine.phase.exchange(phase, std::memory_order_release);
-  mine.ns_in_phase[static_cast<std::size_t>(before)].fetch_add(now - since, std::memory_order_relaxed);
-  if (mine.step.load(std::memory_order_relaxed) < 0) look_for_trace_order(mine);  // it may never take a step
-  if (trace::recording.load(std::memory_order_relaxed)) [[unlikely]]
-    end_overdue_trace(now);
-}
-
-void begin_faults(Phase phase) {
-  if (!fault::strikes_in_a_part_of(phase)) fault::begin(phase);
-}
-void end_faults(Phase phase) {
-  if (!fault::strikes_in_a_part_of(phase)) fault::end(phase);
 }
 
 }  // namespace
@@ -227,43 +187,44 @@ void finish_step(std::int64_t samples, double loss) {
   record().loss.store(loss, std::memory_order_relaxed);
 }
 
-void enter(Phase phase) {
-  end_faults(record().phase.load(std::memory_order_relaxed));
-  publish(phase);
-  begin_faults(phase);
+std::int64_t enter(Phase phase) {
+  RankRecord& mine = record();
+  const std::int64_t now = trace::now();
+  const std::int64_t since = mine.phase_since.exchange(now, std::memory_order_relaxed);
+  moved();  // before the phase: whoever sees the new phase sees that this rank has moved
+  const Phase before = mine.phase.exchange(phase, std::memory_order_release);
+  mine.ns_in_phase[static_cast<std::size_t>(before)].fetch_add(now - since, std::memory_order_relaxed);
+  if (mine.step.load(std::memory_order_relaxed) < 0) look_for_trace_order(mine);  // it may never take a step
+  if (trace::records()) [[unlikely]]
+    end_overdue_trace(now);
+  return now;
 }
 
-During::During(Phase phase) : phase_(phase), before_(record().phase.load(std::memory_order_relaxed)) {
-  if (before_ == phase_) return;
-  publish(phase_);
-  begin_faults(phase_);
+WaitScope::WaitScope(std::int32_t pid, int rank)
+    : pid_(pid), rank_(rank), began_(rank < 0 ? 0 : trace::now_if_recording()) {
+  goes_on();
 }
 
-During::~During() {
-  if (before_ == phase_) return;
-  end_faults(phase_);
-  publish(before_);
-}
-
-void waits_for(std::int32_t pid) {
+// Another thread of this rank may have noted the end of a wait of its own meanwhile.
+void WaitScope::goes_on() const {
+  if (pid_ == kOwnThread) return;
   RankRecord& mine = record();
   const std::int64_t now = trace::now();
   mine.looked_at.store(now, std::memory_order_relaxed);
-  mine.waits_for.store(pid, std::memory_order_relaxed);
+  mine.waits_for.store(pid_, std::memory_order_relaxed);
   if (mine.wait_since.load(std::memory_order_relaxed) == 0) mine.wait_since.store(now, std::memory_order_release);
 }
 
-void forget_wait() { record().wait_since.store(0, std::memory_order_relaxed); }
-
-void waits_no_more() {
+WaitScope::~WaitScope() {
+  trace::write(began_, [this] { return trace::Event{.name = "wait for rank", .number = rank_}; });
+  if (pid_ == kOwnThread) return;
   RankRecord& mine = record();
   const std::int64_t since = mine.wait_since.exchange(0, std::memory_order_relaxed);
   if (since == 0) return;
   const std::int64_t waited = trace::now() - since;
   const Phase phase = mine.phase.load(std::memory_order_relaxed);
   mine.ns_waited[static_cast<std::size_t>(phase)].fetch_add(waited, std::memory_order_relaxed);
-  if (WaitForPeer* const sum = sum_for(mine, mine.waits_for.load(std::memory_order_relaxed)))
-    sum->ns.fetch_add(waited, std::memory_order_relaxed);
+  if (WaitForPeer* const sum = sum_for(mine, pid_)) sum->ns.fetch_add(waited, std::memory_order_relaxed);
 }
 
 void meets(const Meeting& meeting) {
@@ -272,7 +233,7 @@ void meets(const Meeting& meeting) {
   static std::mutex mutex;  // of ranks that are threads
   const std::lock_guard lock(mutex);
   if (page == nullptr || page->header().launcher != ::getpid() || page->header().world_size > 1) return;
-  page->rename(meeting.job, meeting.world_size);
+  page->rename(meeting.job.empty() ? concat(::getpid()) : meeting.job, meeting.world_size, meeting.node_rank);
   page->record(0).job_rank.store(meeting.rank, std::memory_order_relaxed);
 }
 
@@ -297,4 +258,4 @@ Serving::~Serving() {
   server.ns_in_hand.fetch_add(trace::now() - since_, std::memory_order_relaxed);
 }
 
-}  // namespace lockstep::own_progress
+}  // namespace lockstep::observe

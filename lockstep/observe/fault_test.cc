@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/launch/fault.h"
+#include "lockstep/observe/fault.h"
 
 #include <signal.h>
 #include <sys/wait.h>
@@ -8,7 +8,7 @@
 #include <cstdlib>
 
 #include "lockstep/error.h"
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/phase_scope.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -28,15 +28,15 @@ int signal_of(const char* faults, const char* rank, std::string& reached) {
     ::setenv("RANK", rank, 1);
     fault::read_plan();
     for (int step = 0; step < 10; ++step) {
-      own_progress::begin_step(step);
+      observe::begin_step(step);
       {
-        const own_progress::During forward(Phase::kForward);
+        const PhaseScope forward(Phase::kForward);
         for (int i = 0; i < 3; ++i)
           if (::write(ends[1], "f", 1) != 1) ::_exit(1);
       }
-      const own_progress::During update(Phase::kUpdate);
+      const PhaseScope update(Phase::kUpdate);
       if (::write(ends[1], "b", 1) != 1) ::_exit(1);  // waits at a barrier
-      const fault::During writing(Phase::kUpdate);
+      const FaultScope writing(Phase::kUpdate);
       if (::write(ends[1], "u", 1) != 1) ::_exit(1);
     }
     ::_exit(0);

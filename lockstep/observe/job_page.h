@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// launch/job_page.h: what each rank of a job is doing on this machine: a record per rank in memory that the launcher makes
+// observe/job_page.h: the state of each rank of a job on this machine: a record per rank in memory that the launcher makes
 // before it starts them, that the ranks write, and that any process of the same user may read. A rank that another launcher
 // has started, or nobody, makes a page for itself alone.
 //
-// Flow:    own_progress.h in every rank -> here -> HangWatch in the launcher, `lockstep top` (cli/top/jobs.h)
+// Flow:    rank_progress.h in every rank -> here -> HangWatch in the launcher, `lockstep top` (cli/top/jobs.h)
 // Owns:    an anonymous file (memfd), which disappears with the last process that maps it
 // Threads: any: what changes is atomic. A reader may see one field older than another
 // Ranks:   they find it through LOCKSTEP_PAGE="/proc/PID/fd/N SEAT". A seat is the number of a rank on its machine; it
@@ -15,7 +15,6 @@
 #include <cstdint>
 #include <span>
 #include <string>
-#include <string_view>
 #include <utility>
 
 #include "lockstep/base/cache_line.h"
@@ -46,22 +45,17 @@ inline constexpr std::array kNames<Phase> = {
 };
 constexpr std::size_t kPhases = kNames<Phase>.size();
 
-constexpr Phase phase_named(std::string_view name) {  // kOwnCode if there is none
-  for (const auto& each : kNames<Phase>)
-    if (name == each.name) return each.value;
-  return Phase::kOwnCode;
-}
+constexpr std::int32_t kAnyPeer = -1;    // of RankRecord::waits_for
+constexpr std::int32_t kOwnThread = -2;  // a thread of the same process: never on the page
 
-constexpr std::int32_t kAnyPeer = -1;  // of RankRecord::waits_for
-
-// How long a rank has waited for one other.
+// Time that a rank has waited for one other.
 struct WaitForPeer {
   std::atomic<std::int32_t> pid{0};  // 0: nobody yet
   std::atomic<std::int64_t> ns{0};
 };
 constexpr std::size_t kPeersWaitedFor = 64;
 
-// What a rank does that is a server of a kvstore. Running sums; its threads, one per client, add to them.
+// State of a rank that is a server of a kvstore. Running sums; its threads, one per client, add to them.
 struct ServerRecord {
   std::atomic<std::int32_t> clients{0};     // 0: the rank is no server
   std::atomic<std::int32_t> in_hand{0};     // requests that have come and are not answered
@@ -139,7 +133,7 @@ class JobPage {
   RankRecord& record(int seat) const;
   void begin(int seat, int job_rank, int generation) const;  // before a process becomes this rank
   void end(int seat) const;                                  // it has ended
-  void rename(const std::string& job, int world_size) const;
+  void rename(const std::string& job, int world_size, int node_rank) const;
 
   int fd() const { return fd_.get(); }
   std::string path() const;              // where other processes find it while this one lives

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/launch/fault.h"
+#include "lockstep/observe/fault.h"
 
 #include <signal.h>
 #include <sys/prctl.h>
@@ -13,7 +13,7 @@
 #include <array>
 #include <cstdio>
 #include <cstdlib>
-#include <optional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -21,7 +21,7 @@
 #include "lockstep/base/to_size.h"
 #include "lockstep/base/unique_fd.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/own_progress.h"
+#include "lockstep/observe/rank_progress.h"
 
 namespace lockstep::fault {
 namespace {
@@ -45,10 +45,6 @@ struct Fault {
   bool used = false;
 };
 
-std::string_view name_in_plan(Phase phase) {
-  return std::ranges::find(kPhasesOfPlans, phase, &Named<Phase>::value)->name;
-}
-
 UsageError unreadable(const std::string& what, const std::string& text) {
   return UsageError({.what = concat(what, " in ", kVariable, "=\"", text, "\""),
                      .next = "write it as rank=1,step=7,phase=update,after=1000, see docs/recovery.md; or unset it"});
@@ -62,8 +58,8 @@ int number_in(const std::string& entry, const std::string& value, const std::str
 }
 
 Phase phase_in_plan(const std::string& name, const std::string& text) {
-  for (const auto& each : kPhasesOfPlans)
-    if (name == each.name) return each.value;
+  const auto* const found = std::ranges::find(kPhasesOfPlans, name, &Named<Phase>::name);
+  if (found != kPhasesOfPlans.end()) return found->value;
   throw unreadable(concat("there is no phase \"", name, "\" (they are ", join(names_in(kPhasesOfPlans), ", "), ")"),
                    text);
 }
@@ -106,14 +102,14 @@ int number_of(const char* variable) {
 
 bool is_at(int wanted, std::int64_t here) { return wanted == kAny || wanted == here; }
 
-std::int64_t present_step() { return own_progress::record().step.load(std::memory_order_relaxed); }
+std::int64_t present_step() { return observe::record().step.load(std::memory_order_relaxed); }
 
 void say(const Fault& fault) {
-  const std::string line = concat("lockstep: ", kVariable, ": rank ", number_of("RANK"), ", step ", present_step(),
-                                  ", ", name_in_plan(fault.phase), fault.at_end ? ", at its end" : "",
-                                  fault.instructions > 0 ? concat(", after ", fault.instructions, " instructions") : "",
-                                  fault.microseconds > 0 ? concat(", after ", fault.microseconds, " us") : "",
-                                  ": signal ", fault.signal, "\n");
+  const std::string line = concat(
+      "lockstep: ", kVariable, ": rank ", number_of("RANK"), ", step ", present_step(), ", ",
+      std::ranges::find(kPhasesOfPlans, fault.phase, &Named<Phase>::value)->name, fault.at_end ? ", at its end" : "",
+      fault.instructions > 0 ? concat(", after ", fault.instructions, " instructions") : "",
+      fault.microseconds > 0 ? concat(", after ", fault.microseconds, " us") : "", ": signal ", fault.signal, "\n");
   std::fputs(line.c_str(), stderr);
   std::fflush(stderr);
 }
@@ -131,7 +127,7 @@ void send_own_later(int signal, int microseconds) {
     throw system_error("start", "a timer");
 }
 
-// In a child of its own: lets `thread` of `process` make so many instructions, then sends the signal. It makes system
+// Runs in a child of its own. Lets `thread` of `process` make so many instructions, then sends the signal. It makes system
 // calls only, because the other threads that its parent had are not there.
 [[noreturn]] void step_through(pid_t process, pid_t thread, int instructions, int signal, int go, int ready) {
   char byte = 0;
@@ -173,38 +169,26 @@ void send_own_after_instructions(int signal, int instructions) {
                        .next = "use delay= (microseconds) instead of after="});
 }
 
-}  // namespace
-
 class Plan {
  public:
   explicit Plan(const std::string& text) : faults_(faults_in(text)) {}
 
-  void begin(Phase phase) {
-    Fault* const fault = next(phase, /*at_end=*/false);
+  // A phase does not end before its fault.
+  void strike(Phase phase, bool at_end) {
+    if (at_end)
+      if (const Fault* const fault = pending_.load(); fault != nullptr && fault->phase == phase) {
+        pending_.store(nullptr);
+        send_own(fault->signal);
+      }
+    Fault* const fault = next(phase, at_end);
     if (fault == nullptr) return;
     say(*fault);
-    if (fault->instructions > 0) {
-      pending_.store(fault);
+    if (at_end || fault->instructions + fault->microseconds == 0) return send_own(fault->signal);
+    pending_.store(fault);
+    if (fault->instructions > 0)
       send_own_after_instructions(fault->signal, fault->instructions);
-    } else if (fault->microseconds > 0) {
-      pending_.store(fault);
+    else
       send_own_later(fault->signal, fault->microseconds);
-    } else {
-      send_own(fault->signal);
-    }
-  }
-
-  // A phase does not end before its fault.
-  void end(Phase phase) {
-    const Fault* const fault = pending_.load();
-    if (fault != nullptr && fault->phase == phase) {
-      pending_.store(nullptr);
-      send_own(fault->signal);
-    }
-    if (Fault* const last = next(phase, /*at_end=*/true)) {
-      say(*last);
-      send_own(last->signal);
-    }
   }
 
  private:
@@ -223,15 +207,19 @@ class Plan {
   std::atomic<const Fault*> pending_{nullptr};
 };
 
+Plan* plan = nullptr;
+
+}  // namespace
+
 void read_plan() {
-  static Plan* const read = [] {
+  static const std::unique_ptr<Plan> read = [] {
     const char* const text = std::getenv(kVariable);
-    return text == nullptr || *text == '\0' ? nullptr : new Plan(text);
+    return text == nullptr || *text == '\0' ? nullptr : std::make_unique<Plan>(text);
   }();
-  plan.store(read, std::memory_order_release);
+  plan = read.get();
+  are_planned.store(plan != nullptr, std::memory_order_release);
 }
 
-void begin(Plan& faults, Phase phase) { faults.begin(phase); }
-void end(Plan& faults, Phase phase) { faults.end(phase); }
+void strike(Phase phase, bool at_end) { plan->strike(phase, at_end); }
 
 }  // namespace lockstep::fault

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// base/timeline_file.h: the file of --trace: JSON as chrome://tracing reads it, or Perfetto's protobuf (trace_packet.proto,
-// track_event.proto); and the rings beside it, FILE.rank3, from which it can be made when ranks have died.
+// observe/timeline_file.h: the file of --trace, JSON as Perfetto and chrome://tracing read it; and the rings beside it,
+// FILE.rank3, from which it can be made when ranks have died.
 //
 // Flow:    the Recordings of all ranks, or what ranks have left -> here -> a file for ui.perfetto.dev
 // Threads: any
@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/trace.h"
+#include "lockstep/observe/trace.h"
 
 namespace lockstep {
 
@@ -18,8 +18,7 @@ constexpr int kTraceFormat = 1;  // of the file's JSON, and of what it says abou
 
 using Recordings = std::vector<trace::Recording>;  // of each rank, in their order
 
-bool is_timeline_file(const std::string& file);       // its name ends in .json or .pftrace
-void require_timeline_file(const std::string& file);  // throws UsageError
+void require_timeline_file(const std::string& file);  // throws UsageError: its name, if any, does not end in .json
 
 // complete: every rank came to its end. Times begin with 0 at the first span. Throws SystemError.
 void write_timeline(const std::string& file, const Recordings& recordings, bool complete);
@@ -29,11 +28,12 @@ void write_timeline(const std::string& file, const Recordings& recordings, bool 
 std::string ring_file(const std::string& file, int rank);
 std::string file_of_ring(const std::string& ring);  // the inverse; empty: it is no ring
 
-// Puts the rings beside `file` into it and removes them. Marked as incomplete unless all ranks have finished and the job
-// `ended_well`. False: there are none. A ring that can't be read, or of an earlier job, is a warning in the log, and stays. Throws SystemError.
+// Puts the rings beside `file` into it and removes them. Marks it as incomplete unless all ranks have finished and the job
+// `ended_well`. Returns false if there are none. A ring that can't be read, or of an earlier job, stays, with a warning.
+// Throws SystemError.
 bool merge_rings(const std::string& file, bool ended_well = true);
 
-// The same for a run that may have failed: what goes wrong is a warning in the log.
+// As merge_rings() for a run that may have failed: an error is a warning in the log.
 void save_what_is_left(const std::string& file, bool ended_well = true);
 
 void remove_rings(const std::string& file);  // of an earlier run

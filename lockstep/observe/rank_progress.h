@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// launch/own_progress.h: publishes what this rank is doing, in its record of the page that the launcher has made, or in a page
-// of its own; and records spans while `lockstep trace JOB` asks for it there.
+// observe/rank_progress.h: publishes what this rank is doing, in its record of the page that the launcher has made, or in a page
+// of its own; and records a trace while `lockstep trace JOB` asks for it there.
 //
-// Flow:    training step, loader, checkpoints, collectives -> here -> job_page.h; fault.h, which may end the rank there
+// Flow:    PhaseScope, loader, collectives, servers -> here -> job_page.h
 // Owns:    a mapping of the page, from the first call until the process ends. In a process that a rank has started or
 //          forked, and where no page can be made: a record that nobody reads
 // Threads: any. Where several work at the same time the last phase entered counts
@@ -15,9 +15,9 @@
 #include <cstdint>
 #include <string>
 
-#include "lockstep/launch/job_page.h"
+#include "lockstep/observe/job_page.h"
 
-namespace lockstep::own_progress {
+namespace lockstep::observe {
 
 inline std::atomic<RankRecord*> present{nullptr};  // find_record() alone changes it
 RankRecord& find_record();                         // never fails
@@ -28,20 +28,7 @@ inline RankRecord& record() {
   return found != nullptr ? *found : find_record();
 }
 
-void enter(Phase phase);  // leaves the one before
-
-// A phase while this lives, in the midst of the one before.
-class During {
- public:
-  explicit During(Phase phase);
-  ~During();
-  During(const During&) = delete;
-  During& operator=(const During&) = delete;
-
- private:
-  Phase phase_;
-  Phase before_;
-};
+std::int64_t enter(Phase phase);  // leaves the one before; returns the time, trace::now()
 
 // A training loop says which step it begins. Others only make steps, which are counted from 0.
 void begin_step(std::int64_t step);
@@ -54,18 +41,40 @@ inline void moved() {
   moves.store(moves.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
 }
 
-// This rank waits for the one that is process `pid`, or kAnyPeer. Called again and again while it does.
-void waits_for(std::int32_t pid);
-void waits_no_more();
-void forget_wait();  // one that an error has ended: what came afterwards was no waiting
+// This rank waits for another one: on the page by its pid, and in a trace by its rank in the job.
+class WaitScope {
+ public:
+  // pid: kAnyPeer for no rank in particular; kOwnThread: the page does not show the wait. rank: -1: nor does the trace.
+  WaitScope(std::int32_t pid, int rank);
+  ~WaitScope();
+  WaitScope(const WaitScope&) = delete;
+  WaitScope& operator=(const WaitScope&) = delete;
+
+  void goes_on() const;  // called every few ms: the rank is not stopped
+
+ private:
+  std::int32_t pid_;
+  int rank_;
+  std::int64_t began_;  // for the trace; 0: it does not show the wait
+};
+
+// A call of several machines: this rank may wait for one that the launcher here can't see.
+class CallingOthers {
+ public:
+  CallingOthers() { record().calls_others.fetch_add(1, std::memory_order_relaxed); }
+  ~CallingOthers() { record().calls_others.fetch_sub(1, std::memory_order_relaxed); }
+  CallingOthers(const CallingOthers&) = delete;
+  CallingOthers& operator=(const CallingOthers&) = delete;
+};
 
 void has_loader(int workers);
 
-// What these ranks are, where no launcher has said so.
+// Names these ranks, where no launcher has done so. The first meeting of several ranks counts.
 struct Meeting {
   int rank = 0;
   int world_size = 1;
   std::string job;  // the same on all ranks, unlike that of any other job
+  int node_rank = 0;
 };
 void meets(const Meeting& meeting);
 
@@ -86,18 +95,4 @@ class Serving {
   std::int64_t since_;
 };
 
-// ---- A trace that begins while the rank runs
-
-// Called with true where such a trace begins, and with false where it ends: what records more than spans of lockstep.
-inline std::atomic<void (*)(bool)> record_more{nullptr};
-
-// A call of several machines: this rank may wait for one that the launcher here can't see.
-class CallingOthers {
- public:
-  CallingOthers() { record().calls_others.fetch_add(1, std::memory_order_relaxed); }
-  ~CallingOthers() { record().calls_others.fetch_sub(1, std::memory_order_relaxed); }
-  CallingOthers(const CallingOthers&) = delete;
-  CallingOthers& operator=(const CallingOthers&) = delete;
-};
-
-}  // namespace lockstep::own_progress
+}  // namespace lockstep::observe

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// observe/phase_scope.h: a phase of a step, while it lives. One instrument for all who want to know where time goes:
+//
+//   - the job page, which `lockstep top` and the hang watch read. The phase before goes on afterwards
+//   - a trace: a span, and the memory of the process
+//   - the caller's sum of seconds
+//   - LOCKSTEP_FAULT, which may strike at the beginning and at the end
+//
+// Flow:    training step, loader, checkpoints -> here -> rank_progress.h, trace.h, fault.h
+// Threads: any
+// Ranks:   no communication
+#pragma once
+
+#include "lockstep/observe/fault.h"
+#include "lockstep/observe/rank_progress.h"
+
+namespace lockstep {
+
+class PhaseScope {
+ public:
+  explicit PhaseScope(Phase phase);          // the span has the name of the phase
+  PhaseScope(Phase phase, double& seconds);  // adds to `seconds`
+  PhaseScope(Phase phase, const char* span, std::int64_t number = -1);
+  ~PhaseScope();
+  PhaseScope(const PhaseScope&) = delete;
+  PhaseScope& operator=(const PhaseScope&) = delete;
+
+ private:
+  PhaseScope(Phase phase, double* seconds, const char* span, std::int64_t number);
+
+  Phase phase_;
+  Phase before_;
+  double* seconds_;
+  const char* span_;
+  std::int64_t number_;
+  bool is_traced_;
+  std::int64_t began_;
+};
+
+// The part of kUpdate and kOwnCode in which a fault strikes: of kUpdate once all ranks have agreed on the step, of kOwnCode
+// between two steps of a training loop of lockstep's.
+class FaultScope {
+ public:
+  explicit FaultScope(Phase phase) : phase_(phase) { fault::begin(phase_); }
+  ~FaultScope() { fault::end(phase_); }
+  FaultScope(const FaultScope&) = delete;
+  FaultScope& operator=(const FaultScope&) = delete;
+
+ private:
+  Phase phase_;
+};
+
+}  // namespace lockstep
