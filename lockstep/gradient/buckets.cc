@@ -194,8 +194,9 @@ class Buckets : public Exchange {
  private:
   bool is_alone() const { return world_.size() == 1 && options_.shards == 0; }
 
+  // Comes first: parameters that differ are only the consequence.
   StepSettings with_mean_changed(StepSettings settings) const {
-    if (options_.memory) settings.push_back({kMeanChanged, mean_was_changed_ ? 1.0 : 0.0});
+    if (options_.memory) settings.insert(settings.begin(), {kMeanChanged, mean_was_changed_ ? 1.0 : 0.0});
     return settings;
   }
 

@@ -239,7 +239,7 @@ class Published : public Exchange {
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       const bool has_one = i < gradients.size() && gradients[i].defined() && gradients[i].numel() > 0;
       row.places()[i] = has_one ? place_for_peers(source, i) : kNoGradient;
-      if (has_one) bytes_ += static_cast<std::int64_t>(gradients[i].nbytes());
+      if (has_one) bytes_ += static_cast<std::int64_t>(parameters_[i].tensor.nbytes());
     }
   }
 
