@@ -32,6 +32,7 @@
 
 #include "lockstep/collective_types.h"
 #include "lockstep/cores.h"
+#include "lockstep/deadline.h"
 #include "lockstep/device_place.h"
 
 namespace lockstep {
@@ -41,7 +42,7 @@ class DevicesState;
 struct DevicesOptions {
   int count = 1;
   CoreSet cores = {};  // to be divided among the devices; empty: all cores that this process may use
-  std::chrono::milliseconds timeout = std::chrono::minutes(5);
+  std::chrono::milliseconds timeout = kDefaultTimeout;
   int teams = 1;  // collectives are between the devices of a team: device i belongs to team i % teams
   std::vector<DevicePlace> places{};  // one for each of `count`; empty: cores
 };

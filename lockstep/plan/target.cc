@@ -79,7 +79,7 @@ std::string Choice::name() const {
   switch (method) {
     case Method::kSingle: return "single";
     case Method::kDdp:
-      return bucket_bytes == kUsualBucket
+      return bucket_bytes == kBucketBytes
                  ? "ddp" + lossy
                  : concat("ddp, buckets of ", human_bytes(static_cast<std::uint64_t>(bucket_bytes)), lossy);
     case Method::kTowers: return update_on_cpu ? "towers, one update" : "towers";
@@ -104,7 +104,7 @@ std::string Choice::arguments(int ranks) const {
   switch (method) {
     case Method::kSingle: return "--strategy single";
     case Method::kDdp:
-      return bucket_bytes == kUsualBucket
+      return bucket_bytes == kBucketBytes
                  ? concat("--strategy ddp", count, lossy)
                  : concat("--strategy ddp --bucket-mib ", fixed(bucket_bytes / (1 << 20), 0), count, lossy);
     case Method::kTowers: return concat("--strategy towers", count, update_on_cpu ? " --update cpu" : "");

@@ -49,8 +49,6 @@ enum class Method {
   kPipeline
 };
 
-constexpr double kUsualBucket = 25.0 * (1 << 20);  // of lockstep/ddp.h
-
 // A way to train, and its options; the others do not matter.
 struct Choice {
   Method method = Method::kDdp;
@@ -61,7 +59,7 @@ struct Choice {
   PipelineSchedule order = PipelineSchedule::k1F1B;  // pipeline
   int stages = 1;                                    // pipeline
   int micro_batches = 4;                             // pipeline, unless naive
-  double bucket_bytes = kUsualBucket;                // ddp between machines
+  double bucket_bytes = kBucketBytes;                // ddp between machines
   Compression compression = Compression::kNone;      // ddp between machines; of stores with servers only two bits
 
   std::string name() const;                // "pipeline gpipe x8"

@@ -172,7 +172,7 @@ std::map<int, BytesOfRank> bytes_between_ranks(int ranks, const StrategyOptions&
   std::mutex mutex;
   run_ranks_on_gpus(ranks, [&](World& world) {
     const auto strategy = make_strategy(world, even_task(), options);
-    const Batch whole = even_batch(), mine = part_of(whole, strategy->data_world(world));
+    const Batch whole = even_batch(), mine = part_of(whole, strategy->ranks(world).data);
     const Batch batch{mine.data.to(world.device()), mine.target.to(world.device())};
     train_step(*strategy, batch);
     train_step(*strategy, batch);
@@ -245,7 +245,7 @@ std::map<int, Bytes> bytes_over_hosts(int ranks, int servers, StrategyOptions op
     const int gpu = world.rank() - servers;
     if (gpu >= 0) mine.places = {{.device = {torch::kCUDA, static_cast<c10::DeviceIndex>(gpu)}}};
     const auto strategy = make_strategy(world, even_task(), mine);
-    const World share = strategy->data_world(world);
+    const World share = strategy->ranks(world).data;
     const auto step = [&] { train_step(*strategy, part_of(even_batch(), *strategy, share)); };
     step();
     world.barrier();

@@ -28,11 +28,7 @@ class ReplicaStrategy : public Strategy {
   torch::nn::Module& model() override { return *replicas_.front().model; }
   Optimizer& optimizer() override { return *replicas_.front().optimizer; }
   const PhaseTimes& phases() const override { return phases_; }
-  std::vector<std::string> devices() const override {
-    return devices_ ? devices_->names() : std::vector<std::string>();
-  }
-
-  bool prefetches() const override { return devices_ && devices_->on_gpus(); }
+  const Devices* devices() const override { return devices_.get(); }
   void prefetch(const Batch& next) override { ahead_.push_back({next, start_copies(next)}); }
 
  protected:

@@ -209,8 +209,9 @@ class WorkerStrategy : public StoreStrategy {
     setting_.world.barrier();  // the servers have theirs
   }
 
-  World data_world(const World&) const override { return workers_; }
-  World loop_world(const World& world) const override { return setting_.loop_world(world); }
+  StrategyRanks ranks(const World& world) const override {
+    return {.data = workers_, .validation = world, .step = setting_.loop_world(world)};
+  }
 
   Report report() const override {
     return {{"pushed_bytes", static_cast<double>(store_.bytes_pushed())},

@@ -136,8 +136,9 @@ class Pipeline : public ReplicaStrategy {
     const auto parts = data.tensor_split(std::min(data.size(0), micro_batches_ * replica_count_));
     return gpus_ ? forward_on_gpus(parts) : forward_on_ranks(parts);
   }
-  World validation_world(const World&) const override { return ranks_.of_stage; }
-  World data_world(const World&) const override { return ranks_.of_stage; }
+  StrategyRanks ranks(const World& world) const override {
+    return {.data = ranks_.of_stage, .validation = ranks_.of_stage, .step = world};
+  }
 
   // bubble: the share of the devices' time in forward and backward that they waited; beside it what it would be if all
   // p stages took the same time for each of m micro-batches, and nothing else any: (p-1)/(m+p-1).

@@ -47,7 +47,7 @@ Course course_of_ranks(Fabric fabric, int ranks, const Task& task, const Strateg
   std::mutex mutex;
   run_over(fabric, ranks, [&](World& world) {
     const auto strategy = make_strategy(world, task, options);
-    const World data_world = strategy->data_world(world);
+    const World data_world = strategy->ranks(world).data;
     Course mine;
     for (int step = 0; step < kSteps; ++step) {
       const Batch part = lockstep::testing::part_of(make_batch(step), data_world);
