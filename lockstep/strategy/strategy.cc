@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy.h"
 
-#include <ATen/autocast_mode.h>
-
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/strategy/autograd.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/strategies.h"
 
@@ -40,32 +39,6 @@ const Entry& entry_of(StrategyKind kind) {
   throw UsageError({.what = "StrategyOptions::kind is no strategy", .next = "take one of StrategyKind"});
 }
 
-// Autocast on this thread, for the device of `data`, as torch.autocast does it in Python.
-class Autocast {
- public:
-  explicit Autocast(at::DeviceType device)
-      : device_(device),
-        enabled_(at::autocast::is_autocast_enabled(device)),
-        dtype_(at::autocast::get_autocast_dtype(device)) {
-    at::autocast::increment_nesting();
-    at::autocast::set_autocast_enabled(device, true);
-    at::autocast::set_autocast_dtype(device, at::kBFloat16);
-  }
-  ~Autocast() {
-    at::autocast::set_autocast_enabled(device_, enabled_);
-    at::autocast::set_autocast_dtype(device_, dtype_);
-    if (at::autocast::decrement_nesting() == 0)
-      at::autocast::clear_cache();  // parameters change before the next forward
-  }
-  Autocast(const Autocast&) = delete;
-  Autocast& operator=(const Autocast&) = delete;
-
- private:
-  at::DeviceType device_;
-  bool enabled_;
-  at::ScalarType dtype_;
-};
-
 // Computes in bfloat16 while parameters, their gradients and the update stay in float32: matrix products and convolutions
 // take bfloat16; sums that need more take float32, as autocast's lists say (PyTorch's torch.amp); the output becomes
 // float32, so the loss is computed in it. Micikevicius et al., "Mixed Precision Training" (2018); bfloat16 has float32's
@@ -77,7 +50,9 @@ Task in_precision(Task task, const StrategyOptions& options) {
         {.what = "strategy pipeline runs the pieces of a model, which compute in the precision of their parameters",
          .next = "leave precision float32, or choose another strategy"});
   task.forward = [forward = task.forward](torch::nn::Module& model, const torch::Tensor& data) {
-    const Autocast autocast(data.device().type());
+    AutocastSetting setting = AutocastSetting::now();
+    setting.of_device[data.device().type()] = {true, at::kBFloat16};
+    const AutocastGuard guard(setting);
     return forward(model, data).to(torch::kFloat32);
   };
   return task;

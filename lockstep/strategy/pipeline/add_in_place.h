@@ -23,7 +23,6 @@ class LargeWeights : public OperatorHandler {
 
  private:
   bool is_large(const at::Tensor& weight, std::int64_t dimensions) const;
-  bool is_large_convolution(const c10::OperatorHandle& op, const Stack& stack) const;
 
   std::int64_t large_;
 };

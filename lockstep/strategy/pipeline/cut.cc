@@ -145,6 +145,11 @@ std::vector<Piece> pieces_in(const std::vector<Piece>& pieces, const Range& rang
   return {pieces.begin() + range.begin, pieces.begin() + range.end};
 }
 
+Tensors through(const std::vector<Piece>& pieces, Tensors tensors) {
+  for (const Piece& piece : pieces) tensors = piece.forward(tensors);
+  return tensors;
+}
+
 std::string to_string(const Cut& cut) {
   std::vector<std::string> ranges;
   for (const Range& range : cut) ranges.push_back(concat(range.begin, "-", range.end - 1));

@@ -38,6 +38,9 @@ std::vector<double> measure_pieces(const std::vector<Piece>& pieces, torch::nn::
 
 std::vector<Piece> pieces_in(const std::vector<Piece>& pieces, const Range& range);
 
+// What the last piece returns.
+Tensors through(const std::vector<Piece>& pieces, Tensors tensors);
+
 std::string to_string(const Cut& cut);  // "0-3,4-9"
 
 }  // namespace lockstep

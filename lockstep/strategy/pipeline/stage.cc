@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <map>
-#include <optional>
 
 #include "lockstep/base/trace.h"
 #include "lockstep/collective/gpus.h"
@@ -33,13 +32,6 @@ std::vector<PipelineStep> steps_of_stage(PipelineSchedule schedule, int stage, i
     if (i + ahead < micro_batches) steps.push_back({.forward = true, .micro_batch = i + ahead});
   }
   return steps;
-}
-
-Tensors as_leaves(const Tensors& tensors) {
-  Tensors leaves;
-  for (const torch::Tensor& each : tensors)
-    leaves.push_back(each.defined() ? each.detach().requires_grad_(each.requires_grad()) : each);
-  return leaves;
 }
 
 Edges edges_of(const Tensors& outputs) {
@@ -132,8 +124,7 @@ class StageRun {
 
   Tensors through_pieces(Tensors tensors, int micro_batch) {
     int index = work_.first_piece;
-    std::optional<OperatorHandlerGuard> guard;
-    if (work_.is_alone) guard.emplace(large_weights_);
+    const OperatorHandlerGuard guard(large_weights_);
     for (const Piece& piece : work_.pieces) {
       const std::uint64_t seed = seed_of(seed_of(work_.seed, index++), micro_batch);
       ThreadGenerator::seed(seed);

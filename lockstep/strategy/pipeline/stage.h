@@ -16,6 +16,7 @@
 #include "lockstep/base/int_vector.h"
 #include "lockstep/dataset.h"
 #include "lockstep/strategy.h"
+#include "lockstep/strategy/autograd.h"
 #include "lockstep/strategy/pipeline/links.h"
 #include "lockstep/task.h"
 
@@ -40,7 +41,7 @@ struct PipelineStep {
 std::vector<PipelineStep> steps_of_stage(PipelineSchedule schedule, int stage, int stages, int micro_batches);
 
 struct StageWork {
-  std::vector<Piece> pieces;
+  std::vector<Piece> pieces{};  // no other stage of this process uses their parameters (add_in_place.h)
   IntVector<Batch> micro_batches;  // the first stage reads the data, the last one the targets
   std::vector<PipelineStep> steps;
   std::int64_t samples = 0;  // of the whole batch, over all replicas
@@ -48,8 +49,7 @@ struct StageWork {
   int first_piece = 0;       // so that dropout is the same wherever the model is cut
   torch::Device device = torch::kCPU;
   std::chrono::milliseconds timeout = kDefaultTimeout;  // of a wait for the device
-  bool waits = false;     // for the device after each step: times are those of the work, and a GPU that hangs is named
-  bool is_alone = false;  // no other stage of this process uses its parameters (add_in_place.h)
+  bool waits = false;  // for the device after each step: times are those of the work, and a GPU that hangs is named
 };
 
 struct StageResult {
@@ -61,9 +61,6 @@ struct StageResult {
 
 // Blocks until all steps are done. Throws what the pieces throw; PeerLost.
 StageResult run_stage(const Task& task, const StageWork& work, const StageLinks& links);
-
-// The same values without the graph that made them, as the next stage gets them. They require gradients as before.
-Tensors as_leaves(const Tensors& tensors);
 
 // Where backward from each of these tensors begins; it does not need their values.
 using Edges = std::vector<torch::autograd::Edge>;
