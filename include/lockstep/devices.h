@@ -38,6 +38,7 @@
 namespace lockstep {
 
 class DevicesState;
+struct Call;
 
 struct DevicesOptions {
   int count = 1;
@@ -67,7 +68,9 @@ class Device {
 
  private:
   friend class DevicesState;
+struct Call;
   Device(DevicesState& state, int index) : state_(state), index_(index) {}
+  void run(Call call, const torch::Tensor& tensor);
 
   DevicesState& state_;
   int index_;

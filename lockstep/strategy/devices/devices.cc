@@ -19,24 +19,6 @@
 #include "lockstep/world.h"
 
 namespace lockstep {
-namespace {
-
-DType dtype_of(const torch::Tensor& tensor) {
-  if (const auto dtype = to_dtype(tensor.scalar_type())) return *dtype;
-  throw UsageError({.what = concat("tensors of ", c10::toString(tensor.scalar_type()), " can't be exchanged")});
-}
-
-std::size_t elements_of(const torch::Tensor& tensor) { return to_size(tensor.numel()); }
-
-// Throws DeviceError: it is elsewhere.
-torch::Tensor own_flat(const Device& device, const torch::Tensor& tensor) {
-  require_device(tensor, device.where(), concat("the tensor given to a collective on ", device.name()));
-  static_cast<void>(dtype_of(tensor));
-  return dense_view(tensor);
-}
-
-}  // namespace
-
 std::string Device::name() const { return state_.name(index_); }
 
 torch::Device Device::where() const { return state_.where(index_); }
@@ -47,34 +29,30 @@ void Device::seed(std::uint64_t seed) {
 }
 
 void Device::all_reduce(const torch::Tensor& tensor, Algorithm algorithm) {
-  const torch::Tensor flat = own_flat(*this, tensor);
-  const Waiting waiting(state_.seat(index_));
-  if (state_.on_gpus()) return GpuTeam(state_.group(index_), state_.table(index_)).all_reduce(flat, algorithm);
-  state_.group(index_).all_reduce({.input = flat.const_data_ptr(),
-                                   .output = flat.mutable_data_ptr(),
-                                   .count = elements_of(flat),
-                                   .dtype = dtype_of(flat),
-                                   .algorithm = algorithm});
+  run({.operation = Operation::kAllReduce, .algorithm = algorithm}, tensor);
 }
 
 void Device::reduce(const torch::Tensor& tensor, int root) {
-  const torch::Tensor flat = own_flat(*this, tensor);
-  const Waiting waiting(state_.seat(index_));
-  if (state_.on_gpus()) return GpuTeam(state_.group(index_), state_.table(index_)).reduce(flat, root);
-  shm::Group& team = state_.group(index_);
-  team.reduce({.input = flat.const_data_ptr(),
-               .output = team.rank() == root ? flat.mutable_data_ptr() : nullptr,
-               .count = elements_of(flat),
-               .dtype = dtype_of(flat),
-               .root = root});
+  run({.operation = Operation::kReduce, .root = root}, tensor);
 }
 
 void Device::broadcast(const torch::Tensor& tensor, int root) {
-  const torch::Tensor flat = own_flat(*this, tensor);
+  run({.operation = Operation::kBroadcast, .root = root}, tensor);
+}
+
+void Device::run(Call call, const torch::Tensor& tensor) {
+  require_device(tensor, where(), concat("the tensor given to a collective on ", name()));
+  const auto dtype = to_dtype(tensor.scalar_type());
+  if (!dtype) throw UsageError({.what = concat("tensors of ", tensor.dtype(), " can't be exchanged")});
+  const torch::Tensor flat = dense_view(tensor);
+  shm::Group& team = state_.group(index_);
+  call.count = to_size(flat.numel());
+  call.dtype = *dtype;
   const Waiting waiting(state_.seat(index_));
-  if (state_.on_gpus()) return GpuTeam(state_.group(index_), state_.table(index_)).broadcast(flat, root);
-  state_.group(index_).broadcast(
-      {.output = flat.mutable_data_ptr(), .count = elements_of(flat), .dtype = dtype_of(flat), .root = root});
+  if (state_.on_gpus()) return run_between_gpus(team, state_.table(index_), call, flat);
+  call.input = flat.const_data_ptr();
+  if (call.operation != Operation::kReduce || team.rank() == call.root) call.output = flat.mutable_data_ptr();
+  team.run(call);
 }
 
 void Device::barrier() {

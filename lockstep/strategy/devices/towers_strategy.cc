@@ -21,9 +21,8 @@ class Towers : public ReplicaStrategy {
   Towers(const World& world, const Task& task, const StrategyOptions& options)
       : ReplicaStrategy(task, make_replicas(devices_of(options), task, options), make_devices(world, options)),
         uneven_(options.towers.refuse_uneven ? Uneven::kRefuse : Uneven::kSplit),
-        algorithm_(options.algorithm),
-        update_on_cpu_(options.towers.update == UpdatePlace::kCpu) {
-    if (update_on_cpu_) gradients_ = share_parameters(*devices_, replicas_);
+        algorithm_(options.algorithm) {
+    if (options.towers.update == UpdatePlace::kCpu) share_parameters(*devices_, replicas_);
     seed_steps(options.seed + 1);
   }
 
@@ -33,35 +32,30 @@ class Towers : public ReplicaStrategy {
     const auto losses =
         timed(phases_.forward, "forward", [&] { return tower_losses(*devices_, task_, replicas_, shards); });
     timed(phases_.backward, "backward", [&] { backward(*devices_, losses, shards); });
-    timed(phases_.exchange, "exchange", [&] { combine_gradients(); });
+    timed(phases_.exchange, "exchange", [&] {
+      if (update_on_cpu())
+        combine_gradients(replicas_);
+      else
+        all_reduce_gradients(*devices_, replicas_, algorithm_);
+    });
     return mean_of(losses, shards);
   }
 
   void update() override {
     timed(phases_.update, "update", [&] {
-      if (update_on_cpu_) {
-        optimizer().step();
-        return;
-      }
+      if (update_on_cpu()) return static_cast<void>(optimizer().step());
       follow_learning_rate(replicas_);
       lockstep::update(*devices_, replicas_);
     });
   }
 
-  void restored(std::int64_t) override { update_on_cpu_ ? follow_model(replicas_) : follow_first(replicas_); }
+  void restored(std::int64_t) override { update_on_cpu() ? follow_model(replicas_) : follow_first(replicas_); }
 
  private:
-  void combine_gradients() {
-    if (update_on_cpu_)
-      gradients_->set(gradients_of(replicas_));
-    else
-      all_reduce_gradients(*devices_, replicas_, algorithm_);
-  }
+  bool update_on_cpu() const { return replicas_.front().combined != nullptr; }
 
   Uneven uneven_;
   Algorithm algorithm_;
-  bool update_on_cpu_;
-  std::shared_ptr<LocalGradients> gradients_;  // with update_on_cpu_
 };
 
 }  // namespace
