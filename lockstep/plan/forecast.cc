@@ -11,6 +11,7 @@
 #include "lockstep/error.h"
 #include "lockstep/plan/schedules.h"
 #include "lockstep/strategy/option_names.h"
+#include "lockstep/strategy/strategies.h"
 
 namespace lockstep::plan {
 namespace {
@@ -74,21 +75,6 @@ Simulated simulate(const Profile& profile, const Target& target, const Choice& c
 
 // ---- Memory
 
-// Of a rank: sixteen bits are a second bucket; the others keep a residual, and two bits and top-k what all ranks have sent.
-double bytes_of_hook(const Profile& profile, const Target& target, const Choice& choice) {
-  const double gradients = static_cast<double>(profile.parameter_bytes);
-  switch (choice.compression) {
-    case Compression::kNone: return 0;
-    case Compression::kFloat16:
-    case Compression::kBFloat16: return gradients / 2;
-    case Compression::kPowerSGD: return gradients;
-    case Compression::kTwoBit:
-    case Compression::kTopK:
-      return gradients * (1 + target.all_devices() * compression_for(profile, name_of(choice.compression)).sent);
-  }
-  return 0;
-}
-
 // A rank's own bytes by its samples: Line::per_byte is what each sample adds.
 Line memory_by_samples(const Profile& profile) {
   std::vector<SizedTime> points;
@@ -112,46 +98,46 @@ double memory_of_connections(const Profile& profile, const Target& target, const
          machines;
 }
 
-// A process has what one has of its own that trains with no samples, without its replica. A replica has parameters, gradients
-// and state; where the replicas share a copy, all but the gradients exist once.
+StrategyOptions options_of(const Choice& choice) {
+  StrategyOptions options;
+  options.compression.kind = choice.compression;
+  options.kvstore.servers = choice.servers;
+  options.pipeline = {.micro_batches = choice.micro_batches, .schedule = choice.order};
+  if (choice.update_on_cpu) options.towers.update = UpdatePlace::kCpu;
+  const auto is = [&](StrategyKind kind, KVStoreKind store = KVStoreKind::kLocal) {
+    options.kind = kind;
+    options.kvstore.kind = store;
+  };
+  switch (choice.method) {
+    case Method::kSingle: is(StrategyKind::kSingle); break;
+    case Method::kDdp: is(StrategyKind::kDdp); break;
+    case Method::kTowers: is(StrategyKind::kTowers); break;
+    case Method::kDataParallel: is(StrategyKind::kDataParallel); break;
+    case Method::kStoreLocal: is(StrategyKind::kKVStore); break;
+    case Method::kStoreSync: is(StrategyKind::kKVStore, KVStoreKind::kDistSync); break;
+    case Method::kStoreAsync: is(StrategyKind::kKVStore, KVStoreKind::kDistAsync); break;
+    case Method::kStoreBounded: is(StrategyKind::kKVStore, KVStoreKind::kDistBounded); break;
+    case Method::kAveraging: is(StrategyKind::kAveraging); break;
+    case Method::kPipeline: is(StrategyKind::kPipeline); break;
+  }
+  return options;
+}
+
+// A process has what one has of its own that trains with no samples, without its replica.
 double memory_of_processes(const Profile& profile, const Target& target, const Choice& choice) {
   const Line rank = memory_by_samples(profile);
-  const double gradients = static_cast<double>(profile.parameter_bytes), parameters = gradients;
-  const double state = static_cast<double>(profile.state_bytes), once = parameters + state;
-  const double process = std::max(profile.idle_bytes, rank.fixed - gradients - once);
-  const double batch = static_cast<double>(target.batch), d = target.devices;
-  const double activations = rank.per_byte * batch / target.machines;
-  switch (choice.method) {
-    case Method::kSingle: return process + once + gradients + activations;
-    case Method::kDdp:
-      return d * process + once + d * gradients + activations + (target.machines > 1 ? d * gradients : 0) +
-             d * bytes_of_hook(profile, target, choice);
-    case Method::kTowers: return process + (choice.update_on_cpu ? once : d * once) + d * gradients + activations;
-    case Method::kDataParallel:
-    case Method::kStoreLocal: return process + once + d * gradients + activations;
-    case Method::kAveraging: return process + d * (once + gradients) + activations;
-    case Method::kStoreSync:
-    case Method::kStoreAsync:
-    case Method::kStoreBounded: {
-      const double workers = target.all_devices();
-      const double states = choice.method == Method::kStoreSync ? state : workers * state;
-      const double residuals = choice.compression == Compression::kNone ? 0 : d * gradients;
-      const double servers = choice.servers * process + (3 + 2 * workers) * parameters + states;
-      return d * (process + 3 * parameters + gradients) + residuals + activations + servers / target.machines;
-    }
-    case Method::kPipeline: {
-      const double micro = choice.parts_of_batch();
-      double in_flight = micro;
-      if (choice.order == PipelineSchedule::k1F1B) {
-        in_flight = 0;
-        for (int stage = 0; stage < choice.stages; ++stage)
-          in_flight += std::min<double>(choice.stages - stage, micro) / choice.stages;
-      }
-      const double processes = target.machines > 1 ? d : 1;
-      return processes * process + (once + gradients) / target.machines + activations * in_flight / micro;
-    }
-  }
-  return 0;
+  const auto parameters = static_cast<double>(profile.parameter_bytes), state = static_cast<double>(profile.state_bytes);
+  PlannedRun run{.options = options_of(choice),
+                 .machines = target.machines,
+                 .devices = target.devices,
+                 .stages = choice.stages,
+                 .process = std::max(profile.idle_bytes, rank.fixed - 2 * parameters - state),
+                 .parameters = parameters,
+                 .state = state,
+                 .activations = rank.per_byte * static_cast<double>(target.batch) / target.machines};
+  if (choice.compression == Compression::kTwoBit || choice.compression == Compression::kTopK)
+    run.sent_share = compression_for(profile, name_of(choice.compression)).sent;
+  return held_bytes(run).sum();
 }
 
 // With what they share, libraries above all.

@@ -18,4 +18,41 @@ std::unique_ptr<Strategy> make_averaging(const World& world, const Task& task, c
 // devices in a rank, or clipping by norm (no rank has the norm of all gradients). MismatchError: the ranks' models differ.
 std::unique_ptr<Strategy> make_pipeline(const World& world, const Task& task, const StrategyOptions& options);
 
+// ---- Memory, for a forecast
+
+// A run that is planned. Bytes.
+struct PlannedRun {
+  StrategyOptions options{};
+  int machines = 1;
+  int devices = 1;         // of each machine
+  int stages = 1;          // pipeline
+  double process = 0;      // of a process without a model
+  double parameters = 0;   // of the model; gradients have as many
+  double state = 0;        // of the optimizer
+  double activations = 0;  // of a machine's part of the batch
+  double sent_share = 1;   // of the gradients, that compression leaves
+};
+
+// What training holds on one machine.
+struct HeldBytes {
+  double processes = 0;
+  double parameters = 0;
+  double state = 0;
+  double gradients = 0;
+  double activations = 0;
+  double exchange = 0;  // buckets and residuals
+
+  double sum() const { return processes + parameters + state + gradients + activations + exchange; }
+};
+
+HeldBytes bytes_of_ddp(const PlannedRun& run);
+HeldBytes bytes_of_towers(const PlannedRun& run);
+HeldBytes bytes_of_data_parallel(const PlannedRun& run);
+HeldBytes bytes_of_kvstore(const PlannedRun& run);
+HeldBytes bytes_of_averaging(const PlannedRun& run);
+HeldBytes bytes_of_pipeline(const PlannedRun& run);
+
+// Of the strategy options.kind.
+HeldBytes held_bytes(const PlannedRun& run);
+
 }  // namespace lockstep

@@ -16,21 +16,37 @@ std::unique_ptr<Strategy> make_single(const World& world, const Task& task, cons
                     .next = "leave out --ranks, or choose --strategy ddp"});
 }
 
+HeldBytes bytes_of_single(const PlannedRun& run) {
+  PlannedRun alone = run;
+  alone.devices = alone.machines = 1;
+  return bytes_of_ddp(alone);
+}
+
 struct Entry {
   StrategyInfo info;
   std::unique_ptr<Strategy> (*make)(const World&, const Task&, const StrategyOptions&);
+  HeldBytes (*bytes)(const PlannedRun&);
 };
 
-// Every strategy, once: the command line, its help, the metrics and make_strategy() read this table.
+// Every strategy, once: the command line, its help, the metrics, forecasts and make_strategy() read this table.
 constexpr Entry kEntries[] = {
-    {{StrategyKind::kSingle, "single", "one device, nothing to exchange"}, make_single},
-    {{StrategyKind::kDdp, "ddp", "gradients exchanged after or during backward"}, make_ddp},
-    {{StrategyKind::kTowers, "towers", "gradients combined in steps; --algorithm, --update", true}, make_towers},
+    {{StrategyKind::kSingle, "single", "one device, nothing to exchange"}, make_single, bytes_of_single},
+    {{StrategyKind::kDdp, "ddp", "gradients exchanged after or during backward"}, make_ddp, bytes_of_ddp},
+    {{StrategyKind::kTowers, "towers", "gradients combined in steps; --algorithm, --update", true},
+     make_towers,
+     bytes_of_towers},
     {{StrategyKind::kDataParallel, "data_parallel", "outputs, loss and gradients meet on device 0", true},
-     make_data_parallel},
-    {{StrategyKind::kKVStore, "kvstore", "a store on servers, in step or not; --kvstore", true}, make_kvstore_strategy},
-    {{StrategyKind::kAveraging, "averaging", "separate replicas, averaged; --average-every", true}, make_averaging},
-    {{StrategyKind::kPipeline, "pipeline", "layers on different devices; --stages", true}, make_pipeline},
+     make_data_parallel,
+     bytes_of_data_parallel},
+    {{StrategyKind::kKVStore, "kvstore", "a store on servers, in step or not; --kvstore", true},
+     make_kvstore_strategy,
+     bytes_of_kvstore},
+    {{StrategyKind::kAveraging, "averaging", "separate replicas, averaged; --average-every", true},
+     make_averaging,
+     bytes_of_averaging},
+    {{StrategyKind::kPipeline, "pipeline", "layers on different devices; --stages", true},
+     make_pipeline,
+     bytes_of_pipeline},
 };
 
 const Entry& entry_of(StrategyKind kind) {
@@ -70,6 +86,8 @@ const std::vector<StrategyInfo>& strategies() {
 }
 
 const StrategyInfo& strategy_info(StrategyKind kind) { return entry_of(kind).info; }
+
+HeldBytes held_bytes(const PlannedRun& run) { return entry_of(run.options.kind).bytes(run); }
 
 std::unique_ptr<Strategy> make_strategy(const World& world, const Task& task, const StrategyOptions& options) {
   return entry_of(options.kind).make(world, in_precision(task, options), options);

@@ -206,6 +206,14 @@ class Averaging : public ReplicaStrategy {
 
 }  // namespace
 
+// Every device has a replica of its own.
+HeldBytes bytes_of_averaging(const PlannedRun& run) {
+  HeldBytes bytes = bytes_of_data_parallel(run);
+  bytes.parameters *= run.devices;
+  bytes.state *= run.devices;
+  return bytes;
+}
+
 std::unique_ptr<Strategy> make_averaging(const World& world, const Task& task, const StrategyOptions& options) {
   return std::make_unique<Averaging>(world, task, options);
 }

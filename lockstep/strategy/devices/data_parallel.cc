@@ -110,6 +110,15 @@ class DataParallelStrategy : public ReplicaStrategy {
 
 }  // namespace
 
+// The devices share parameters and state.
+HeldBytes bytes_of_data_parallel(const PlannedRun& run) {
+  return {.processes = run.process,
+          .parameters = run.parameters,
+          .state = run.state,
+          .gradients = run.devices * run.parameters,
+          .activations = run.activations};
+}
+
 std::unique_ptr<Strategy> make_data_parallel(const World& world, const Task& task, const StrategyOptions& options) {
   require_one_process(world, options);
   return std::make_unique<DataParallelStrategy>(world, task, options);

@@ -60,6 +60,10 @@ class Towers : public ReplicaStrategy {
 
 }  // namespace
 
+HeldBytes bytes_of_towers(const PlannedRun& run) {
+  return run.options.towers.update == UpdatePlace::kCpu ? bytes_of_data_parallel(run) : bytes_of_averaging(run);
+}
+
 std::unique_ptr<Strategy> make_towers(const World& world, const Task& task, const StrategyOptions& options) {
   require_one_process(world, options);
   if (options.towers.update == UpdatePlace::kCpu && !devices_of(options).front().is_cpu()) {

@@ -15,6 +15,7 @@
 #include "lockstep/strategy/kvstore/server.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
+#include "lockstep/strategy/strategies.h"
 
 namespace lockstep {
 namespace {
@@ -309,6 +310,22 @@ std::vector<NamedTensor> trained_parameters(const torch::nn::Module& model) {
 }
 
 // A layerwise rule takes norms over whole keys, which a server that has only a part of a key does not know.
+// A worker has the parameters three times: the model, and what it sends and receives. The servers have them as often, and
+// two more for each worker; they are on the machines in turn. Unless workers go in step, each has a state of its own.
+HeldBytes bytes_of_kvstore(const PlannedRun& run) {
+  const KVStoreOptions& store = run.options.kvstore;
+  if (!has_servers(store.kind)) return bytes_of_data_parallel(run);
+  const double devices = run.devices, machines = run.machines, workers = machines * devices;
+  const double states = store.kind == KVStoreKind::kDistSync ? 1 : workers;
+  const bool is_compressed = run.options.compression.kind != Compression::kNone;
+  return {.processes = (devices + store.servers / machines) * run.process,
+          .parameters = (3 * devices + (3 + 2 * workers) / machines) * run.parameters,
+          .state = states * run.state / machines,
+          .gradients = devices * run.parameters,
+          .activations = run.activations,
+          .exchange = is_compressed ? devices * run.parameters : 0};
+}
+
 std::unique_ptr<Strategy> make_kvstore_strategy(const World& world, const Task& task, const StrategyOptions& options) {
   check(options);
   if (!has_servers(options.kvstore.kind)) {

@@ -13,13 +13,20 @@
 #include "lockstep/strategy/strategies.h"
 
 namespace lockstep {
+namespace {
+
+int micro_batches_in(const PipelineOptions& options) {
+  return options.schedule == PipelineSchedule::kNaive ? 1 : static_cast<int>(options.micro_batches);
+}
+
+}  // namespace
 
 Pipeline::Pipeline(const World& all, const Task& task, const StrategyOptions& options)
     : ReplicaStrategy(task, {}),
       options_(options),
       all_(all),
       of_stage_(all),
-      micro_batches_(options.pipeline.schedule == PipelineSchedule::kNaive ? 1 : options.pipeline.micro_batches) {
+      micro_batches_(micro_batches_in(options.pipeline)) {
   if (micro_batches_ < 1)
     throw UsageError({.what = concat("--micro-batches ", micro_batches_), .next = "give at least 1"});
 }
@@ -114,6 +121,21 @@ Report Pipeline::report() const {
     report.emplace_back(concat("stage_", stage, "_bytes"), of_stages[stage][kBytes].item<double>());
   }
   return report;
+}
+
+// Each machine has its share of the stages, with replicas of none. A stage keeps the micro-batches that are in flight.
+HeldBytes bytes_of_pipeline(const PlannedRun& run) {
+  const PipelineOptions& options = run.options.pipeline;
+  const int micro_batches = micro_batches_in(options);
+  double in_flight = 0;  // on a stage, in the mean
+  for (int stage = 0; stage < run.stages; ++stage)
+    in_flight += static_cast<double>(most_in_flight(options.schedule, stage, run.stages, micro_batches)) / run.stages;
+  const double processes = run.machines > 1 ? run.devices : 1, machines = run.machines;
+  return {.processes = processes * run.process,
+          .parameters = run.parameters / machines,
+          .state = run.state / machines,
+          .gradients = run.parameters / machines,
+          .activations = run.activations * in_flight / micro_batches};
 }
 
 std::unique_ptr<Strategy> make_pipeline(const World& world, const Task& task, const StrategyOptions& options) {

@@ -37,7 +37,10 @@ struct PipelineStep {
   bool operator==(const PipelineStep&) const = default;
 };
 
-// What stage `stage` of `stages` does, in order.
+// Micro-batches between forward and backward on stage `stage` of `stages`.
+int most_in_flight(PipelineSchedule schedule, int stage, int stages, int micro_batches);
+
+// What the stage does, in order.
 std::vector<PipelineStep> steps_of_stage(PipelineSchedule schedule, int stage, int stages, int micro_batches);
 
 struct StageWork {
