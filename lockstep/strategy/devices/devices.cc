@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/devices.h"
 
-#include <atomic>
+#include <mutex>
+#include <shared_mutex>
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/collective/gpus.h"
-#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/torch_dtype.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/parallel_for.h"
@@ -99,50 +99,34 @@ std::vector<std::string> Devices::names() const {
 
 torch::Device Devices::where(int index) const { return state_->where(index); }
 
-void Devices::run(Body body) {
-  state_->post(std::move(body));
-  state_->wait_for_all();
-}
+void Devices::run(Body body) { state_->run(std::move(body)); }
 
-namespace {
-
-// Shared between a parallel_for and its devices, which may come late. A device first counts itself in, then looks
-// whether the loop was given up; the caller first gives the loop up, then waits for the count to be 0. All are
-// sequentially consistent, so that a late device either leaves `part` alone or is waited for.
-struct Loop {
-  struct Inside {
-    explicit Inside(Loop& of) : loop(of) { ++loop.inside; }
-    ~Inside() { --loop.inside; }
-    Inside(const Inside&) = delete;
-    Inside& operator=(const Inside&) = delete;
-    Loop& loop;
-  };
-  std::atomic<int> inside{0};
-  std::atomic<bool> given_up{false};
-};
-
-}  // namespace
-
+// Devices that come late must leave `part` alone once the loop was given up. They hold the lock while they use it, so that
+// giving up waits for them.
 void Devices::parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
                            const std::function<void(std::int64_t, std::int64_t)>& part) {
+  struct Loop {
+    std::shared_mutex mutex;
+    bool given_up = false;
+  };
   const auto loop = std::make_shared<Loop>();
   try {
     run([begin, count = end - begin, grain, part, devices = size(), loop](Device& device) {
-      const Loop::Inside inside(*loop);
+      const std::shared_lock lock(loop->mutex);
       if (loop->given_up) return;
       const Range mine = even_part(count, device.index(), devices);
       on_own_cores(begin + mine.begin, begin + mine.end, grain, part);
     });
   } catch (...) {
+    const std::unique_lock lock(loop->mutex);
     loop->given_up = true;
-    while (loop->inside > 0) std::this_thread::yield();
     throw;
   }
 }
 
 std::vector<double> Devices::busy_seconds() const {
   std::vector<double> seconds;
-  for (int i = 0; i < size(); ++i) seconds.push_back(state_->seat(i).busy.load(std::memory_order_relaxed));
+  for (int i = 0; i < size(); ++i) seconds.push_back(state_->busy_seconds(i));
   return seconds;
 }
 
