@@ -48,7 +48,7 @@ struct DevicesOptions {
   std::vector<DevicePlace> places{};  // one for each of `count`; empty: cores
 };
 
-// What a function sees of the device that it runs on. Collectives are called by all devices of a team, in the same
+// The device that a function runs on. Collectives are called by all devices of a team, in the same
 // order, with dense tensors of the same shape, strides and dtype, which are read and written in place. They block until
 // the team is done, and throw PeerLost (another device failed or is late) or MismatchError (different calls).
 class Device {

@@ -40,7 +40,7 @@ struct PhaseTimes {
 
 enum class StrategyKind { kSingle, kDdp, kTowers, kDataParallel, kKVStore, kAveraging, kPipeline };
 
-// What forward and backward compute in; parameters, gradients and the update stay in float32.
+// The dtype of forward and backward; parameters, gradients and the update stay in float32.
 enum class Precision { kFloat32, kBFloat16 };
 
 struct DdpOptions {
@@ -65,7 +65,7 @@ struct AveragingOptions {
   double outer_momentum = 0;  // Nesterov's; with it this is DiLoCo (Douillard et al., 2023)
 };
 
-// Where pushed gradients are summed and who updates; docs/strategies/kvstore.md compares them.
+// The place where pushed gradients are summed, and who updates; docs/strategies/kvstore.md compares them.
 enum class KVStoreKind {
   kLocal,  // one of the next three, whichever suits the model
   kLocalUpdateCpu,
@@ -135,7 +135,7 @@ class Strategy {
  public:
   virtual ~Strategy() = default;
 
-  // Of `world`, which has all ranks of the job.
+  // world: all ranks of the job.
   virtual StrategyRanks ranks(const World& world) const { return {.data = world, .validation = world, .step = world}; }
 
   // This rank's devices, where it has several.
@@ -153,7 +153,7 @@ class Strategy {
   // Applies what forward_backward() found.
   virtual void update() = 0;
 
-  // With the current parameters, for validation. Undefined where another rank has the output (a pipeline of ranks: the
+  // Returns the output with the current parameters, for validation. It is undefined where another rank has the output (a pipeline of ranks: the
   // last stage has it); then all ranks of StrategyRanks::step call it, those of a pipeline's replica with the same data.
   virtual torch::Tensor forward(const torch::Tensor& data) = 0;
 
@@ -162,12 +162,12 @@ class Strategy {
   virtual Optimizer& optimizer() = 0;  // the one whose learning rate and state count; others follow it
   virtual const PhaseTimes& phases() const = 0;
 
-  // Where replicas may differ for a while: makes them one model. All ranks call it, before model() is validated or
+  // Makes replicas that may differ for a while one model. All ranks call it, before model() is validated or
   // saved.
   virtual void synchronise() {}
 
-  // What this rank alone has beside state(), such as residuals of compressed gradients: kept in memory for whoever takes its
-  // place, and not in checkpoints. Neither call waits for other ranks.
+  // Tensors that this rank alone has beside state(), such as residuals of compressed gradients: kept in memory for the
+  // rank that takes its place, and not in checkpoints. Neither call waits for other ranks.
   virtual std::vector<NamedTensor> own_state() { return {}; }
   virtual void set_own_state(const std::vector<NamedTensor>& state) { static_cast<void>(state); }
 
@@ -178,7 +178,7 @@ class Strategy {
   // follow, and random numbers that depend on the step go on from there. All ranks call it; blocks until all have.
   virtual void restored(std::int64_t /*step*/) {}
 
-  // What a checkpoint has to keep beside model() and optimizer(); restored in place.
+  // Tensors that a checkpoint keeps beside model() and optimizer(); restored in place.
   virtual std::vector<NamedTensor> state() { return {}; }
 
   virtual Report report() const { return {}; }      // for the metrics of the run; all ranks of StrategyRanks::step call it

@@ -33,7 +33,7 @@ struct PlannedRun {
   double sent_share = 1;   // of the gradients, that compression leaves
 };
 
-// What training holds on one machine.
+// Bytes that training holds on one machine.
 struct HeldBytes {
   double processes = 0;
   double parameters = 0;
@@ -52,7 +52,7 @@ HeldBytes bytes_of_kvstore(const PlannedRun& run);
 HeldBytes bytes_of_averaging(const PlannedRun& run);
 HeldBytes bytes_of_pipeline(const PlannedRun& run);
 
-// Of the strategy options.kind.
+// Those of the strategy options.kind.
 HeldBytes held_bytes(const PlannedRun& run);
 
 }  // namespace lockstep

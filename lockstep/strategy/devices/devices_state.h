@@ -51,12 +51,12 @@ class DevicesState {
   bool on_gpus() const { return !where(0).is_cpu(); }
   double busy_seconds(int index);
 
-  // What the GPUs of a team show each other (gpu_team.h).
+  // The tensors that the GPUs of a team show each other (gpu_team.h).
   std::vector<torch::Tensor>& table(int index) { return tables_[index % tables_.size()]; }
   shm::Group& group(int index) { return teams_[index % teams_.size()][index / teams_.size()]; }
   DeviceSeat& seat(int index) { return seats_[to_size(index)]; }
 
-  // What a device's thread does from its start to its end.
+  // The body of a device's thread.
   void serve(int index);
 
   // Throws the first exception of a device; PeerLost; UsageError: a device has failed before; what stop() has left.

@@ -79,8 +79,8 @@ class GpuTeam {
     }
   }
 
-  // Up: at distance d = 1, 2, 4, ... each second device of those left adds the one d behind it. Down: the same backwards,
-  // with copies.
+  // Goes up: at distance d = 1, 2, 4, ... each second device of those left adds the one d behind it. Then goes the same way
+  // back, with copies.
   void all_reduce_tree(const torch::Tensor& mine) {
     int distance = 1;
     for (; distance < size(); distance *= 2) {

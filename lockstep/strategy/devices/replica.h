@@ -34,7 +34,7 @@ Replica make_replica(const Task& task, const StrategyOptions& options, torch::De
 // One for each place, all with the parameters and buffers of the first.
 Replicas make_replicas(const std::vector<torch::Device>& where, const Task& task, const StrategyOptions& options);
 
-// Where options.devices are.
+// The places of options.devices.
 std::vector<torch::Device> devices_of(const StrategyOptions& options);
 
 // Ranks that are threads share torch's generator: held from its seed to the last parameter of a model.
@@ -92,7 +92,7 @@ ParameterLists gradients_of(const Replicas& replicas);
 // A part for every device, on its way to it on a stream of its own. Does not block where the batch lies in pinned memory.
 std::vector<CopiedBatch> start_parts(const Devices& devices, const Batch& batch);
 
-// For what the calling thread, or the devices' from now on, put on the GPUs' default streams.
+// Returns parts that work may use which is queued from now on, on the GPUs' default streams.
 std::vector<Batch> receive_parts(std::vector<CopiedBatch> parts);
 
 // Part `index` of `parts`: contiguous in dimension 0, as even as possible, maybe empty; a view.

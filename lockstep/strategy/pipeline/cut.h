@@ -18,7 +18,7 @@ using Cut = IntVector<Range>;  // of pieces, one range per stage, without gaps
 // The model's pieces: Task::stages, or the modules of a Sequential. Throws UsageError: a model that can't be cut.
 std::vector<Piece> pieces_of(const Task& task, torch::nn::Module& model);
 
-// What --stages says: how many there are, and the cut if it names one.
+// The meaning of --stages: how many there are, and the cut if it names one.
 struct StagesOption {
   int stages = 0;
   Cut cut;  // empty: to be balanced
@@ -38,7 +38,7 @@ std::vector<double> measure_pieces(const std::vector<Piece>& pieces, torch::nn::
 
 std::vector<Piece> pieces_in(const std::vector<Piece>& pieces, const Range& range);
 
-// What the last piece returns.
+// Runs the pieces one after the other.
 Tensors through(const std::vector<Piece>& pieces, Tensors tensors);
 
 std::string to_string(const Cut& cut);  // "0-3,4-9"

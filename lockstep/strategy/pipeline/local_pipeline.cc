@@ -115,7 +115,7 @@ class LocalPipeline : public Pipeline {
     return *all;
   }
 
-  // At first from the host, later from where they were. No gradient is left.
+  // Copies tensors at first from the host, later from where they were. No gradient is left.
   void move_to(const Cut& cut) override {
     const torch::NoGradGuard no_grad;
     OptimizerStates states;
@@ -259,7 +259,7 @@ class LocalPipeline : public Pipeline {
     });
   }
 
-  // Where two devices are on one GPU, the first of them works.
+  // Lets the first device of each GPU work.
   OnEachGpu on_each_gpu() {
     std::map<torch::DeviceIndex, int> first;
     for (int i = 0; i < devices_->size(); ++i) first.emplace(devices_->where(i).index(), i);

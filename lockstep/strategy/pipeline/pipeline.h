@@ -63,7 +63,7 @@ class Pipeline : public ReplicaStrategy {
   // A new optimizer of the parameters that this process holds.
   void renew_optimizer(const OptimizerStates& states);
 
-  // In parts as small as micro-batches, for validation.
+  // Cuts data of validation into parts as small as micro-batches.
   Tensors in_micro_batches(const torch::Tensor& data) const;
 
   StrategyOptions options_;

@@ -47,7 +47,7 @@ Edges edges_of(const Tensors& outputs) {
 
 namespace {
 
-// Where backward begins: it gives gradients to the nodes that the edges lead to, and keeps none. torch's own backward() would
+// The root of a backward: gives gradients to the nodes that the edges lead to, and keeps none. torch's own backward() would
 // keep them until it ends.
 struct Handover : torch::autograd::Node {
   Handover(torch::autograd::edge_list edges, Tensors gradients)

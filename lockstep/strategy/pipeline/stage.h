@@ -40,7 +40,7 @@ struct PipelineStep {
 // Micro-batches between forward and backward on stage `stage` of `stages`.
 int most_in_flight(PipelineSchedule schedule, int stage, int stages, int micro_batches);
 
-// What the stage does, in order.
+// The steps of the stage, in order.
 std::vector<PipelineStep> steps_of_stage(PipelineSchedule schedule, int stage, int stages, int micro_batches);
 
 struct StageWork {
@@ -65,7 +65,7 @@ struct StageResult {
 // Blocks until all steps are done. Throws what the pieces throw; PeerLost.
 StageResult run_stage(const Task& task, const StageWork& work, const StageLinks& links);
 
-// Where backward from each of these tensors begins; it does not need their values.
+// The places in the graph where backward from each of these tensors begins; it does not need their values.
 using Edges = std::vector<torch::autograd::Edge>;
 Edges edges_of(const Tensors& outputs);
 

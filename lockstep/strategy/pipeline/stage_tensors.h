@@ -21,7 +21,7 @@ struct StagedTensor {
 };
 using StagedTensors = std::vector<StagedTensor>;
 
-// In the model's order: parameters, then buffers.
+// Lists them in the model's order: parameters, then buffers.
 StagedTensors stage_tensors(const torch::nn::Module& model, const std::vector<Piece>& pieces, const Cut& cut);
 
 // Bytes of each piece's parameters and buffers, and 1.
