@@ -124,9 +124,9 @@ using Report = std::vector<std::pair<std::string, double>>;  // what a strategy 
 
 // Which ranks of the job do what together.
 struct StrategyRanks {
-  World data;            // share out the batches: each loads its part of them
-  World validation;      // share out the batches of validation
-  World step;            // take each step at the same time; all of them call validation and checkpoints. World::single():
+  World data;            // those that share out the batches: each loads its part of them
+  World validation;      // those that share out the batches of validation
+  World step;            // those that take each step at the same time: all of them validate and save. World::single():
                          // every rank goes at its own pace, and the first rank of the job validates and saves alone
   bool has_data = true;  // false: this rank's batches are empty
 };
@@ -153,17 +153,17 @@ class Strategy {
   // Applies what forward_backward() found.
   virtual void update() = 0;
 
-  // Returns the output with the current parameters, for validation. It is undefined where another rank has the output (a pipeline of ranks: the
-  // last stage has it); then all ranks of StrategyRanks::step call it, those of a pipeline's replica with the same data.
+  // Returns the output with the current parameters, for validation. It is undefined where another rank has it (a pipeline
+  // of ranks: the last stage); then all ranks of StrategyRanks::step call it, those of a pipeline's replica with the same
+  // data.
   virtual torch::Tensor forward(const torch::Tensor& data) = 0;
 
-  // A pipeline of ranks: parameters and buffers of other stages are meta tensors.
+  // In a pipeline of ranks, parameters and buffers of other stages are meta tensors.
   virtual torch::nn::Module& model() = 0;
   virtual Optimizer& optimizer() = 0;  // the one whose learning rate and state count; others follow it
   virtual const PhaseTimes& phases() const = 0;
 
-  // Makes replicas that may differ for a while one model. All ranks call it, before model() is validated or
-  // saved.
+  // Makes replicas that may differ for a while one model. All ranks call it, before model() is validated or saved.
   virtual void synchronise() {}
 
   // Tensors that this rank alone has beside state(), such as residuals of compressed gradients: kept in memory for the
@@ -181,7 +181,7 @@ class Strategy {
   // Tensors that a checkpoint keeps beside model() and optimizer(); restored in place.
   virtual std::vector<NamedTensor> state() { return {}; }
 
-  virtual Report report() const { return {}; }      // for the metrics of the run; all ranks of StrategyRanks::step call it
+  virtual Report report() const { return {}; }      // for the metrics of the run; all of StrategyRanks::step call it
   virtual std::string table() const { return {}; }  // the same for people: lines; empty: nothing to show
 
  protected:
