@@ -44,9 +44,10 @@ enum class StrategyKind { kSingle, kDdp, kTowers, kDataParallel, kKVStore, kAver
 enum class Precision { kFloat32, kBFloat16 };
 
 struct DdpOptions {
-  bool share_parameters = true;                           // one copy per machine (lockstep/ddp.h)
-  int bucket_mib = static_cast<int>(kBucketBytes >> 20);  // of gradients that are exchanged at once, where they are (lockstep/ddp.h)
-  int virtual_shards = 0;                                 // the same bits on any number of ranks that divides this (lockstep/ddp.h); 0: off
+  bool share_parameters = true;  // one copy per machine (lockstep/ddp.h)
+  int bucket_mib =
+      static_cast<int>(kBucketBytes >> 20);  // of gradients that are exchanged at once, where they are (lockstep/ddp.h)
+  int virtual_shards = 0;  // the same bits on any number of ranks that divides this (lockstep/ddp.h); 0: off
 };
 
 enum class UpdatePlace {
@@ -105,12 +106,12 @@ struct StrategyOptions {
   double ema_decay = 0;    // 0: no moving average of the parameters
   std::uint64_t seed = 0;  // of the initial parameters
   Precision precision = Precision::kFloat32;
-  std::optional<Layout> layout{};                               // none: preferred_layout()
-  int devices = 1;                                              // threads of this process; `single` and `ddp` have one
-  std::vector<DevicePlace> places{};                            // where each of these is; empty: cores
+  std::optional<Layout> layout{};                       // none: preferred_layout()
+  int devices = 1;                                      // threads of this process; `single` and `ddp` have one
+  std::vector<DevicePlace> places{};                    // where each of these is; empty: cores
   std::chrono::milliseconds timeout = kDefaultTimeout;  // how long any wait for a device may take
-  Algorithm algorithm = Algorithm::kDirect;                     // towers, ddp: how gradients are summed
-  CompressionOptions compression{};                             // ddp, kvstore dist_*: of gradients between ranks
+  Algorithm algorithm = Algorithm::kDirect;             // towers, ddp: how gradients are summed
+  CompressionOptions compression{};                     // ddp, kvstore dist_*: of gradients between ranks
   DdpOptions ddp{};
   TowersOptions towers{};
   AveragingOptions averaging{};

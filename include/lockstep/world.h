@@ -33,7 +33,7 @@ class Group;
 }
 
 struct WorldOptions {
-  torch::DeviceType device = torch::kCPU;                       // kCUDA: GPU local_rank of those that are visible
+  torch::DeviceType device = torch::kCPU;               // kCUDA: GPU local_rank of those that are visible
   std::chrono::milliseconds timeout = kDefaultTimeout;  // how long any one wait may take; at most 24 days
 };
 

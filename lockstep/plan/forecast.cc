@@ -126,7 +126,8 @@ StrategyOptions options_of(const Choice& choice) {
 // A process has what one has of its own that trains with no samples, without its replica.
 double memory_of_processes(const Profile& profile, const Target& target, const Choice& choice) {
   const Line rank = memory_by_samples(profile);
-  const auto parameters = static_cast<double>(profile.parameter_bytes), state = static_cast<double>(profile.state_bytes);
+  const auto parameters = static_cast<double>(profile.parameter_bytes),
+             state = static_cast<double>(profile.state_bytes);
   PlannedRun run{.options = options_of(choice),
                  .machines = target.machines,
                  .devices = target.devices,

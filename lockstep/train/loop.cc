@@ -384,8 +384,9 @@ void TrainingLoop::require_checkpoint() const {
   throw UsageError({.what = "a part of the model was lost with its machine, and there is no checkpoint",
                     .here = world_.describe(),
                     .likely = "a pipeline: each machine keeps the stages of its own ranks in memory, and no others",
-                    .next = "give --checkpoint-dir, on a disk that all machines see: then the job goes on from its last "
-                            "checkpoint"});
+                    .next =
+                        "give --checkpoint-dir, on a disk that all machines see: then the job goes on from its last "
+                        "checkpoint"});
 }
 
 // After the loss of a rank. False: nothing was kept, or it is incomplete and there are checkpoints. The event of the last step is written once more where it may be missing.

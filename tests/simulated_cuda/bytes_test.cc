@@ -206,7 +206,8 @@ TEST(BytesOfRanks, in_ddp_with_clipping_are_norms_besides) {
   for (const int ranks : {2, 3, 4})
     for (const auto& [rank, each] :
          bytes_between_ranks(ranks, {.optimizer = SGDOptions{.lr = 0.1}, .clipping = {.max_norm = 1}, .seed = 4})) {
-      EXPECT_EQ(each.exchanged, kK + kK / ranks + (4 + totals(ranks) + 4 + ranks - 1) * kNumber) << rank << " of " << ranks;
+      EXPECT_EQ(each.exchanged, kK + kK / ranks + (4 + totals(ranks) + 4 + ranks - 1) * kNumber)
+          << rank << " of " << ranks;
       EXPECT_EQ(each.bytes, (Bytes{.up = (totals(ranks) - 1) * kNumber, .down = (4 + totals(ranks) + 1) * kNumber}))
           << rank << " of " << ranks;
     }

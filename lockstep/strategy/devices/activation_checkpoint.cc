@@ -158,8 +158,7 @@ Tensors leaves_of(const Tensors& outputs, std::uint64_t begin, const Tensors& in
   Tensors leaves;
   std::unordered_set<const Node*> seen;
   for (const torch::Tensor& input : inputs)
-    if (needs_gradient(input))
-      seen.insert(torch::autograd::impl::gradient_edge(input).function.get());
+    if (needs_gradient(input)) seen.insert(torch::autograd::impl::gradient_edge(input).function.get());
   std::vector<Node*> to_do;
   const auto visit = [&](Node* node) {
     if (node != nullptr && seen.insert(node).second) to_do.push_back(node);

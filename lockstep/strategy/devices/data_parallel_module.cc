@@ -56,8 +56,7 @@ class DataParallel::Impl {
     }
     *in_backward_ = false;
     for (const Pass& pass : passes)
-      if (pass.gathered.grad().defined())
-        scatter_and_run_backward(devices_, pass.outputs, pass.gathered.grad());
+      if (pass.gathered.grad().defined()) scatter_and_run_backward(devices_, pass.outputs, pass.gathered.grad());
     reduce_onto_first();
   }
 

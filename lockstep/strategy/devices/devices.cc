@@ -43,7 +43,8 @@ void Device::broadcast(const torch::Tensor& tensor, int root) {
 void Device::run(Call call, const torch::Tensor& tensor) {
   require_device(tensor, where(), concat("the tensor given to a collective on ", name()));
   const auto dtype = to_dtype(tensor.scalar_type());
-  if (!dtype) throw UsageError({.what = concat("tensors of ", tensor.dtype(), " can't be exchanged")});
+  if (!dtype)
+    throw UsageError({.what = concat("tensors of ", c10::toString(tensor.scalar_type()), " can't be exchanged")});
   const torch::Tensor flat = dense_view(tensor);
   shm::Group& team = state_.group(index_);
   call.count = to_size(flat.numel());

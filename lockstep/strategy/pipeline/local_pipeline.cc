@@ -56,8 +56,7 @@ Tensors parameters_then_buffers(const torch::nn::Module& model) {
 
 class LocalPipeline : public Pipeline {
  public:
-  LocalPipeline(const World& world, const Task& task, const StrategyOptions& options)
-      : Pipeline(world, task, options) {
+  LocalPipeline(const World& world, const Task& task, const StrategyOptions& options) : Pipeline(world, task, options) {
     replicas_ = {make_replica(task_, options_)};
     read_stages(options_.devices, pieces_of(task_, model()));
     devices_ = make_devices(world, options_, stages_);
@@ -93,9 +92,8 @@ class LocalPipeline : public Pipeline {
     for (const torch::Tensor& part : in_micro_batches(data)) {
       Tensors tensors = {part.to(devices_->where(0))};
       for (int device = 0; device < stages_; ++device)
-        on_device(devices_->where(device), [&] {
-          tensors = through(pieces(device), received_on(devices_->where(device), tensors));
-        });
+        on_device(devices_->where(device),
+                  [&] { tensors = through(pieces(device), received_on(devices_->where(device), tensors)); });
       outputs.push_back(tensors.at(0));
     }
     return torch::cat(outputs);

@@ -55,7 +55,8 @@ BatchTotals Pipeline::forward_backward(const Batch& batch) {
 }
 
 void Pipeline::use_measured_cut(const Batch& batch) {
-  const std::int64_t samples = std::max<std::int64_t>(1, batch.size() / (micro_batches_ * replica_count_ / of_stage_.size()));
+  const std::int64_t samples =
+      std::max<std::int64_t>(1, batch.size() / (micro_batches_ * replica_count_ / of_stage_.size()));
   const auto seconds = seconds_of_pieces(in_layout(batch.data.slice(0, 0, samples), replicas_.front().layout));
   const Cut measured = balanced_cut(seconds, stages_);
   cut_is_final_ = true;

@@ -128,7 +128,8 @@ class RankPipeline : public Pipeline {
     for (std::size_t i = 0; i < before.size(); ++i) {
       const torch::Tensor& tensor = before[i].named.tensor;
       if (before[i].is_used_by(stage()) && after[i].is_used_by(stage()))
-        for (const auto& [name, value] : state_of(before[i])) states[tensor.unsafeGetTensorImpl()][name] = value.clone();
+        for (const auto& [name, value] : state_of(before[i]))
+          states[tensor.unsafeGetTensorImpl()][name] = value.clone();
       for (const int other : after[i].stages) {
         if (before[i].is_used_by(other)) continue;
         if (before[i].stages.front() == stage()) send(before[i], other);
@@ -136,7 +137,8 @@ class RankPipeline : public Pipeline {
       }
     }
     for (const StagedTensor& each : after)
-      if (!each.is_used_by(stage()) && is_held(each.named.tensor)) put_data(each.named.tensor, on_meta(each.named.tensor));
+      if (!each.is_used_by(stage()) && is_held(each.named.tensor))
+        put_data(each.named.tensor, on_meta(each.named.tensor));
     cut_ = cut;
     hold_tensors(states);
   }
@@ -231,7 +233,7 @@ class RankPipeline : public Pipeline {
   }
 
   World of_replica_;  // the stages of this rank's replica: stage s is its rank s
-  World back_;  // the same for gradients: between GPUs a message holds up those behind it on its connection
+  World back_;        // the same for gradients: between GPUs a message holds up those behind it on its connection
   std::vector<Piece> pieces_;
   std::vector<Group> groups_;  // this stage's replicas, then ranks of several stages
   std::vector<NamedTensor> buffers_;

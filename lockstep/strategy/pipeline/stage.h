@@ -44,7 +44,7 @@ int most_in_flight(PipelineSchedule schedule, int stage, int stages, int micro_b
 std::vector<PipelineStep> steps_of_stage(PipelineSchedule schedule, int stage, int stages, int micro_batches);
 
 struct StageWork {
-  std::vector<Piece> pieces{};  // no other stage of this process uses their parameters (add_in_place.h)
+  std::vector<Piece> pieces{};     // no other stage of this process uses their parameters (add_in_place.h)
   IntVector<Batch> micro_batches;  // the first stage reads the data, the last one the targets
   std::vector<PipelineStep> steps;
   std::int64_t samples = 0;  // of the whole batch, over all replicas
