@@ -68,7 +68,6 @@ class Device {
 
  private:
   friend class DevicesState;
-  struct Call;
   Device(DevicesState& state, int index) : state_(state), index_(index) {}
   void run(Call call, const torch::Tensor& tensor);
 
