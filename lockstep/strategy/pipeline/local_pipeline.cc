@@ -128,8 +128,7 @@ class LocalPipeline : public Pipeline {
       if (is_copied) (staged[i].is_buffer ? copied_buffers_ : copied_parameters_).push_back(placed);
       if (!staged[i].is_buffer) parameters_.push_back(placed);
     }
-    renew_optimizer(states);
-    optimizer().attach(gradients_);
+    renew_optimizer(states, gradients_);
   }
 
   void begin_step() override {

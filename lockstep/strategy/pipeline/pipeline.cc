@@ -79,11 +79,12 @@ StageWork Pipeline::work_of(int replica, int stage, const Batch& part, std::int6
           .timeout = options_.timeout};
 }
 
-void Pipeline::renew_optimizer(const OptimizerStates& states) {
+void Pipeline::renew_optimizer(const OptimizerStates& states, const std::shared_ptr<GradientSource>& gradients) {
   const auto own = held(named_parameters(model()));
   Tensors parameters;
   for (const auto& [name, parameter] : own) parameters.push_back(parameter);
   replicas_.front().optimizer = make_optimizer(parameters, update_options(options_));
+  if (gradients) optimizer().attach(gradients);
   for (const torch::Tensor& parameter : parameters)
     if (const auto found = states.find(parameter.unsafeGetTensorImpl()); found != states.end())
       if (!found->second.empty()) optimizer().set_state(parameter, found->second);

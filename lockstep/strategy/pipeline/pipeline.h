@@ -60,8 +60,8 @@ class Pipeline : public ReplicaStrategy {
   // The caller adds pieces and device. part: of the replica.
   StageWork work_of(int replica, int stage, const Batch& part, std::int64_t samples) const;
 
-  // A new optimizer of the parameters that this process holds.
-  void renew_optimizer(const OptimizerStates& states);
+  // Makes a new optimizer of the parameters that this process holds. gradients: where it gets them; null: .grad
+  void renew_optimizer(const OptimizerStates& states, const std::shared_ptr<GradientSource>& gradients = nullptr);
 
   // Cuts data of validation into parts as small as micro-batches.
   Tensors in_micro_batches(const torch::Tensor& data) const;
