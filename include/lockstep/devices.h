@@ -4,8 +4,8 @@
 //   scheduling thread (the caller's) --run(body)--> body on N device threads at the same time --> back to the caller
 //
 // Flow:    towers, data_parallel, averaging, pipeline, kvstore -> here -> a model's forward, backward and update
-// Owns:    N threads, each pinned to its own cores: cpu:0 ... cpu:N-1; where devices are GPUs, each thread has one as its
-//          current device, and works on that GPU's default stream
+// Owns:    N threads, each pinned to its own cores: cpu:0 ... cpu:N-1; where devices are GPUs, each thread has one as
+//          its current device, and works on that GPU's default stream
 // Threads: call Devices from one thread; use a Device only on its own thread
 // Ranks:   inside one process; World connects processes
 //

@@ -154,9 +154,9 @@ class Strategy {
   // Applies what forward_backward() found.
   virtual void update() = 0;
 
-  // Returns the output with the current parameters, for validation. It is undefined where another rank has it (a pipeline
-  // of ranks: the last stage); then all ranks of StrategyRanks::step call it, those of a pipeline's replica with the same
-  // data.
+  // Returns the output with the current parameters, for validation. It is undefined where another rank has it (a
+  // pipeline of ranks: the last stage); then all ranks of StrategyRanks::step call it, those of a pipeline's replica
+  // with the same data.
   virtual torch::Tensor forward(const torch::Tensor& data) = 0;
 
   // In a pipeline of ranks, parameters and buffers of other stages are meta tensors.

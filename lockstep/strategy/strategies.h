@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// strategy/strategies.h: makes each strategy; the table in strategy.cc lists them. What a strategy does is described at the
-// top of its source.
+// strategy/strategies.h: makes each strategy; the table in strategy.cc lists them. What a strategy does is described at
+// the top of its source.
 //
 // Ranks:   all ranks call
 #pragma once
@@ -15,7 +15,8 @@ std::unique_ptr<Strategy> make_data_parallel(const World& world, const Task& tas
 std::unique_ptr<Strategy> make_averaging(const World& world, const Task& task, const StrategyOptions& options);
 
 // Throws UsageError: a model that can't be cut, stages that do not divide the devices; with several ranks also several
-// devices in a rank, or clipping by norm (no rank has the norm of all gradients). MismatchError: the ranks' models differ.
+// devices in a rank, or clipping by norm (no rank has the norm of all gradients). MismatchError: the ranks' models
+// differ.
 std::unique_ptr<Strategy> make_pipeline(const World& world, const Task& task, const StrategyOptions& options);
 
 // ---- Memory, for a forecast

@@ -55,10 +55,10 @@ const Entry& entry_of(StrategyKind kind) {
   throw UsageError({.what = "StrategyOptions::kind is no strategy", .next = "take one of StrategyKind"});
 }
 
-// Computes in bfloat16 while parameters, their gradients and the update stay in float32: matrix products and convolutions
-// take bfloat16; sums that need more take float32, as autocast's lists say (PyTorch's torch.amp); the output becomes
-// float32, so the loss is computed in it. Micikevicius et al., "Mixed Precision Training" (2018); bfloat16 has float32's
-// range and needs no loss scaling (Kalamkar et al., 2019).
+// Computes in bfloat16 while parameters, their gradients and the update stay in float32: matrix products and
+// convolutions take bfloat16; sums that need more take float32, as autocast's lists say (PyTorch's torch.amp); the
+// output becomes float32, so the loss is computed in it. Micikevicius et al., "Mixed Precision Training" (2018);
+// bfloat16 has float32's range and needs no loss scaling (Kalamkar et al., 2019).
 Task in_precision(Task task, const StrategyOptions& options) {
   if (options.precision == Precision::kFloat32) return task;
   if (options.kind == StrategyKind::kPipeline)

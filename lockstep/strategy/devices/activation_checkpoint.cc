@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// checkpoint() runs the function with a graph, looks in it for the leaves (parameters) that it leads to, and drops it: the
-// activations go with it. What remains is one node of autograd from the inputs and these leaves to the outputs. Its
+// checkpoint() runs the function with a graph, looks in it for the leaves (parameters) that it leads to, and drops it:
+// the activations go with it. What remains is one node of autograd from the inputs and these leaves to the outputs. Its
 // backward runs the function again, on detached inputs, and asks autograd for the gradients of both. So autograd sees
 // every parameter that takes part: hooks, unused parameters and torch::autograd::grad work as without it.
 #include "lockstep/activation_checkpoint.h"
@@ -152,8 +152,8 @@ class Recomputed : public torch::autograd::Function<Recomputed> {
   }
 };
 
-// The leaves that the graph of `outputs` leads to. It may lead out of the function only through the inputs, which have no
-// graph in it, so every node but theirs is younger than `begin`.
+// The leaves that the graph of `outputs` leads to. It may lead out of the function only through the inputs, which have
+// no graph in it, so every node but theirs is younger than `begin`.
 Tensors leaves_of(const Tensors& outputs, std::uint64_t begin, const Tensors& inputs) {
   Tensors leaves;
   std::unordered_set<const Node*> seen;

@@ -76,8 +76,8 @@ class DataParallelStrategy : public ReplicaStrategy {
 
   void restored(std::int64_t) override { follow_model(replicas_); }
 
-  // Every device holds gradients, a GPU parameters too. Device 0 also holds the parameters, the optimizer's state, and the
-  // gathered outputs with their gradient.
+  // Every device holds gradients, a GPU parameters too. Device 0 also holds the parameters, the optimizer's state, and
+  // the gathered outputs with their gradient.
   Report report() const override {
     const Replica& first = replicas_.front();
     std::size_t gradients = 0, alone = 2 * gathered_bytes_;

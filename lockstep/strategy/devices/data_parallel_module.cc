@@ -66,8 +66,8 @@ class DataParallel::Impl {
     torch::Tensor gathered;  // a leaf: each device's graph ends at its own outputs
   };
 
-  // Not by a write that autograd sees: the graphs of earlier forward()s stay valid while the values are the same. If they
-  // are not, device 0's own graph is refused by autograd.
+  // Not by a write that autograd sees: the graphs of earlier forward()s stay valid while the values are the same. If
+  // they are not, device 0's own graph is refused by autograd.
   void replicate() {
     for (const Replica& replica : replicas_) {
       copy_model(module(), *replica.model, /*is_seen=*/false);

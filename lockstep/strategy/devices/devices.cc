@@ -102,8 +102,8 @@ torch::Device Devices::where(int index) const { return state_->where(index); }
 
 void Devices::run(Body body) { state_->run(std::move(body)); }
 
-// Devices that come late must leave `part` alone once the loop was given up. They hold the lock while they use it, so that
-// giving up waits for them.
+// Devices that come late must leave `part` alone once the loop was given up. They hold the lock while they use it, so
+// that giving up waits for them.
 void Devices::parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
                            const std::function<void(std::int64_t, std::int64_t)>& part) {
   struct Loop {

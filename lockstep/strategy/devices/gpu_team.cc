@@ -52,8 +52,8 @@ class GpuTeam {
     if (rank() != 0) copy_between(mine, of(0));
   }
 
-  // Device r sums part r, then copies every other part from the device that has summed it. Nobody else reads part r of r's
-  // tensor before the wait, and nobody writes it after.
+  // Device r sums part r, then copies every other part from the device that has summed it. Nobody else reads part r of
+  // r's tensor before the wait, and nobody writes it after.
   void all_reduce_direct(const torch::Tensor& mine) {
     sum_of_all(mine, rank(), size());
     group_.barrier();
@@ -63,8 +63,8 @@ class GpuTeam {
     }
   }
 
-  // The tensor in p parts. Step s of p-1: device r adds part r-1-s of its left neighbour to its own; afterwards it has the
-  // whole sum of part r+1. Step s of p-1 more: it copies part r-s from the left.
+  // The tensor in p parts. Step s of p-1: device r adds part r-1-s of its left neighbour to its own; afterwards it has
+  // the whole sum of part r+1. Step s of p-1 more: it copies part r-s from the left.
   void all_reduce_ring(const torch::Tensor& mine) {
     const auto part = [&](const torch::Tensor& flat, int i) { return part_of(flat, (i + size()) % size(), size()); };
     const torch::Tensor& left = of(rank() - 1);
@@ -79,8 +79,8 @@ class GpuTeam {
     }
   }
 
-  // Goes up: at distance d = 1, 2, 4, ... each second device of those left adds the one d behind it. Then goes the same way
-  // back, with copies.
+  // Goes up: at distance d = 1, 2, 4, ... each second device of those left adds the one d behind it. Then goes the same
+  // way back, with copies.
   void all_reduce_tree(const torch::Tensor& mine) {
     int distance = 1;
     for (; distance < size(); distance *= 2) {

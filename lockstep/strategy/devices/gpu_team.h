@@ -2,10 +2,10 @@
 // strategy/devices/gpu_team.h: the collectives of lockstep/devices.h between devices that are GPUs of one process, by
 // copies from peer to peer. The steps and bytes are those of docs/collectives.md.
 //
-// Every device lays its tensor on the team's table. Between two waits of the whole team it reads tensors of its peers and
-// writes its own. Nothing here waits for a GPU: a copy between two GPUs runs in the order of both their streams, the
-// waits of the threads make sure that what it depends on was put on these streams before it, and what may overwrite its
-// source after it.
+// Every device lays its tensor on the team's table. Between two waits of the whole team it reads tensors of its peers
+// and writes its own. Nothing here waits for a GPU: a copy between two GPUs runs in the order of both their streams,
+// the waits of the threads make sure that what it depends on was put on these streams before it, and what may overwrite
+// its source after it.
 //
 // Owns:    nothing
 // Threads: each device's own
@@ -20,12 +20,12 @@
 
 namespace lockstep {
 
-// A copy of a dense tensor on the GPU, in the order of both devices' current streams; the tensor itself if it is there. Between
-// GPUs that don't reach each other it goes through pinned memory. Does not block.
+// A copy of a dense tensor on the GPU, in the order of both devices' current streams; the tensor itself if it is there.
+// Between GPUs that don't reach each other it goes through pinned memory. Does not block.
 torch::Tensor brought_to(torch::Device gpu, const torch::Tensor& tensor);
 
-// An all_reduce, reduce or broadcast of `flat`, one-dimensional on this device's GPU, with call.count and call.dtype. table:
-// of the team, with a place for each device. Throws PeerLost, MismatchError.
+// An all_reduce, reduce or broadcast of `flat`, one-dimensional on this device's GPU, with call.count and call.dtype.
+// table: of the team, with a place for each device. Throws PeerLost, MismatchError.
 void run_between_gpus(shm::Group& group, std::vector<torch::Tensor>& table, const Call& call,
                       const torch::Tensor& flat);
 

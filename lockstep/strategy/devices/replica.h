@@ -59,8 +59,8 @@ void share_parameters(Devices& devices, Replicas& replicas);
 // The same without an optimizer.
 void share_memory(const Replicas& replicas);
 
-// Copies parameters and buffers where the memory is not the same. Models of one structure. is_seen: by autograd, so that
-// graphs of the old values can't be used any more.
+// Copies parameters and buffers where the memory is not the same. Models of one structure. is_seen: by autograd, so
+// that graphs of the old values can't be used any more.
 void copy_model(const torch::nn::Module& from, const torch::nn::Module& into, bool is_seen = true);
 
 // After a checkpoint was read into the first replica: copies its parameters and buffers, or these and the optimizer's
@@ -89,7 +89,8 @@ ParameterLists gradients_of(const Replicas& replicas);
 
 // ---- Batches and losses
 
-// A part for every device, on its way to it on a stream of its own. Does not block where the batch lies in pinned memory.
+// A part for every device, on its way to it on a stream of its own. Does not block where the batch lies in pinned
+// memory.
 std::vector<CopiedBatch> start_parts(const Devices& devices, const Batch& batch);
 
 // Returns parts that work may use which is queued from now on, on the GPUs' default streams.
@@ -106,8 +107,9 @@ decltype(auto) for_device(Vector& per_device, const Device& device) {
   return per_device[to_size(device.index())];
 }
 
-// Runs work on every device whose part is not empty, after it has cleared the gradients and begun a new sequence of random
-// numbers. Returns what each device's work returned; undefined where a part is empty. Blocks. Throws as Devices::run does.
+// Runs work on every device whose part is not empty, after it has cleared the gradients and begun a new sequence of
+// random numbers. Returns what each device's work returned; undefined where a part is empty. Blocks. Throws as
+// Devices::run does.
 using ReplicaWork = std::function<torch::Tensor(const Replica& replica, const Batch& part)>;
 Tensors run_replicas(Devices& devices, const Replicas& replicas, const std::vector<Batch>& parts,
                      const ReplicaWork& work, bool clears_gradients = true);

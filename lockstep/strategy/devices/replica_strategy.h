@@ -35,8 +35,8 @@ class ReplicaStrategy : public Strategy {
   ReplicaStrategy(Task task, Replicas replicas, std::unique_ptr<Devices> devices = nullptr)
       : task_(std::move(task)), devices_(std::move(devices)), replicas_(std::move(replicas)) {}
 
-  // The batch's parts, each on its device. What prefetch() has begun to bring is taken from there; what it brought for a step
-  // before is dropped.
+  // The batch's parts, each on its device. What prefetch() has begun to bring is taken from there; what it brought for
+  // a step before is dropped.
   std::vector<Batch> parts_for_devices(const Batch& batch) {
     constexpr std::size_t kAhead = 2;  // this batch and the next: what is older was never asked for
     while (ahead_.size() > kAhead) ahead_.pop_front();
@@ -82,8 +82,8 @@ Number sum_over(const World& world, Number number) {
   return sum.item<Number>();
 }
 
-// Adds the seconds that `work` takes to `total`, shows it as `name`, that of a phase, in a trace and to the launcher, and
-// returns what it returns.
+// Adds the seconds that `work` takes to `total`, shows it as `name`, that of a phase, in a trace and to the launcher,
+// and returns what it returns.
 template <class Work>
 auto timed(double& total, const char* name, const Work& work) {
   const trace::Span span(name);

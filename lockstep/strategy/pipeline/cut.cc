@@ -96,8 +96,8 @@ StagesOption parse_stages(const std::string& text, int devices, int pieces) {
   return option;
 }
 
-// Dynamic programming over prefixes: best[s][end] is the smallest possible cost of the dearest of s stages that share the
-// pieces before `end`. The last of them begins at some `begin`, so best[s][end] is the minimum over `begin` of
+// Dynamic programming over prefixes: best[s][end] is the smallest possible cost of the dearest of s stages that share
+// the pieces before `end`. The last of them begins at some `begin`, so best[s][end] is the minimum over `begin` of
 // max(best[s-1][begin], cost of the pieces begin ... end-1). O(stages * pieces^2).
 Cut balanced_cut(const std::vector<double>& costs, int stages) {
   const auto pieces = static_cast<int>(costs.size());

@@ -32,8 +32,8 @@ StagesOption parse_stages(const std::string& text, int devices, int pieces);
 Cut balanced_cut(const std::vector<double>& costs, int stages);
 
 // Seconds of each piece, forward and backward, on these inputs of the first: the median of three runs, in evaluation
-// mode, so that neither running statistics nor random numbers change. Clears the model's gradients. Afterwards `tensors`
-// are what the last piece returned.
+// mode, so that neither running statistics nor random numbers change. Clears the model's gradients. Afterwards
+// `tensors` are what the last piece returned.
 std::vector<double> measure_pieces(const std::vector<Piece>& pieces, torch::nn::Module& model, Tensors& tensors);
 
 std::vector<Piece> pieces_in(const std::vector<Piece>& pieces, const Range& range);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // A pipeline whose devices are threads of one process: sets of cores, or GPUs.
 //
-// Each device has a part: a model of its own, in which only the tensors of its stage have memory, on the device; the others
-// are meta tensors, as in a stage that is a rank (model/partial_model.h). The whole model, which the optimizer, validation
-// and checkpoints see, has no memory of its own: each of its tensors is that of the first device that holds it. Replicas of
-// a stage, and stages that share a parameter, hold the same tensor:
+// Each device has a part: a model of its own, in which only the tensors of its stage have memory, on the device; the
+// others are meta tensors, as in a stage that is a rank (model/partial_model.h). The whole model, which the optimizer,
+// validation and checkpoints see, has no memory of its own: each of its tensors is that of the first device that holds
+// it. Replicas of a stage, and stages that share a parameter, hold the same tensor:
 //
 //   cores   share the parameter's memory; the optimizer sums the gradients of all holders in the pass that updates, on
 //           the cores of all devices. A buffer is copied: running statistics are of the samples that a replica has seen

@@ -186,8 +186,8 @@ TEST(PipelineRanks, have_the_output_on_the_last_stage) {
   });
 }
 
-// The first arrangement goes by bytes: the second layer is on the second stage. The other one goes by time: the last layer
-// is slow, and has a stage for itself.
+// The first arrangement goes by bytes: the second layer is on the second stage. The other one goes by time: the last
+// layer is slow, and has a stage for itself.
 TEST(PipelineRanks, take_their_pieces_and_state_along_when_the_measured_cut_is_another) {
   Task task = small_task();
   task.make_model = [] {

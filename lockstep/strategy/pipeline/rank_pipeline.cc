@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A pipeline whose devices are ranks, on one machine or several: rank i has stage i % p of replica i / p. Activations travel
-// as messages. A rank has parameters, gradients and optimizer state of its own stage only, from the start
-// (model/partial_model.h): model() has meta tensors in place of the others, and checkpoints are gathered tensor by tensor
-// (train/snapshot.h).
+// A pipeline whose devices are ranks, on one machine or several: rank i has stage i % p of replica i / p. Activations
+// travel as messages. A rank has parameters, gradients and optimizer state of its own stage only, from the start
+// (model/partial_model.h): model() has meta tensors in place of the others, and checkpoints are gathered tensor by
+// tensor (train/snapshot.h).
 //
 // Owns:    this rank's part of the model
 // Threads: one
@@ -83,7 +83,8 @@ class RankPipeline : public Pipeline {
     timed(phases_.update, "update", [&] { optimizer().step(); });
   }
 
-  // Gives the replicas of a stage the first one's buffers: running statistics are of the samples that a replica has seen.
+  // Gives the replicas of a stage the first one's buffers: running statistics are of the samples that a replica has
+  // seen.
   void synchronise() override { broadcast_tensors(of_stage_, buffers_); }
 
   // All ranks of a replica call it with the same data. The last stage returns the output.
@@ -118,9 +119,9 @@ class RankPipeline : public Pipeline {
     return {found, found + seconds.numel()};
   }
 
-  // Tensor by tensor, each from the first stage that has it to those that get it. All ranks go through the tensors in the
-  // same order, and through the stages that get one; so each message is received before its sender goes on, and no rank
-  // has more than one tensor twice.
+  // Tensor by tensor, each from the first stage that has it to those that get it. All ranks go through the tensors in
+  // the same order, and through the stages that get one; so each message is received before its sender goes on, and no
+  // rank has more than one tensor twice.
   void move_to(const Cut& cut) override {
     const torch::NoGradGuard no_grad;
     const StagedTensors before = staged(cut_), after = staged(cut);

@@ -25,8 +25,8 @@ int most_in_flight(PipelineSchedule schedule, int stage, int stages, int micro_b
 
 // Three phases. First `ahead` forward steps fill the stages behind: with 1f1b, stage s of p may be p - s micro-batches
 // ahead, because that many fit between it and the end of the pipeline and back. Then one backward and one forward step
-// in turn, so that `ahead` micro-batches stay in flight. Last, the remaining backward steps. gpipe and naive are the case
-// of ahead = m: all forward, then all backward.
+// in turn, so that `ahead` micro-batches stay in flight. Last, the remaining backward steps. gpipe and naive are the
+// case of ahead = m: all forward, then all backward.
 std::vector<PipelineStep> steps_of_stage(PipelineSchedule schedule, int stage, int stages, int micro_batches) {
   const int ahead = most_in_flight(schedule, stage, stages, micro_batches);
   std::vector<PipelineStep> steps;
@@ -47,8 +47,8 @@ Edges edges_of(const Tensors& outputs) {
 
 namespace {
 
-// The root of a backward: gives gradients to the nodes that the edges lead to, and keeps none. torch's own backward() would
-// keep them until it ends.
+// The root of a backward: gives gradients to the nodes that the edges lead to, and keeps none. torch's own backward()
+// would keep them until it ends.
 struct Handover : torch::autograd::Node {
   Handover(torch::autograd::edge_list edges, Tensors gradients)
       : Node(std::move(edges)), gradients_(std::move(gradients)) {}
@@ -90,9 +90,9 @@ class StageRun {
   StageRun(const Task& task, const StageWork& work, const StageLinks& links)
       : task_(task), work_(work), links_(links) {}
 
-  // Neighbours can't wait for each other: both take their forward steps, and their backward steps, in the order 0, 1, ...
-  // (steps_of_stage), so that messages arrive in the order in which they are asked for; and no send blocks, because a
-  // channel has room for all micro-batches and messages between ranks are sent in the background.
+  // Neighbours can't wait for each other: both take their forward steps, and their backward steps, in the order 0, 1,
+  // ... (steps_of_stage), so that messages arrive in the order in which they are asked for; and no send blocks, because
+  // a channel has room for all micro-batches and messages between ranks are sent in the background.
   StageResult run() {
     const AllocationMeter meter(work_.device);
     for (const PipelineStep& step : work_.steps) step.forward ? forward(step.micro_batch) : backward(step.micro_batch);
@@ -140,8 +140,8 @@ class StageRun {
 
   void backward(int micro_batch) {
     InFlight kept = std::move(in_flight_[micro_batch]);
-    // A neighbour that is late would have this stage keep more and more gradients. No deadlock: until it has received the
-    // last gradient, the stage before needs nothing that this stage does from here on.
+    // A neighbour that is late would have this stage keep more and more gradients. No deadlock: until it has received
+    // the last gradient, the stage before needs nothing that this stage does from here on.
     if (links_.before && work_.device.is_cpu()) links_.before->finish();
     Tensors gradients = links_.behind ? links_.behind->receive() : std::move(kept.seeds);
     const trace::Span span("backward", micro_batch);

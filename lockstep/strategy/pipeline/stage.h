@@ -69,8 +69,8 @@ StageResult run_stage(const Task& task, const StageWork& work, const StageLinks&
 using Edges = std::vector<torch::autograd::Edge>;
 Edges edges_of(const Tensors& outputs);
 
-// Backward from the outputs whose gradient is defined. A gradient that the caller has moved here is freed as soon as backward
-// is done with it.
+// Backward from the outputs whose gradient is defined. A gradient that the caller has moved here is freed as soon as
+// backward is done with it.
 void backward_from(Edges outputs, Tensors gradients);
 
 // The micro-batches of a batch, at most `most`: as even as possible, none of them empty; none at all of an empty batch.
