@@ -10,6 +10,7 @@
 #include "lockstep/base/trace.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
+#include "lockstep/collective/shm/memory/flag.h"
 #include "lockstep/deadline.h"
 #include "lockstep/strategy/devices/thread_generator.h"
 
@@ -19,6 +20,12 @@ namespace {
 constexpr std::chrono::milliseconds kLastChance{100};  // for a device that was late to end by itself
 
 std::atomic<int> threads_left_behind{0};
+
+// Waits for a moment before a thread sleeps: waking it takes longer than a short job.
+template <class Done>
+void spin_until(int spins, const Done& done) {
+  for (int i = 0; i < spins && !done(); ++i) shm::pause();
+}
 
 }  // namespace
 
@@ -69,8 +76,10 @@ void DevicesState::serve(int index) {
 
 // An idle device waits as long as its Devices live: their destructor calls stop().
 bool DevicesState::wait_for_job(int index) {
+  const auto is_posted = [&] { return stopping_ || seat(index).done < jobs_; };
+  spin_until(200, is_posted);
   std::unique_lock lock(mutex_);
-  posted_.wait(lock, [&] { return stopping_ || seat(index).done < jobs_; });
+  posted_.wait(lock, is_posted);
   return !stopping_;
 }
 
@@ -84,10 +93,12 @@ void DevicesState::do_job(Device& device) {
   } catch (...) {
     fail(device.name(), current_error_on(device.where().str()));
   }
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   seat(device.index()).busy += watch.seconds();
   ++seat(device.index()).done;
-  done_.notify_all();
+  const bool was_last = --at_work_ == 0;
+  lock.unlock();
+  if (was_last) done_.notify_all();
 }
 
 void DevicesState::run(Devices::Body body) {
@@ -98,9 +109,14 @@ void DevicesState::run(Devices::Body body) {
                       .likely = "an exception of an earlier step was caught and training went on",
                       .next = "make new devices, or resume from a checkpoint"});
   body_ = std::move(body);
+  at_work_ = count();
   ++jobs_;
+  lock.unlock();
   posted_.notify_all();
-  if (!done_.wait_for(lock, Deadline::after(options_.timeout).left(), [this] { return first_at_work() < 0; })) {
+  const auto is_done = [this] { return at_work_ == 0; };
+  spin_until(100, is_done);  // few: while the scheduling thread spins, a device lacks its core
+  lock.lock();
+  if (!done_.wait_for(lock, Deadline::after(options_.timeout).left(), is_done)) {
     late_ = true;
     const int late = who_is_late();
     lock.unlock();
@@ -170,18 +186,13 @@ PeerLost DevicesState::late_error(int late, const std::string& here) const {
                    .next = "look at the task's functions, or give a longer --timeout"});
 }
 
-// -1: none.
-int DevicesState::first_at_work() {
-  for (int i = 0; i < count(); ++i)
-    if (seat(i).done < jobs_) return i;
-  return -1;
-}
-
-// The one to blame for a wait that took too long: the first device at work that does not wait for another one.
+// The one to blame for a wait that took too long: the first device at work that does not wait for another one; else the
+// first at work.
 int DevicesState::who_is_late() {
-  for (int i = 0; i < count(); ++i)
-    if (seat(i).done < jobs_ && !seat(i).waits) return i;
-  return first_at_work();
+  int late = -1;
+  for (int i = count() - 1; i >= 0; --i)
+    if (seat(i).done < jobs_ && (late < 0 || !seat(i).waits || seat(late).waits)) late = i;
+  return late;
 }
 
 }  // namespace lockstep

@@ -83,7 +83,6 @@ class DevicesState {
   void do_job(Device& device);
   void fail(const std::string& who, std::exception_ptr error);
   PeerLost late_error(int late, const std::string& here) const;
-  int first_at_work();
   int who_is_late();
   int count() const { return options_.count; }
   bool failed();
@@ -98,8 +97,9 @@ class DevicesState {
   std::mutex mutex_;  // of what follows, and of the seats
   std::condition_variable posted_, done_, changed_;
   Devices::Body body_;
-  std::uint64_t jobs_ = 0;  // posted so far
-  bool stopping_ = false;
+  std::atomic<std::uint64_t> jobs_{0};  // posted so far
+  std::atomic<int> at_work_{0};         // devices that have not done the last job
+  std::atomic<bool> stopping_{false};
   bool late_ = false;  // a device was late: its thread is not waited for again
   std::exception_ptr error_;
   bool stopped_ = false;                // by stop() of lockstep/stop.h
