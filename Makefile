@@ -9,7 +9,7 @@ demo_options = --model lenet --data fashion-mnist --strategy ddp --ranks auto --
 
 wheel_path = PYTHONPATH=$(CURDIR)/.deps/wheel-tools PATH=$(CURDIR)/.deps/wheel-tools/bin:$$PATH
 
-.PHONY: help demo wheel deb packaged docs plots test check cuda bench bench-hosts bench-recovery format clean
+.PHONY: help demo wheel deb packaged docs plots hops test check cuda bench bench-hosts bench-recovery format clean
 
 help:  ## lists these commands
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -45,6 +45,11 @@ plots: setup-docs  ## draws README's and docs' plots; COMPARISONS="FOLDER..." th
 	cmake --preset release
 	cmake --build --preset release --target lockstep_command -j $(JOBS)
 	tools/plots.py build/release/bin/lockstep $(COMPARISONS)
+
+hops: setup-test  ## shows the functions that a step and an all-reduce enter, and checks the walks in HACKING.md
+	cmake --preset hops
+	cmake --build --preset hops -j $(JOBS)
+	tools/hops.py --check HACKING.md
 
 # One more at a time than there are cores: many tests wait for others.
 test: setup-test  ## builds and runs what every change has to pass; the rest is `make check`
@@ -101,7 +106,6 @@ bench: setup-pytorch  ## measures lockstep beside PyTorch (downloads 4.7 GB the 
 	build/release/bin/lockstep bench step --json bench/results/step.json
 	bench/startup.py
 	bench/lenet.py
-	bench/accuracy.py
 	build/release/bin/lockstep bench data --json bench/results/data.json
 
 bench-hosts: setup-bench  ## as root: measures several machines, simulated by network namespaces with slow links
@@ -114,7 +118,6 @@ bench-recovery: setup-recovery  ## measures how long a job stands still when a r
 	cmake --preset release
 	cmake --build --preset release --target lockstep_command lockstep_train -j $(JOBS)
 	bench/recovery.py
-	bench/recovery.py soak 10
 
 # Runs the tests of the preset $(1) that ctest's options $(3) choose; their log is called $(2).
 run_tests = ctest --preset $(1) -j $(JOBS) $(3); code=$$?; cp build/$(1)/Testing/Temporary/LastTest.log build/$(1)/$(2).log; \

@@ -12,7 +12,6 @@
 namespace lockstep::bench {
 namespace {
 
-const std::vector<std::string> kAlgorithms{"direct", "central", "ring", "tree"};
 const std::vector<std::string> kMemories{"arena", "ordinary"};
 constexpr const char* kLockstep = "lockstep";
 constexpr const char* kMemcpy = "memcpy";
@@ -20,36 +19,18 @@ constexpr const char* kMemcpy = "memcpy";
 struct CollectivesOptions {
   std::vector<int> ranks{2};
   std::vector<std::string> operations = bench::operations();
-  std::vector<std::string> algorithms{"direct"};
   std::vector<std::string> memories = kMemories;
   std::string dtype = "float32";
   std::size_t max_bytes = std::size_t{256} << 20;
-  bool full = false;
 };
 
-// What one column of the table shows.
-struct Column {
-  std::string name;  // "arena", "ordinary ring", "Gloo"
-  std::string memory;
-  std::string algorithm;
-};
-
-std::vector<Column> lockstep_columns(const CollectivesOptions& options) {
-  std::vector<Column> columns;
-  for (const std::string& algorithm : options.algorithms)
-    for (const std::string& memory : options.memories)
-      columns.push_back({algorithm == "direct" ? memory : concat(memory, " ", algorithm), memory, algorithm});
-  return columns;
-}
-
-// all_reduce at every size; the others, unless all are asked for, at five.
+// all_reduce at every size, the others at five.
 std::vector<std::size_t> sizes_of(const std::string& operation, const CollectivesOptions& options) {
   if (operation == "barrier") return {0};
   std::vector<std::size_t> sizes;
-  const bool all = options.full || operation == "all_reduce";
   for (std::size_t bytes = 4; bytes <= options.max_bytes; bytes *= 4) {
     const bool one_of_five = bytes == 4 || bytes == 4096 || bytes == 262144 || bytes == 4194304 || bytes == 67108864;
-    if (all || one_of_five) sizes.push_back(bytes);
+    if (operation == "all_reduce" || one_of_five) sizes.push_back(bytes);
   }
   return sizes;
 }
@@ -62,9 +43,8 @@ std::vector<Case> cases_of(const CollectivesOptions& options) {
   return cases;
 }
 
-Case in_column(Case one, const Column& column) {
-  one.memory = column.memory;
-  one.algorithm = column.algorithm;
+Case in_memory(Case one, const std::string& memory) {
+  one.memory = memory;
   return one;
 }
 
@@ -109,7 +89,7 @@ Results measure(const Program& program, const CollectivesOptions& options, int r
   };
   for (const Case& one : cases_of(options))
     program.take_turns(concat(ranks, " ranks: ", one.operation, " ", one.bytes), [&](int) {
-      for (const Column& column : lockstep_columns(options)) run(ours, in_column(one, column));
+      for (const std::string& memory : options.memories) run(ours, in_memory(one, memory));
       for (const RunningSystemPtr& peer : theirs) run(peer, one);
       run(ours, copy_of(one));
     });
@@ -134,8 +114,8 @@ struct Page {
 
 std::vector<std::string> heads_of(const Page& page) {
   std::vector<std::string> heads{"operation", "bytes"};
-  for (const Column& column : lockstep_columns(page.options))
-    heads.insert(heads.end(), {column.name, "/Gloo", "/best", "GB/s", "limit"});
+  for (const std::string& memory : page.options.memories)
+    heads.insert(heads.end(), {memory, "/Gloo", "/best", "GB/s", "limit"});
   for (const Peer& peer : page.here) heads.push_back(peer.name);
   heads.emplace_back(kMemcpy);
   return heads;
@@ -154,8 +134,8 @@ std::vector<std::string> row_of(const Page& page, const Case& one) {
   std::vector<std::string> cells{one.operation,
                                  one.bytes > 0 ? with_thousands(static_cast<std::int64_t>(one.bytes)) : ""};
   const auto copy = seconds_of(results, kLockstep, copy_of(one));
-  for (const Column& column : lockstep_columns(page.options)) {
-    const Case mine = in_column(one, column);
+  for (const std::string& memory : page.options.memories) {
+    const Case mine = in_memory(one, memory);
     const auto ours = seconds_of(results, kLockstep, mine);
     cells.push_back(microseconds(ours));
     cells.push_back(times(ratio_to(results, "Gloo", one, mine), 1));
@@ -178,13 +158,10 @@ void print(const Page& page, std::ostream& out) {
 void add_options(Program& program, CollectivesOptions& options) {
   program.list("--ranks", options.ranks, "numbers of processes, such as 2,4,8");
   program.list("--operation", options.operations, "only these")->check(CLI::IsMember(operations()));
-  program.list("--algorithm", options.algorithms, "of lockstep's all_reduce: direct, central, ring, tree")
-      ->check(CLI::IsMember(kAlgorithms));
   program.list("--memory", options.memories, "of lockstep's arrays: arena (World::allocate), ordinary")
       ->check(CLI::IsMember(kMemories));
   program.option("--dtype", options.dtype, "of the elements")->check(CLI::IsMember(dtypes()));
   program.option("--max-bytes", options.max_bytes, "the largest array");
-  program.flag("--full", options.full, "2, 4 and 8 ranks, every algorithm, every operation at every size");
 }
 
 void print_head(const std::vector<Peer>& all) {
@@ -218,11 +195,7 @@ int bench_collectives(int argc, const char* const* argv) {
   Program program("collectives", "Every collective of the shared-memory core beside Gloo, Open MPI and MPICH, in turn.",
                   3);
   add_options(program, options);
-  return program.run(argc, argv, [&] {
-    if (options.full && !program.was_given("--ranks")) options.ranks = {2, 4, 8};
-    if (options.full && !program.was_given("--algorithm")) options.algorithms = kAlgorithms;
-    run(program, options);
-  });
+  return program.run(argc, argv, [&] { run(program, options); });
 }
 
 }  // namespace lockstep::bench

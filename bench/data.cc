@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `lockstep bench data`: loading beside PyTorch's DataLoader and torchvision, packed records beside the disk and the
-// page cache, and a LeNet step with loading beside one without; in turn, medians.
+// `lockstep bench data`: loading beside PyTorch's DataLoader and torchvision, and packed records beside the disk and the
+// page cache; in turn, medians.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -31,20 +31,7 @@ namespace {
 
 // ---- the measurements, each of lockstep alone
 
-struct StepSeconds {
-  double loaded;    // a step with its batch out of the loader
-  double repeated;  // the same step on one batch in memory
-};
-
 constexpr std::int64_t kBatch = 256;
-
-double resident_bytes() {
-  std::ifstream file("/proc/self/statm");
-  double all = 0;
-  double resident = 0;
-  file >> all >> resident;
-  return resident * static_cast<double>(::sysconf(_SC_PAGESIZE));
-}
 
 double run_epoch(Loader& loader, std::int64_t epoch) {
   const Stopwatch watch;
@@ -80,38 +67,6 @@ void drop_from_page_cache(const std::filesystem::path& folder) {
   for_each_shard(folder, [](int fd) { ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED); });
 }
 
-// One block of steps; seconds per step.
-template <class NextBatch>
-double block_of_steps(Strategy& strategy, int steps, NextBatch&& next_batch) {
-  const Stopwatch watch;
-  for (int step = 0; step < steps; ++step) {
-    strategy.forward_backward(next_batch());
-    strategy.update();
-  }
-  return watch.seconds() / steps;
-}
-
-StepSeconds measure_rank(World& world, int blocks) {
-  constexpr int kSteps = 20;
-  at::set_num_threads(1);
-  const auto strategy = make_strategy(world, classification_task<LeNet>("lenet"),
-                                      {.kind = StrategyKind::kDdp, .optimizer = SGDOptions{.lr = 0.01}});
-  Loader loader = make_loader(world, FashionMNIST(), {.batch_size = kBatch, .seed = 1});
-  std::vector<double> loaded;
-  std::vector<double> repeated;
-  Batch kept;
-  for (int block = 0; block <= blocks; ++block) {
-    auto batch = loader.epoch(block).begin();
-    if (block == 0) kept = {(*batch).data.clone(), (*batch).target.clone()};
-    const double with_loading = block_of_steps(*strategy, kSteps, [&]() -> Batch& { return *++batch; });
-    const double without = block_of_steps(*strategy, kSteps, [&]() -> Batch& { return kept; });
-    if (block == 0) continue;  // warms up
-    loaded.push_back(with_loading);
-    repeated.push_back(without);
-  }
-  return {median(loaded), median(repeated)};
-}
-
 // Samples per second of one epoch after another, the first left out; shuffled.
 std::vector<double> epoch_rates(const std::shared_ptr<const Dataset>& dataset, int workers, int epochs,
                                 std::int64_t batch_size = 256) {
@@ -120,17 +75,6 @@ std::vector<double> epoch_rates(const std::shared_ptr<const Dataset>& dataset, i
   std::vector<double> rates;
   for (int epoch = 1; epoch <= epochs; ++epoch) rates.push_back(run_epoch(loader, epoch));
   return rates;
-}
-
-// Resident memory in bytes after each of `epochs` epochs.
-std::vector<double> memory_after_epochs(const std::shared_ptr<const Dataset>& dataset, int workers, int epochs) {
-  Loader loader(World::single(), dataset, {.batch_size = kBatch, .seed = 1, .workers = workers});
-  std::vector<double> bytes;
-  for (int epoch = 0; epoch < epochs; ++epoch) {
-    run_epoch(loader, epoch);
-    bytes.push_back(resident_bytes());
-  }
-  return bytes;
 }
 
 // FOLDER/CLASS/N.jpg: synthetic photographs of 500 x 375 pixels.
@@ -196,16 +140,6 @@ double file_rate(const std::filesystem::path& folder, bool cold) {
     }
   });
   return bytes / watch.seconds();
-}
-
-// LeNet on Fashion-MNIST, a rank of one thread per core; medians over blocks of steps, in turn.
-StepSeconds lenet_step(int ranks, int blocks) {
-  StepSeconds found{};
-  run_ranks(ranks, [&](World& world) {
-    const StepSeconds mine = measure_rank(world, blocks);
-    if (world.rank() == 0) found = mine;
-  });
-  return found;
 }
 
 // ---- the comparison
@@ -276,10 +210,6 @@ void bench_fashion(const DataOptions& options, Report& report) {
                   {"lockstep, in the training thread", [&](int) { return epoch_rates(dataset, 0, 3); }},
                   {"lockstep, 1 worker", [&](int) { return epoch_rates(dataset, 1, 3); }}});
   report.print("Fashion-MNIST, batches of 256, shuffled, normalised: images/s");
-
-  const std::vector<double> bytes = memory_after_epochs(dataset, 1, 10);
-  std::cout << "memory after epoch 1: " << human_bytes(static_cast<std::uint64_t>(bytes.front()))
-            << ", after epoch 10: " << human_bytes(static_cast<std::uint64_t>(bytes.back())) << '\n';
 }
 
 void bench_jpeg(const DataOptions& options, const TemporaryFolder& scratch, Report& report) {
@@ -314,15 +244,6 @@ void bench_packed(const DataOptions& options, const TemporaryFolder& scratch, Re
   report.print("Packed records of 112 KiB, one thread: GB/s");
 }
 
-void bench_loading_step(int turns) {
-  const int cores = static_cast<int>(usable_cores().size());
-  const StepSeconds found = lenet_step(cores, 3 * turns);
-  std::cout << "\nLeNet step, batch 256, " << cores << " ranks of one thread and one core\n"
-            << "on one repeated batch  " << human_seconds(found.repeated) << "\nwith loading           "
-            << human_seconds(found.loaded) << "  " << fixed(100 * (found.loaded / found.repeated - 1), 1)
-            << " % more\n";
-}
-
 }  // namespace
 
 int bench_data(int argc, const char* const* argv) {
@@ -341,7 +262,6 @@ int bench_data(int argc, const char* const* argv) {
     bench_fashion(options, report);
     bench_jpeg(options, scratch, report);
     bench_packed(options, scratch, report);
-    bench_loading_step(program.turns());
     report.save();
   });
 }

@@ -89,7 +89,6 @@ class Program {
   // Parses the command line, calls `body` and returns the exit code: 0, or 2 after options that make no sense, which are
   // named on stderr.
   int run(int argc, const char* const* argv, const std::function<void()>& body);
-  bool was_given(const std::string& name) const { return app_.count(name) > 0; }
 
   int turns() const { return turns_; }
   // Calls `turn` --turns times. Each call measures every system once, so that what else happens on the machine meets

@@ -9,7 +9,6 @@
 
 #include "bench/harness.h"
 #include "bench/plan_cases.h"
-#include "bench/plan_curves.h"
 #include "bench/plan_measured.h"
 #include "bench/plan_rounds.h"
 #include "lockstep/base/file.h"
@@ -23,10 +22,8 @@ struct PlanOptions {
   std::vector<std::string> models;
   std::vector<int> hosts;
   std::vector<int> link_mbit{100, 1000};
-  bool sleeping = false;
   bool held_out = false;
   int rounds = 3;
-  bool curves = false;
   std::string only;   // part of a case's name
   std::string again;  // file with what was measured before
 };
@@ -43,14 +40,14 @@ double mean_error(const PlanResults& results, const std::function<double(const P
 
 // By how much steps of the recommended choice take longer than those of the fastest: both are trained again, in turn, as what
 // was measured minutes apart differs by itself.
-double measured_loss(const PlanCase& chosen, const PlanCase& fastest, const plan::Profile& profile) {
+double measured_loss(const PlanCase& chosen, const PlanCase& fastest, int cores) {
   constexpr int kTurns = 3;
   if (chosen.name() == fastest.name()) return 0;
   show_progress(concat(chosen.name(), " and ", fastest.choice.name(), " in turn"));
   Turns of_chosen, of_fastest;
   for (int turn = 0; turn < kTurns; ++turn) {
-    of_chosen.push_back(measure_case(chosen, profile).step);
-    of_fastest.push_back(measure_case(fastest, profile).step);
+    of_chosen.push_back(measure_case(chosen, cores).step);
+    of_fastest.push_back(measure_case(fastest, cores).step);
   }
   return median_ratio(of_chosen, of_fastest) - 1;
 }
@@ -78,9 +75,9 @@ void compare_choices(const PlanResults& results, const std::vector<PlanRound>& r
   for (const auto& [name, all] : targets) {
     const PlanResult& chosen = recommended(all);
     const PlanResult& fastest = *std::ranges::min_element(all, {}, undrifted_step);
-    const plan::Profile& profile = rounds.back().profiles.at(chosen.one.model);
+    const int cores = rounds.back().profiles.at(chosen.one.model).cores;
     const double loss =
-        again ? undrifted_step(chosen) / undrifted_step(fastest) - 1 : measured_loss(chosen.one, fastest.one, profile);
+        again ? undrifted_step(chosen) / undrifted_step(fastest) - 1 : measured_loss(chosen.one, fastest.one, cores);
     if (loss <= 0.05) ++good;
     table.add({name, chosen.one.choice.name(), fastest.one.choice.name(), percent(loss, 1)});
     json["choices"].push_back({{"target", name},
@@ -97,7 +94,6 @@ void compare_choices(const PlanResults& results, const std::vector<PlanRound>& r
 std::string group_of(const PlanResult& result, int cores) {
   const bool crowded = result.all_devices() > cores;
   const std::string held_out = result.one.held_out() ? ", held out" : "";
-  if (result.one.sleeps) return "hosts that sleep" + held_out;
   if (result.between_hosts()) return (crowded ? "hosts, more than cores" : "hosts, a core for each") + held_out;
   return (crowded ? "more devices than cores" : "a core for each device") + held_out;
 }
@@ -115,12 +111,10 @@ void print_means(const PlanResults& results, int cores, Json& json) {
   for (const auto& [name, some] : groups) {
     const double step = mean_error(some, [](const PlanResult&each) { return each.step_error; }),
                  memory = mean_error(some, std::mem_fn(&PlanResult::memory_error));
-    const bool links = some.front().between_hosts(), sleep = some.front().one.sleeps;
+    const bool links = some.front().between_hosts();
     const double link = links ? mean_error(some, std::mem_fn(&PlanResult::link_error)) : 0;
-    table.add(
-        {name, concat(some.size()), percent(step, 1), sleep ? "" : percent(memory, 1), links ? percent(link, 1) : ""});
-    json["mean_errors"][name] = {{"cases", some.size()}, {"step", step}};
-    if (!sleep) json["mean_errors"][name]["memory"] = memory;
+    table.add({name, concat(some.size()), percent(step, 1), percent(memory, 1), links ? percent(link, 1) : ""});
+    json["mean_errors"][name] = {{"cases", some.size()}, {"step", step}, {"memory", memory}};
     if (links) json["mean_errors"][name]["link_bytes"] = link;
   }
   std::cout << '\n';
@@ -160,8 +154,8 @@ void print_cases(const PlanResults& results, Json& json) {
                                    milliseconds(each.measured.step),
                                    signed_percent(each.step_error),
                                    fixed(each.forecast.memory / 1e6, 0),
-                                   each.one.sleeps ? "" : fixed(each.measured.memory / 1e6, 0),
-                                   each.one.sleeps ? "" : signed_percent(each.memory_error())};
+                                   fixed(each.measured.memory / 1e6, 0),
+                                   signed_percent(each.memory_error())};
     if (links)
       cells.insert(cells.end(), {fixed(each.forecast.link_bytes / 1e3, 1), fixed(each.measured.link_bytes / 1e3, 1),
                                  signed_percent(each.link_error(), 1)});
@@ -173,13 +167,13 @@ void print_cases(const PlanResults& results, Json& json) {
 
 // ---- The cases
 
-// With --again what the file has of hosts and of such that sleep is taken, unless --hosts says which.
+// With --again all hosts of the file are taken, unless --hosts says which.
 bool is_wanted(const PlanCase& one, const PlanOptions& options) {
   const auto among = [](const auto& some, const auto& value) { return std::ranges::count(some, value) > 0; };
   if (one.held_out() && !options.held_out) return false;
   if (!options.models.empty() && !among(options.models, one.model)) return false;
   if (one.hosts > 1 && !among(options.link_mbit, one.link_mbit)) return false;
-  if (!options.hosts.empty() && (!among(options.hosts, one.hosts) || one.sleeps != options.sleeping)) return false;
+  if (!options.hosts.empty() && !among(options.hosts, one.hosts)) return false;
   return one.name().find(options.only) != std::string::npos;
 }
 
@@ -187,7 +181,7 @@ std::vector<PlanRound> rounds_of(const PlanOptions& options) {
   std::vector<PlanRound> rounds;
   const auto is_left_out = [&](const auto& each) { return !is_wanted(each, options); };
   if (options.again.empty()) {
-    std::vector<PlanCase> cases = options.hosts.empty() ? plan_cases() : plan_cases_of_hosts(options.sleeping);
+    std::vector<PlanCase> cases = options.hosts.empty() ? plan_cases() : plan_cases_of_hosts();
     std::erase_if(cases, is_left_out);
     for (int round = 0; round < options.rounds && !cases.empty(); ++round) rounds.push_back(measure_round(cases));
   } else {
@@ -227,12 +221,6 @@ void run(const Program& program, const PlanOptions& options) {
   program.save(json);
 }
 
-void run_curves(const Program& program) {
-  Json json;
-  print_curves(std::cout, json);
-  program.save(json);
-}
-
 }  // namespace
 
 int bench_plan(int argc, const char* const* argv) {
@@ -240,11 +228,10 @@ int bench_plan(int argc, const char* const* argv) {
   Program program("plan", "Forecasts of lockstep plan beside measurements of the same run, on this machine.", 1);
   program.list("--models", options.models, "only these; all by default")
       ->check(CLI::IsMember({"lenet", "mlp", "gpt-mini"}));
-  CLI::Option* const hosts =
-      program
-          .list("--hosts", options.hosts,
-                "between so many hosts of one device (2, 4, 8), as root, instead of on one machine")
-          ->check(CLI::IsMember({2, 4, 8}));
+  program
+      .list("--hosts", options.hosts,
+            "between so many hosts of one device (2, 4, 8), as root, instead of on one machine")
+      ->check(CLI::IsMember({2, 4, 8}));
   program.list("--link-mbit", options.link_mbit, "with --hosts: links of so many Mb/s in each direction (100, 1000)")
       ->check(CLI::IsMember({100, 1000}));
   program.option("--only", options.only, "cases with this in their names, such as 'dist_sync, 8 servers'");
@@ -252,12 +239,8 @@ int bench_plan(int argc, const char* const* argv) {
       .option("--again", options.again, "forecasts beside the measurements in this file of --json; measures nothing")
       ->check(CLI::ExistingFile);
   program.option("--rounds", options.rounds, "medians of so many")->check(CLI::Range(1, 100));
-  program.flag("--sleeping", options.sleeping, "with --hosts: every host sleeps as long as it would compute")
-      ->needs(hosts);
   program.flag("--held-out", options.held_out, "also the half of the cases that is held out");
-  program.flag("--curves", options.curves,
-               "forecasts beside scaling curves that others have published; measures nothing");
-  return program.run(argc, argv, [&] { options.curves ? run_curves(program) : run(program, options); });
+  return program.run(argc, argv, [&] { run(program, options); });
 }
 
 }  // namespace lockstep::bench

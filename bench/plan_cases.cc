@@ -58,7 +58,7 @@ std::vector<Choice> choices_between(const Model& model, int hosts) {
 }  // namespace
 
 std::string PlanCase::target() const {
-  if (hosts > 1) return concat(model, ", ", hosts, sleeps ? " sleeping" : "", " hosts, ", link_mbit, " Mb/s");
+  if (hosts > 1) return concat(model, ", ", hosts, " hosts, ", link_mbit, " Mb/s");
   return concat(model, ", ", devices, devices == 1 ? " device" : " devices");
 }
 
@@ -89,18 +89,14 @@ std::vector<PlanCase> plan_cases() {
   return cases;
 }
 
-std::vector<PlanCase> plan_cases_of_hosts(bool sleep) {
+std::vector<PlanCase> plan_cases_of_hosts() {
   std::vector<PlanCase> cases;
   for (const Model& model : kModels)
     for (const int hosts : kHosts)
       for (const int link : kLinks)
         for (const Choice& choice : choices_between(model, hosts))
-          cases.push_back({.model = model.name,
-                           .batch = model.batch,
-                           .hosts = hosts,
-                           .link_mbit = link,
-                           .choice = choice,
-                           .sleeps = sleep});
+          cases.push_back(
+              {.model = model.name, .batch = model.batch, .hosts = hosts, .link_mbit = link, .choice = choice});
   return cases;
 }
 

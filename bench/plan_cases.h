@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "lockstep/optimizers.h"
-#include "lockstep/plan/measure.h"
-#include "lockstep/plan/target.h"
+#include "tools/plan/measure.h"
+#include "tools/plan/target.h"
 
 namespace lockstep::bench {
 
@@ -24,9 +24,8 @@ struct PlanCase {
   int link_mbit = 0;  // of each host, in each direction; of one host 0
   int devices = 1;    // of each host
   plan::Choice choice;
-  bool sleeps = false;  // instead of computing (bench/plan_sleeping.h)
 
-  std::string target() const;  // "lenet, 2 devices", "lenet, 4 hosts, 100 Mb/s", "lenet, 4 sleeping hosts, 100 Mb/s"
+  std::string target() const;  // "lenet, 2 devices", "lenet, 4 hosts, 100 Mb/s"
   std::string name() const;    // with the choice: "lenet, 2 devices: ddp"
   bool held_out() const;       // half of them, by a hash of the name
   bool has_device_threads() const { return hosts == 1 && choice.has_device_threads(); }
@@ -42,7 +41,7 @@ std::vector<PlanCase> plan_cases();
 
 // Between hosts of one device each: three models, every strategy that trains over machines, 2, 4 and 8 hosts, links of 100 Mb/s
 // and 1 Gb/s.
-std::vector<PlanCase> plan_cases_of_hosts(bool sleep);
+std::vector<PlanCase> plan_cases_of_hosts();
 std::vector<std::string> left_out_of_hosts();  // what is in no case, and why: a line each
 
 }  // namespace lockstep::bench

@@ -13,7 +13,6 @@
 
 #include "bench/harness.h"
 #include "bench/network.h"
-#include "bench/plan_sleeping.h"
 #include "bench/plan_yardstick.h"
 #include "bench/processes.h"
 #include "lockstep/base/file.h"
@@ -24,15 +23,14 @@
 #include "lockstep/launch/launcher.h"
 #include "lockstep/memory.h"
 #include "lockstep/models.h"
-#include "lockstep/plan/measured_steps.h"
 #include "lockstep/sampler.h"
 #include "lockstep/strategy.h"
 #include "lockstep/train/builtin.h"
+#include "tools/plan/measured_steps.h"
 
 namespace lockstep::bench {
 namespace {
 
-using plan::Choice;
 using plan::Method;
 
 constexpr std::chrono::minutes kLongestCase{10};
@@ -40,42 +38,8 @@ constexpr std::chrono::minutes kLongestCase{10};
 int servers_of(const PlanCase& one) { return one.choice.has_servers() ? one.choice.servers : 0; }
 
 StrategyOptions strategy_of(const PlanCase& one) {
-  const Choice& choice = one.choice;
-  StrategyOptions options{.optimizer = plan_optimizer(), .seed = 1};
+  StrategyOptions options = one.choice.options({.optimizer = plan_optimizer(), .seed = 1});
   options.devices = one.has_device_threads() ? one.devices : 1;
-  options.compression.kind = choice.compression;
-  switch (choice.method) {
-    case Method::kSingle: options.kind = StrategyKind::kSingle; break;
-    case Method::kDdp:
-      options.kind = StrategyKind::kDdp;
-      options.ddp.bucket_mib = std::max(1, static_cast<int>(choice.bucket_bytes) >> 20);
-      break;
-    case Method::kTowers:
-      options.kind = StrategyKind::kTowers;
-      options.towers.update = choice.update_on_cpu ? UpdatePlace::kCpu : UpdatePlace::kDevice;
-      break;
-    case Method::kDataParallel: options.kind = StrategyKind::kDataParallel; break;
-    case Method::kStoreLocal: options.kind = StrategyKind::kKVStore; break;
-    case Method::kStoreSync:
-    case Method::kStoreAsync:
-    case Method::kStoreBounded:
-      options.kind = StrategyKind::kKVStore;
-      options.kvstore.kind = choice.method == Method::kStoreSync    ? KVStoreKind::kDistSync
-                             : choice.method == Method::kStoreAsync ? KVStoreKind::kDistAsync
-                                                                    : KVStoreKind::kDistBounded;
-      options.kvstore.staleness = choice.staleness;
-      options.kvstore.servers = choice.servers;
-      break;
-    case Method::kAveraging:
-      options.kind = StrategyKind::kAveraging;
-      options.averaging.every = choice.average_every;
-      break;
-    case Method::kPipeline:
-      options.kind = StrategyKind::kPipeline;
-      options.pipeline = {
-          .stages = concat(choice.stages), .micro_batches = choice.micro_batches, .schedule = choice.order};
-      break;
-  }
   return options;
 }
 
@@ -129,12 +93,12 @@ Windows windows_for(const PlanCase& one, double step) {
 
 class MeasuredTraining {
  public:
-  MeasuredTraining(const PlanCase& one, const plan::Profile& profile, World world, Worker worker)
+  MeasuredTraining(const PlanCase& one, int cores, World world, Worker worker)
       : one_(one),
-        cores_(profile.cores),
+        cores_(cores),
         world_(std::move(world)),
         worker_(worker),
-        task_(one.sleeps ? sleeping_task(model_task(one.model), profile) : model_task(one.model)),
+        task_(model_task(one.model)),
         data_(load_datasets({.data = "auto"}, task_)),
         strategy_(make_strategy(world_, task_, options_of(one, /*serves=*/!worker))),
         batch_(part_of(data_, one, worker)) {}
@@ -150,7 +114,7 @@ class MeasuredTraining {
     const Links before = read(read_links);
     steps(counted);
     const Links after = read(read_links);
-    MeasuredCase found{.memory = one_.sleeps ? 0 : memory()};
+    MeasuredCase found{.memory = memory()};
     for (std::size_t host = 0; host < after.size(); ++host)
       found.link_bytes = std::max({found.link_bytes, (after[host].sent - before[host].sent) / counted,
                                    (after[host].received - before[host].received) / counted});
@@ -166,11 +130,10 @@ class MeasuredTraining {
   }
 
   void measure_windows(const Windows& windows, MeasuredCase& found) {
-    std::optional<Yardstick> yardstick;
-    if (!one_.sleeps) yardstick.emplace(one_, cores_, world_, worker_, data_);
+    Yardstick yardstick(one_, cores_, world_, worker_, data_);
     Turns seconds, by_itself, busy;
     for (int i = 0; i < windows.count; ++i) {
-      by_itself.push_back(yardstick ? yardstick->seconds() : 0);
+      by_itself.push_back(yardstick.seconds());
       steps(steps_between_averages(one_));  // what the pause has cooled down: caches, TCP's window
       const double before = busy_seconds_of_cores();
       seconds.push_back(slowest(steps(windows.steps)));
@@ -217,24 +180,23 @@ class MeasuredTraining {
 };
 
 // Rank 0 writes what was measured to `results`.
-int train_rank(const PlanCase& one, const plan::Profile& profile, Worker worker, const std::string& results,
-               const ReadLinks& read_links) {
+int train_rank(const PlanCase& one, int cores, Worker worker, const std::string& results, const ReadLinks& read_links) {
   keep_freed_memory();
   const World world = World::from_env();
   at::set_num_threads(threads_of(one, worker));
-  const MeasuredCase found = MeasuredTraining(one, profile, world, worker).measure(read_links);
+  const MeasuredCase found = MeasuredTraining(one, cores, world, worker).measure(read_links);
   if (world.rank() == 0) write_file(results, to_json(found).dump());
   return 0;
 }
 
 // ---- Starting them
 
-void measure_on_one_machine(const PlanCase& one, const plan::Profile& profile, const std::string& results) {
+void measure_on_one_machine(const PlanCase& one, int cores, const std::string& results) {
   const int servers = servers_of(one);
   const auto rank = [&] {
     const char* const number = std::getenv("RANK");
     const int worker = (number == nullptr ? 0 : std::atoi(number)) - servers;
-    return train_rank(one, profile, worker < 0 ? Worker() : worker, results, {});
+    return train_rank(one, cores, worker < 0 ? Worker() : worker, results, {});
   };
   const LaunchResult ended = launch({.ranks = servers + (one.has_device_threads() ? 1 : one.devices),
                                      .servers = servers,
@@ -301,7 +263,7 @@ Links bytes_of_links(const Network& network) {
   return links;
 }
 
-void measure_on_hosts(const PlanCase& one, const plan::Profile& profile, const std::string& results) {
+void measure_on_hosts(const PlanCase& one, int cores, const std::string& results) {
   const Network network(one.hosts, link_of(one));
   const HostRanks ranks = ranks_of(one);
   const std::string secret = new_secret();
@@ -310,7 +272,7 @@ void measure_on_hosts(const PlanCase& one, const plan::Profile& profile, const s
     const HostRank& place = ranks[static_cast<std::size_t>(rank)];
     const auto body = [&, place] {
       network.host(place.host).enter();
-      return train_rank(one, profile, place.serves ? Worker() : place.host, results,
+      return train_rank(one, cores, place.serves ? Worker() : place.host, results,
                         [&network] { return bytes_of_links(network); });
     };
     processes.emplace_back(ProcessOptions{
@@ -345,10 +307,10 @@ MeasuredCase measured_in(const Json& json) {
           .steps = json.at("steps")};
 }
 
-MeasuredCase measure_case(const PlanCase& one, const plan::Profile& profile) {
+MeasuredCase measure_case(const PlanCase& one, int cores) {
   const TemporaryFolder folder;
   const std::string results = folder.file("results");
-  one.hosts == 1 ? measure_on_one_machine(one, profile, results) : measure_on_hosts(one, profile, results);
+  one.hosts == 1 ? measure_on_one_machine(one, cores, results) : measure_on_hosts(one, cores, results);
   return measured_in(Json::parse(read_file(results)));
 }
 

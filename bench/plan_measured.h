@@ -8,15 +8,14 @@
 
 #include "bench/harness.h"
 #include "bench/plan_cases.h"
-#include "lockstep/plan/profile.h"
+#include "tools/plan/profile.h"
 
 namespace lockstep::bench {
 
 struct MeasuredCase {
-  double step = 0;  // seconds: the median over windows of steps, of the slowest rank
-  double by_itself =
-      0;  // seconds of a device's forward and backward, between the windows (bench/plan_yardstick.h); 0: it sleeps
-  double memory = 0;      // bytes: what each process has of its own, and once what they share; 0 where computing sleeps
+  double step = 0;        // seconds: the median over windows of steps, of the slowest rank
+  double by_itself = 0;   // seconds of a device's forward and backward, between the windows (bench/plan_yardstick.h)
+  double memory = 0;      // bytes: what each process has of its own, and once what they share
   double link_bytes = 0;  // of a step, on the busiest link in one direction: frames with all headers; one machine: 0
   double cores_busy = 0;  // seconds of all cores of this machine for a step
   int steps = 0;          // that were timed
@@ -34,8 +33,8 @@ struct MeasuredLink {
 // As the case's hosts have them; on one machine there are none.
 MeasuredLink measure_link(const PlanCase& one);
 
-// `profile`: of its model, for what sleeps. Blocks until all processes have ended. Throws SystemError: one of them failed, or,
+// `cores`: of this machine. Blocks until all processes have ended. Throws SystemError: one of them failed, or,
 // between hosts, they took too long.
-MeasuredCase measure_case(const PlanCase& one, const plan::Profile& profile);
+MeasuredCase measure_case(const PlanCase& one, int cores);
 
 }  // namespace lockstep::bench

@@ -2,13 +2,16 @@
 #include "bench/plan_rounds.h"
 
 #include <functional>
+#include <numeric>
 
 #include "bench/plan_yardstick.h"
 #include "lockstep/base/median.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
-#include "lockstep/plan/measure.h"
-#include "lockstep/plan/measured_steps.h"
+#include "tools/plan/measure.h"
+#include "tools/plan/measured_steps.h"
+#include "tools/plan/wire.h"
 
 namespace lockstep::bench {
 namespace {
@@ -18,38 +21,66 @@ plan::Profile profile_of(const PlanCase& one) {
   return plan::measure(subject_of(one));
 }
 
-// The hosts share this machine's cores and memory.
-plan::Target target_of(const PlanCase& one, const MeasuredLink& link) {
-  plan::Target target{.devices = one.devices, .batch = one.batch, .servers = one.choice.servers};
+plan::Target target_of(const PlanCase& one, const MeasuredLink& link, int cores) {
+  plan::Target target{.devices = one.devices, .batch = one.batch};
   if (one.hosts == 1) return target;
   target.machines = one.hosts;
-  target.on_one_machine = true;
+  target.cores = std::max(1, cores / one.hosts);
   target.link_rate = one.link_mbit * 1e6 / 8;
   target.link_latency = link.latency;
-  target.work_of_link_byte = link.work_of_byte;
-  target.sleeps = one.sleeps;
   return target;
 }
 
-// What computing takes on a machine that is slower by that factor.
-plan::Profile slower_by(double factor, plan::Profile profile) {
-  for (plan::Curve& curve : profile.curves)
-    for (plan::StepTimes& point : curve.points) plan::scale(point, factor);
-  for (plan::CompressionTimes& each : profile.compression)
-    for (double* const part : {&each.encode, &each.decode}) *part *= factor;
-  profile.loss *= factor;
+// The hosts are network namespaces on this machine. All of them together have its cores, on which each device has a seat.
+plan::Schedule on_this_machine(plan::Schedule hosts, const plan::Profile& profile, const plan::Target& target) {
+  const plan::Target together{.devices = target.machines * target.devices, .batch = target.batch};
+  const plan::Schedule here = plan::schedule(profile, together, {.method = plan::Method::kDdp}, /*steps=*/0);
+  auto& resources = hosts.simulation.resources;
+  std::vector<int> place(resources.size());  // of each resource
+  std::iota(place.begin(), place.end(), 0);
+  for (const int cores : hosts.cores) place[to_size(cores)] = hosts.cores.front();
+  for (std::size_t i = 0; i < hosts.seats.size(); ++i)
+    place[to_size(hosts.seats[i])] = hosts.seats[i % to_size(profile.cores)];
+  resources[to_size(hosts.cores.front())] = here.simulation.resources[to_size(here.cores.front())];
+  for (plan::Activity& activity : hosts.simulation.activities)
+    for (int& resource : activity.uses) resource = place[to_size(resource)];
+  return hosts;
+}
+
+double forecast_step(const plan::Profile& profile, const plan::Target& target, const plan::Choice& choice) {
+  plan::Schedule made = plan::schedule(profile, target, choice, plan::steps_for(choice));
+  if (target.machines > 1) made = on_this_machine(std::move(made), profile, target);
+  return plan::seconds_of_step(choice, made, made.simulation.run());
+}
+
+// Messages take what they take over loopback, and what shaping and carrying their bytes takes more.
+plan::Profile with_link(plan::Profile profile, const MeasuredLink& link) {
+  for (plan::SizedTime& each : profile.loopback_work) {
+    const plan::MessageBytes wire = plan::bytes_on_wire(each.bytes);
+    each.seconds += 2 * link.work_of_byte * (wire.there + wire.back);
+  }
   return profile;
 }
 
-// How fast devices are by themselves is measured with the profile and again with the case. Of the case nothing else is used.
-PlanResult result_of(const CaseInRound& found, const plan::Profile& profile) {
+// The profile of a machine that computes slower by that factor.
+plan::Profile slower_by(double factor, plan::Profile profile) {
+  for (plan::Curve& curve : profile.curves)
+    for (plan::StepTimes& point : curve.points) plan::scale(point, factor);
+  return profile;
+}
+
+// How fast devices are by themselves is measured with the profile and again with the case. A forecast uses nothing else of the case.
+PlanResult result_of(const CaseInRound& found, const plan::Profile& measured) {
   const PlanCase& one = found.one;
-  const plan::Target target = target_of(one, found.link);
+  const plan::Profile profile = with_link(measured, found.link);
+  const plan::Target target = target_of(one, found.link, profile.cores);
   PlanResult result{.one = one, .measured = found.measured, .link = found.link};
-  if (const auto then = seconds_when_profiled(profile, one); then && !one.sleeps)
-    result.drift = found.measured.by_itself / *then;
-  result.undrifted = plan::seconds_of_step(profile, target, one.choice);
-  result.forecast = plan::forecast(slower_by(result.drift, profile), target, one.choice);
+  if (const auto then = seconds_when_profiled(profile, one)) result.drift = found.measured.by_itself / *then;
+  const plan::Profile drifted = slower_by(result.drift, profile);
+  result.undrifted = forecast_step(profile, target, one.choice);
+  result.forecast = plan::forecast(drifted, target, one.choice);
+  result.forecast.step = forecast_step(drifted, target, one.choice);
+  result.forecast.memory = profile.common_bytes + one.hosts * (result.forecast.memory - profile.common_bytes);
   result.step_error = result.forecast.step / found.measured.step - 1;
   return result;
 }
@@ -104,7 +135,8 @@ PlanRound measure_round(const std::vector<PlanCase>& cases) {
     const auto [link, is_new] = links.try_emplace(one.link_mbit);
     if (is_new) link->second = measure_link(one);
     show_progress(one.name());
-    round.cases.push_back({.one = one, .measured = measure_case(one, round.profiles[one.model]), .link = link->second});
+    round.cases.push_back(
+        {.one = one, .measured = measure_case(one, round.profiles[one.model].cores), .link = link->second});
   }
   show_progress("");
   return round;
@@ -119,8 +151,7 @@ Json to_json(const PlanRound& round) {
 
 PlanRound round_in(const Json& json, const std::string& source) try {
   std::vector<PlanCase> cases = plan_cases();
-  for (const bool sleep : {false, true})
-    for (const PlanCase& one : plan_cases_of_hosts(sleep)) cases.push_back(one);
+  for (const PlanCase& one : plan_cases_of_hosts()) cases.push_back(one);
   PlanRound round;
   for (const auto& [model, profile] : json.at("profiles").items()) {
     round.profiles[model] = plan::profile_in(profile.dump(), concat(source, ", profile of ", model));

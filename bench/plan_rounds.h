@@ -13,8 +13,8 @@
 #include "bench/harness.h"
 #include "bench/plan_cases.h"
 #include "bench/plan_measured.h"
-#include "lockstep/plan/forecast.h"
-#include "lockstep/plan/profile.h"
+#include "tools/plan/forecast.h"
+#include "tools/plan/profile.h"
 
 namespace lockstep::bench {
 

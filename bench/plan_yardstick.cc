@@ -58,7 +58,7 @@ double Yardstick::seconds() {
 double Yardstick::step() {
   if (!training_) return 0;
   const plan::StepTimes times = training_->step(batch_);
-  return times.forward + times.backward;
+  return times.computing();
 }
 
 std::optional<double> seconds_when_profiled(const plan::Profile& profile, const PlanCase& one) {
@@ -70,8 +70,7 @@ std::optional<double> seconds_when_profiled(const plan::Profile& profile, const 
   const auto curve = std::ranges::find_if(profile.curves, is_it);
   if (curve == profile.curves.end()) return {};
   const plan::StepTimes times = plan::times_for(*curve, static_cast<double>(one.samples_of_device()));
-  const double handovers = curve->in_one_process ? 2 * profile.handover : 0;  // the curve is without them
-  return times.forward + times.backward + handovers;
+  return times.computing();
 }
 
 }  // namespace lockstep::bench

@@ -9,8 +9,8 @@
 #include <optional>
 
 #include "bench/plan_cases.h"
-#include "lockstep/plan/measured_steps.h"
 #include "lockstep/world.h"
+#include "tools/plan/measured_steps.h"
 
 namespace lockstep::bench {
 

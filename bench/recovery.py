@@ -5,7 +5,6 @@ repeated, and goodput, with lockstep, torchrun (from a checkpoint of every 50 st
 the package lockstep (a wheel in a virtual environment), a loop of one's own in Python too, with a spare process and without.
 
     bench/recovery.py [ROUNDS]
-    bench/recovery.py soak MINUTES [RANKS]   a rank is killed every 20 s; the final state is that of an undisturbed run
 """
 import importlib.util
 import json
@@ -218,94 +217,5 @@ def compare():
     save("recovery", {"rounds": count, "runs": found})
 
 
-# ---- A soak
-
-KILL_EVERY = 20  # seconds
-SETTLED = 5  # seconds after a kill the job trains as before
-
-
-class Progress:
-    """How many steps a run has made at which time. Steps that are made again count once."""
-
-    def __init__(self, metrics):
-        self.metrics, self.read, self.steps, self.moments = metrics, 0, 0, []
-
-    def look(self):
-        if not self.metrics.exists():
-            return
-        with open(self.metrics, "rb") as lines:
-            lines.seek(self.read)
-            new = lines.read()
-        new = new[: new.rfind(b"\n") + 1]
-        self.read += len(new)
-        for found in re.findall(rb'"event":"step".*?"step":(\d+)', new):
-            self.steps = max(self.steps, int(found) + 1)
-        self.moments.append((time.perf_counter(), self.steps))
-
-    def rate(self, begin, end):
-        inside = [moment for moment in self.moments if begin <= moment[0] <= end]
-        (first, before), (last, after) = inside[0], inside[-1]
-        return (after - before) / (last - first)
-
-
-def train_steps(steps, ranks, folder, kill_every=None):
-    """Seconds, the times of the kills, and the progress, of a run of so many steps; its last checkpoint is in `folder`."""
-    command = [LOCKSTEP, "train", "--model", "lenet", "--data", "fashion-mnist", "--ranks", ranks, "--threads", 1,
-               "--batch-size", 256, "--momentum", 0.9, "--epochs", 100000, "--max-steps", steps,
-               "--max-restarts", 100000, "--checkpoint-dir", folder / "checkpoints", "--metrics", folder / "metrics.jsonl", "--quiet"]
-    kills, began, progress = [], time.perf_counter(), Progress(folder / "metrics.jsonl")
-    with open(folder / "errors", "w") as errors, subprocess.Popen([*map(str, command)], stderr=errors) as job:
-        next_kill = began + (kill_every or 0)
-        while job.poll() is None:
-            if kill_every and time.perf_counter() > next_kill:
-                rank, next_kill = random.randrange(ranks), next_kill + kill_every
-                for pid in descendants(job.pid):
-                    if f"[rank {rank} of" in Path(f"/proc/{pid}/cmdline").read_text():
-                        os.kill(pid, signal.SIGKILL)
-                        kills.append(time.perf_counter())
-            progress.look()
-            time.sleep(0.02)
-    if job.returncode != 0:
-        raise RuntimeError((folder / "errors").read_text()[-3000:])
-    return time.perf_counter() - began, kills, progress
-
-
-def tensors_of(folder):
-    """The bytes of every tensor in the newest checkpoint."""
-    newest = max((folder / "checkpoints").glob("*.safetensors"))
-    data = newest.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    return {name: data[8 + size + entry["data_offsets"][0] : 8 + size + entry["data_offsets"][1]]
-            for name, entry in header.items() if name != "__metadata__"}
-
-
-def share_kept(kills, progress):
-    """Of the throughput that the run has between SETTLED seconds after a kill and the next kill: what is left from the first
-    kill to the last one. The machine's own ups and downs concern both alike."""
-    calm = median([progress.rate(kill + SETTLED, following) for kill, following in zip(kills, kills[1:])])
-    return progress.rate(kills[0], kills[-1]) / calm
-
-
-def soak():
-    minutes, ranks = float(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 8
-    with tempfile.TemporaryDirectory() as folder:
-        trial, calm, disturbed = (Path(folder) / name for name in ("trial", "calm", "disturbed"))
-        for each in (trial, calm, disturbed):
-            each.mkdir()
-        seconds, _, _ = train_steps(300, ranks, trial)
-        steps = int(300 * minutes * 60 / seconds)
-        with_kills, kills, progress = train_steps(steps, ranks, disturbed, KILL_EVERY)
-        undisturbed, _, _ = train_steps(steps, ranks, calm)
-        same = tensors_of(calm) == tensors_of(disturbed)
-        share = share_kept(kills, progress)
-        print(f"{ranks} ranks, {steps} steps, {len(kills)} kills in {with_kills:.1f} s: {100 * share:.1f} % of the throughput "
-              f"between them; final state {'the same' if same else 'NOT THE SAME'} as without kills, which took "
-              f"{undisturbed:.1f} s\n{machine()}")
-        save("recovery_soak", {"ranks": ranks, "steps": steps, "kills": len(kills), "share": share,
-                               "undisturbed": undisturbed, "disturbed": with_kills, "same": same})
-        sys.exit(0 if same and share >= 0.95 else 1)
-
-
 if __name__ == "__main__":
-    soak() if sys.argv[1:2] == ["soak"] else compare()
+    compare()

@@ -5,10 +5,9 @@
 
 namespace lockstep {
 
-int top_command(int argc, char** argv);
+int jobs_command(int argc, char** argv);
 int run_command(int argc, char** argv);
 int trace_command(int argc, char** argv);
 int env_command(int argc, char** argv);
-int report_command(int argc, char** argv);
 
 }  // namespace lockstep

@@ -53,7 +53,7 @@ void print(const std::vector<Setting>& settings) {
               << std::setw(static_cast<int>(value)) << setting.value << "  " << setting.source << '\n';
 }
 
-// By a program that has torch, which takes its time to start: only where there are GPUs. Does not return if it can start.
+// Becomes a program that has torch, which takes its time to start, where there are GPUs. Returns if there are none.
 void list_gpus() {
   if (!machine_has_gpus() && std::getenv("LOCKSTEP_SIMULATED_GPUS") == nullptr) return;
   std::cout << std::flush;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `lockstep`: finds the subcommand. `run`, `top`, `report`, `trace` and `env` are part of this program; any other is a program of its own,
-// lockstep-<subcommand> in ../libexec/lockstep, as git does it.
+// `lockstep`: finds the subcommand. `run`, `jobs`, `trace` and `env` are part of this program. Any other is a program of its own in
+// ../libexec/lockstep, as git does it: lockstep-<subcommand>, or tools/<subcommand>.py (tools/README.md).
 #include <signal.h>
 #include <unistd.h>
 
@@ -28,25 +28,29 @@ struct Subcommand {
 constexpr std::array kSubcommands = {
     Subcommand{.name = "train", .description = "train a model"},
     Subcommand{.name = "run", .description = "start a program once per rank", .function = run_command},
-    Subcommand{.name = "top", .description = "watch the jobs on this machine", .function = top_command},
+    Subcommand{.name = "top", .description = "watch the jobs on this machine"},
+    Subcommand{.name = "jobs", .description = "print what their ranks publish, for programs", .function = jobs_command},
     Subcommand{.name = "verify", .description = "compare training on one rank and on several"},
     Subcommand{.name = "plan", .description = "forecast a step of every strategy"},
     Subcommand{.name = "compare", .description = "train with several strategies, side by side"},
     Subcommand{.name = "data", .description = "pack datasets and describe them"},
     Subcommand{.name = "bench", .description = "measure against peers"},
-    Subcommand{.name = "report", .description = "make a page of curves about runs", .function = report_command},
+    Subcommand{.name = "report", .description = "make a page of curves about runs"},
     Subcommand{.name = "trace",
                .description = "make a timeline of a running job, or of what ranks have left",
                .function = trace_command},
     Subcommand{.name = "env", .description = "show every setting and where it came from", .function = env_command},
 };
 
+// Ends with .py if it is Python.
 fs::path program_of(std::string_view subcommand) {
-  return installation_prefix() / "libexec" / "lockstep" / concat("lockstep-", subcommand);
+  const fs::path folder = installation_prefix() / "libexec/lockstep";
+  const fs::path script = folder / "tools" / concat(subcommand, ".py");
+  return fs::exists(script) ? script : folder / concat("lockstep-", subcommand);
 }
 
 bool exists(const Subcommand& subcommand) {
-  return subcommand.function != nullptr || ::access(program_of(subcommand.name).c_str(), X_OK) == 0;
+  return subcommand.function != nullptr || fs::exists(program_of(subcommand.name));
 }
 
 int print_help() {
@@ -81,7 +85,7 @@ std::string suggestion(std::string_view name) {
   return "";
 }
 
-// Until training can handle them (lockstep/train/run.cc): loading libtorch takes a second.
+// Holds them until training can handle them (lockstep/train/run.cc): loading libtorch takes a second.
 void hold_stop_signals() {
   sigset_t held;
   ::sigemptyset(&held);
@@ -89,18 +93,28 @@ void hold_stop_signals() {
   ::sigprocmask(SIG_BLOCK, &held, nullptr);
 }
 
+// Becomes `words`, followed by the arguments of the subcommand. Returns if there is no such program.
+void become(const std::string& program, std::vector<std::string> words, char** argv) {
+  std::vector<char*> arguments;
+  for (std::string& word : words) arguments.push_back(word.data());
+  do arguments.push_back(*++argv);
+  while (*argv != nullptr);
+  ::execvp(program.c_str(), arguments.data());
+}
+
 int run_program(char** argv) {
   const fs::path program = program_of(argv[0]);
+  if (program.extension() == ".py") {
+    become("python3", {"python3", "-B", program.string()}, argv);  // -B: writes no cache beside installed files
+    throw system_error(concat("start Python for `lockstep ", argv[0], "`:"), "python3");
+  }
   if (fs::exists(program)) check_torch();
   std::string title = concat("lockstep ", argv[0]);  // for ps
   if (std::string_view(argv[0]) == "train") {
     title += std::string(kRoomForRank, ' ');
     hold_stop_signals();
   }
-  std::vector<char*> arguments{title.data()};
-  for (char** argument = argv + 1; *argument != nullptr; ++argument) arguments.push_back(*argument);
-  arguments.push_back(nullptr);
-  ::execv(program.c_str(), arguments.data());
+  become(program, {title}, argv);
   throw UsageError({.what = concat("there is no subcommand '", argv[0], "'"),
                     .here = concat("no ", program.string()),
                     .next = concat(suggestion(argv[0]), "lockstep --help lists them all")});

@@ -138,7 +138,7 @@ void add_rank_options(CLI::App& app, RunArguments& arguments) {
       ->check(CLI::IsMember(all_names<OnHang>()));
 }
 
-// Of CUDA_VISIBLE_DEVICES those before the first that does not exist, as CUDA reads it.
+// Counts what CUDA_VISIBLE_DEVICES names before the first that does not exist, as CUDA reads it.
 int number_of_gpus() {
   std::error_code none;
   const std::filesystem::directory_iterator entries("/proc/driver/nvidia/gpus", none);
@@ -307,7 +307,7 @@ std::string describe_loss(const std::string& why) {
       .what();
 }
 
-// Of a job on several machines. Never the secret itself: this may be a log.
+// Tells who starts a job on several machines. It never prints the secret itself: this may be a log.
 void say_where_the_secret_is() {
   if (is_secret_told() || network_is_insecure()) return;
   std::cerr

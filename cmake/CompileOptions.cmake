@@ -40,6 +40,11 @@ if(LOCKSTEP_SANITIZE)
   add_link_options(-fsanitize=${LOCKSTEP_SANITIZE})
 endif()
 
+if(LOCKSTEP_TORCH)
+  # libtorch is built with NDEBUG. Without it some of its classes have members that the library does not know.
+  add_compile_definitions($<$<CONFIG:Debug>:NDEBUG>)
+endif()
+
 find_program(MOLD mold)
 if(MOLD)
   add_link_options(-fuse-ld=mold)

@@ -18,13 +18,9 @@ lockstep_test(shm_test shm SHARDS 4 TIMEOUT 7200 CHECK "collectives.reduce_more_
   SOURCES shm/faults_test.cc shm/stress_test.cc ${beside_sources})
 target_link_libraries(shm_test PRIVATE lockstep_core)
 
-# What `lockstep top` makes of two looks at a job.
-foreach(source json layout verdict view)
-  list(APPEND top_sources ${PROJECT_SOURCE_DIR}/cli/top/${source}.cc)
-endforeach()
-lockstep_test(top_test top SHARDS 1 TIMEOUT 60 SOURCES ${PROJECT_SOURCE_DIR}/cli/top/jobs.cc ${top_sources}
-  ${PROJECT_SOURCE_DIR}/cli/top/layout_test.cc ${PROJECT_SOURCE_DIR}/cli/top/verdict_test.cc)
-target_link_libraries(top_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
+# What the tools in Python say about jobs that are made up.
+add_test(NAME tools COMMAND ${Python3_EXECUTABLE} -B ${CMAKE_CURRENT_SOURCE_DIR}/tools_test.py)
+set_tests_properties(tools PROPERTIES TIMEOUT 60 LABELS quick)
 
 # `lockstep top` beside running jobs, also in a terminal (tmux).
 lockstep_check(top.beside_jobs 300 ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/top_test.py

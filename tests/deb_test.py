@@ -19,7 +19,7 @@ def output(*command, **options):
 def main():
     (package,) = Path(sys.argv[1]).resolve().glob("lockstep_*.deb")
     about = output("dpkg-deb", "--info", package)
-    if not re.search(r"torch==2\.11", about) or not re.search(r"Depends: .*libspdlog", about):
+    if not re.search(r"torch==2\.11", about) or not all(re.search(f"Depends: .*{name}", about) for name in ("libspdlog", "python3")):
         raise SystemExit(f"it does not say what it needs:\n{about}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -32,6 +32,7 @@ def main():
         (folder / "usr/lib/lockstep").mkdir(exist_ok=True)
         (folder / "usr/lib/lockstep/torch").symlink_to(ROOT / ".deps/libtorch/torch")
         print(output(lockstep, "train", "--ranks", "2", "--max-steps", "3"))
+        print(output(lockstep, "compare", "--list", "--devices", "2"))  # a tool in Python
         prefix = output(lockstep, "env", "--cmake-prefix").strip()
         output("cmake", "-S", ROOT / "examples", "-B", folder / "build", f"-DCMAKE_PREFIX_PATH={prefix}")
         output("cmake", "--build", folder / "build", "--target", "towers")

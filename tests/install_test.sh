@@ -23,5 +23,6 @@ grep --quiet 'epoch 0: .* accuracy 0\.' "$work/towers.log"
 for system in process_groups parameter_server shared_variables averaged_nets; do  # each fails if it computes something else
   "$work/build/$system"
 done
-"$work/installed/bin/lockstep" train --max-steps 2 --quiet
+"$work/installed/bin/lockstep" train --max-steps 2 --quiet --metrics "$work/run.jsonl"
+"$work/installed/bin/lockstep" report "$work/run.jsonl" --output "$work/run.html"
 echo "an installed lockstep works"

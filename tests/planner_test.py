@@ -50,8 +50,6 @@ def check_bad_input(results, folder):
         require(ended.returncode == 1 and str(other) in ended.stderr, f"{text}: {ended.returncode} {ended.stderr}")
     ended = bench_plan("--again", str(results), "--only", "no such case")
     require(ended.returncode == 2 and "no case is left" in ended.stderr, f"--only: {ended.stderr}")
-    ended = bench_plan("--sleeping")
-    require(ended.returncode == 2 and "--hosts" in ended.stderr, f"--sleeping: {ended.stderr}")
 
 
 with tempfile.TemporaryDirectory() as temporary:

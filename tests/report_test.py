@@ -109,6 +109,11 @@ def bad_metrics(folder):
     assert "/no/such" in lockstep("report", whole, "--output", "/no/such/folder/x.html", code=1)
 
 
+def no_python():
+    done = subprocess.run([COMMAND, "report", "x.jsonl"], env={"PATH": "/nowhere"}, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and "python3" in done.stderr, done
+
+
 def resumed_metrics(folder):
     """The second attempt goes back to step 2; the first one's epoch and end are void."""
     events = [*four_steps()[:-1], {"event": "resume", "step": 2}, start(step=2), step(2, 7), step(3, 8), epoch(accuracy=0.5), end()]
@@ -325,6 +330,7 @@ def main():
         for check in (bad_metrics, resumed_metrics, long_metrics, other_models, comparison, kinds_of_two_models, benchmark, diverged):
             check(folder)
         bad_traces(folder, trace)
+        no_python()
         ways_to_name_a_run(folder, folder / "ddp.jsonl", trace)
         lockstep("report", f"</script><b>ddp</b>={folder}/ddp.jsonl,{trace}", folder / "async.jsonl", "--output", folder / "runs.html")
         for page, what in {"comparison": "compared", "kinds": "kinds", "step": "step.json", "diverged": "diverged.jsonl"}.items():

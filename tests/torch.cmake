@@ -20,7 +20,8 @@ lockstep_room_test(gradient 4)
 lockstep_room_test(optimizer 2)
 lockstep_room_test(strategy 8)
 lockstep_room_test(checkpoint 1 CHECK "CheckpointWriter.saves_a_tensor_of_more_than_2_gib")
-lockstep_room_test(plan 1)
+file(GLOB plan_tests CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/tools/plan/*_test.cc)
+lockstep_torch_test(plan_test plan SHARDS 1 TIMEOUT 900 SOURCES ${plan_tests})
 lockstep_room_test(train 2)
 target_link_libraries(data_test PRIVATE ZLIB::ZLIB PNG::PNG ${ZIP_LIBRARY})
 target_link_libraries(train_test PRIVATE nlohmann_json::nlohmann_json ${XXHASH_LIBRARY})
@@ -30,33 +31,46 @@ lockstep_torch_test(data_fuzz_test data.fuzz SHARDS 2 TIMEOUT 14400
   SOURCES ${PROJECT_SOURCE_DIR}/lockstep/data/formats/readers_fuzz_test.cc)
 target_link_libraries(data_fuzz_test PRIVATE PNG::PNG ${ZIP_LIBRARY})
 
-# Random programs over the API of a step; and the same beside deliberate defects, for which some sources of the library are
-# compiled again into the test (lockstep/base/defects.h).
+# Copies of the sources that have deliberate defects: tests/defects.py.
+set(defective strategy/ddp/ddp.cc model/sync_batch_norm.cc optimizer/flat_update.cc optimizer/journal_writer.cc optimizer/journal_writer.h
+  optimizer/update_journal.cc)
+foreach(source communication_hook local_gradients reducer shared_gradients step_agreement)
+  list(APPEND defective gradient/${source}.cc)
+endforeach()
+set(defects ${CMAKE_CURRENT_BINARY_DIR}/defects)
+list(TRANSFORM defective PREPEND ${PROJECT_SOURCE_DIR}/lockstep/ OUTPUT_VARIABLE originals)
+list(TRANSFORM defective PREPEND ${defects}/lockstep/ OUTPUT_VARIABLE sources_with_defects)
+add_custom_command(OUTPUT ${sources_with_defects} DEPENDS defects.py ${originals}
+  COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/defects.py ${defects} ${defective})
+set_source_files_properties(${sources_with_defects} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+function(lockstep_has_defects target)
+  target_include_directories(${target} BEFORE PRIVATE ${defects})
+  target_compile_definitions(${target} PRIVATE LOCKSTEP_DEFECTS)
+  set_target_properties(${target} PROPERTIES ENABLE_EXPORTS ON)
+  target_link_libraries(${target} PRIVATE ${XXHASH_LIBRARY})
+endfunction()
+
+# Random programs over the API of a step; and the same beside deliberate defects.
 set(step_fuzz_sources generator meetings processes program rank reference reference_hook reference_optimizer rules run)
 list(TRANSFORM step_fuzz_sources REPLACE "(.+)" "step_fuzz/\\1.cc")
 lockstep_torch_test(step_fuzz step_fuzz SHARDS 2 TIMEOUT 14400 SOURCES ${step_fuzz_sources} step_fuzz/strategy_program.cc
   step_fuzz/step_fuzz_test.cc step_fuzz/strategy_fuzz_test.cc)
-foreach(source gradient/communication_hook gradient/local_gradients gradient/reducer gradient/shared_gradients gradient/step_agreement
-    model/sync_batch_norm optimizer/flat_update optimizer/run_writer
-    optimizer/update_journal strategy/ddp/ddp)
-  list(APPEND sources_with_defects ${PROJECT_SOURCE_DIR}/lockstep/${source}.cc)
-endforeach()
-set_source_files_properties(${sources_with_defects} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 lockstep_torch_test(step_fuzz_defects step_fuzz.defects SHARDS 2 TIMEOUT 1200 CHECK "*"
   SOURCES ${step_fuzz_sources} step_fuzz/step_fuzz_defects_test.cc ${sources_with_defects})
-target_compile_definitions(step_fuzz_defects PRIVATE LOCKSTEP_DEFECTS)
-set_target_properties(step_fuzz_defects PROPERTIES ENABLE_EXPORTS ON)
-target_link_libraries(step_fuzz_defects PRIVATE ${XXHASH_LIBRARY})
+lockstep_has_defects(step_fuzz_defects)
 
-# Processes that are killed inside an update, and finished by others; once more beside a deliberate defect.
+# The program that tools/hops.py walks through.
+add_executable(hops EXCLUDE_FROM_ALL hops.cc)
+target_precompile_headers(hops REUSE_FROM lockstep_pch)
+target_link_libraries(hops PRIVATE lockstep)
+
+# Processes that are killed inside an update, and finished by others; once more beside deliberate defects.
 set(killed_update_sources killed_update/workload.cc killed_update/killed_update_test.cc)
 lockstep_torch_test(killed_update optimizer.killed SHARDS 2 TIMEOUT 1200 SOURCES ${killed_update_sources})
+list(FILTER sources_with_defects INCLUDE REGEX "/optimizer/")
 lockstep_torch_test(killed_update_defects optimizer.killed_defects SHARDS 1 TIMEOUT 600 CHECK "*"
-  SOURCES ${killed_update_sources} ${PROJECT_SOURCE_DIR}/lockstep/optimizer/flat_update.cc
-    ${PROJECT_SOURCE_DIR}/lockstep/optimizer/run_writer.cc
-    ${PROJECT_SOURCE_DIR}/lockstep/optimizer/update_journal.cc)
-target_compile_definitions(killed_update_defects PRIVATE LOCKSTEP_DEFECTS)
-set_target_properties(killed_update_defects PROPERTIES ENABLE_EXPORTS ON)
+  SOURCES ${killed_update_sources} ${sources_with_defects})
+lockstep_has_defects(killed_update_defects)
 
 # Several processes: programs that are started as a user starts them.
 foreach(source train/misbehaving_task train/slow_lenet train/lossless_ranks train/unusual_loop train/surviving_loop
@@ -80,7 +94,7 @@ add_dependencies(command_test lockstep_train lockstep_data lockstep_plan misbeha
 lockstep_test(compare_test command.compare SHARDS 4 TIMEOUT 600 CHECK "*" SOURCES train/compare_command_test.cc launch/child.cc)
 target_link_libraries(compare_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
 target_compile_definitions(compare_test PRIVATE LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>")
-add_dependencies(compare_test lockstep_command lockstep_compare lockstep_train)
+add_dependencies(compare_test lockstep_command lockstep_train)
 
 lockstep_test(lost_ranks_test command.lost_ranks SHARDS 4 TIMEOUT 600 CHECK "*slow_is_waited_for*"
   SOURCES train/lost_ranks_test.cc train/ranks.cc launch/child.cc)

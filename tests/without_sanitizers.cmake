@@ -36,8 +36,6 @@ lockstep_check(command.memory_of_resuming 300 ${Python3_EXECUTABLE} ${here}/trai
 if(LOCKSTEP_BENCH)
   lockstep_check(command.a_stage_takes_little_more_memory_than_it_needs 300
     ${command} bench memory --models gpt-mini,resnet18-32 --stages 2 --at-most 1.15)
-  # Forecasts for up to 1,024 machines, which take seconds.
-  lockstep_check(command.published_scaling_is_forecast_in_seconds 180 ${command} bench plan --curves)
   # Forecasts beside measurements that were kept.
   lockstep_check(command.forecasts_are_as_good_as_they_were 600
     ${Python3_EXECUTABLE} ${here}/planner_test.py ${command} ${PROJECT_SOURCE_DIR}/bench/results)

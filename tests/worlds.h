@@ -13,7 +13,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/hierarchy.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
-#include "lockstep/collective/world_state.h"
+#include "lockstep/collective/world/world_state.h"
 #include "lockstep/world.h"
 #include "tests/support.h"
 
@@ -38,14 +38,14 @@ inline void run_over_machines(const Nodes& nodes, const Body& body,
                               const WorldOptions& options = {.timeout = std::chrono::seconds(30)}) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const Topology topology{nodes};
-  IntVector<IntVector<shm::Group>> insides;
+  IntVector<IntVector<shm::GroupPtr>> insides;
   for (int node = 0; node < topology.machines(); ++node) {
     const std::vector<int> ranks = topology.ranks_on(node);
     insides.push_back(
         shm::make_thread_group(static_cast<int>(ranks.size()), {.timeout = options.timeout, .job_ranks = ranks}));
   }
   const auto connect = [&](int rank) {
-    shm::Group& inside = insides[topology.machine_of[rank]][topology.local_rank(rank)];
+    shm::GroupPtr& inside = insides[topology.machine_of[rank]][topology.local_rank(rank)];
     return std::make_unique<Hierarchy>(std::move(inside), topology, store,
                                        TransportOptions{.rank = rank,
                                                         .size = static_cast<int>(nodes.size()),

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps the layout true. It is one of the tests.
 
+Planner:  tools/plan/ includes rooms up to strategy/; only lockstep/train/choose_strategy.cc includes it, with one header.
 Rooms:    the folders of lockstep/ are those in ROOMS and SUB_ROOMS. A room includes itself and the rooms before it; base/, launch/
           and collective/shm/ include no torch; spdlog and fmt stay in .cc files of base/.
 Public:   include/lockstep/ is what is installed. Each of its headers belongs to a room (PUBLIC) and includes nothing but
@@ -18,9 +19,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ["base", "launch", "collective", "data", "model", "gradient", "optimizer", "strategy", "checkpoint", "plan", "train"]
+ROOMS = ["base", "launch", "collective", "data", "model", "gradient", "optimizer", "strategy", "checkpoint", "train"]
 SUB_ROOMS = {
-    "collective": {"store", "shm", "shm/connect", "shm/memory", "machines", "c10d"},
+    "collective": {"world", "calls", "transport", "meet", "store", "shm", "shm/connect", "shm/memory", "machines", "c10d"},
     "data": {"formats", "images", "packed", "loader"},
     "strategy": {"ddp", "devices", "averaging", "pipeline", "kvstore"},
 }
@@ -37,6 +38,7 @@ PUBLIC = {
     "train": "run loop_recovery lockstep",
 }
 ROOM_OF_PUBLIC = {header: room for room, headers in PUBLIC.items() for header in headers.split()}
+PLANNER = ("lockstep/train/choose_strategy.cc", "tools/plan/auto.h")
 NO_TORCH = ("lockstep/base/", "lockstep/launch/", "lockstep/collective/shm/")
 LICENCE = "SPDX-License-Identifier: Apache-2.0"
 TREES = "lockstep|include|cli|tests|bench|examples|cmake|docs|tools|python"
@@ -69,6 +71,8 @@ def room_of(included):
 def check_includes(path, room, text):
     name = str(path)
     for included in INCLUDE.findall(text):
+        if included.startswith("tools/") and path.parts[0] != "tools" and (name, included) != PLANNER:
+            complain(path, f"includes {included}, but only {PLANNER[0]} needs the planner")
         if included.startswith("lockstep/") and not name.endswith("_test.cc"):
             other = room_of(included)
             if other not in ROOMS:
@@ -88,7 +92,7 @@ def check_includes(path, room, text):
 def check_header(path, text):
     short = "/".join(path.parts[1:])
     first = next((line for line in text.splitlines() if LICENCE not in line), "")
-    if not first.startswith((f"// {short}: ", f"// lockstep/{short}: ")) and path.name != "pch.h":
+    if not first.startswith((f"// {short}: ", f"// {path}: ")) and path.name != "pch.h":
         complain(path, f'does not begin with "// {short}: what it is"')
     if "#pragma once" not in text and not path.stem.endswith("_body"):
         complain(path, "has no #pragma once")
@@ -104,6 +108,11 @@ def check_rooms():
             continue
         text = (ROOT / path).read_text()
         check_includes(path, room, text)
+        if path.suffix == ".h":
+            check_header(path, text)
+    for path in tracked("tools/plan/*.h", "tools/plan/*.cc"):
+        text = (ROOT / path).read_text()
+        check_includes(path, "train" if path.name == "command.cc" else "strategy", text)
         if path.suffix == ".h":
             check_header(path, text)
     for path in tracked("include/*.h"):

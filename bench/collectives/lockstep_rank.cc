@@ -38,20 +38,20 @@ class Array {
 
 class LockstepRank final : public System {
  public:
-  explicit LockstepRank(shm::Group group) : group_(std::move(group)) {}
-  ~LockstepRank() override { group_.leave(); }
+  explicit LockstepRank(shm::GroupPtr group) : group_(std::move(group)) {}
+  ~LockstepRank() override { group_->leave(); }
 
-  int rank() const override { return group_.rank(); }
-  void barrier() override { group_.barrier(); }
+  int rank() const override { return group_->rank(); }
+  void barrier() override { group_->barrier(); }
   double slowest(double seconds) override {
-    group_.all_reduce(
+    group_->all_reduce(
         {.input = &seconds, .output = &seconds, .count = 1, .dtype = DType::kFloat64, .op = ReduceOp::kMax});
     return seconds;
   }
   std::function<void()> prepare(const Case& one) override;
 
  private:
-  shm::Group group_;
+  shm::GroupPtr group_;
   std::unique_ptr<Array> input_;
   std::unique_ptr<Array> output_;
 };
@@ -61,15 +61,15 @@ std::function<void()> LockstepRank::prepare(const Case& one) {
   const auto dtype = named<DType>(one.dtype, lockstep::kDTypes);
   const auto algorithm = named<Algorithm>(one.algorithm, 4);
   const std::size_t count = one.count();
-  const std::size_t part = one.part(group_.size());
-  const std::size_t bytes = std::max(count, one.whole(group_.size())) * lockstep::size_of(dtype);
+  const std::size_t part = one.part(group_->size());
+  const std::size_t bytes = std::max(count, one.whole(group_->size())) * lockstep::size_of(dtype);
   input_.reset();
   output_.reset();
-  input_ = std::make_unique<Array>(group_, one.memory, bytes);
-  output_ = std::make_unique<Array>(group_, one.memory, bytes);
+  input_ = std::make_unique<Array>(*group_, one.memory, bytes);
+  output_ = std::make_unique<Array>(*group_, one.memory, bytes);
   std::byte* const in = input_->data();
   std::byte* const out = output_->data();
-  const int peer = 1 - group_.rank();
+  const int peer = 1 - group_->rank();
   const Call send{.operation = Operation::kSend, .input = in, .count = count, .dtype = dtype, .peer = peer};
   const Call receive{.operation = Operation::kReceive, .output = in, .count = count, .dtype = dtype, .peer = peer};
   const auto call = [&](Operation operation, std::byte* input, std::byte* output, std::size_t elements) {
@@ -94,8 +94,8 @@ std::function<void()> LockstepRank::prepare(const Case& one) {
   if (one.operation == "memcpy") return [=] { std::memcpy(out, in, bytes); };
   if (one.operation == "send_receive")
     return there_and_back(
-        group_.rank(), [=, this] { group_.send(send); }, [=, this] { group_.receive(receive); });
-  return [this, chosen = calls.at(one.operation)] { group_.run(chosen); };
+        group_->rank(), [=, this] { group_->send(send); }, [=, this] { group_->receive(receive); });
+  return [this, chosen = calls.at(one.operation)] { group_->run(chosen); };
 }
 
 }  // namespace

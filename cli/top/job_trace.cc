@@ -61,10 +61,7 @@ class TracedRank {
   TracedRank(const Seat& seat, std::int64_t ordered) : seat_(seat), ordered_(ordered), pid_(seat.record().pid) {}
 
   int rank() const { return seat_.record().job_rank; }
-  bool lives() const {
-    const RankLook look = look_at(seat_);
-    return look.state != 0 && look.pid == pid_;
-  }
+  bool lives() const { return seat_.record().pid == pid_ && state_of(pid_) != 0; }
   bool began() const { return trace().began > ordered_; }
   bool refused() const { return trace().refused > ordered_; }
   bool ended() const { return trace().ended > ordered_; }
@@ -99,9 +96,9 @@ class TracedRank {
 
   // "rank 1, in forward of step 17"
   std::string describe() const {
-    const RankLook look = look_at(seat_);
-    return concat("rank ", look.rank, ", in ", name_of(look.phase), " of step ", look.step,
-                  look.state == 'T' ? ", stopped by a signal" : "");
+    const RankRecord& record = seat_.record();
+    return concat("rank ", rank(), ", in ", name_of(record.phase.load()), " of step ", record.step.load(),
+                  state_of(record.pid) == 'T' ? ", stopped by a signal" : "");
   }
 
  private:

@@ -8,11 +8,10 @@
 #include <algorithm>
 #include <array>
 #include <filesystem>
-#include <sstream>
+#include <map>
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/trace.h"
 #include "lockstep/error.h"
 
 namespace lockstep::top {
@@ -22,12 +21,6 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kPageLink = "/memfd:lockstep-page";
 
-std::string content_of(int pid, const std::string& file) try {
-  return read_file(concat("/proc/", pid, "/", file));
-} catch (const SystemError&) {
-  return "";
-}
-
 std::string readable(std::string text) {
   for (char& each : text)
     if (each < ' ' || each > '~') each = each == 0 ? ' ' : '?';
@@ -36,7 +29,7 @@ std::string readable(std::string text) {
 
 std::vector<std::string> command_of(int pid) {
   std::vector<std::string> words;
-  for (std::string& word : split(content_of(pid, "cmdline"), '\0')) {
+  for (std::string& word : split(file_of(pid, "cmdline"), '\0')) {
     while (word.ends_with(' ')) word.pop_back();  // room for a title
     if (!word.empty()) words.push_back(readable(std::move(word)));
   }
@@ -54,7 +47,7 @@ std::string name_of_program(const std::vector<std::string>& command) {
   return script == command.end() ? program : fs::path(*script).filename().string();
 }
 
-// What /proc has by number. Names are looked up within the folder: from the root it takes several times as long.
+// A folder of /proc that has numbers. Names are looked up within the folder: from the root it takes several times as long.
 class NumberedFolder {
  public:
   explicit NumberedFolder(const std::string& path) : folder_(::opendir(path.c_str()), &::closedir) {}
@@ -148,52 +141,6 @@ std::vector<Job> jobs_of(const std::vector<Page>& pages) {
   return sorted;
 }
 
-// ---- Looks
-
-template <class Number>
-Number value_of(const std::atomic<Number>& published) {
-  return published.load(std::memory_order_relaxed);
-}
-
-ServerLook look_at(const ServerRecord& server) {
-  return {.clients = value_of(server.clients),
-          .in_hand = value_of(server.in_hand),
-          .requests = value_of(server.requests),
-          .ns_in_hand = value_of(server.ns_in_hand),
-          .gradients = value_of(server.gradients),
-          .delays = value_of(server.delays),
-          .most_delay = value_of(server.most_delay)};
-}
-
-// The rank may go on between two fields: a time that has not begun yet counts as none.
-void add_what_goes_on(RankLook& look) {
-  const auto phase = static_cast<std::size_t>(look.phase);
-  if (look.phase_since != 0) look.in_phase[phase] += std::max<std::int64_t>(0, look.at - look.phase_since);
-  if (look.wait_since == 0) return;
-  const std::int64_t waits = std::max<std::int64_t>(0, look.at - look.wait_since);
-  look.waited[phase] += waits;
-  look.waited_for[look.waits_for] += waits;
-}
-
-// Of the main thread's `stat` the letter after the name, which may itself have blanks and brackets. The process's own `stat`
-// has the same one, but sums up all threads.
-char state_of(int pid) {
-  const std::string stat = content_of(pid, concat("task/", pid, "/stat"));
-  const std::size_t name_ends = stat.rfind(')');
-  if (name_ends == std::string::npos || name_ends + 2 >= stat.size()) return 0;
-  const char state = stat[name_ends + 2];
-  return state == 'Z' || state == 'X' ? '\0' : state;
-}
-
-void look_at_process(RankLook& look) {
-  look.state = state_of(look.pid);
-  std::int64_t size = 0, resident = 0, shared = 0, on_core = 0;
-  std::istringstream(content_of(look.pid, "statm")) >> size >> resident >> shared;
-  look.resident_bytes = resident * ::sysconf(_SC_PAGESIZE);
-  look.shared_bytes = shared * ::sysconf(_SC_PAGESIZE);
-  std::istringstream(content_of(look.pid, "schedstat")) >> on_core >> look.ns_without_core;
-}
-
 UsageError no_such_job(const std::string& name, const std::vector<Job>& jobs) {
   std::vector<std::string> running;
   for (const Job& job : jobs) running.push_back(concat(job.number, " (", job.name, ")"));
@@ -229,40 +176,24 @@ Job find_job(const std::string& number_or_name) {
                     .next = concat("give a number: ", join(numbers, ", "))});
 }
 
-RankLook look_at(const Seat& seat) {
-  const RankRecord& record = seat.record();
-  RankLook look{.pid = value_of(record.pid),
-                .rank = value_of(record.job_rank),
-                .phase = value_of(record.phase),
-                .phase_since = value_of(record.phase_since),
-                .step = value_of(record.step),
-                .moves = value_of(record.moves),
-                .samples = value_of(record.samples),
-                .loss = value_of(record.loss),
-                .loader_workers = value_of(record.loader_workers),
-                .wait_since = value_of(record.wait_since),
-                .waits_for = value_of(record.waits_for),
-                .calls_others = value_of(record.calls_others) > 0,
-                .server = look_at(record.server)};
-  std::ranges::transform(record.ns_in_phase, look.in_phase.begin(), value_of<std::int64_t>);
-  std::ranges::transform(record.ns_waited, look.waited.begin(), value_of<std::int64_t>);
-  for (const WaitForPeer& peer : record.waited_for)
-    if (const int pid = value_of(peer.pid); pid != 0) look.waited_for[pid] = value_of(peer.ns);
-  look.at = trace::now();
-  add_what_goes_on(look);
-  if (look.pid != 0) look_at_process(look);
-  return look;
+std::string file_of(int pid, const std::string& name) try {
+  return read_file(concat("/proc/", pid, "/", name));
+} catch (const SystemError&) {
+  return "";
 }
 
-JobLook look_at(const Job& job) {
-  JobLook look{.job = job};
-  for (const Seat& seat : job.seats) look.ranks.push_back(look_at(seat));
-  return look;
+// The letter stands after the name, which may itself have blanks and brackets. The process's own `stat` sums up all threads.
+char state_of(int pid) {
+  const std::string stat = file_of(pid, concat("task/", pid, "/stat"));
+  const std::size_t name_ends = stat.rfind(')');
+  if (name_ends == std::string::npos || name_ends + 2 >= stat.size()) return 0;
+  const char state = stat[name_ends + 2];
+  return state == 'Z' || state == 'X' ? '\0' : state;
 }
 
 bool has_ended(const Job& job) {
   return state_of(job.number) == 0 && std::ranges::none_of(job.seats, [](const Seat& seat) {
-           const int pid = value_of(seat.record().pid);
+           const int pid = seat.record().pid;
            return pid != 0 && state_of(pid) != 0;
          });
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// cli/top/jobs.h: the jobs of this user that run on this machine, and what their ranks have published so far.
+// cli/top/jobs.h: the jobs of this user that run on this machine.
 //
-// Flow:    /proc, lockstep/launch/job_page.h -> here -> cli/top/view.h
+// Flow:    /proc, lockstep/launch/job_page.h -> here -> cli/jobs.cc, cli/top/job_trace.h
 // Owns:    the pages' mappings
 // Threads: one
 //
@@ -10,9 +10,7 @@
 // have made for themselves are one job where the ranks meet at the same place.
 #pragma once
 
-#include <array>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -48,53 +46,8 @@ Found find_jobs();  // looks at every process of this user: some milliseconds
 // The one of this number or name. Throws UsageError: there is none, or several.
 Job find_job(const std::string& number_or_name);
 
-// ---- A look at a rank: what it has published, and what the kernel says
-
-using PhaseSums = std::array<std::int64_t, kPhases>;
-
-struct ServerLook {
-  int clients = 0;  // 0: no server
-  int in_hand = 0;
-  std::int64_t requests = 0;
-  std::int64_t ns_in_hand = 0;
-  std::int64_t gradients = 0;
-  std::int64_t delays = 0;
-  std::int64_t most_delay = 0;
-};
-
-// Times in ns. The sums have the present phase and wait in them.
-struct RankLook {
-  std::int64_t at = 0;
-  int pid = 0;  // 0: it has not used lockstep yet
-  int rank = 0;
-  Phase phase = Phase::kStarting;
-  std::int64_t phase_since = 0;
-  std::int64_t step = -1;
-  std::uint64_t moves = 0;
-  std::int64_t samples = 0;
-  double loss = 0;
-  int loader_workers = -1;
-  std::int64_t wait_since = 0;  // 0: it does not wait
-  int waits_for = 0;            // pid
-  bool calls_others = false;
-  PhaseSums in_phase{};
-  PhaseSums waited{};
-  std::map<int, std::int64_t> waited_for{};  // by pid
-  ServerLook server{};
-
-  char state = 0;  // of its process, as in ps; 0: it has ended
-  std::int64_t resident_bytes = 0;
-  std::int64_t shared_bytes = 0;     // of these
-  std::int64_t ns_without_core = 0;  // its main thread wanted to run, sum
-};
-RankLook look_at(const Seat& seat);
-
-struct JobLook {
-  Job job;
-  std::vector<RankLook> ranks;
-};
-JobLook look_at(const Job& job);
-
+std::string file_of(int pid, const std::string& name);  // the content of /proc/PID/NAME; empty: the process has ended
+char state_of(int pid);                                 // of the main thread, as in ps; 0: it has ended
 bool has_ended(const Job& job);
 
 }  // namespace lockstep::top

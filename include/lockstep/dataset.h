@@ -36,7 +36,7 @@ struct BatchTimes {
   double assemble = 0;  // transforms, and writing the batch
 };
 
-// What a worker reads at the moment, for the loader's error about one that hangs.
+// The file that a worker reads at the moment, for the loader's error about one that hangs.
 class Reading {
  public:
   // origin: says which file and sample.
@@ -54,7 +54,7 @@ class Reading {
   std::function<std::string()> origin_;
 };
 
-// What the loader asks a dataset for.
+// A batch that the loader asks a dataset for.
 struct BatchRequest {
   std::span<const std::int64_t> indices;  // each in [0, size())
   std::uint64_t seed = 0;  // random choices about a sample are a function of seed, epoch and the sample's index

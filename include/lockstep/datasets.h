@@ -189,10 +189,10 @@ class TokenDataset : public Dataset {
 inline constexpr std::int64_t kPackedWindow = 16384;  // samples that are shuffled with each other
 
 // Images become an ImageDataset with these transforms; other arrays of one shape become a dataset that converts them as
-// TensorDataset does. Its shuffled order visits shards in random order and shuffles samples within windows.
+// TensorDataset does. Its shuffled order visits shards in random order and shuffles samples within windows of kPackedWindow;
+// LoaderOptions::order can be another window_order().
 // Throws DataError: not packed data, unfinished, a shard that is missing, cut or damaged, no readable record.
-std::shared_ptr<const Dataset> open_packed(const std::filesystem::path& folder, const ImageTransforms& transforms,
-                                           std::int64_t window = kPackedWindow);
+std::shared_ptr<const Dataset> open_packed(const std::filesystem::path& folder, const ImageTransforms& transforms);
 
 struct PackOptions {
   std::uint64_t shard_bytes = std::uint64_t{256} << 20;

@@ -46,7 +46,7 @@ class ImageSource {
   virtual std::string name() const = 0;
   virtual std::int64_t size() const = 0;
   virtual std::int64_t classes() const = 0;
-  // Of all images; height and width 0: they differ, or are not known. Encoded images become RGB: 3 channels.
+  // The shape of all images; height and width 0: they differ, or are not known. Encoded images become RGB: 3 channels.
   virtual ImageShape common_shape() const = 0;
   virtual bool in_memory() const { return false; }
 
@@ -131,7 +131,7 @@ enum class Crop {
 };
 
 struct ImageTransforms {
-  // Of the training images scaled to [0, 1]; a value per channel, or one for all.
+  // Mean and deviation of the training images scaled to [0, 1]; a value per channel, or one for all.
   std::vector<float> mean = {0};
   std::vector<float> deviation = {1};
 

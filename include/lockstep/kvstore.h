@@ -99,9 +99,10 @@ class KVStore {
   // Rows of a key's value, shape (rows, ...). rows: int64, (rows). Only these rows are sent. Throws UsageError.
   virtual torch::Tensor row_sparse_pull(const std::string& name, const torch::Tensor& rows) = 0;
 
-  // Bytes of values that this worker has sent to and received from servers.
-  virtual std::int64_t bytes_pushed() const { return 0; }
-  virtual std::int64_t bytes_pulled() const { return 0; }
+  // Bytes of values that this worker has sent to and received from servers. Local kinds: that devices have pushed, and that were
+  // copied to them.
+  virtual std::int64_t bytes_pushed() const = 0;
+  virtual std::int64_t bytes_pulled() const = 0;
 };
 
 }  // namespace lockstep

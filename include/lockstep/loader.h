@@ -45,13 +45,13 @@ struct LoaderPlace {
   bool pinned = false;                 // batches on the CPU lie in pinned memory, from which GPUs copy
 };
 
-// Where an epoch stands over all ranks: what a checkpoint has to keep of a loader.
+// The place of an epoch over all ranks: what a checkpoint has to keep of a loader.
 struct LoaderPosition {
   std::int64_t epoch = 0;
   std::int64_t samples = 0;  // of the epoch's order that were handed out
 };
 
-// Where the time of loading goes. Of one rank, summed over batches; the workers' seconds are those of all workers.
+// The time of loading on one rank, summed over batches; the workers' seconds are those of all workers.
 struct LoadingStatistics {
   std::int64_t batches = 0;
   std::int64_t samples = 0;  // of this rank

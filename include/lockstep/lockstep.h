@@ -47,7 +47,7 @@
 #include "lockstep/kvstore.h"             // push and pull: a store of weights, here or on servers
 #include "lockstep/strategy.h"            // all of these behind one interface: what the training loop uses
 
-// What the others are made of:
+// Parts of the others:
 #include "lockstep/error.h"               // what is thrown: what happened, where, the likely cause, what to do next
 #include "lockstep/stop.h"                // whether a signal has asked the job to stop
 #include "lockstep/stop_all.h"            // ends all work of this process, from anywhere

@@ -81,7 +81,7 @@ class Recovery {
   void keep(const std::string& name, GradientScaler& scaler);  // of this optimizer: without it step() is an error
   void keep(const std::string& name, std::function<std::string()> save, std::function<void(const std::string&)> load);
 
-  // Where to go on; 0 in the beginning. With a loader.
+  // The epoch to go on with; 0 in the beginning. With a loader.
   std::int64_t epoch() const;
 
   // The loader's batches of this epoch; of epoch(), those that are left. Throws UsageError: an epoch before epoch().

@@ -31,7 +31,6 @@
 namespace lockstep {
 
 class GradientSource;
-struct UpdateOptions;
 struct StepSetting;
 using StepSettings = std::vector<StepSetting>;
 class World;
@@ -126,7 +125,6 @@ class Optimizer : public torch::optim::Optimizer {
   struct Layout;
   Layout& layout();
   void make_state(Layout& all);
-  UpdateOptions update_options(const Layout& all) const;
   std::size_t number_of_parameters() const;
   StateTensors state_tensors(const Layout& all, std::size_t i) const;
   void step_in_memory(Layout& all);

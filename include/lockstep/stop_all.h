@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // lockstep/stop_all.h: stop() ends all work of this process from anywhere: a device's function, a signal watcher, a window's button.
 //
-// What lives when it is called ends; what is made afterwards does not:
+// Ends what lives when it is called, but not what is made afterwards:
 //
 //   Devices   as if one of them had failed: those that wait for another one stop at once, those that compute when
 //             their function returns; then Devices::run() throws PeerLost with `reason`

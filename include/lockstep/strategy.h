@@ -50,13 +50,13 @@ struct DdpOptions {
   int virtual_shards = 0;  // the same bits on any number of ranks that divides this (lockstep/ddp.h); 0: off
 };
 
-enum class UpdatePlace {
+enum class UpdateOn {
   kDevice,  // every device updates its own copy
   kCpu      // the parameters exist once, and are updated once
 };
 
 struct TowersOptions {
-  UpdatePlace update = UpdatePlace::kDevice;
+  UpdateOn update = UpdateOn::kDevice;
   bool refuse_uneven = false;  // a batch that the devices do not divide is an error
 };
 

@@ -25,7 +25,7 @@
 
 namespace lockstep {
 
-// What SyncBatchNorm computes in training: (x - mean) / sqrt(variance + eps) for (B, C, ...), with mean and variance (C)
+// Computes what SyncBatchNorm does in training: (x - mean) / sqrt(variance + eps) for (B, C, ...), with mean and variance (C)
 // over the samples of all ranks; returns {that, mean, unbiased variance}. loss_weight is asked in backward(): how often
 // this rank's loss counts in the mean over all ranks, in a unit of all ranks; left out: as often as it has values here.
 // Throws PeerLost; in a backward() that makes a graph UsageError.

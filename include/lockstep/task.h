@@ -52,7 +52,7 @@ torch::Tensor run_pieces(const std::vector<Piece>& pieces, const torch::Tensor& 
 // The trained parameters of the pieces' modules, each once.
 std::vector<torch::Tensor> parameters_of(const std::vector<Piece>& pieces);
 
-// What the model takes, for data that is made to fit it.
+// The samples that the model takes, for data that is made to fit it.
 struct SampleShape {
   std::vector<std::int64_t> sizes;  // of one sample, such as {3, 224, 224}; empty: not known
   std::int64_t classes = 0;         // targets are in [0, classes)
@@ -68,7 +68,7 @@ struct Task {
   std::function<torch::Tensor(const torch::Tensor& output, const torch::Tensor& target)> loss;
   // How many of the samples the output has right, a scalar; empty: no accuracy is reported.
   std::function<torch::Tensor(const torch::Tensor& output, const torch::Tensor& target)> correct = nullptr;
-  // What to train on, from --data-dir; empty: --data chooses one of lockstep's.
+  // The data to train on, from --data-dir; empty: --data chooses one of lockstep's.
   std::function<Datasets(const std::string& data_dir)> make_data = nullptr;
   std::string name = "task";  // for tables and metrics
   SampleShape sample = {};

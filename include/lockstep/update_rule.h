@@ -2,9 +2,9 @@
 // lockstep/update_rule.h: the formula of an optimizer, applied to consecutive elements. This is what a new optimizer
 // has to write; which elements, from which gradients and on which rank is decided by Optimizer::step().
 //
-// Flow:    Optimizer::step() -> update() for each run of at most 4096 elements -> parameters and state
+// Flow:    Optimizer::step() -> update() for at most 4096 elements at a time -> parameters and state
 // Owns:    nothing
-// Threads: called for different runs from several threads at once
+// Threads: called for different elements from several threads at once
 // Ranks:   no communication
 #pragma once
 
@@ -25,10 +25,10 @@ struct WholeTensors;  // lockstep/optimizer.h
 
 inline constexpr std::size_t kMaxStates = 2;
 
-// Consecutive elements of one parameter. A rule of one's own may write new values over the old ones: for it, `new_parameter`
+// Consecutive elements of one parameter. A custom rule may write new values over the old ones: for it, `new_parameter`
 // and `new_state` are `parameter` and `state`.
 template <class T>
-struct Run {
+struct Elements {
   std::int64_t count;
   T* parameter;
   T* gradient;                         // of the mean loss over the global batch; may be overwritten
@@ -50,8 +50,8 @@ class UpdateRule {
   const std::vector<std::string>& state_names() const { return state_names_; }
 
   // T is float (also for 16-bit parameters, of which a float32 original is kept) or double.
-  virtual void update(const Group& group, const Run<float>& run) const = 0;
-  virtual void update(const Group& group, const Run<double>& run) const = 0;
+  virtual void update(const Group& group, const Elements<float>& elements) const = 0;
+  virtual void update(const Group& group, const Elements<double>& elements) const = 0;
 
   // The same for tensors that are not on the CPU.
   virtual void update_on_device(const Group& group, const WholeTensors& tensors) const = 0;
@@ -61,8 +61,8 @@ class UpdateRule {
   // direction as it is. The state is written by direct() or by update(), never by both.
   virtual bool layerwise() const { return false; }
   virtual bool directs_with_state() const { return false; }  // direct() writes the state
-  virtual void direct(const Group&, const Run<float>&) const {}
-  virtual void direct(const Group&, const Run<double>&) const {}
+  virtual void direct(const Group&, const Elements<float>&) const {}
+  virtual void direct(const Group&, const Elements<double>&) const {}
   virtual double trust_ratio(const Group&, double /*parameter_norm*/, double /*direction_norm*/) const { return 1; }
 
  private:

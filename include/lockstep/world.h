@@ -123,6 +123,7 @@ class World {
   torch::Device device() const;  // where this rank's tensors belong; for "cpu", cores() says which cores
   const CoreSet& cores() const;  // the cores this rank may use
   std::string describe() const;  // "rank 2 of 4 on gpu-a"
+  std::chrono::milliseconds timeout() const;  // how long any one wait may take
 
   // ---- Sub-worlds
   //
@@ -232,12 +233,12 @@ class World {
 
   // A group of the ranks on this machine that share memory, apart from this world's own; none where they can't, and in a
   // world of one. For collective/shared_memory.h. Throws PeerLost.
-  std::optional<shm::Group> machine_group() const;
+  std::shared_ptr<shm::Group> machine_group() const;
 
  private:
   friend class WorldState;
   explicit World(std::shared_ptr<WorldState> state) : state_(std::move(state)) {}
-  std::vector<std::vector<int>> agree_on_lists(const std::vector<int>& ranks) const;
+  std::vector<int> agree_on_list(const std::vector<int>& ranks) const;
   torch::Tensor run(const TensorCall& call) const;
   Work start(TensorCall call) const;
   std::shared_ptr<WorldState> state_;

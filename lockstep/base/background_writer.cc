@@ -19,7 +19,7 @@ namespace {
 
 constexpr std::chrono::seconds kWriteEvery{1};  // or when half of the queue is full
 
-// Of this thread: a pipe that nobody reads any more is an error of write().
+// Makes a pipe that nobody reads any more an error of this thread's write().
 void block_sigpipe() {
   sigset_t pipe;
   ::sigemptyset(&pipe);

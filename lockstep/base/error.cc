@@ -8,20 +8,14 @@
 #include <utility>
 
 namespace lockstep {
-namespace {
-
-void append_part(std::string& message, const char* label, const std::string& text) {
-  if (!text.empty()) message.append("\n  ").append(label).append(text);
-}
-
-}  // namespace
 
 Error::Error(std::string kind, ErrorText text) : kind_(std::move(kind)), text_(std::move(text)) {
   message_ = "lockstep: " + kind_ + ": " + text_.what;
-  append_part(message_, "here:   ", text_.here);
-  append_part(message_, "peer:   ", text_.peer);
-  append_part(message_, "likely: ", text_.likely);
-  append_part(message_, "next:   ", text_.next);
+  for (const auto& [label, part] : {std::pair{"here:   ", &text_.here},
+                                    {"peer:   ", &text_.peer},
+                                    {"likely: ", &text_.likely},
+                                    {"next:   ", &text_.next}})
+    if (!part->empty()) message_.append("\n  ").append(label).append(*part);
 }
 
 SystemError system_error(const std::string& doing, const std::string& subject) {
@@ -29,10 +23,11 @@ SystemError system_error(const std::string& doing, const std::string& subject) {
   ErrorText text{.what = "can't " + doing + " " + subject + ": " + std::strerror(code), .here = subject};
   rlimit limit{};
   if (code == EMFILE && ::getrlimit(RLIMIT_NOFILE, &limit) == 0) {
-    text.likely = "the limit of " + std::to_string(limit.rlim_cur) + " open files (ulimit -n); each world or group of N " +
+    text.likely = "the limit of " + std::to_string(limit.rlim_cur) +
+                  " open files (ulimit -n); each world or group of N " +
                   "ranks on one machine needs 2 N in each of them, rank 0 and the launcher 3 N";
-    text.next = "raise it, up to " + std::to_string(limit.rlim_max) + " without privileges: ulimit -n; end groups that " +
-                "are not used any more";
+    text.next = "raise it, up to " + std::to_string(limit.rlim_max) +
+                " without privileges: ulimit -n; end groups that " + "are not used any more";
   }
   if (code == ENOMEM && ::getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
     text.likely = "the limit of " + std::to_string(limit.rlim_cur >> 20) + " MiB of addresses (ulimit -v)";

@@ -21,7 +21,7 @@ inline std::string without_backtrace(const std::string& text) {
   return asked != nullptr && *asked == '1' ? text : text.substr(0, text.find("\nException raised from "));
 }
 
-// What body() returns, or the exit code of what it throws.
+// Returns what body() returns, or the exit code of what it throws.
 template <class Body>
 int guarded(const Body& body) {
   try {

@@ -45,7 +45,7 @@ struct LocalAddress {
   socklen_t bytes = 0;
 };
 
-// What sendmsg and recvmsg take.
+// The arguments of sendmsg and recvmsg.
 struct Envelope {
   explicit Envelope(std::span<std::byte> message) : data{.iov_base = message.data(), .iov_len = message.size()} {
     header.msg_iov = &data;
@@ -140,7 +140,7 @@ bool send_with_descriptors(int socket, std::span<const std::byte> message, const
   }
   while (::sendmsg(socket, &envelope.header, MSG_NOSIGNAL) < 0) {
     if (errno == EINTR) continue;
-    // Of a user without privileges only so many descriptors (RLIMIT_NOFILE) may be on their way at a time.
+    // A user without privileges may have only so many descriptors (RLIMIT_NOFILE) on their way at a time.
     if (errno == ETOOMANYREFS && !deadline.passed()) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
       continue;

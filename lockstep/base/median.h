@@ -10,7 +10,7 @@
 
 namespace lockstep {
 
-// Of an even number, the mean of the middle two; requires at least one.
+// The mean of the middle two where their number is even; requires at least one.
 inline double median(std::vector<double> values) {
   std::ranges::sort(values);
   const std::size_t middle = values.size() / 2;

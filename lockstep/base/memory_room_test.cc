@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/base/memory_room.h"
+#include "lockstep/base/cgroup.h"
 
 #include "lockstep/base/file.h"
 #include "tests/support.h"

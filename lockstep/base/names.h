@@ -39,7 +39,7 @@ std::string name_of(const Value& value) {
   return found == kNames<Value>.end() ? "unknown" : found->name;
 }
 
-// Of the rows of any table with a column `name`.
+// The names in any table with a column `name`.
 template <class Table>
 std::vector<std::string> names_in(const Table& table) {
   std::vector<std::string> names;

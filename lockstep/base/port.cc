@@ -6,11 +6,11 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <memory>
 #include <optional>
-#include <sstream>
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
@@ -28,14 +28,15 @@ struct Listener {
 
 // A line of /proc/net/tcp: number, local address:port, remote one, state, queues, timer, retransmits, user, timeout, inode.
 std::optional<Listener> find_listener(const char* table, int port) {
+  constexpr unsigned kListens = 0x0A;
   std::ifstream in(table);
   for (std::string line; std::getline(in, line);) {
-    std::istringstream fields(line);
-    std::string number, local, remote, state, queues, timer, retransmits, user, timeout, inode;
-    fields >> number >> local >> remote >> state >> queues >> timer >> retransmits >> user >> timeout >> inode;
-    const std::size_t colon = local.find(':');
-    if (state == "0A" && colon != std::string::npos && std::stoi(local.substr(colon + 1), nullptr, 16) == port)
-      return Listener{user, concat("socket:[", inode, "]")};
+    unsigned local = 0, state = 0;
+    unsigned long user = 0, inode = 0;
+    const int read =
+        std::sscanf(line.c_str(), "%*d: %*[^:]:%x %*s %x %*s %*s %*s %lu %*s %lu", &local, &state, &user, &inode);
+    if (read == 4 && state == kListens && static_cast<int>(local) == port)
+      return Listener{concat(user), concat("socket:[", inode, "]")};
   }
   return std::nullopt;
 }

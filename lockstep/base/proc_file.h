@@ -7,7 +7,7 @@
 
 namespace lockstep {
 
-// What follows the colon in the first line that begins with `name`; "" if there is none, or no such file.
+// The text after the colon in the first line that begins with `name`; "" if there is none, or no such file.
 std::string proc_value(const std::string& file, std::string_view name);
 
 double proc_bytes(const std::string& file, std::string_view name);  // of a value in kB; 0 if there is none

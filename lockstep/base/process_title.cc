@@ -29,7 +29,7 @@ TitleRoom find_room(int argc, char** argv) {
   return room;
 }
 
-// What `text` leaves of the room is made up at the end, where ps shows nothing.
+// Fills the room that `text` leaves at the end, where ps shows nothing.
 void put_in_room(int argc, char** argv, const std::string& text) {
   static TitleRoom room = find_room(argc, argv);
   if (room.size == 0 || text.size() > room.size) return;

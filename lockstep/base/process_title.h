@@ -12,7 +12,7 @@ namespace lockstep {
 // Blanks at the end of argv[0], which `lockstep` leaves for the title of `lockstep train`.
 inline constexpr std::size_t kRoomForRank = sizeof " [rank 1234567 of 1234567]" - 1;
 
-// Where argv[0] has no such room (a program of the user's own), only the short name changes.
+// Changes only the short name where argv[0] has no such room (a program of the user's own).
 void show_rank(int argc, char** argv, int rank, int ranks);
 
 // Before there are ranks: takes the room away again, which ps would show as blanks.

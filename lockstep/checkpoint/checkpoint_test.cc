@@ -8,14 +8,17 @@
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/checkpoint/file_image.h"
 #include "lockstep/checkpoint/safetensors.h"
+#include "tests/safetensors.h"
 #include "tests/support.h"
 
 namespace lockstep {
 namespace {
 
 using testing::contains;
+using testing::from_safetensors;
 using testing::message_of;
 using testing::TempFolder;
+using testing::to_safetensors;
 
 TensorFile sample() {
   return {.tensors = {{"bias", torch::tensor({1.5, -2.0}, torch::kFloat64)},

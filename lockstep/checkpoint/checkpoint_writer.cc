@@ -23,7 +23,7 @@ namespace {
 
 constexpr int kNice = 10;  // a tenth of a core that a rank wants as well
 
-// What other ranks send has to be received, whether or not it can be written. They send in the order of the names.
+// Receives what other ranks send, which they do in the order of the names, whether or not it can be written.
 void receive_rest(const TensorFile& file, const FetchTensor& fetch, int received) {
   for (const auto& [name, tensor] : file.tensors)
     if (tensor.is_meta() && received-- <= 0) fetch(name);

@@ -14,6 +14,7 @@
 #include "lockstep/checkpoints.h"
 #include "lockstep/deadline.h"
 #include "tests/held_disk.h"
+#include "tests/safetensors.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -22,6 +23,7 @@ namespace {
 using testing::contains;
 using testing::message_of;
 using testing::TempFolder;
+using testing::to_safetensors;
 
 constexpr std::chrono::seconds kLong{60};
 

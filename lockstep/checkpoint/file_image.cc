@@ -3,10 +3,11 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstring>
 
+#include "lockstep/base/cgroup.h"
 #include "lockstep/base/file.h"
-#include "lockstep/base/memory_room.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/error.h"
 
@@ -18,7 +19,9 @@ std::size_t tensor_bytes(const TensorFile& file) {
   return bytes;
 }
 
-// memcpy() passes large copies by the caches, copy_() does not.
+namespace {
+
+// The values in row-major order, from any layout or device. memcpy() passes large copies by the caches, copy_() does not.
 void copy_values(const torch::Tensor& tensor, std::byte* into) {
   if (tensor.nbytes() == 0) return;
   if (tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
@@ -26,6 +29,16 @@ void copy_values(const torch::Tensor& tensor, std::byte* into) {
     return;
   }
   torch::from_blob(into, tensor.sizes(), torch::TensorOptions(tensor.scalar_type())).copy_(tensor.detach());
+}
+
+}  // namespace
+
+void copy_file(const std::string& head, const TensorFile& file, std::byte* into) {
+  into = std::ranges::copy(std::as_bytes(std::span(head)), into).out;
+  for (const auto& [name, tensor] : file.tensors) {
+    copy_values(tensor, into);
+    into += tensor.nbytes();
+  }
 }
 
 FileImage::~FileImage() {
@@ -56,14 +69,8 @@ void FileImage::copy(const std::vector<TensorFile>& files) {
   }
   reserve(bytes);
   for (std::size_t i = 0; i < files.size(); ++i) {
-    std::byte* into = memory_.data() + files_[i].begin;
-    std::memcpy(into, heads[i].data(), heads[i].size());
-    into += heads[i].size();
-    for (const auto& [name, tensor] : files[i].tensors) {
-      copy_values(tensor, into);
-      into += tensor.nbytes();
-      files_[i].names.push_back(name);
-    }
+    copy_file(heads[i], files[i], memory_.data() + files_[i].begin);
+    for (const auto& [name, tensor] : files[i].tensors) files_[i].names.push_back(name);
   }
 }
 

@@ -19,8 +19,8 @@ namespace lockstep {
 
 std::size_t tensor_bytes(const TensorFile& file);  // of all its tensors together
 
-// The tensor's values in row-major order, from any layout or device, at the speed of memory.
-void copy_values(const torch::Tensor& tensor, std::byte* into);
+// Copies a whole file, which begins with safetensors_head(), at the speed of memory.
+void copy_file(const std::string& head, const TensorFile& file, std::byte* into);
 
 class FileImage {
  public:

@@ -12,10 +12,8 @@
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/file.h"
-#include "lockstep/base/map_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/checkpoint/hash.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
@@ -65,13 +63,6 @@ void require_free_names(const TensorFile& file) {
          .next = "give it another name"});
 }
 
-CheckpointError damaged(const std::string& origin, const std::string& what) {
-  return CheckpointError({.what = concat(origin, " is damaged: ", what),
-                          .here = origin,
-                          .likely = "an interrupted copy, a full disk, or not a safetensors file",
-                          .next = "remove it to resume from the checkpoint before it"});
-}
-
 // Position of the checksum's 16 digits in the header; npos in a file of another tool.
 std::size_t checksum_position(const std::string& header) {
   const std::string key = concat('"', kChecksum, "\":\"");
@@ -99,7 +90,8 @@ Json make_header(const TensorFile& file) {
 void verify_checksum(const ByteSource& source, std::string header, const std::string& origin, Checksum checksum) {
   if (checksum == Checksum::kTrusted) return;
   const std::size_t position = checksum_position(header);
-  if (position == std::string::npos && checksum == Checksum::kRequired) throw damaged(origin, "it has no checksum");
+  if (position == std::string::npos && checksum == Checksum::kRequired)
+    throw damaged_file(origin, "it has no checksum");
   if (position == std::string::npos) return;
   const std::string recorded = header.substr(position, kChecksumDigits);
   header.replace(position, kChecksumDigits, kNoChecksum);
@@ -113,15 +105,15 @@ void verify_checksum(const ByteSource& source, std::string header, const std::st
     source.read(at, part.data(), part.size());
     hash.add(part.data(), part.size());
   }
-  if (hash.digits() != recorded) throw damaged(origin, "its checksum does not match its content");
+  if (hash.digits() != recorded) throw damaged_file(origin, "its checksum does not match its content");
 }
 
 std::string read_header(const ByteSource& source, const std::string& origin) {
   std::uint64_t length = 0;
-  if (source.size < kLengthBytes) throw damaged(origin, concat("only ", source.size, " bytes long"));
+  if (source.size < kLengthBytes) throw damaged_file(origin, concat("only ", source.size, " bytes long"));
   source.read(0, &length, kLengthBytes);
   if (length > source.size - kLengthBytes)
-    throw damaged(origin, concat("its header should have ", length, " bytes, the file has ", source.size));
+    throw damaged_file(origin, concat("its header should have ", length, " bytes, the file has ", source.size));
   std::string header(length, ' ');
   source.read(kLengthBytes, header.data(), header.size());
   return header;
@@ -130,7 +122,7 @@ std::string read_header(const ByteSource& source, const std::string& origin) {
 torch::ScalarType dtype_of(const std::string& name, const std::string& origin) {
   for (const auto& [type, known] : kDtypes)
     if (name == known) return type;
-  throw damaged(origin, concat("unknown dtype ", name));
+  throw damaged_file(origin, concat("unknown dtype ", name));
 }
 
 SafetensorsReader::Entry read_entry(const Json& entry, const std::string& name, std::size_t data_bytes,
@@ -140,14 +132,14 @@ SafetensorsReader::Entry read_entry(const Json& entry, const std::string& name, 
   const torch::ScalarType dtype = dtype_of(entry.at("dtype").get<std::string>(), origin);
   auto bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
   for (const std::int64_t size : shape)
-    if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes)) throw damaged(origin, concat("shape of ", name));
+    if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes)) throw damaged_file(origin, concat("shape of ", name));
   if (offsets[0] > offsets[1] || offsets[1] > data_bytes ||
       offsets[1] - offsets[0] != static_cast<std::uint64_t>(bytes))
-    throw damaged(origin, concat(name, " lies outside of the file"));
+    throw damaged_file(origin, concat(name, " lies outside of the file"));
   return {.dtype = dtype, .shape = shape, .at = offsets[0]};
 }
 
-// As the format demands: in some order the tensors fill the data, without gaps, overlaps or a rest.
+// Checks what the format demands: in some order the tensors fill the data, without gaps, overlaps or a rest.
 void check_layout(const Json& header, std::size_t data_bytes, const std::string& origin) {
   std::vector<std::array<std::uint64_t, 2>> parts;
   for (const auto& [name, entry] : header.items())
@@ -156,41 +148,20 @@ void check_layout(const Json& header, std::size_t data_bytes, const std::string&
   std::uint64_t end = 0;
   for (const auto& [begin, next] : parts) {
     if (begin != end || next < begin)
-      throw damaged(origin, concat("its tensors overlap or leave a gap at byte ", std::min(begin, end)));
+      throw damaged_file(origin, concat("its tensors overlap or leave a gap at byte ", std::min(begin, end)));
     end = next;
   }
-  if (end != data_bytes) throw damaged(origin, concat("its tensors have ", end, " bytes, the file ", data_bytes));
-}
-
-TensorFile read_all(const SafetensorsReader& reader) {
-  TensorFile file{.tensors = {}, .metadata = reader.metadata()};
-  for (const auto& [name, entry] : reader.entries()) file.tensors[name] = reader.read(name);
-  return file;
-}
-
-// Writes the file, with zeros for its checksum; returns the checksum and its position.
-struct Written {
-  std::string checksum;
-  std::size_t position;
-};
-Written write_safetensors(const TensorFile& file, const FetchTensor& fetch,
-                          const std::function<void(const void*, std::size_t)>& write) {
-  const std::string head = safetensors_head(file);
-  Hash hash;
-  const auto add = [&](const void* data, std::size_t bytes) {
-    hash.add(data, bytes);
-    write(data, bytes);
-  };
-  add(head.data(), head.size());
-  for (const auto& [name, tensor] : file.tensors) {
-    const torch::Tensor values =
-        (tensor.is_meta() ? fetch(name) : tensor).detach().to(torch::kCPU).contiguous().resolve_conj().resolve_neg();
-    add(values.const_data_ptr(), values.nbytes());
-  }
-  return {.checksum = hash.digits(), .position = checksum_position(head)};
+  if (end != data_bytes) throw damaged_file(origin, concat("its tensors have ", end, " bytes, the file ", data_bytes));
 }
 
 }  // namespace
+
+CheckpointError damaged_file(const std::filesystem::path& origin, const std::string& what) {
+  return CheckpointError({.what = concat(origin.string(), " is damaged: ", what),
+                          .here = origin.string(),
+                          .likely = "an interrupted copy, a full disk, or another file",
+                          .next = "remove it to resume from the checkpoint before it"});
+}
 
 std::string safetensors_head(const TensorFile& file) {
   std::string header = make_header(file).dump();
@@ -210,18 +181,15 @@ void set_checksum(std::span<std::byte> file) {
   std::memcpy(digits, hash.digits().data(), kChecksumDigits);
 }
 
-std::string to_safetensors(const TensorFile& file) {
-  std::string bytes;
-  const auto append = [&](const void* data, std::size_t size) { bytes.append(static_cast<const char*>(data), size); };
-  const Written written = write_safetensors(file, nullptr, append);
-  return bytes.replace(written.position, written.checksum.size(), written.checksum);
+void ByteSource::read(std::size_t at, void* into, std::size_t bytes) const {
+  from_disk ? from_disk(at, into, bytes) : static_cast<void>(std::memcpy(into, mapped.get() + at, bytes));
 }
 
 ByteSource bytes_in(const std::filesystem::path& path) {
   const auto file = std::make_shared<ReadableFile>(path);
   return {.size = file->size(),
-          .read = [file](std::size_t at, void* into, std::size_t bytes) { file->read(at, into, bytes); },
-          .mapped = map_file(path, file->size())};
+          .from_disk = [file](std::size_t at, void* into, std::size_t bytes) { file->read(at, into, bytes); },
+          .mapped = file->map()};
 }
 
 SafetensorsReader::SafetensorsReader(ByteSource source, const std::string& origin, Checksum checksum)
@@ -241,7 +209,7 @@ SafetensorsReader::SafetensorsReader(ByteSource source, const std::string& origi
       }
     }
   } catch (const nlohmann::json::exception& error) {
-    throw damaged(origin, concat("its header is not what the format says: ", error.what()));
+    throw damaged_file(origin, concat("its header is not what the format says: ", error.what()));
   }
   if (const auto found = metadata_.extract(kChecksum)) checksum_ = found.mapped();
 }
@@ -258,17 +226,22 @@ torch::Tensor SafetensorsReader::read(const std::string& name) const {
   return tensor;
 }
 
-TensorFile from_safetensors(const std::string& bytes, const std::string& origin, Checksum checksum) {
-  const auto read = [&](std::size_t at, void* into, std::size_t size) { std::memcpy(into, bytes.data() + at, size); };
-  return read_all(SafetensorsReader({.size = bytes.size(), .read = read}, origin, checksum));
-}
-
 void save_safetensors(const std::filesystem::path& path, const TensorFile& file, const FetchTensor& fetch) {
-  AtomicFile atomic(path);
-  const Written written =
-      write_safetensors(file, fetch, [&](const void* data, std::size_t bytes) { atomic.write(data, bytes); });
-  atomic.overwrite(written.position, written.checksum.data(), written.checksum.size());
-  atomic.commit();
+  const std::string head = safetensors_head(file);
+  AtomicFile on_disk(path);
+  Hash hash;
+  const auto add = [&](const void* data, std::size_t bytes) {
+    hash.add(data, bytes);
+    on_disk.write(data, bytes);
+  };
+  add(head.data(), head.size());
+  for (const auto& [name, tensor] : file.tensors) {
+    const torch::Tensor values =
+        (tensor.is_meta() ? fetch(name) : tensor).detach().to(torch::kCPU).contiguous().resolve_conj().resolve_neg();
+    add(values.const_data_ptr(), values.nbytes());
+  }
+  on_disk.overwrite(checksum_position(head), hash.digits().data(), kChecksumDigits);
+  on_disk.commit();
 }
 
 void save_safetensors(const std::filesystem::path& path, const TensorFile& file) {

@@ -15,21 +15,22 @@
 #include <vector>
 
 #include "lockstep/checkpoint.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 
 // Gives the values of a tensor that is on the meta device in a TensorFile.
 using FetchTensor = std::function<torch::Tensor(const std::string& name)>;
 
-// As in lockstep/checkpoint.h. fetch: called for each meta tensor, in the order of the names, when its turn comes.
+// Saves as in lockstep/checkpoint.h. fetch: called for each meta tensor, in the order of the names, when its turn comes.
 void save_safetensors(const std::filesystem::path& path, const TensorFile& file, const FetchTensor& fetch);
 
-// Throws UsageError for a dtype that the format does not know, and for names that it has for itself.
-std::string to_safetensors(const TensorFile& file);
-
 // The file up to the first tensor's bytes, with zeros for the checksum. The tensors follow in the order of their names,
-// without gaps. Throws UsageError, as to_safetensors() does.
+// without gaps. Throws UsageError for a dtype that the format does not know, and for names that it has for itself.
 std::string safetensors_head(const TensorFile& file);
+
+// The error of a file that is damaged, and how.
+CheckpointError damaged_file(const std::filesystem::path& origin, const std::string& what);
 
 // Puts the checksum of a whole file, which begins with what safetensors_head() returns, into its head.
 void set_checksum(std::span<std::byte> file);
@@ -38,15 +39,13 @@ void set_checksum(std::span<std::byte> file);
 // kTrusted: it is not verified: another rank of the job has done so.
 enum class Checksum { kRequired, kOptional, kTrusted };
 
-// Every length and offset is checked before it is used. Throws CheckpointError naming `origin` and what is wrong.
-TensorFile from_safetensors(const std::string& bytes, const std::string& origin,
-                            Checksum checksum = Checksum::kOptional);
-
-// Where the bytes of a file come from.
+// The bytes of a file: in memory, or on the disk, or both.
 struct ByteSource {
   std::size_t size = 0;
-  std::function<void(std::size_t at, void* into, std::size_t bytes)> read;
-  std::shared_ptr<const std::byte> mapped{};  // all of them, where they are mapped
+  std::function<void(std::size_t at, void* into, std::size_t bytes)> from_disk{};  // none: all are in memory
+  std::shared_ptr<const std::byte> mapped{};
+
+  void read(std::size_t at, void* into, std::size_t bytes) const;
 };
 
 // Mapped, so that all processes of a machine that read the file share the kernel's copy. read() reads it as usual: an error
@@ -62,7 +61,8 @@ class SafetensorsReader {
     std::size_t at = 0;  // its first byte
   };
 
-  // Reads everything once, for the checksum, unless that is trusted. Throws as from_safetensors() does.
+  // Reads everything once, for the checksum, unless that is trusted. Every length and offset is checked before it is used.
+  // Throws CheckpointError naming `origin` and what is wrong.
   SafetensorsReader(ByteSource source, const std::string& origin, Checksum checksum);
 
   const std::map<std::string, Entry>& entries() const { return entries_; }

@@ -7,28 +7,21 @@
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
 
 using ShardMap = std::map<std::string, std::string>;  // tensor -> file
 
-CheckpointError bad_index(const std::filesystem::path& index, const std::string& what) {
-  return CheckpointError({.what = concat(index.string(), " is damaged: ", what),
-                          .here = index.string(),
-                          .likely = "an interrupted copy, or files of different checkpoints",
-                          .next = "remove it to resume from the checkpoint before it"});
-}
-
 ShardMap read_index(const std::filesystem::path& index) try {
   const auto map = nlohmann::json::parse(read_file(index)).at("weight_map").get<ShardMap>();
   for (const auto& [name, file] : map)
-    if (std::filesystem::path(file).filename() != file) throw bad_index(index, concat(file, " is in another folder"));
-  if (map.empty()) throw bad_index(index, "it names no tensor");
+    if (std::filesystem::path(file).filename() != file)
+      throw damaged_file(index, concat(file, " is in another folder"));
+  if (map.empty()) throw damaged_file(index, "it names no tensor");
   return map;
 } catch (const nlohmann::json::exception& error) {
-  throw bad_index(index, error.what());
+  throw damaged_file(index, error.what());
 }
 
 }  // namespace
@@ -83,15 +76,15 @@ void CheckpointReader::open_shards(const std::filesystem::path& index, Checksum 
   for (const std::string& shard : shards) {
     const auto path = index.parent_path() / shard;
     if (std::error_code unknown; !std::filesystem::exists(path, unknown) && !unknown)
-      throw bad_index(index, concat(shard, " is missing"));
+      throw damaged_file(index, concat(shard, " is missing"));
     files_.emplace_back(bytes_in(path), path, checksum);
     for (const auto& [name, entry] : files_.back().entries()) {
-      if (!map.contains(name) || map.at(name) != shard) throw bad_index(index, concat(name, " is in ", shard));
+      if (!map.contains(name) || map.at(name) != shard) throw damaged_file(index, concat(name, " is in ", shard));
       entries_[name] = entry;
       file_of_[name] = files_.size() - 1;
     }
   }
-  if (entries_.size() != map.size()) throw bad_index(index, "it names tensors that its files do not have");
+  if (entries_.size() != map.size()) throw damaged_file(index, "it names tensors that its files do not have");
 }
 
 std::string CheckpointReader::checksum() const {

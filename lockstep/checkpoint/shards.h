@@ -24,13 +24,13 @@ namespace lockstep {
 
 inline constexpr const char* kIndexSuffix = ".safetensors.index.json";
 
-// In the order of the names, each of at most `most_bytes` or of one tensor; one file if all fit. Tensors are not copied.
+// Shards in the order of the names, each of at most `most_bytes` or of one tensor; one file if all fit. Tensors are not copied.
 std::vector<TensorFile> split_into_shards(const TensorFile& file, std::size_t most_bytes);
 
 // "step-00000470" -> "step-00000470-00001-of-00002.safetensors"; i: from 0.
 std::string shard_name(const std::string& stem, std::size_t i, std::size_t shards);
 
-// The index's text. names: the tensors of each shard.
+// The text of an index. names: the tensors of each shard.
 std::string index_of_shards(const std::string& stem, const std::vector<std::vector<std::string>>& names,
                             std::size_t total_bytes);
 

@@ -49,7 +49,8 @@ DeviceError no_count(const std::string& what) {
                       .next = "see whether nvidia-smi answers; or use --devices cpu"});
 }
 
-// Of the process that counts GPUs. One that hangs is ended; the kernel may keep it until the driver lets go of it.
+// Reads the answer of the process that counts GPUs. One that hangs is ended; the kernel may keep it until the driver lets
+// go of it.
 int answer_of(pid_t child, int read_end, std::chrono::milliseconds timeout) {
   if (!wait_for(POLLIN, read_end, Deadline::after(timeout))) {
     ::kill(child, SIGKILL);

@@ -59,7 +59,7 @@ void wait_for_device(torch::Device device, std::chrono::milliseconds timeout);
 // known which. What libtorch throws about a GPU does not say which: a DeviceError that does. Any other exception as it is.
 std::exception_ptr current_error_on(const std::string& gpus);
 
-// What `work` returns; its exceptions are those of current_error_on().
+// Returns what `work` returns; its exceptions are those of current_error_on().
 template <class Work>
 auto on_gpus(const std::string& gpus, const Work& work) {
   try {

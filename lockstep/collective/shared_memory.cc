@@ -1,47 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shared_memory.h"
 
-#include <atomic>
 #include <bit>
 #include <cstring>
-#include <mutex>
 #include <new>
-#include <vector>
 
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/own_process.h"
 #include "lockstep/collective/shm/group.h"
-#include "lockstep/collective/shm/memory/control_block.h"
 #include "lockstep/launch/job_memory.h"
 
 namespace lockstep {
 namespace {
-
-// Stands before common memory, which is in rank 0's arena: the number of ranks that have not released it yet.
-struct CommonHeader {
-  std::atomic<int> users;
-};
-
-// Note [Releasing common memory]
-// Each rank that releases common memory decrements its count of users. Rank 0, which allocated it, may return it to its
-// arena only when the count is 0, so it keeps released blocks here and looks again whenever it adds one.
-class Retired {
- public:
-  void add(shm::Memory memory) {
-    const std::lock_guard lock(mutex_);
-    memories_.push_back(std::move(memory));
-    std::erase_if(memories_, [](const shm::Memory& each) { return each.as<CommonHeader>()->users.load() == 0; });
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<shm::Memory> memories_;
-};
-
-Retired& retired() {
-  static auto* const instance = new Retired;  // a module in a global variable is released after static objects are gone
-  return *instance;
-}
 
 std::shared_ptr<std::byte> ordinary_memory(std::size_t bytes) {
   const std::align_val_t alignment{kCacheLine};
@@ -51,7 +21,7 @@ std::shared_ptr<std::byte> ordinary_memory(std::size_t bytes) {
 
 }  // namespace
 
-SharedMemory::SharedMemory(std::unique_ptr<shm::Group> group, std::shared_ptr<shm::Arena> arena)
+SharedMemory::SharedMemory(std::shared_ptr<shm::Group> group, std::shared_ptr<shm::Arena> arena)
     : group_(std::move(group)), arena_(std::move(arena)), outlives_ranks_(arena_ != nullptr) {}
 SharedMemory::~SharedMemory() = default;
 
@@ -61,7 +31,7 @@ std::shared_ptr<SharedMemory> SharedMemory::of(const World& world) {
   if (!group && launcher != nullptr && world.size() == 1)
     return alone(std::make_shared<shm::Arena>(shm::make_segment("the memory of rank 0", 0), "the memory of rank 0"));
   if (!group) return alone();
-  std::shared_ptr<SharedMemory> memory(new SharedMemory(std::make_unique<shm::Group>(std::move(*group)), nullptr));
+  std::shared_ptr<SharedMemory> memory(new SharedMemory(std::move(group), nullptr));
   memory->outlives_ranks_ = launcher != nullptr;
   return memory;
 }
@@ -79,23 +49,19 @@ std::shared_ptr<std::byte> SharedMemory::allocate_common(std::size_t bytes) {
     std::memset(memory.get(), 0, bytes);
     return memory;
   }
+  constexpr std::size_t kHeader = sizeof(shm::SharedHeader);
   shm::Memory memory;
-  std::uint64_t place = 0;
-  if (rank() == 0) {
-    memory = group_->allocate(kCacheLine + bytes);
-    place = memory.offset();
-    std::memset(memory.data(), 0, kCacheLine + bytes);
-    new (memory.data()) CommonHeader{size()};
-  }
-  group_->broadcast({.output = &place, .count = sizeof(place), .dtype = DType::kUInt8});
-  std::byte* const start = rank() == 0 ? memory.data() : group_->peer_memory(0, place, kCacheLine + bytes);
+  if (rank() == 0) memory = shm::make_shared_memory(*group_, kHeader + bytes, size());
+  std::uint64_t offset = rank() == 0 ? memory.offset() : 0;
+  group_->broadcast({.output = &offset, .count = sizeof(offset), .dtype = DType::kUInt8});
+  std::byte* const start = rank() == 0 ? memory.data() : group_->peer_memory(0, offset, kHeader + bytes);
   const auto release = [keep = shared_from_this(), process = OwnProcess(),
                         held = std::make_shared<shm::Memory>(std::move(memory))](std::byte* data) {
     if (!process.is_here()) return;  // a forked child is no user
-    reinterpret_cast<CommonHeader*>(data - kCacheLine)->users.fetch_sub(1);
-    if (held->data() != nullptr) retired().add(std::move(*held));
+    reinterpret_cast<shm::SharedHeader*>(data - kHeader)->users.fetch_sub(1);
+    if (held->data() != nullptr) keep->group_->peers().retire(std::move(*held));
   };
-  return {start + kCacheLine, release};
+  return {start + kHeader, release};
 }
 
 SharedMemory::Own SharedMemory::allocate(std::size_t bytes) {
@@ -116,8 +82,8 @@ const std::byte* SharedMemory::peer(int rank, std::uint64_t place, std::size_t b
 std::optional<SharedMemory::Place> SharedMemory::locate(const void* address, std::size_t bytes) const {
   const auto offset = arena_ ? arena_->window().offset_of(address, bytes) : std::nullopt;
   if (offset) return Place{0, *offset};
-  const shm::Place place = group_ ? group_->locate(address, bytes) : shm::Place{};
-  if (place.kind != shm::Place::Kind::kArena) return std::nullopt;
+  const shm::Location place = group_ ? group_->locate(address, bytes) : shm::Location{};
+  if (place.kind != shm::Location::Kind::kArena) return std::nullopt;
   return Place{place.owner, place.at};
 }
 
@@ -127,7 +93,7 @@ void SharedMemory::keep() const {
 }
 
 void SharedMemory::barrier(const Signature& announced) {
-  if (group_) group_->run_as(announced, {.operation = Operation::kBarrier});
+  if (group_) group_->run({.operation = Operation::kBarrier}, &announced);
 }
 
 void SharedMemory::require_own_process() const {

@@ -17,7 +17,7 @@
 #include <optional>
 #include <string>
 
-#include "lockstep/collective/call.h"
+#include "lockstep/collective/calls/call.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
@@ -77,9 +77,9 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   void fail(const std::string& reason);
 
  private:
-  SharedMemory(std::unique_ptr<shm::Group> group, std::shared_ptr<shm::Arena> arena);
+  SharedMemory(std::shared_ptr<shm::Group> group, std::shared_ptr<shm::Arena> arena);
 
-  std::unique_ptr<shm::Group> group_;  // none: alone
+  std::shared_ptr<shm::Group> group_;  // none: alone
   std::shared_ptr<shm::Arena> arena_;  // alone: where memory comes from; none: ordinary memory
   bool outlives_ranks_ = false;
 };

@@ -14,7 +14,7 @@
 
 #include "lockstep/base/to_size.h"
 #include "lockstep/base/trace.h"
-#include "lockstep/collective/call.h"
+#include "lockstep/collective/calls/call.h"
 #include "lockstep/collective/message_arrows.h"
 
 namespace lockstep {

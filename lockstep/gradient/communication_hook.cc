@@ -8,7 +8,6 @@
 #include <map>
 #include <optional>
 
-#include "lockstep/base/defects.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/two_bit.h"
@@ -52,8 +51,8 @@ class Residuals {
   // The bucket's gradient plus what was not sent before. The caller subtracts what it sends.
   const torch::Tensor& add_to(const GradientBucket& bucket) {
     auto& [residual, unit] = of_bucket_[bucket.number];
-    if (!residual.defined() || defect("a residual is lost")) residual = torch::zeros_like(bucket.flat);
-    if (unit != bucket.unit && !defect("a residual keeps its old unit")) residual.mul_(unit / bucket.unit);
+    if (!residual.defined()) residual = torch::zeros_like(bucket.flat);
+    if (unit != bucket.unit) residual.mul_(unit / bucket.unit);
     unit = bucket.unit;
     return residual.add_(bucket.flat);
   }

@@ -7,7 +7,7 @@
 
 #include "lockstep/base/stop.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/collective/world_state.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -72,7 +72,7 @@ void ExchangeTotals::start(const AccumulatedBatches& batches, StepSettings setti
 torch::Tensor ExchangeTotals::sums() {
   if (work_) work_->wait();
   work_.reset();
-  WorldState::wait_for_device(world_);
+  wait_for_device(world_.device(), world_.timeout());
   return sums_.cpu();
 }
 

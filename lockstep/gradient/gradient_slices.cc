@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "lockstep/base/to_size.h"
-#include "lockstep/collective/world_state.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -85,7 +85,7 @@ double GradientSlices::norm(const std::vector<torch::Tensor>& own) const {
   const torch::Tensor all = torch::zeros({all_parts_}, torch::TensorOptions(torch::kFloat64).device(world_.device()));
   if (!own.empty()) torch::Tensor(all).index_copy_(0, numbers_, torch::stack(own));
   world_.all_reduce(all);
-  WorldState::wait_for_device(world_);
+  wait_for_device(world_.device(), world_.timeout());
   return all.norm().item<double>();
 }
 
@@ -110,7 +110,7 @@ torch::Tensor GradientSlices::gather(const torch::Tensor& parameter, const std::
   const torch::Tensor own =
       mine.empty() ? torch::empty({0}, torch::TensorOptions(dtype).device(world_.device())) : torch::cat(mine);
   const torch::Tensor all = world_.all_gather_rows(own, {.rows = rows_.at(parameter.unsafeGetTensorImpl())});
-  WorldState::wait_for_device(world_);
+  wait_for_device(world_.device(), world_.timeout());
   return all.cpu().as_strided(parameter.sizes(), parameter.strides());
 }
 

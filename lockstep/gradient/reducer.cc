@@ -13,11 +13,10 @@
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "lockstep/base/defects.h"
 #include "lockstep/base/in_autograd.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
-#include "lockstep/collective/world_state.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/accumulated_batches.h"
@@ -286,7 +285,7 @@ class Reducer::Impl {
   }
 
   double weight() const {  // m_j / s
-    return (defect("samples are not weighted") ? 1 : batches_.weight()) / scale_;
+    return batches_.weight() / scale_;
   }
 
   void store_means(Bucket& bucket, double factor) {
@@ -297,7 +296,7 @@ class Reducer::Impl {
     const torch::Tensor ranks_with_gradient = bucket.flags.to(torch::kCPU, torch::kFloat32);
     const auto* count = ranks_with_gradient.const_data_ptr<float>();
     for (Slot& slot : bucket.slots)
-      if (*count++ > 0 || defect("unused parameters get a gradient"))
+      if (*count++ > 0)
         slot.store_mean(factor, options_.gradient_as_bucket_view);
   }
 
@@ -310,7 +309,7 @@ class Reducer::Impl {
       const trace::Span span("receive bucket", static_cast<std::int64_t>(i));
       bucket.slice_work->wait();
       torch::Tensor(slices_->slice(i)).mul_(factor);
-      WorldState::wait_for_device(world_);
+      wait_for_device(world_.device(), world_.timeout());
       const torch::Tensor ranks_with_gradient = bucket.flags.to(torch::kCPU, torch::kFloat32);
       const auto* count = ranks_with_gradient.const_data_ptr<float>();
       for (const Slot& slot : bucket.slots)
@@ -329,8 +328,7 @@ class Reducer::Impl {
   // Only now: how many rows there are is not known before.
   void exchange_rows(const torch::Tensor& parameter, const BatchTotals& totals) {
     if (totals.samples == 0) return;
-    const double weight = defect("rows of an embedding are not weighted") ? 1 : batches_.weight();
-    const double factor = batches_.samples > 0 ? weight / totals_.divisor() : 0;
+    const double factor = batches_.samples > 0 ? batches_.weight() / totals_.divisor() : 0;
     const torch::Tensor mean = sum_of_rows(world_, parameter, factor);
     if (mean.defined()) statistics_.bytes += static_cast<std::int64_t>(mean._values().nbytes());
     parameter.mutable_grad() = mean;
@@ -381,7 +379,7 @@ class Reducer::Impl {
     if (options_.hook || slices_) return;
     for (std::int64_t i = 0; i < static_cast<std::int64_t>(parameters_.size()); ++i)
       if (std::find(ready_order_.begin(), ready_order_.end(), i) == ready_order_.end()) ready_order_.push_back(i);
-    WorldState::wait_for_device(world_);
+    wait_for_device(world_.device(), world_.timeout());
     const torch::Tensor order = torch::tensor(ready_order_, torch::kInt64).to(world_.device());
     world_.broadcast(order);
     const torch::Tensor in_order = order.flip(0).cpu();

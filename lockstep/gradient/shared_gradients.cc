@@ -7,7 +7,6 @@
 #include <optional>
 
 #include "lockstep/base/cache_line.h"
-#include "lockstep/base/defects.h"
 #include "lockstep/base/stop.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
@@ -135,7 +134,7 @@ bool SharedGradients::forget_dropped_gradients() {
   const bool any = std::any_of(options_.updated.begin(), options_.updated.end(),
                                [](const auto& p) { return p.tensor.grad().defined(); });
   const bool nothing = !any || watch_.zeroed();
-  if ((!nothing && !watch_.dropped()) || defect("dropped gradients count")) return false;
+  if (!nothing && !watch_.dropped()) return false;
   sources_.front() = {};
   return nothing;
 }
@@ -205,7 +204,7 @@ BatchTotals SharedGradients::exchange(bool in_step) {
   if (check_interval() > 0) protect_gradients();
   is_published_ = true;
   has_stepped_ = false;
-  if (!defect("barrier 1 is left out")) agreement_.backward();  // barrier 1: all rows are written
+  agreement_.backward();  // barrier 1: all rows are written
   require_same_calls();
   const BatchTotals totals = this->totals();
   if (options_.on_finished) options_.on_finished(totals);
@@ -328,7 +327,7 @@ std::vector<double> SharedGradients::weights() const {
     samples += table_->row(i).samples;
     weights.push_back(table_->row(i).unit);
   }
-  const double backwards = defect("the number of backward() is dropped") ? 1 : backwards_per_step();
+  const double backwards = backwards_per_step();
   double factor = samples > 0 ? backwards / samples : 0;
   if (ranks_alike_ > 0) factor = 1 / ranks_alike_;
   for (double& weight : weights) weight *= factor;
@@ -339,7 +338,6 @@ std::vector<double> SharedGradients::weights() const {
 // zero_grad(): of its b backward() at least those since the first with samples count, b - leading, and at most b. A rank
 // without any samples, such as one in join(), leaves it to the others.
 double SharedGradients::backwards_per_step() const {
-  if (defect("the number of backward() is wrong in join()")) return table_->own(0).backwards;
   std::size_t most = 0;  // the row with the most backward() that count for sure
   const auto least = [&](std::size_t i) {
     return table_->row(i).samples > 0 ? table_->row(i).backwards - table_->row(i).leading : 0;

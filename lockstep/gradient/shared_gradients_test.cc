@@ -37,8 +37,8 @@ torch::Tensor mean_of(SharedGradients& gradients, const torch::Tensor& p) {
   std::vector<Term> terms;
   for (std::size_t s = 0; s < step.weights.size(); ++s) terms.push_back({step.pointers[s], step.weights[s]});
   const torch::Tensor mean = torch::empty({p.numel()}, torch::kFloat64);
-  for (std::int64_t begin = 0; begin < p.numel(); begin += kMaxRun)
-    weighted_sum<double>(terms, torch::kFloat64, begin, std::min(kMaxRun, p.numel() - begin),
+  for (std::int64_t begin = 0; begin < p.numel(); begin += kMaxChunk)
+    weighted_sum<double>(terms, torch::kFloat64, begin, std::min(kMaxChunk, p.numel() - begin),
                          mean.mutable_data_ptr<double>() + begin);
   gradients.end_update();
   return mean;

@@ -2,7 +2,7 @@
 // launch/endpoint.h: a host and a port, looked up, listened at and connected to. Every wait has a deadline, which neither
 // the resolver nor connect() has by itself.
 //
-// Flow:    node_meeting.h, collective/job_store.h -> here -> the resolver, sockets
+// Flow:    node_meeting.h, collective/meet/job_store.h -> here -> the resolver, sockets
 // Owns:    nothing: descriptors are the caller's
 // Threads: any
 #pragma once

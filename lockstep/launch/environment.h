@@ -10,7 +10,7 @@
 #include <functional>
 #include <optional>
 
-#include "lockstep/base/cpu_quota.h"
+#include "lockstep/base/cgroup.h"
 #include "lockstep/cores.h"
 
 namespace lockstep {

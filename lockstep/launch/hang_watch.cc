@@ -36,7 +36,7 @@ bool is_debugged(pid_t pid) {
   return !tracer.empty() && tracer != "0";
 }
 
-Phase phase_of(const RankRecord& record) { return record.phase.load(std::memory_order_relaxed); }
+Phase phase_of(const RankRecord& record) { return record.phase.load(std::memory_order_acquire); }
 std::int64_t step_of(const RankRecord& record) { return record.step.load(std::memory_order_relaxed); }
 bool is_waiting(const RankRecord& record) { return record.wait_since.load(std::memory_order_acquire) != 0; }
 bool calls_others(const RankRecord& record) { return record.calls_others.load(std::memory_order_relaxed) > 0; }
@@ -99,8 +99,8 @@ std::optional<Hang> HangWatch::look(const Living& living, const std::vector<int>
   if (reported_ || still_ < options_.timeout) return {};
   const Suspect suspect = find_suspect(living);
   if (may_be_slow(living, suspect) && still_ < kPatienceWithSlowPhases * options_.timeout) return {};
-  const bool debugged = std::ranges::any_of(living, [&](const auto& rank) { return is_debugged(pid_of(rank)); });
-  if (debugged)
+  // A rank may have moved while it was judged: a phase that may be slow may just have ended.
+  if (has_moved(living) || std::ranges::any_of(living, [&](const auto& rank) { return is_debugged(pid_of(rank)); }))
     still_ = {};
   else
     accuse(living, suspect, close_in_child);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // launch/interfaces.h: the network addresses of this machine, and which of them other machines reach.
 //
-// Flow:    getifaddrs(3), the kernel's routes -> here -> node_meeting.h, collective/rendezvous.h
+// Flow:    getifaddrs(3), the kernel's routes -> here -> node_meeting.h, collective/meet/rendezvous.h
 // Threads: any
 #pragma once
 

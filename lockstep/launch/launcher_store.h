@@ -2,7 +2,7 @@
 // launch/launcher_store.h: short texts that the ranks of an mpirun give one another through it, before they know each
 // other's addresses.
 //
-// Flow:    mpirun's daemons (PMIx of Open MPI, PMI of MPICH) <-> here <-> collective/rendezvous.h
+// Flow:    mpirun's daemons (PMIx of Open MPI, PMI of MPICH) <-> here <-> collective/meet/rendezvous.h
 // Owns:    with PMIx the process's connection to mpirun, until the process exits: PMIx can't be opened twice, and an MPI in
 //          the same process uses the same one
 // Threads: one at a time

@@ -181,9 +181,9 @@ void publish(Phase phase) {
   RankRecord& mine = record();
   const std::int64_t now = trace::now();
   const std::int64_t since = mine.phase_since.exchange(now, std::memory_order_relaxed);
-  const Phase before = mine.phase.exchange(phase, std::memory_order_relaxed);
+  moved();  // before the phase: whoever sees the new phase sees that this rank has moved
+  const Phase before = mine.phase.exchange(phase, std::memory_order_release);
   mine.ns_in_phase[static_cast<std::size_t>(before)].fetch_add(now - since, std::memory_order_relaxed);
-  moved();
   if (mine.step.load(std::memory_order_relaxed) < 0) look_for_trace_order(mine);  // it may never take a step
   if (trace::recording.load(std::memory_order_relaxed)) [[unlikely]]
     end_overdue_trace(now);

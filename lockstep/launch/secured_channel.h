@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // launch/secured_channel.h: channels between the first process of a job and the others, on several machines.
 //
-// Flow:    collective/job_store.h, node_meeting.h -> here -> tls_channel.h, endpoint.h
+// Flow:    collective/meet/job_store.h, node_meeting.h -> here -> tls_channel.h, endpoint.h
 // Owns:    nothing
 // Threads: any
 //

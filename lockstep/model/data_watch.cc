@@ -85,6 +85,7 @@ class Hooks final : public at::impl::VariableHooksInterface {
 void install_hooks() {
   static auto* const installed = [] {
     auto* const hooks = new Hooks(*at::impl::GetVariableHooks());
+    std::atomic_thread_fence(std::memory_order_release);  // torch stores the pointer, and other threads use it at once
     at::impl::SetVariableHooks(hooks);
     hold_during_fork<std::mutex, &Registry::mutex>();  // a forked child may call data()
     return hooks;

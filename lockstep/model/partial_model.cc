@@ -80,7 +80,7 @@ class Construction : public OperatorHandler {
   }
 
  private:
-  // What an operator writes into depends on its other inputs from now on.
+  // Notes that a tensor that an operator writes into depends on its other inputs from now on.
   void note_writes(const c10::OperatorHandle& op, Stack& stack, std::size_t begin,
                    const std::vector<std::int64_t>& inputs) {
     for_each_tensor(stack, begin, [&](const torch::Tensor& tensor, std::size_t i) {
@@ -181,7 +181,7 @@ std::vector<NamedTensor> held(const std::vector<NamedTensor>& tensors) {
   return found;
 }
 
-// As set_data() does, which refuses to change between the meta device and another.
+// Does what set_data() does, which refuses to change between the meta device and another.
 void put_data(const torch::Tensor& tensor, const torch::Tensor& data) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(data.detach().getIntrusivePtr());
 }

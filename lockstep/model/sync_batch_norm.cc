@@ -4,7 +4,6 @@
 #include <ATen/ops/batch_norm.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "lockstep/base/defects.h"
 #include "lockstep/base/in_autograd.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
@@ -42,19 +41,13 @@ Sums summed_over_ranks(const World& world, const torch::Tensor& rows, std::int64
   return {all.narrow(0, 0, rows.numel()).view(rows.sizes()), all[-2].item<double>(), all[-1].item<double>()};
 }
 
-// What backward() needs of the call; the world lives as long as the graph.
+// The part of the call that backward() needs; the world lives as long as the graph.
 struct Ranks : torch::CustomClassHolder {
   Ranks(World all, std::function<double()> weight) : world(std::move(all)), loss_weight(std::move(weight)) {}
   World world;
   std::function<double()> loss_weight;
   bool need_gradient = false;  // of the input, on this rank
 };
-
-UsageError differentiated_twice() {
-  return UsageError({.what = "a second derivative of SyncBatchNorm",
-                     .likely = "create_graph in a backward() or grad() through it",
-                     .next = "use another normalisation there, such as GroupNorm"});
-}
 
 // x -> (x - mean) / sqrt(var + eps), with mean and variance over all ranks.
 class Normalise : public torch::autograd::Function<Normalise> {
@@ -94,7 +87,6 @@ class Normalise : public torch::autograd::Function<Normalise> {
  private:
   // How often this rank's loss counts in the mean over all ranks, in any unit. 0 only where its gradient is not used.
   static double loss_weight(AutogradContext* context, const Ranks& ranks) {
-    if (defect("batch norm counts ranks alike")) return 1;
     return ranks.loss_weight ? ranks.loss_weight() : context->saved_data["mine"].toDouble();
   }
 
@@ -102,7 +94,8 @@ class Normalise : public torch::autograd::Function<Normalise> {
   // rank's own mean, which counts in the mean over all ranks by its weight: for the means it is multiplied by that, for
   // dx divided again.
   static variable_list gradient_of_input(AutogradContext* context, const variable_list& gradients) {
-    if (torch::GradMode::is_enabled()) throw differentiated_twice();
+    if (torch::GradMode::is_enabled())
+      throw UsageError({.what = "a second derivative of SyncBatchNorm", .next = "use GroupNorm there"});
     const auto saved = context->get_saved_variables();
     const auto ranks = c10::static_intrusive_pointer_cast<Ranks>(context->saved_data["ranks"].toCapsule());
     const double weight = loss_weight(context, *ranks);

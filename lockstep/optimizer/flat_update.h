@@ -27,11 +27,12 @@
 
 #include "lockstep/gradient/gradient_source.h"
 #include "lockstep/optimizer.h"
+#include "lockstep/optimizer/journal_writer.h"
 #include "lockstep/optimizer/optimizer_state.h"
 
 namespace lockstep {
 
-// What one step works on. The mean gradient is divided by the loss scale and clipped before the rule gets it.
+// The input of one step. The mean gradient is divided by the loss scale and clipped before the rule gets it.
 struct UpdateStep {
   const UpdateRule& rule;
   const std::vector<UpdateRule::Group>& groups;
@@ -40,21 +41,12 @@ struct UpdateStep {
   std::optional<double> loss_scale{};  // given: the step is skipped on all ranks if any element on any is not finite
 };
 
-// For updates that other processes can finish, where parameters and gradients are in memory that outlives the ranks
-// (update_journal.h). The optimizer is one of lockstep's own.
-struct UpdateOptions {
-  std::size_t kept_sources = 0;  // of gradients; 0: no such update
-  std::size_t groups = 1;
-  bool layerwise = false;
-};
-
-struct KeptUpdate;
-
 class FlatUpdate {
  public:
-  // Allocates the state of its parameters, which are dense and on the CPU; it must outlive this. Blocks. Throws
-  // SystemError: no memory; PeerLost.
-  FlatUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state, const UpdateOptions& options = {});
+  // Allocates the state of its parameters, which are dense and on the CPU; it must outlive this. journal: for updates that other
+  // processes can finish, of an optimizer of lockstep's own whose parameters and gradients are in memory that outlives the ranks.
+  // Blocks. Throws SystemError: no memory; PeerLost.
+  FlatUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state, const JournalOptions& journal = {});
   ~FlatUpdate();
 
   // Updates this rank's slice of every parameter that some source has a gradient for. Blocks only if all gradients must
@@ -67,14 +59,13 @@ class FlatUpdate {
   // The state was written between two steps, by all ranks alike: others find it with the number of updates that it has now.
   void note_state();
 
-  // Where all of this is, for KeptUpdate; "" without kept_sources.
-  std::string manifest() const;
+  std::string manifest() const;  // for InterruptedUpdate; "" without a journal
 
-  // Completes the step in which the ranks of `kept` were lost, if all of them had begun it, in their memory. kept.state then
-  // is that after the step. The ranks of `memory` call together, and share the work out; none of the old ones writes any
+  // Completes the step in which the ranks of `lost` were lost, if all of them had begun it, in their memory. lost.state then
+  // is that after the step. The ranks of `memory` call together, and share the work out; none of the lost ones writes any
   // more. Blocks. Returns how many updates that makes since theirs began, skipped ones included. Throws PeerLost: call it
   // again with the ranks that come next.
-  static std::uint64_t finish(std::shared_ptr<SharedMemory> memory, KeptUpdate& kept);
+  static std::uint64_t finish(std::shared_ptr<SharedMemory> memory, InterruptedUpdate& lost);
 
  private:
   class Impl;

@@ -10,34 +10,24 @@
 #include "lockstep/gradient/step_agreement.h"
 
 namespace lockstep {
-namespace {
-
-struct ScalerState {
-  double scale;
-  std::int64_t good_steps;
-};
-
-}  // namespace
-
 struct GradientScaler::State {
   GradientScalerOptions options;
-  double scale;
-  std::int64_t good_steps = 0;  // since the scale last changed
+  struct Scale {
+    double value;
+    std::int64_t good_steps = 0;  // since it last changed
+  } scale;
 
   double after_step(bool skipped) {
     if (skipped)
-      scale *= options.backoff;
-    else if (++good_steps == options.growth_interval)
-      scale *= options.growth;
-    else
-      return scale;
-    good_steps = 0;
-    return scale;
+      scale = {scale.value * options.backoff};
+    else if (++scale.good_steps == options.growth_interval)
+      scale = {scale.value * options.growth};
+    return scale.value;
   }
 };
 
 GradientScaler::GradientScaler(const GradientScalerOptions& options)
-    : state_(std::make_shared<State>(State{options, options.initial_scale})) {
+    : state_(std::make_shared<State>(State{options, {options.initial_scale}})) {
   if (options.initial_scale <= 0 || options.growth <= 1 || options.backoff <= 0 || options.backoff >= 1 ||
       options.growth_interval < 1)
     throw UsageError(
@@ -47,28 +37,24 @@ GradientScaler::GradientScaler(const GradientScalerOptions& options)
 }
 
 bool GradientScaler::step(Optimizer& optimizer) {
-  optimizer.set_loss_scale(state_->scale);
+  optimizer.set_loss_scale(state_->scale.value);
   optimizer.adjust_loss_scale([state = state_](bool skipped) { return state->after_step(skipped); });
   optimizer.step();
   return !optimizer.skipped();
 }
 
-double GradientScaler::current_scale() const { return state_->scale; }
+double GradientScaler::current_scale() const { return state_->scale.value; }
 
 std::string GradientScaler::state() const {
-  const ScalerState kept{state_->scale, state_->good_steps};
-  return {reinterpret_cast<const char*>(&kept), sizeof kept};
+  return {reinterpret_cast<const char*>(&state_->scale), sizeof state_->scale};
 }
 
 void GradientScaler::set_state(const std::string& state) {
-  ScalerState kept{};
-  if (state.size() != sizeof kept)
+  if (state.size() != sizeof state_->scale)
     throw CheckpointError({.what = concat("a gradient scaler can't have a state of ", state.size(), " bytes"),
                            .likely = "the state of something else",
                            .next = "give set_state() what state() has returned"});
-  std::memcpy(&kept, state.data(), sizeof kept);
-  state_->scale = kept.scale;
-  state_->good_steps = kept.good_steps;
+  std::memcpy(&state_->scale, state.data(), state.size());
 }
 
 bool GradientScaler::scales(const Optimizer& optimizer) {

@@ -16,11 +16,11 @@ struct LARSRule : RuleWith<LARSOptions, LARSRule> {
   }
 
   template <class T>
-  static void apply(const LARSOptions& options, const Run<T>& run) {
-    const T rate = static_cast<T>(options.lr * run.trust);
+  static void apply(const LARSOptions& options, const Elements<T>& elements) {
+    const T rate = static_cast<T>(options.lr * elements.trust);
     const T momentum = static_cast<T>(options.momentum);
     const T decay = static_cast<T>(options.weight_decay);
-    const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = run;
+    const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = elements;
     const T* const buffer = state[0];
     T* const new_buffer = new_state[0];
 #pragma GCC ivdep

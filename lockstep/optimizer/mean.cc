@@ -43,7 +43,7 @@ void sum_tree(std::span<const Term> terms, std::int64_t begin, std::int64_t coun
   const bool both = terms[0].data != nullptr && terms[1].data != nullptr;
   if (terms.size() == 2 && both) return scale_pair<Data>(terms[0], terms[1], begin, count, sum);
   const std::size_t left = std::bit_floor(terms.size() - 1);
-  alignas(kCacheLine) T right_sum[kMaxRun];
+  alignas(kCacheLine) T right_sum[kMaxChunk];
   sum_tree<Data>(terms.first(left), begin, count, sum);
   sum_tree<Data>(terms.subspan(left), begin, count, right_sum);
   add(right_sum, count, sum);

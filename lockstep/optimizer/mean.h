@@ -13,7 +13,7 @@
 
 namespace lockstep {
 
-inline constexpr std::int64_t kMaxRun = 4096;  // elements: two buffers of float32 fill a 32 KiB first-level cache
+inline constexpr std::int64_t kMaxChunk = 4096;  // elements: two buffers of float32 fill a 32 KiB first-level cache
 
 // One summand: weight * data[begin ... begin + count); data nullptr counts as zero.
 struct Term {
@@ -21,7 +21,7 @@ struct Term {
   double weight;
 };
 
-// sum[i] = sum over terms of weight * data[begin + i], for i < count <= kMaxRun, as a binary tree of neighbours:
+// sum[i] = sum over terms of weight * data[begin + i], for i < count <= kMaxChunk, as a binary tree of neighbours:
 // ((0+1)+(2+3))+((4+5)+(6+7)). dtype: of the data: float32, float64, float16 or bfloat16. sum: float; double for float64
 // data. Throws UsageError: another dtype.
 template <class T>

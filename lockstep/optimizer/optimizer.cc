@@ -9,6 +9,7 @@
 
 #include "lockstep/base/page_guard.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/base/trace.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/gradient_slices.h"
@@ -26,42 +27,28 @@
 namespace lockstep {
 namespace {
 
-CheckpointError no_such_state(const std::string& name, const torch::Tensor& like) {
-  return CheckpointError({.what = concat("no optimizer state \"", name, "\" of ", like.dtype().name(), like.sizes()),
-                          .likely = "a checkpoint of another optimizer or model",
-                          .next = "resume with the options that the run was started with"});
-}
-
 UsageError state_written() {
   return UsageError(
       {.what = "the optimizer's state was written by hand, while all ranks of this machine share it",
        .likely = "an operation in place on a tensor of state_of(), or of optimizer.state[parameter] in Python",
-       .next = "change a copy and set it on every rank: set_state(); optimizer.state[parameter] = {...} in "
-               "Python"});
-}
-
-// What an optimizer keeps beside this parameter, without values.
-torch::Tensor meta_like(const torch::Tensor& parameter) {
-  return torch::empty(parameter.sizes(), torch::TensorOptions(torch::kMeta).dtype(state_dtype(parameter)));
+       .next = "change a copy and set it on every rank: set_state()"});
 }
 
 // The tensor `name` of a saved state. Throws CheckpointError.
-const torch::Tensor& saved(const Optimizer::StateTensors& state, const std::string& name, const torch::Tensor& like) {
+const torch::Tensor& saved(const Optimizer::StateTensors& state, const std::string& name, torch::IntArrayRef sizes,
+                           torch::ScalarType dtype) {
   const auto found = state.find(name);
-  if (found == state.end() || found->second.sizes() != like.sizes() || found->second.dtype() != like.dtype())
-    throw no_such_state(name, like);
-  return found->second;
+  if (found != state.end() && found->second.sizes() == sizes && found->second.scalar_type() == dtype)
+    return found->second;
+  throw CheckpointError({.what = concat("no optimizer state \"", name, "\" of ", dtype, sizes),
+                         .likely = "a checkpoint of another optimizer or model",
+                         .next = "resume with the options that the run was started with"});
 }
 
-// All that an update writes.
+// All tensors that an update writes.
 std::vector<torch::Tensor> tensors_of(const OptimizerState& state) {
   std::vector<torch::Tensor> all = state.parameters;
-  const auto add = [&](const std::vector<torch::Tensor>& tensors) {
-    std::ranges::copy(tensors, std::back_inserter(all));
-  };
-  std::ranges::for_each(state.arrays, add);
-  add(state.averages);
-  add(state.masters);
+  state.for_each_list([&](const auto& list) { std::ranges::copy(list, std::back_inserter(all)); });
   std::erase_if(all, [](const torch::Tensor& tensor) { return !tensor.defined(); });
   return all;
 }
@@ -78,7 +65,7 @@ void require_alike(const std::vector<torch::Tensor>& mine, const std::vector<tor
 
 // Each rank copies its part of the bytes.
 void copy_share(const torch::Tensor& to, const torch::Tensor& from, int rank, int ranks) {
-  const auto begin = [&](int part) { return to.nbytes() * static_cast<unsigned>(part) / static_cast<unsigned>(ranks); };
+  const auto begin = [&](int part) { return to.nbytes() * to_size(part) / to_size(ranks); };
   if (to.nbytes() > 0)
     std::memcpy(static_cast<std::byte*>(to.mutable_data_ptr()) + begin(rank),
                 static_cast<const std::byte*>(from.const_data_ptr()) + begin(rank), begin(rank + 1) - begin(rank));
@@ -88,6 +75,20 @@ void copy_share(const torch::Tensor& to, const torch::Tensor& from, int rank, in
 OnEachGpu gpus_of(const std::shared_ptr<GradientSource>& source) {
   const auto local = std::dynamic_pointer_cast<LocalGradients>(source);
   return local ? local->on_each_gpu() : OnEachGpu();
+}
+
+// Others can finish an update only by a rule that they can make again from its options.
+JournalOptions journal_options(const GradientSource& source, const UpdateRule& rule,
+                               const std::vector<UpdateRule::Group>& groups, const OptimizerState& state) {
+  for (const auto& group : groups) {
+    const auto options = own_options(group.options());
+    if (!options) return {};
+    const auto again = rule_of(*options);
+    if (const UpdateRule& other = *again; typeid(other) != typeid(rule)) return {};
+  }
+  for (const torch::Tensor& parameter : state.parameters)
+    if (parameter.numel() > 0 && !source.memory()->locate(parameter.const_data_ptr(), parameter.nbytes())) return {};
+  return {.kept_sources = source.kept_sources(), .groups = groups.size(), .layerwise = rule.layerwise()};
 }
 
 }  // namespace
@@ -104,26 +105,20 @@ struct Optimizer::Layout : OptimizerState {
   double states_set = 0;                                  // set_state() since broadcast_state()
   std::int64_t noted_writes = 0;                          // see writes()
 
-  // The lists that have something beside parameter i, by their names in a saved state.
-  std::map<std::string, const std::vector<torch::Tensor>*> lists_beside(std::size_t i,
-                                                                        const std::vector<std::string>& names) const {
-    std::map<std::string, const std::vector<torch::Tensor>*> lists;
-    for (std::size_t n = 0; n < arrays.size(); ++n) lists[names[n]] = &arrays[n];
-    if (ema_decay > 0) lists["ema"] = &averages;
-    if (is_16_bit(parameters[i])) lists["master"] = &masters;
-    return lists;
+  // Calls call(name, list) for each list that has an array beside parameter i, with its name in a saved state.
+  void for_each_beside(std::size_t i, const std::vector<std::string>& names, const auto& call) const {
+    for (std::size_t n = 0; n < arrays.size(); ++n) call(names[n], arrays[n]);
+    if (ema_decay > 0) call("ema", averages);
+    if (is_16_bit(parameters[i])) call("master", masters);
   }
 
   // How often the state was written, by its tensors' version counters: step() itself does not raise them.
   std::int64_t writes() const {
-    if (!flat) return 0;
     std::int64_t writes = 0;
-    const auto add = [&](const std::vector<torch::Tensor>& tensors) {
-      for (const torch::Tensor& tensor : tensors) writes += tensor.defined() ? tensor._version() : 0;
-    };
-    std::ranges::for_each(arrays, add);
-    add(averages);
-    add(masters);
+    if (flat)
+      for_each_list([&](const auto& list) {
+        for (const torch::Tensor& tensor : list) writes += tensor.defined() ? tensor._version() : 0;
+      });
     return writes;
   }
   std::int64_t writes_by_hand() const { return writes() - noted_writes; }
@@ -165,42 +160,28 @@ void Optimizer::make_state(Layout& all) {
   all.ema_decay = ema_decay_;
   if (all.parameters.empty() || all.parameters.front().is_cpu()) {
     if (!source_) source_ = std::make_shared<LocalGradients>();
-    all.flat = std::make_unique<FlatUpdate>(source_->memory(), all, update_options(all));
+    all.flat =
+        std::make_unique<FlatUpdate>(source_->memory(), all, journal_options(*source_, *rule_, param_groups_, all));
     return;
   }
   all.slices = std::dynamic_pointer_cast<GradientSlices>(source_);
   all.on_device = std::make_unique<DeviceUpdate>(all, all.slices, gpus_of(source_));
 }
 
-// Others can finish an update only by a rule that they can make again from its options.
-UpdateOptions Optimizer::update_options(const Layout& all) const {
-  const UpdateRule& own = *rule_;
-  for (const auto& group : param_groups_) {
-    const auto options = own_options(group.options());
-    if (!options) return {};
-    const auto again = rule_of(*options);
-    if (const UpdateRule& other = *again; typeid(other) != typeid(own)) return {};
-  }
-  const SharedMemory& memory = *source_->memory();
-  for (const torch::Tensor& parameter : all.parameters)
-    if (parameter.numel() > 0 && !memory.locate(parameter.const_data_ptr(), parameter.nbytes())) return {};
-  return {.kept_sources = source_->kept_sources(), .groups = param_groups_.size(), .layerwise = rule_->layerwise()};
-}
-
 std::string Optimizer::manifest() const { return layout_ && layout_->flat ? layout_->flat->manifest() : ""; }
 
 std::uint64_t Optimizer::take_over(const std::string& manifest, const FindMemory& find) {
   Layout& all = layout();
-  KeptUpdate kept(manifest, [&](const SharedMemory::Place& place, std::size_t bytes) {
+  InterruptedUpdate lost(manifest, [&](const SharedMemory::Place& place, std::size_t bytes) {
     return find(place.arena, place.offset, bytes);
   });
-  const auto mine = tensors_of(all), theirs = tensors_of(kept.state);
+  const auto mine = tensors_of(all), theirs = tensors_of(lost.state);
   require_alike(mine, theirs);
   const std::shared_ptr<SharedMemory>& memory = source_->memory();
-  const std::uint64_t calls = FlatUpdate::finish(memory, kept);
+  const std::uint64_t calls = FlatUpdate::finish(memory, lost);
   const ParameterWrite write;
   for (std::size_t i = 0; i < mine.size(); ++i) copy_share(mine[i], theirs[i], memory->rank(), memory->size());
-  all.steps = kept.state.steps;
+  all.steps = lost.state.steps;
   all.flat->note_state();
   memory->barrier();
   return calls;
@@ -290,9 +271,7 @@ double Optimizer::gradient_norm() const {
 void Optimizer::set_loss_scale(std::optional<double> scale) {
   if (scale && refuses_loss_scale_)
     throw UsageError({.what = "loss scaling with a communication hook that keeps a residual",
-                      .likely =
-                          "GradientScaler beside top_k_hook(), two_bit_hook() or power_sgd_hook(): the residual would "
-                          "keep an old scale, or an overflow for ever",
+                      .likely = "GradientScaler beside top_k_hook(), two_bit_hook() or power_sgd_hook()",
                       .next = "train without loss scaling, for instance in bfloat16, or with sixteen_bit_hook()"});
   loss_scale_ = scale;
   adjust_loss_scale_ = nullptr;
@@ -324,8 +303,9 @@ Optimizer::StateTensors Optimizer::state_of(const torch::Tensor& parameter) cons
 // All but the number of steps.
 Optimizer::StateTensors Optimizer::state_tensors(const Layout& all, std::size_t i) const {
   StateTensors state;
-  for (const auto& [name, list] : all.lists_beside(i, rule_->state_names()))
-    state[name] = all.on_device ? all.on_device->beside(*list, i) : (*list)[i];
+  all.for_each_beside(i, rule_->state_names(), [&](const std::string& name, const auto& list) {
+    state[name] = all.on_device ? all.on_device->beside(list, i) : list[i];
+  });
   return state;
 }
 
@@ -335,17 +315,17 @@ void Optimizer::set_state(const torch::Tensor& parameter, const StateTensors& st
   const std::size_t i = all.index_of.at(parameter.unsafeGetTensorImpl());
   all.steps[i] = 0;
   all.states_set += 1;
-  const torch::Tensor like = meta_like(parameter);
-  for (const auto& [name, list] : all.lists_beside(i, rule_->state_names())) {
-    const torch::Tensor value = state.empty() ? torch::Tensor() : saved(state, name, like);
+  all.for_each_beside(i, rule_->state_names(), [&](const std::string& name, const auto& list) {
+    const torch::Tensor value =
+        state.empty() ? torch::Tensor() : saved(state, name, parameter.sizes(), state_dtype(parameter));
     if (all.on_device)
-      all.on_device->set_beside(*list, i, value);
+      all.on_device->set_beside(list, i, value);
     else
-      value.defined() ? torch::Tensor((*list)[i]).copy_(value) : torch::Tensor((*list)[i]).zero_();
-  }
+      value.defined() ? torch::Tensor(list[i]).copy_(value) : torch::Tensor(list[i]).zero_();
+  });
   all.noted_writes = all.writes();
   if (!state.empty())  // else as before its first update
-    all.steps[i] = static_cast<std::int64_t>(saved(state, "step", torch::zeros({}, torch::kFloat32)).item<float>());
+    all.steps[i] = static_cast<std::int64_t>(saved(state, "step", {}, torch::kFloat32).item<float>());
   if (all.flat) all.flat->note_state();
 }
 

@@ -58,11 +58,11 @@ void expect_same_course(torch::optim::Optimizer& mine, const Tensors& my_paramet
 // Notes which threads update.
 class NotingRule : public UpdateRule {
  public:
-  void update(const Group&, const Run<float>&) const override {
+  void update(const Group&, const Elements<float>&) const override {
     const std::lock_guard lock(mutex_);
     threads_.insert(std::this_thread::get_id());
   }
-  void update(const Group&, const Run<double>&) const override {}
+  void update(const Group&, const Elements<double>&) const override {}
   void update_on_device(const Group&, const WholeTensors&) const override {}
   int threads() const { return static_cast<int>(threads_.size()); }
 

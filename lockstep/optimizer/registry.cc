@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <array>
-#include <type_traits>
+#include <iterator>
 #include <utility>
 
 #include "lockstep/base/text.h"
@@ -11,8 +10,16 @@
 namespace lockstep {
 namespace {
 
-constexpr std::array kOptimizerNames = {"sgd", "adam", "adamw", "lamb", "lars"};  // in the order of OptimizerOptions
-static_assert(kOptimizerNames.size() == std::variant_size_v<OptimizerOptions>);
+struct Known {
+  const char* name;
+  OptimizerOptions defaults;
+};
+const Known kKnown[] = {{"sgd", SGDOptions{}},
+                        {"adam", AdamOptions{}},
+                        {"adamw", AdamWOptions{}},
+                        {"lamb", LAMBOptions{}},
+                        {"lars", LARSOptions{}}};  // in the order of OptimizerOptions
+static_assert(std::size(kKnown) == std::variant_size_v<OptimizerOptions>);
 
 // Calls option(name, field) for every field that these options have.
 void visit_fields(auto& options, const auto& option) {
@@ -26,33 +33,38 @@ void visit_fields(auto& options, const auto& option) {
   if constexpr (requires { options.eps; }) option("eps", options.eps);
 }
 
-// The default options of optimizer number `index`.
-template <std::size_t... i>
-OptimizerOptions defaults_of(std::size_t index, std::index_sequence<i...>) {
-  return std::array{OptimizerOptions(std::in_place_index<i>)...}[index];
+// Sets those of the values that the options have.
+void set_fields(auto& options, const OptionValues& values) {
+  visit_fields(options, [&]<class Field>(const char* name, Field& field) {
+    if (const auto given = values.find(name); given != values.end()) field = static_cast<Field>(given->second);
+  });
 }
 
-// Calls visit() with the values, if these are options of lockstep's. Returns whether they are.
-template <std::size_t... i>
-bool visit_if_of_a_kind(torch::optim::OptimizerOptions& options, const auto& visit, std::index_sequence<i...>) {
-  const auto visit_if = [&]<class Options>(std::type_identity<Options>) {
-    auto* const group = dynamic_cast<GroupOptions<Options>*>(&options);
-    if (group != nullptr) visit(group->values);
-    return group != nullptr;
-  };
-  return (visit_if(std::type_identity<std::variant_alternative_t<i, OptimizerOptions>>()) || ...);
+// Calls visit() with the options of a parameter group, if they are of one of lockstep's optimizers. Returns whether they are.
+bool visit_own(torch::optim::OptimizerOptions& options, const auto& visit) {
+  return std::ranges::any_of(kKnown, [&](const Known& known) {
+    return std::visit(
+        [&]<class Options>(const Options&) {
+          auto* const group = dynamic_cast<GroupOptions<Options>*>(&options);
+          if (group != nullptr) visit(group->values);
+          return group != nullptr;
+        },
+        known.defaults);
+  });
 }
-
-constexpr auto kAllKinds = std::make_index_sequence<kOptimizerNames.size()>();
 
 }  // namespace
 
 const std::vector<std::string>& optimizer_names() {
-  static const std::vector<std::string> names(kOptimizerNames.begin(), kOptimizerNames.end());
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> all;
+    for (const Known& known : kKnown) all.emplace_back(known.name);
+    return all;
+  }();
   return names;
 }
 
-std::string name_of(const OptimizerOptions& options) { return kOptimizerNames[options.index()]; }
+std::string name_of(const OptimizerOptions& options) { return kKnown[options.index()].name; }
 
 std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const OptimizerOptions& options) {
   return std::visit(
@@ -62,10 +74,7 @@ std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters,
       options);
 }
 
-// Asked of the rule itself, so that nobody has to list it a second time.
-bool layerwise(const OptimizerOptions& options) {
-  return std::visit([](const auto& values) { return rule_of(values)->layerwise(); }, options);
-}
+bool layerwise(const OptimizerOptions& options) { return rule_of(options)->layerwise(); }
 
 OptionValues values_of(const OptimizerOptions& options) {
   OptionValues values;
@@ -82,25 +91,21 @@ OptionValues values_of(const torch::optim::OptimizerOptions& options) {
 
 void visit_options(const torch::optim::OptimizerOptions& options,
                    const std::function<void(const char* name, double value)>& option) {
-  const auto tell = [&](const auto& values) {
-    visit_fields(values, [&](const char* name, auto value) { option(name, static_cast<double>(value)); });
-  };
-  auto& same = const_cast<torch::optim::OptimizerOptions&>(options);  // which nothing here writes to
-  if (!visit_if_of_a_kind(same, tell, kAllKinds)) option("lr", options.get_lr());
+  const auto own = own_options(options);
+  if (!own) return option("lr", options.get_lr());
+  const auto visit = [&](const char* name, auto value) { option(name, static_cast<double>(value)); };
+  std::visit([&](const auto& values) { visit_fields(values, visit); }, *own);
 }
 
 void set_options(torch::optim::OptimizerOptions& options, const OptionValues& values) {
-  const auto set = [&]<class Value>(const char* name, Value& value) {
-    if (const auto given = values.find(name); given != values.end()) value = static_cast<Value>(given->second);
-  };
-  const auto set_all = [&](auto& own) { visit_fields(own, set); };
-  if (!visit_if_of_a_kind(options, set_all, kAllKinds) && values.contains("lr")) options.set_lr(values.at("lr"));
+  const bool is_own = visit_own(options, [&](auto& own) { set_fields(own, values); });
+  if (!is_own && values.contains("lr")) options.set_lr(values.at("lr"));
 }
 
 std::optional<OptimizerOptions> own_options(const torch::optim::OptimizerOptions& options) {
   std::optional<OptimizerOptions> own;
-  auto& same = const_cast<torch::optim::OptimizerOptions&>(options);
-  visit_if_of_a_kind(same, [&](const auto& values) { own = values; }, kAllKinds);
+  auto& same = const_cast<torch::optim::OptimizerOptions&>(options);  // nothing here writes to it
+  visit_own(same, [&](const auto& values) { own = values; });
   return own;
 }
 
@@ -109,14 +114,11 @@ std::unique_ptr<UpdateRule> rule_of(const OptimizerOptions& options) {
 }
 
 OptimizerOptions optimizer_options(const std::string& name, const OptionValues& values) {
-  const auto& names = optimizer_names();
-  const auto found = std::find(names.begin(), names.end(), name);
-  if (found == names.end()) throw UsageError({.what = concat("no such optimizer: ", name), .next = join(names, ", ")});
-  OptimizerOptions options = defaults_of(found - names.begin(), kAllKinds);
-  const auto set = [&]<class Value>(const char* option, Value& value) {
-    if (const auto given = values.find(option); given != values.end()) value = static_cast<Value>(given->second);
-  };
-  std::visit([&](auto& into) { visit_fields(into, set); }, options);
+  const auto* const known = std::ranges::find(kKnown, name, &Known::name);
+  if (known == std::end(kKnown))
+    throw UsageError({.what = concat("no such optimizer: ", name), .next = join(optimizer_names(), ", ")});
+  OptimizerOptions options = known->defaults;
+  std::visit([&](auto& into) { set_fields(into, values); }, options);
   return options;
 }
 

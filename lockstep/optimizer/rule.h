@@ -30,9 +30,9 @@ std::unique_ptr<UpdateRule> rule_of(const OptimizerOptions& options);
 // Rule derives from this and has what follows. It writes every element of new_parameter and new_state, also those that stay
 // as they were: where others may have to finish a step, these are not the old values' memory. Where direct() writes the
 // state, update() does not.
-//   template <class T> static void apply(const Options&, const Run<T>&);
+//   template <class T> static void apply(const Options&, const Elements<T>&);
 //   static void apply_on_device(const Options&, const WholeTensors&);
-//   template <class T> static void find_direction(const Options&, const Run<T>&);  // if it turns the gradient
+//   template <class T> static void find_direction(const Options&, const Elements<T>&);  // if it turns the gradient
 template <class Options, class Rule>
 class RuleWith : public UpdateRule {
  public:
@@ -40,17 +40,21 @@ class RuleWith : public UpdateRule {
     require_valid(options);
   }
 
-  void update(const Group& group, const Run<float>& run) const final { Rule::apply(options_of<Options>(group), run); }
-  void update(const Group& group, const Run<double>& run) const final { Rule::apply(options_of<Options>(group), run); }
+  void update(const Group& group, const Elements<float>& elements) const final {
+    Rule::apply(options_of<Options>(group), elements);
+  }
+  void update(const Group& group, const Elements<double>& elements) const final {
+    Rule::apply(options_of<Options>(group), elements);
+  }
   void update_on_device(const Group& group, const WholeTensors& tensors) const final {
     Rule::apply_on_device(options_of<Options>(group), tensors);
   }
 
-  void direct(const Group& group, const Run<float>& run) const final {
-    Rule::find_direction(options_of<Options>(group), run);
+  void direct(const Group& group, const Elements<float>& elements) const final {
+    Rule::find_direction(options_of<Options>(group), elements);
   }
-  void direct(const Group& group, const Run<double>& run) const final {
-    Rule::find_direction(options_of<Options>(group), run);
+  void direct(const Group& group, const Elements<double>& elements) const final {
+    Rule::find_direction(options_of<Options>(group), elements);
   }
   static void find_direction(const Options&, const auto&) {}
 };

@@ -10,23 +10,23 @@ namespace lockstep {
 namespace {
 
 template <class T>
-void descend(const SGDOptions& options, const Run<T>& run) {
+void descend(const SGDOptions& options, const Elements<T>& elements) {
   const T lr = static_cast<T>(options.lr);
   const T decay = static_cast<T>(options.weight_decay);
-  const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = run;
+  const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = elements;
 #pragma GCC ivdep
   for (std::int64_t i = 0; i < count; ++i) new_parameter[i] = parameter[i] - lr * (gradient[i] + decay * parameter[i]);
   if (state[0] != new_state[0]) std::copy_n(state[0], count, new_state[0]);  // of other groups, with momentum
 }
 
 template <class T>
-void descend_with_momentum(const SGDOptions& options, const Run<T>& run) {
+void descend_with_momentum(const SGDOptions& options, const Elements<T>& elements) {
   const T lr = static_cast<T>(options.lr);
   const T decay = static_cast<T>(options.weight_decay);
   const T momentum = static_cast<T>(options.momentum);
   const T of_gradient = options.nesterov ? T(1) : T(0);
   const T of_buffer = options.nesterov ? momentum : T(1);
-  const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = run;
+  const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = elements;
   const T* const buffer = state[0];
   T* const new_buffer = new_state[0];
 #pragma GCC ivdep
@@ -42,12 +42,12 @@ struct SGDRule : RuleWith<SGDOptions, SGDRule> {
   using RuleWith::RuleWith;
 
   template <class T>
-  static void apply(const SGDOptions& options, const Run<T>& run) {
-    if (options.momentum == 0) return descend(options, run);
-    if (run.state[0] == nullptr)
+  static void apply(const SGDOptions& options, const Elements<T>& elements) {
+    if (options.momentum == 0) return descend(options, elements);
+    if (elements.state[0] == nullptr)
       throw UsageError({.what = "a parameter group with momentum in an SGD that was made without",
                         .next = "make the SGD with momentum, and the group that needs none with momentum 0"});
-    descend_with_momentum(options, run);
+    descend_with_momentum(options, elements);
   }
 
   static void apply_on_device(const SGDOptions& options, const WholeTensors& tensors) {

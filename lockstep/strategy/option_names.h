@@ -35,8 +35,8 @@ inline constexpr std::array kNames<Compression> = {
     Named{"2bit", Compression::kTwoBit},   Named{"topk", Compression::kTopK}};
 
 template <>
-inline constexpr std::array kNames<UpdatePlace> = {Named{"device", UpdatePlace::kDevice},
-                                                   Named{"cpu", UpdatePlace::kCpu}};
+inline constexpr std::array kNames<UpdateOn> = {Named{"device", UpdateOn::kDevice},
+                                                   Named{"cpu", UpdateOn::kCpu}};
 
 template <>
 inline constexpr std::array kNames<KVStoreKind> = {Named{"local", KVStoreKind::kLocal},

@@ -31,7 +31,6 @@ struct PlannedRun {
   double parameters = 0;   // of the model; gradients have as many
   double state = 0;        // of the optimizer
   double activations = 0;  // of a machine's part of the batch
-  double sent_share = 1;   // of the gradients, that compression leaves
 };
 
 // Bytes that training holds on one machine.
@@ -41,9 +40,9 @@ struct HeldBytes {
   double state = 0;
   double gradients = 0;
   double activations = 0;
-  double exchange = 0;  // buckets and residuals
+  double buckets = 0;
 
-  double sum() const { return processes + parameters + state + gradients + activations + exchange; }
+  double sum() const { return processes + parameters + state + gradients + activations + buckets; }
 };
 
 HeldBytes bytes_of_ddp(const PlannedRun& run);

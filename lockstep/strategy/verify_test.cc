@@ -81,7 +81,7 @@ TEST(Options, refuse_an_unknown_name_and_list_the_known_ones) {
   EXPECT_THROW(value_named<Algorithm>("star", "--algorithm"), UsageError);
   EXPECT_THROW(value_named<Compression>("zip", "--compression"), UsageError);
   EXPECT_THROW(value_named<KVStoreKind>("remote", "--kvstore"), UsageError);
-  EXPECT_THROW(value_named<UpdatePlace>("gpu", "--update"), UsageError);
+  EXPECT_THROW(value_named<UpdateOn>("gpu", "--update"), UsageError);
   EXPECT_THROW(value_named<std::optional<Layout>>("nhwc", "--layout"), UsageError);
 }
 

@@ -12,7 +12,7 @@
 
 namespace lockstep {
 
-// What task.make_data makes of the folder, if the task has it. Otherwise "auto" is Fashion-MNIST where the task takes
+// Returns what task.make_data makes of the folder, if the task has it. Otherwise "auto" is Fashion-MNIST where the task takes
 // its images or does not say what it takes, else synthetic data. Throws UsageError naming the datasets there are, or that
 // the task takes another shape; DataError.
 Datasets load_datasets(DataSource source, const Task& task);

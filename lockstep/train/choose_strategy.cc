@@ -1,22 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/train/choose_strategy.h"
 
-#include <algorithm>
 #include <optional>
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
-#include "lockstep/plan/forecast.h"
-#include "lockstep/plan/measure.h"
 #include "lockstep/train/builtin.h"
 #include "lockstep/train/ranks_and_devices.h"
+#include "tools/plan/auto.h"
 
 namespace lockstep {
 namespace {
 
-// Why no other strategy can do what was asked for.
+// The reason why no other strategy can do what was asked for.
 std::optional<std::string> why_ddp(const TrainOptions& options) {
   if (options.max_restarts > 0 || options.min_ranks > 0) return "lost ranks are to be replaced, so ranks are processes";
   if (options.strategy.ddp.virtual_shards > 0) return "--virtual-shards is an option of ddp";
@@ -24,35 +22,6 @@ std::optional<std::string> why_ddp(const TrainOptions& options) {
   if (options.strategy.compression.kind != Compression::kNone)
     return "--compression goes between ranks that are processes";
   return {};
-}
-
-// The number of servers, stages and so on is the forecast's.
-void take(StrategyOptions& strategy, const plan::Choice& choice) {
-  using plan::Method;
-  switch (choice.method) {
-    case Method::kTowers:
-      strategy.kind = StrategyKind::kTowers;
-      strategy.towers.update = choice.update_on_cpu ? UpdatePlace::kCpu : UpdatePlace::kDevice;
-      return;
-    case Method::kDataParallel: strategy.kind = StrategyKind::kDataParallel; return;
-    case Method::kStoreLocal:
-      strategy.kind = StrategyKind::kKVStore;
-      strategy.kvstore.kind = KVStoreKind::kLocal;
-      return;
-    case Method::kPipeline:
-      strategy.kind = StrategyKind::kPipeline;
-      strategy.pipeline = {
-          .stages = concat(choice.stages), .micro_batches = choice.micro_batches, .schedule = choice.order};
-      return;
-    default: strategy.kind = StrategyKind::kDdp;
-  }
-}
-
-// Servers are processes beside those that --ranks names: not what was asked for. A pipeline computes in the precision of its
-// parameters.
-bool fits(const plan::Choice& choice, const TrainOptions& options) {
-  if (!choice.exact() || choice.method == plan::Method::kStoreSync) return false;
-  return choice.method != plan::Method::kPipeline || options.strategy.precision == Precision::kFloat32;
 }
 
 void say(const std::string& text) { log_info(concat("--strategy auto is ", text)); }
@@ -77,14 +46,11 @@ void choose_strategy(TrainOptions& options, const Task& task, const std::string&
                       .next = "choose a --strategy (ddp suits nearly always), or train on cores: --device cpu"});
   require_batch_for_ranks(options.loader.batch_size, devices);
   log_info(concat("--strategy auto measures ", task.name, " on this machine, 20 to 30 s"));
-  const plan::Profile profile =
-      plan::measure({.task = task, .strategy = options.strategy, .batch = options.loader.batch_size, .data = [&] {
-                       return load_datasets(options.source, task);
-                     }});
-  auto all = plan::forecast_all(profile, {.devices = devices, .batch = options.loader.batch_size});
-  std::erase_if(all, [&](const plan::Forecast& each) { return !fits(each.choice, options); });
-  take(options.strategy, plan::best_of(all).choice);
-  say(plan::reason(all));
+  plan::Subject subject{.task = task, .strategy = options.strategy, .batch = options.loader.batch_size, .data = [&] {
+                          return load_datasets(options.source, task);
+                        }};
+  say(plan::choose_strategy(subject, devices));
+  options.strategy = subject.strategy;
 }
 
 }  // namespace lockstep

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // train/choose_strategy.h: `--strategy auto`: what `lockstep plan` would recommend for this machine, its devices and this batch.
 //
-// Flow:    TrainOptions -> plan/measure.h, plan/forecast.h -> TrainOptions with a strategy
+// Flow:    TrainOptions -> tools/plan/auto.h -> TrainOptions with a strategy
 // Threads: before the process has others (it forks)
 // Ranks:   before ranks are started
 #pragma once

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/train/in_place_state.h"
 
-#include <sys/mman.h>
+#include <sys/mman.h>  // memfd_create
 
 #include <algorithm>
 #include <map>
@@ -31,44 +31,21 @@ std::string without_program(const std::string& text) {
   return text.substr(end + 1);
 }
 
-std::string read_manifest(const std::vector<JobMemory::Kept>& kept) {
+std::map<int, KeptBytes> map_all(const std::vector<JobMemory::Kept>& kept, const std::string& name) {
+  std::map<int, KeptBytes> of_ranks;
   for (const JobMemory::Kept& each : kept)
-    if (const std::size_t bytes = each.name == kManifest ? size_of_kept(each.fd.get()) : 0; bytes > 0)
-      return {reinterpret_cast<const char*>(map_kept(each.fd.get(), bytes, PROT_READ | PROT_WRITE).get()), bytes};
-  return "";
+    if (each.name == name)
+      if (KeptBytes bytes = map_kept(each.fd); bytes.size > 0) of_ranks.try_emplace(each.local_rank, std::move(bytes));
+  return of_ranks;
 }
 
-class LostArenas {
- public:
-  explicit LostArenas(const std::vector<JobMemory::Kept>& kept) {
-    for (const JobMemory::Kept& each : kept)
-      if (const std::size_t bytes = each.name == kArena ? size_of_kept(each.fd.get()) : 0; bytes > 0)
-        arenas_.try_emplace(each.local_rank, map_kept(each.fd.get(), bytes, PROT_READ | PROT_WRITE), bytes);
-  }
-
-  std::byte* find(int rank, std::uint64_t offset, std::size_t bytes) const {
-    const auto found = arenas_.find(rank);
-    if (found == arenas_.end() || offset + bytes > found->second.bytes)
-      throw CheckpointError({.what = concat("the memory that rank ", rank, " has left is incomplete"),
-                             .next = "start the job again with --resume"});
-    return found->second.memory.get() + offset;
-  }
-
- private:
-  struct Arena {
-    Arena(std::shared_ptr<std::byte> mapped, std::size_t all) : memory(std::move(mapped)), bytes(all) {}
-    std::shared_ptr<std::byte> memory;
-    std::size_t bytes;
-  };
-  std::map<int, Arena> arenas_;
-};
-
-// What the former rank of this number has published for so many updates; of a number that there was not, the first rank's.
+// The state that the former rank of this number has published for so many updates; the first rank's, where there was no such
+// number.
 SafetensorsReader own_state_of(const std::vector<JobMemory::Kept>& kept, int rank, std::int64_t updates) {
   const auto images = images_in(kept, kOwnState);
   for (const int wanted : {rank, 0})
     for (const KeptImage& image : images)
-      if (image.owner.rank == wanted && image.step == updates) return reader_of(image.bytes, image.size);
+      if (image.owner.rank == wanted && image.step == updates) return reader_of(image.bytes);
   throw CheckpointError({.what = concat("no rank has kept its own state after ", updates, " updates"),
                          .next = "start the job again with --resume"});
 }
@@ -96,29 +73,36 @@ InPlaceState::InPlaceState(JobMemory& memory, const World& world, Strategy& stra
       options_(options),
       own_(memory, kOwnState, owner_in(world)) {}
 
-std::optional<InPlaceState::Found> InPlaceState::take_over() {
+std::optional<Position> InPlaceState::take_over(std::string& last_step) {
   const std::vector<JobMemory::Kept> kept = memory_.previous();
-  const std::string text = read_manifest(kept);
-  const auto all = world_.exchange_texts(text.empty() ? "no" : "yes");
+  const auto manifests = map_all(kept, kManifest);
+  const auto all = world_.exchange_texts(manifests.empty() ? "no" : "yes");
   if (std::ranges::count(all, "no") > 0) return std::nullopt;
-  const LostArenas arenas(kept);
-  const auto find = [&](int rank, std::uint64_t offset, std::size_t bytes) { return arenas.find(rank, offset, bytes); };
-  const auto updates = static_cast<std::int64_t>(strategy_.optimizer().take_over(without_program(text), find));
+  const auto& [begin, bytes] = manifests.begin()->second;
+  const auto arenas = map_all(kept, kArena);
+  const auto find = [&](int rank, std::uint64_t offset, std::size_t size) {
+    const auto found = arenas.find(rank);
+    if (found == arenas.end() || offset + size > found->second.size)
+      throw CheckpointError({.what = concat("the memory that rank ", rank, " has left is incomplete"),
+                             .next = "start the job again with --resume"});
+    return found->second.begin.get() + offset;
+  };
+  const std::string manifest = without_program({reinterpret_cast<const char*>(begin.get()), bytes});
+  const auto updates = static_cast<std::int64_t>(strategy_.optimizer().take_over(manifest, find));
   const SafetensorsReader own = own_state_of(kept, world_.rank(), updates);
-  const Position position = restore_own_state(own, strategy_, options_);
-  last_step_ = own.metadata().at(kLastStep);
-  return Found{position, last_step_};
+  last_step = own.metadata().at(kLastStep);
+  return restore_own_state(own, world_, strategy_, options_);
 }
 
-void InPlaceState::begin(const Position& position) {
+void InPlaceState::begin(const Position& position, const std::string& last_step) {
   updates_ = -1;
-  publish(position, last_step_);
+  publish(position, last_step);
   world_.barrier();
   if (world_.rank() == 0) memory_.complete();
 }
 
 void InPlaceState::publish(const Position& position, const std::string& last_step) {
-  TensorFile file = own_state(strategy_, position, options_);
+  TensorFile file = own_state(world_, strategy_, position, options_);
   file.metadata[kLastStep] = last_step;
   own_.write(++updates_, file);
 }

@@ -33,18 +33,14 @@ class InPlaceState {
   static std::unique_ptr<InPlaceState> of(JobMemory& memory, const World& world, Strategy& strategy,
                                           const TrainOptions& options);
 
-  // What the last generation has left, if all ranks find it: parameters, the optimizer's state, this rank's own. Blocks.
-  // Throws as restore_snapshot() does.
-  struct Found {
-    Position position;
-    std::string last_step;  // as it was given to publish(); "": there was none
-  };
-  std::optional<Found> take_over();
+  // Takes over what the last generation has left, if all ranks find it: parameters, the optimizer's state, this rank's own.
+  // last_step: becomes what publish() was given; "": nothing. Blocks. Throws as restore_snapshot() does.
+  std::optional<Position> take_over(std::string& last_step);
 
   // This rank has its state: the launcher may forget what is older once all ranks have. Blocks.
-  void begin(const Position& position);
+  void begin(const Position& position, const std::string& last_step);
 
-  // Before the update after which `position` holds. last_step: a text about it, for whoever goes on.
+  // Before the update after which `position` holds. last_step: a text about it, for those who go on.
   void publish(const Position& position, const std::string& last_step);
 
  private:
@@ -56,7 +52,6 @@ class InPlaceState {
   TrainOptions options_;
   KeptImages own_;
   std::int64_t updates_ = 0;  // of this generation, the one that comes next included
-  std::string last_step_;     // that was taken over
 };
 
 }  // namespace lockstep

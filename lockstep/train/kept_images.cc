@@ -10,7 +10,7 @@
 #include <cstring>
 #include <utility>
 
-#include "lockstep/base/memory_room.h"
+#include "lockstep/base/cgroup.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/base/unique_fd.h"
@@ -37,28 +37,24 @@ std::string slot_name(const std::string& name, int index) { return concat(name, 
 
 }  // namespace
 
-ImageOwner owner_in(const World& world) {
-  return {world.rank(), world.size(), world.local_rank(), world.local_size()};
-}
+ImageOwner owner_in(const World& world) { return {world.rank(), world.size(), world.local_rank(), world.local_size()}; }
 
-std::shared_ptr<std::byte> map_kept(int fd, std::size_t bytes, int protection) {
-  void* const memory = ::mmap(nullptr, bytes, protection, MAP_SHARED, fd, 0);
-  if (memory == MAP_FAILED) throw system_error("map", "the state that the launcher keeps");
-  return {static_cast<std::byte*>(memory), [bytes](std::byte* mapped) { ::munmap(mapped, bytes); }};
-}
-
-std::size_t size_of_kept(int fd) {
+KeptBytes map_kept(const UniqueFd& fd) {
   struct stat status {};
-  if (::fstat(fd, &status) != 0) throw system_error("look at", "the state that the launcher keeps");
-  return to_size(status.st_size);
+  if (::fstat(fd.get(), &status) != 0) throw system_error("look at", "the state that the launcher keeps");
+  const std::size_t bytes = to_size(status.st_size);
+  if (bytes == 0) return {};
+  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+  if (memory == MAP_FAILED) throw system_error("map", "the state that the launcher keeps");
+  return {{static_cast<std::byte*>(memory), [bytes](std::byte* mapped) { ::munmap(mapped, bytes); }}, bytes};
 }
 
-struct KeptImages::Slot {
+struct KeptSlot {
   UniqueFd fd;
-  std::size_t bytes = 0;  // with the head
-  std::shared_ptr<std::byte> memory{};
+  KeptBytes memory{};  // with the head
 
-  SlotHead& head() const { return *reinterpret_cast<SlotHead*>(memory.get()); }
+  SlotHead& head() const { return *reinterpret_cast<SlotHead*>(memory.begin.get()); }
+  bool is_ours() const { return memory.size >= kHeadBytes && head().magic == kMagic; }
 };
 
 KeptImages::KeptImages(JobMemory& memory, std::string name, const ImageOwner& owner)
@@ -68,16 +64,12 @@ KeptImages::~KeptImages() = default;
 bool KeptImages::adopt(std::vector<JobMemory::Kept>& former, std::int64_t step) {
   for (int index : {0, 1})
     for (JobMemory::Kept& kept : former) {
-      if (kept.name != slot_name(name_, index) || !kept.fd || size_of_kept(kept.fd.get()) < kHeadBytes) continue;
-      auto slot = std::make_unique<Slot>(std::move(kept.fd));
-      slot->bytes = size_of_kept(slot->fd.get());
-      slot->memory = map_kept(slot->fd.get(), slot->bytes, PROT_READ | PROT_WRITE);
-      if (slot->head().magic != kMagic || slot->head().owner.rank != owner_.rank) {
-        kept.fd = std::move(slot->fd);
-        continue;
-      }
-      memory_.keep(slot_name(name_, index), slot->fd.get());
-      slots_[to_size(index)] = std::move(slot);
+      if (kept.name != slot_name(name_, index) || !kept.fd) continue;
+      KeptSlot slot{.fd = {}, .memory = map_kept(kept.fd)};
+      if (!slot.is_ours() || slot.head().owner.rank != owner_.rank) continue;
+      slot.fd = std::move(kept.fd);
+      memory_.keep(kept.name, slot.fd.get());
+      slots_[to_size(index)] = std::make_unique<KeptSlot>(std::move(slot));
     }
   for (const int index : {0, 1}) {
     const auto& slot = slots_[to_size(index)];
@@ -94,22 +86,22 @@ void KeptImages::reserve(std::size_t bytes) {
   for (const int index : {0, 1}) resize(index, bytes + kHeadBytes);
 }
 
-// The launcher is given it once; it grows with the file.
+// Gives the memory to the launcher once; it grows with the file.
 void KeptImages::resize(int index, std::size_t bytes) {
   auto& slot = slots_[to_size(index)];
-  if (slot && slot->bytes >= bytes) return;
-  require_memory_room(bytes - (slot ? slot->bytes : 0), memory_room());
+  if (slot && slot->memory.size >= bytes) return;
+  require_memory_room(bytes - (slot ? slot->memory.size : 0), memory_room());
   const bool is_new = !slot;
   if (is_new) {
-    slot = std::make_unique<Slot>(UniqueFd(::memfd_create("lockstep state", MFD_CLOEXEC)));
+    slot = std::make_unique<KeptSlot>(UniqueFd(::memfd_create("lockstep state", MFD_CLOEXEC)));
     if (!slot->fd) throw system_error("take memory for", "the state that the launcher keeps");
   }
-  slot->memory.reset();
+  slot->memory = {};
   while (::fallocate(slot->fd.get(), 0, 0, static_cast<off_t>(bytes)) != 0)  // or a later write might end in SIGBUS
     if (errno != EINTR) throw system_error("take memory for", "the state that the launcher keeps");
-  slot->memory = map_kept(slot->fd.get(), bytes, PROT_READ | PROT_WRITE);
-  slot->bytes = bytes;
-  ::madvise(slot->memory.get(), bytes, MADV_POPULATE_WRITE);  // an older kernel has none: the first copy is slower
+  slot->memory = map_kept(slot->fd);
+  ::madvise(slot->memory.begin.get(), bytes,
+            MADV_POPULATE_WRITE);  // an older kernel has none: the first copy is slower
   slot->head().magic = kMagic;
   slot->head().owner = owner_;
   if (is_new) memory_.keep(slot_name(name_, index), slot->fd.get());
@@ -118,22 +110,16 @@ void KeptImages::resize(int index, std::size_t bytes) {
 void KeptImages::write(std::int64_t step, const TensorFile& file) {
   const std::string head = safetensors_head(file);
   const std::size_t bytes = head.size() + tensor_bytes(file);
-  if (const auto& slot = slots_[to_size(next_)]; slot && slot->memory) slot->head().whole = 0;
+  if (const auto& slot = slots_[to_size(next_)]; slot && slot->memory.begin) slot->head().whole = 0;
   resize(next_, kHeadBytes + bytes);
-  const Slot& slot = *slots_[to_size(next_)];
+  const KeptSlot& slot = *slots_[to_size(next_)];
   SlotHead& is = slot.head();
   is.whole = 0;
   std::atomic_thread_fence(std::memory_order_seq_cst);  // before every byte that follows
   is.step = step;
   is.bytes = bytes;
   is.owner = owner_;
-  std::byte* into = slot.memory.get() + kHeadBytes;
-  std::memcpy(into, head.data(), head.size());
-  into += head.size();
-  for (const auto& [name, tensor] : file.tensors) {
-    copy_values(tensor, into);
-    into += tensor.nbytes();
-  }
+  copy_file(head, file, slot.memory.begin.get() + kHeadBytes);
   is.whole = 1;  // after them
   next_ = 1 - next_;
 }
@@ -142,24 +128,18 @@ std::vector<KeptImage> images_in(const std::vector<JobMemory::Kept>& kept, const
   std::vector<KeptImage> images;
   for (const JobMemory::Kept& each : kept) {
     if (each.name != slot_name(name, 0) && each.name != slot_name(name, 1)) continue;
-    const std::size_t bytes = size_of_kept(each.fd.get());
-    if (bytes < kHeadBytes) continue;
-    const std::shared_ptr<std::byte> memory = map_kept(each.fd.get(), bytes, PROT_READ);
-    const auto& head = *reinterpret_cast<const SlotHead*>(memory.get());
-    if (head.magic != kMagic || head.whole == 0 || head.bytes > bytes - kHeadBytes) continue;
-    images.push_back({.owner = head.owner,
-                      .step = head.step,
-                      .bytes = {memory, memory.get() + kHeadBytes},
-                      .size = head.bytes});
+    const KeptSlot slot{.fd = {}, .memory = map_kept(each.fd)};
+    if (!slot.is_ours()) continue;
+    const SlotHead& head = slot.head();
+    const auto& [begin, bytes] = slot.memory;
+    if (head.whole == 0 || head.bytes > bytes - kHeadBytes) continue;
+    images.push_back({head.owner, head.step, {{begin, begin.get() + kHeadBytes}, head.bytes}});
   }
   return images;
 }
 
-SafetensorsReader reader_of(std::shared_ptr<const std::byte> bytes, std::size_t size) {
-  const auto read = [bytes](std::size_t at, void* into, std::size_t count) {
-    std::memcpy(into, bytes.get() + at, count);
-  };
-  return {{.size = size, .read = read, .mapped = bytes}, "the state that the launcher keeps", Checksum::kTrusted};
+SafetensorsReader reader_of(const KeptBytes& image) {
+  return {{.size = image.size, .mapped = image.begin}, "the state that the launcher keeps", Checksum::kTrusted};
 }
 
 }  // namespace lockstep

@@ -17,13 +17,14 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/unique_fd.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/launch/job_memory.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
 
-// Whose state it is: in the World that wrote it.
+// The rank whose state it is, in the World that wrote it.
 struct ImageOwner {
   std::int32_t rank = 0;
   std::int32_t ranks = 1;
@@ -33,9 +34,20 @@ struct ImageOwner {
 
 ImageOwner owner_in(const World& world);
 
+// Memory that the launcher has kept, mapped for as long as somebody holds it.
+struct KeptBytes {
+  std::shared_ptr<std::byte> begin{};
+  std::size_t size = 0;
+};
+
+// All of what this descriptor has; empty where that is nothing. Throws SystemError.
+KeptBytes map_kept(const UniqueFd& fd);
+
+struct KeptSlot;
+
 class KeptImages {
  public:
-  // Nothing is taken yet. name: of this kind of state in the launcher's memory.
+  // Takes no memory yet. name: of this kind of state in the launcher's memory.
   KeptImages(JobMemory& memory, std::string name, const ImageOwner& owner);
   ~KeptImages();
   KeptImages(const KeptImages&) = delete;
@@ -53,13 +65,12 @@ class KeptImages {
   void write(std::int64_t step, const TensorFile& file);
 
  private:
-  struct Slot;
   void resize(int index, std::size_t bytes);
 
   JobMemory& memory_;
   std::string name_;
   ImageOwner owner_;
-  std::array<std::unique_ptr<Slot>, 2> slots_;
+  std::array<std::unique_ptr<KeptSlot>, 2> slots_;
   int next_ = 0;
 };
 
@@ -67,18 +78,12 @@ class KeptImages {
 struct KeptImage {
   ImageOwner owner;
   std::int64_t step = 0;
-  std::shared_ptr<const std::byte> bytes{};  // a mapping, for as long as somebody holds it
-  std::size_t size = 0;
+  KeptBytes bytes;
 };
 
-// Those of `name`, by step; of a slot that is half written, none.
+// The images of `name`. A slot that is half written has none.
 std::vector<KeptImage> images_in(const std::vector<JobMemory::Kept>& kept, const std::string& name);
 
-// Memory that the launcher has kept: how large it is, and all of it, for as long as somebody holds it. Throw SystemError.
-std::size_t size_of_kept(int fd);
-std::shared_ptr<std::byte> map_kept(int fd, std::size_t bytes, int protection);
-
-// Of the bytes of an image.
-SafetensorsReader reader_of(std::shared_ptr<const std::byte> bytes, std::size_t size);
+SafetensorsReader reader_of(const KeptBytes& image);
 
 }  // namespace lockstep

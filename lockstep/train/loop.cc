@@ -8,9 +8,7 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/to_size.h"
 #include "lockstep/base/trace.h"
-#include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/collective/operator_spans.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/fault.h"
@@ -20,7 +18,6 @@
 #include "lockstep/stop.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/train/evaluate.h"
-#include "lockstep/train/in_place_state.h"
 #include "lockstep/train/run_facts.h"
 #include "lockstep/train/snapshot.h"
 
@@ -29,7 +26,6 @@ namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr std::int64_t kStepsThatTell = 20;
-constexpr double kShareForKeeping = 0.01;
 
 ScheduleOptions schedule_in_steps(const TrainOptions& options, std::int64_t steps_per_epoch) {
   const LearningRateOptions& rate = options.learning_rate;
@@ -92,27 +88,14 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       loader_(loader_place(strategy.ranks(world).data, strategy), datasets.train,
               loader_options(options, strategy.ranks(world).has_data)),
       timeline_(world, options.trace, parse_steps(options.trace_steps)),
+      keeper_(world, step_world_, strategy, options, metrics_),
       progress_(world.rank() == 0 && !options.quiet),
       last_epoch_{{"train_loss", kNaN}, {"val_accuracy", kNaN}} {
-  if (world.rank() == 0) {
-    if (!options.checkpoint_dir.empty()) open_checkpoints();
-    if (!options.tensorboard.empty()) curves_ = Curves(options);
-    if (!options.metrics.empty()) metrics_ = MetricsFile(options.metrics, options.resume);
-  }
-  if (JobMemory* const memory = JobMemory::get(); memory != nullptr && step_world_.size() == world.size()) {
-    in_place_ = InPlaceState::of(*memory, world_, strategy_, options_);
-    if (!in_place_) kept_.emplace(step_world_, *memory, kShareForKeeping, is_in_parts(strategy_));
-  }
-  if (go_on_from_memory()) {
-    if (checkpoints_) checkpoints_->folder().take_over();
-  } else if (options.resume) {
-    resume();
-  }
-  begin_to_keep();
+  if (world.rank() == 0 && !options.metrics.empty())  // after the keeper has looked for checkpoints of another run
+    metrics_ = MetricsFile(options.metrics, options.resume);
+  position_ = keeper_.begin();
   name_modules(named_parameters(strategy.model()));
 }
-
-TrainingLoop::~TrainingLoop() = default;
 
 Json TrainingLoop::run() {
   own_progress::enter(Phase::kOwnCode);
@@ -120,23 +103,18 @@ Json TrainingLoop::run() {
   progress_.begin_run(headline(world_, loader_, device_names(strategy_), options_),
                       {options_.epochs, loader_.steps_per_epoch(), last_step()});
   metrics_.write(start_event(options_, position_.step));
-  curves_.begin_run(position_.step, options_, ranks());
   while (has_more() && !stopped_) train_epoch();
-  const bool saved = save_last_checkpoint();
-  record_saved();
+  const bool saved = keeper_.save_last(position_);
   const Json run = stopped_ ? leave_early(watch.seconds(), saved) : summary(watch.seconds());
   metrics_.write(run);
   timeline_.finish(/*together=*/step_world_.size() == world_.size());
-  if (!stopped_) {
-    curves_.end_run(position_.step);
-    progress_.end_run(run, strategy_.table());
-  }
-  require_saved(saved);
-  require_recorded();
+  if (!stopped_) progress_.end_run(run, strategy_.table());
+  keeper_.require_saved(position_, saved);
+  stopped_ ? static_cast<void>(metrics_.finish()) : metrics_.require_written();  // a job that was stopped starts again
   return run;
 }
 
-// Also after the last step of an epoch, until it is validated.
+// Whether steps are left, or an epoch that is not validated yet.
 bool TrainingLoop::has_more() const {
   return position_.step < last_step() || position_.step_in_epoch == loader_.steps_per_epoch();
 }
@@ -178,17 +156,16 @@ void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_st
   const trace::Span span("step", position_.step);
   const BatchTotals totals = strategy_.forward_backward(batch);
   require_finite_loss(totals);
-  curves_.add_histograms(strategy_.model(), position_.step);
   set_learning_rate(strategy_.optimizer(), learning_rate());
-  keep_own_state(totals, since_last_step.seconds());
+  const double so_far = since_last_step.seconds();
+  keeper_.before_update(after_step(totals, so_far), step_event(totals, so_far));
   strategy_.update();
-  record_step(totals, since_last_step.seconds());
-  make_room_to_save();
-  keep_state();
-  if (options_.checkpoint_every > 0 && position_.step % options_.checkpoint_every == 0) save_checkpoint();
+  const Json event = step_event(totals, since_last_step.seconds());
+  record_step(totals, event);
+  keeper_.after_update(position_, event);
 }
 
-// Before the update, so that parameters and checkpoints stay good.
+// Checks before the update, so that parameters and checkpoints stay good.
 void TrainingLoop::require_finite_loss(const BatchTotals& totals) const {
   if (std::isfinite(totals.mean_loss)) return;
   std::string first = first_non_finite(named_parameters(strategy_.model()));
@@ -212,10 +189,10 @@ double TrainingLoop::learning_rate() const {
 }
 
 Json TrainingLoop::step_event(const BatchTotals& totals, double seconds) const {
-  return {{"event", "step"},          {"epoch", position_.epoch},
+  return {{"event", "step"},           {"epoch", position_.epoch},
           {"step", position_.step},  // since the start of the run, from 0
-          {"loss", totals.mean_loss}, {"seconds", seconds},
-          {"samples", totals.samples}};
+          {"loss", totals.mean_loss},  {"seconds", seconds},
+          {"samples", totals.samples}, {"learning_rate", learning_rate()}};
 }
 
 Position TrainingLoop::after_step(const BatchTotals& totals, double seconds) const {
@@ -229,15 +206,10 @@ Position TrainingLoop::after_step(const BatchTotals& totals, double seconds) con
   return next;
 }
 
-void TrainingLoop::record_step(const BatchTotals& totals, double seconds) {
-  Json event = step_event(totals, seconds);
+void TrainingLoop::record_step(const BatchTotals& totals, const Json& event) {
   own_progress::finish_step(totals.samples, totals.mean_loss);
   metrics_.write(event);
-  if (kept_) last_event_ = event.dump();
-  record_saved();
-  event["learning_rate"] = learning_rate();
-  curves_.add(event, position_.step);
-  position_ = after_step(totals, seconds);
+  position_ = after_step(totals, event["seconds"]);
   progress_.step(position_, totals.mean_loss);
 }
 
@@ -276,7 +248,7 @@ std::int64_t TrainingLoop::last_step() const {
 void TrainingLoop::finish_epoch() {
   const trace::Span span("end of epoch", position_.epoch);
   Evaluation found{.loss = kNaN, .accuracy = kNaN};
-  if (validation_ && !stands_aside())
+  if (validation_ && takes_part(step_world_, world_))
     found = evaluate(step_world_, task_, strategy_, validation_, loader_options(options_));
   const Position& p = position_;
   const auto samples = static_cast<double>(p.epoch_samples);
@@ -289,152 +261,14 @@ void TrainingLoop::finish_epoch() {
                  {"val_loss", found.loss},
                  {"val_accuracy", found.accuracy}};
   metrics_.write(last_epoch_);
-  curves_.add(last_epoch_, p.step - 1);  // at the last step of the epoch: a resumed run draws the one after it
   progress_.end_epoch(last_epoch_);
   position_ = {.epoch = p.epoch + 1, .step = p.step, .samples = p.samples};
-  if (options_.checkpoint_every == 0) save_checkpoint();
+  if (options_.checkpoint_every == 0) keeper_.save(position_);
 }
 
-// Where each rank steps at its own pace (asynchronous servers), rank 0 validates and saves for all.
-bool TrainingLoop::stands_aside() const { return step_world_.size() < world_.size() && world_.rank() != 0; }
-
-// With the devices of each, where a rank has several.
+// The number of ranks, or of the devices of all where a rank has several.
 std::int64_t TrainingLoop::ranks() const {
   return world_.size() * std::max(std::ssize(device_names(strategy_)), std::ptrdiff_t{1});
-}
-
-// As often as that takes at most kShareForKeeping of the time; after a loss the steps since then are repeated.
-void TrainingLoop::keep_state() {
-  if (!kept_ || !strategy_.is_one_model() || !kept_->is_due()) return;
-  const trace::Span span("keep the state", position_.step);
-  metrics_.hand_over();
-  KeptParts parts = parts_to_keep(step_world_, strategy_, position_, options_);
-  parts.common.metadata[kLastStep] = last_event_;
-  kept_->keep(position_.step, parts.common, parts.own);
-}
-
-void TrainingLoop::keep_own_state(const BatchTotals& totals, double seconds) {
-  if (!in_place_) return;
-  metrics_.hand_over();
-  in_place_->publish(after_step(totals, seconds), step_event(totals, seconds).dump());
-}
-
-void TrainingLoop::save_checkpoint() {
-  if (options_.checkpoint_dir.empty() || stands_aside()) return;
-  const trace::Span span("checkpoint", position_.step);
-  const own_progress::During saving(Phase::kSaving);
-  require_finite_everywhere(step_world_, strategy_, position_);
-  const Snapshot snapshot = take_snapshot(step_world_, strategy_, position_, options_);
-  checkpoints_ ? checkpoints_->save(position_.step, snapshot.file, snapshot.fetch) : snapshot.send();
-}
-
-// After the first step, when the optimizer has its state: then the first save takes no longer than others. All ranks that save
-// count, because slices of the optimizer's state are gathered from them.
-void TrainingLoop::make_room_to_save() {
-  if (options_.checkpoint_dir.empty() || stands_aside() || std::exchange(has_room_to_save_, true)) return;
-  const std::size_t bytes = snapshot_bytes(strategy_);
-  if (checkpoints_ && bytes > 0) checkpoints_->reserve(bytes);
-}
-
-void TrainingLoop::record_saved() {
-  if (!checkpoints_) return;
-  for (const auto& [step, seconds] : checkpoints_->take_saved())
-    metrics_.write({{"event", "checkpoint"}, {"step", step}, {"seconds", seconds}});
-}
-
-// Whether rank 0 has the present state on the disk, which it waits for. Half of the timeout is for the disk, so that ranks
-// that wait for rank 0 do not take it for lost.
-bool TrainingLoop::is_saved() {
-  const own_progress::During saving(Phase::kSaving);
-  const bool mine = checkpoints_ && checkpoints_->finish(position_.step, options_.strategy.timeout / 2);
-  const torch::Tensor saved = torch::tensor({mine ? 1 : 0}, torch::kInt32);
-  step_world_.broadcast(saved);
-  return saved.item<int>() != 0;
-}
-
-bool TrainingLoop::save_last_checkpoint() {
-  if (options_.checkpoint_dir.empty() || stands_aside()) return false;
-  if (position_.step == resumed_step_ || is_saved()) return true;
-  save_checkpoint();
-  return is_saved();
-}
-
-void TrainingLoop::require_saved(bool saved) const {
-  if (saved || !checkpoints_) return;
-  throw SystemError(
-      {.what = concat("the checkpoint of the last step, ", position_.step, ", is not saved: ", checkpoints_->trouble()),
-       .here = options_.checkpoint_dir,
-       .likely = "a full disk, or one that does not answer",
-       .next = "mend that, and --resume goes on from the newest checkpoint there"});
-}
-
-// Of a job that was asked to stop, lost metrics are a warning: it ends as its scheduler wants it, and is started again.
-void TrainingLoop::require_recorded() { stopped_ ? static_cast<void>(metrics_.finish()) : metrics_.require_written(); }
-
-void TrainingLoop::open_checkpoints() {
-  checkpoints_.emplace(CheckpointFolder(options_.checkpoint_dir, /*keep=*/2, to_size(options_.checkpoint_shard_bytes)));
-  if (!options_.resume && !checkpoints_->folder().empty())
-    throw CheckpointError({.what = concat(options_.checkpoint_dir, " holds checkpoints of another run"),
-                           .likely = "the same command as before, without --resume",
-                           .next = "give --resume to go on with that run, or name another --checkpoint-dir"});
-}
-
-void TrainingLoop::require_checkpoint() const {
-  if (!options_.checkpoint_dir.empty()) return;
-  throw UsageError({.what = "a part of the model was lost with its machine, and there is no checkpoint",
-                    .here = world_.describe(),
-                    .likely = "a pipeline: each machine keeps the stages of its own ranks in memory, and no others",
-                    .next =
-                        "give --checkpoint-dir, on a disk that all machines see: then the job goes on from its last "
-                        "checkpoint"});
-}
-
-// After the loss of a rank. False: nothing was kept, or it is incomplete and there are checkpoints. The event of the last step is written once more where it may be missing.
-bool TrainingLoop::go_on_from_memory() {
-  std::string last_step;
-  if (in_place_) {
-    const auto found = in_place_->take_over();
-    if (!found) return false;
-    position_ = found->position;
-    last_step = found->last_step;
-  } else {
-    if (!kept_ || kept_->found() == nullptr) return false;
-    const auto position = restore_parts(*kept_->found(), world_, strategy_, options_);
-    if (!position) {
-      require_checkpoint();
-      kept_->drop_found();
-      return false;
-    }
-    position_ = *position;
-    last_step = kept_->found()->common.metadata().at(kLastStep);
-  }
-  metrics_.write({{"event", "resume"}, {"step", position_.step}});
-  if (!last_step.empty()) metrics_.write(Json::parse(last_step));
-  if (in_place_ && world_.rank() == 0) log_info(concat("a rank was replaced: going on at step ", position_.step));
-  return true;
-}
-
-void TrainingLoop::begin_to_keep() {
-  if (in_place_) return in_place_->begin(position_);
-  if (!kept_) return;
-  const bool is_kept = kept_->found() != nullptr;
-  kept_->taken();
-  if (!is_kept) keep_state();
-}
-
-// Rank 0 finds and verifies the newest file.
-void TrainingLoop::resume() {
-  if (checkpoints_ && options_.from_step > 0) checkpoints_->folder().go_back(options_.from_step);
-  auto newest = checkpoints_ ? checkpoints_->folder().load_newest() : std::nullopt;
-  SharedCheckpoint file(world_, newest);
-  if (!file.is_there()) {
-    if (checkpoints_) log_info(concat("nothing to resume in ", options_.checkpoint_dir, ": starting at step 0"));
-    return;
-  }
-  position_ = restore_snapshot(file, world_, strategy_, options_);
-  resumed_step_ = position_.step;
-  metrics_.write({{"event", "resume"}, {"step", position_.step}});
-  if (checkpoints_) log_info(concat("resuming from ", newest->path.string(), " at step ", position_.step));
 }
 
 Json TrainingLoop::summary(double seconds) const {

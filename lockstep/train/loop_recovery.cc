@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/loop_recovery.h"
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Context.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <cstring>
-#include <mutex>
 #include <sstream>
 #include <utility>
 #include <vector>
@@ -21,6 +19,7 @@
 #include "lockstep/optimizer.h"
 #include "lockstep/optimizer/rule.h"
 #include "lockstep/strategy/ddp/fitting.h"
+#include "lockstep/train/generators.h"
 #include "lockstep/train/loop_state.h"
 
 namespace lockstep {
@@ -32,24 +31,13 @@ using nlohmann::json;
 constexpr const char* kProgress = "lockstep.progress";
 constexpr const char* kGroups = "lockstep.groups";
 constexpr const char* kTorchOptimizer = "optimizer";
+constexpr const char* kStates = "optimizer.";
 
-std::string parameter_name(const std::string& name) { return concat("model.", name); }
-std::string buffer_name(const std::string& name) { return concat("buffer.", name); }
-std::string state_name(std::size_t parameter, const std::string& key) {
-  return concat("optimizer.", parameter, ".", key);
-}
-std::string item_name(const std::string& name) { return concat("item.", name); }
-std::string random_name(torch::Device device) {
-  return concat("rng.", c10::DeviceTypeName(device.type(), /*lower_case=*/true));
-}
-
-torch::Tensor random_state(torch::Device device) { return at::globalContext().defaultGenerator(device).get_state(); }
-
-void set_random_state(torch::Device device, const torch::Tensor& state) {
-  at::Generator generator = at::globalContext().defaultGenerator(device);
-  const std::lock_guard lock(generator.mutex());
-  generator.set_state(state.clone());
-}
+std::string parameter_name(const std::string& name) { return "model." + name; }
+std::string buffer_name(const std::string& name) { return "buffer." + name; }
+std::string item_name(const std::string& name) { return "item." + name; }
+std::string states_name(std::size_t parameter) { return concat(kStates, parameter, "."); }
+std::string generator_name(torch::Device device) { return "rng." + c10::DeviceTypeName(device.type()); }
 
 torch::Tensor bytes_of_text(const std::string& text) {
   torch::Tensor bytes = torch::empty({static_cast<std::int64_t>(text.size())}, torch::kUInt8);
@@ -85,7 +73,7 @@ void note_optimizer(const torch::optim::Optimizer& optimizer, TensorFile& into) 
   if (const auto* const own = dynamic_cast<const Optimizer*>(&optimizer)) {
     const auto parameters = parameters_of(optimizer);
     for (std::size_t i = 0; i < parameters.size(); ++i)
-      for (const auto& [key, tensor] : own->state_of(parameters[i])) into.tensors[state_name(i, key)] = tensor;
+      for (const auto& [key, tensor] : own->state_of(parameters[i])) into.tensors[states_name(i) + key] = tensor;
     return;
   }
   torch::serialize::OutputArchive archive;
@@ -95,27 +83,26 @@ void note_optimizer(const torch::optim::Optimizer& optimizer, TensorFile& into) 
   into.tensors[kTorchOptimizer] = bytes_of_text(text.str());
 }
 
-// The state of each parameter by its number in the optimizer.
-std::vector<Optimizer::StateTensors> kept_states(const SafetensorsReader& from, std::size_t parameters) {
-  std::vector<Optimizer::StateTensors> states(parameters);
-  const std::string prefix = "optimizer.";
-  for (const auto& [name, entry] : from.entries()) {
-    if (!name.starts_with(prefix)) continue;
-    const std::size_t dot = name.find('.', prefix.size());
-    int number = -1;
-    if (!parse_int(name.substr(prefix.size(), dot - prefix.size()), number) || number < 0 ||
-        to_size(number) >= parameters)
-      throw not_kept(name, " of this optimizer's");
-    states[to_size(number)][name.substr(dot + 1)] = from.read(name);
+// Restores the states by the number of the parameter in the optimizer.
+void restore_states(const SafetensorsReader& from, Optimizer& optimizer) {
+  std::size_t taken = 0;
+  const auto parameters = parameters_of(optimizer);
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    Optimizer::StateTensors state;
+    const std::string prefix = states_name(i);
+    for (const auto& [name, entry] : from.entries())
+      if (name.starts_with(prefix)) state[name.substr(prefix.size())] = from.read(name);
+    optimizer.set_state(parameters[i], state);
+    taken += state.size();
   }
-  return states;
+  if (taken !=
+      to_size(std::ranges::count_if(from.entries(), [](const auto& each) { return each.first.starts_with(kStates); })))
+    throw not_kept("optimizer", " of as many parameters");
 }
 
 void restore_optimizer(const SafetensorsReader& from, torch::optim::Optimizer& optimizer) {
   if (auto* const own = dynamic_cast<Optimizer*>(&optimizer)) {
-    const auto parameters = parameters_of(optimizer);
-    const auto states = kept_states(from, parameters.size());
-    for (std::size_t i = 0; i < parameters.size(); ++i) own->set_state(parameters[i], states[i]);
+    restore_states(from, *own);
   } else {
     std::istringstream text(text_in(read(from, kTorchOptimizer)));
     torch::serialize::InputArchive archive;
@@ -138,9 +125,12 @@ struct Recovery::State {
   };
 
   State(DistributedDataParallel& trained, torch::optim::Optimizer& by, Loader* from, const Options& options)
-      : ddp(trained), optimizer(by), loader(from), world(ddp.world()) {
-    parameters = named_parameters(ddp.module());
-    buffers = named_buffers(ddp.module());
+      : ddp(trained),
+        optimizer(by),
+        loader(from),
+        world(ddp.world()),
+        parameters(named_parameters(ddp.module())),
+        buffers(named_buffers(ddp.module())) {
     JobMemory* const memory = JobMemory::get();
     if (memory == nullptr) return;
     kept.emplace(world, *memory, options.share_of_time);
@@ -158,19 +148,14 @@ struct Recovery::State {
     });
     world.barrier();  // the optimizer's state is what every rank has written
     if (found.is_own_rank)
-      for (const torch::Device device : devices()) set_random_state(device, read(found.own, random_name(device)));
+      for (const torch::Device device : devices_with_generators(world))
+        set_generator_state(device, read(found.own, generator_name(device)).clone());
     const json progress = json::parse(found.common.metadata().at(kProgress));
     steps = progress.at("steps");
     position = {progress.at("epoch"), progress.at("samples")};
   }
 
-  std::vector<torch::Device> devices() const {
-    std::vector<torch::Device> all{torch::kCPU};
-    if (!world.device().is_cpu()) all.push_back(world.device());
-    return all;
-  }
-
-  // What was found is needed until everything that there is to keep is known.
+  // Releases what was found: everything that there is to keep is known.
   void begin() {
     if (!std::exchange(begun, true) && kept) kept->taken();
   }
@@ -221,7 +206,8 @@ struct Recovery::State {
   TensorFile own() const {
     TensorFile file;
     for (const auto& [name, tensor] : buffers) file.tensors[buffer_name(name)] = tensor;
-    for (const torch::Device device : devices()) file.tensors[random_name(device)] = random_state(device);
+    for (const torch::Device device : devices_with_generators(world))
+      file.tensors[generator_name(device)] = generator_state(device);
     for (const Item& item : items)
       file.tensors[item_name(item.name)] = item.save ? bytes_of_text(item.save()) : item.value;
     return file;
@@ -239,8 +225,8 @@ struct Recovery::State {
   torch::optim::Optimizer& optimizer;
   Loader* const loader;
   const World world;
-  std::vector<NamedTensor> parameters;
-  std::vector<NamedTensor> buffers;
+  const std::vector<NamedTensor> parameters;
+  const std::vector<NamedTensor> buffers;
   std::vector<Item> items;
   std::optional<LoopState> kept;  // by a launcher that replaces ranks
   bool begun = false;

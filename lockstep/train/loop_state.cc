@@ -50,37 +50,32 @@ const KeptImage* image_of_first_rank(const std::vector<KeptImage>& images, std::
 std::pair<std::int64_t, int> newest_in(const std::vector<std::string>& of_ranks) {
   std::vector<nlohmann::json> all;
   for (const std::string& text : of_ranks) all.push_back(nlohmann::json::parse(text));
-  const bool in_parts = std::ranges::any_of(all, [](const auto& each) { return each["in_parts"].template get<bool>(); });
+  const bool in_parts =
+      std::ranges::any_of(all, [](const auto& each) { return each["in_parts"].template get<bool>(); });
   const auto has = [](const nlohmann::json& each, const nlohmann::json& step) {
     return std::ranges::count(each["steps"], step) > 0;
   };
   std::pair<std::int64_t, int> newest{-1, 0};
   for (std::size_t rank = 0; rank < all.size(); ++rank)
     for (const auto& step : all[rank]["steps"]) {
-      const auto lacks_it = [&](const auto& each) { return each["has_state"].template get<bool>() && !has(each, step); };
+      const auto lacks_it = [&](const auto& each) {
+        return each["has_state"].template get<bool>() && !has(each, step);
+      };
       if (step.get<std::int64_t>() <= newest.first || (in_parts && std::ranges::any_of(all, lacks_it))) continue;
       newest = {step.get<std::int64_t>(), static_cast<int>(rank)};
     }
   return newest;
 }
 
-// Every rank has an image: its own, or a copy of that of `source`. Collective.
-struct Bytes {
-  std::shared_ptr<const std::byte> memory{};
-  std::size_t size = 0;
-};
-Bytes mine_or_sent(const World& world, const KeptImage* mine, int source) {
-  const auto have = world.exchange_texts(mine != nullptr ? "yes" : "no");
-  if (std::ranges::count(have, "no") == 0) return {mine->bytes, mine->size};
-  const torch::Tensor size = torch::tensor({mine != nullptr ? static_cast<std::int64_t>(mine->size) : 0});
-  world.broadcast(size, source);
-  torch::Tensor sent = torch::empty({size.item<std::int64_t>()}, torch::kUInt8);
-  if (world.rank() == source) std::memcpy(sent.data_ptr(), mine->bytes.get(), mine->size);
+// This rank's image, or a copy of that of `source`. Collective.
+KeptBytes mine_or_sent(const World& world, const KeptImage* mine, int source) {
+  const auto sizes = world.exchange_texts(mine != nullptr ? concat(mine->bytes.size) : "");
+  if (std::ranges::count(sizes, "") == 0) return mine->bytes;
+  torch::Tensor sent = torch::empty({std::stoll(sizes[to_size(source)])}, torch::kUInt8);
+  if (world.rank() == source) std::memcpy(sent.data_ptr(), mine->bytes.begin.get(), sent.nbytes());
   world.broadcast(sent, source);
-  if (mine != nullptr) return {mine->bytes, mine->size};
-  const std::size_t bytes = sent.nbytes();
-  const auto* const data = static_cast<const std::byte*>(sent.const_data_ptr());
-  return {{data, [sent](const std::byte*) {}}, bytes};
+  if (mine != nullptr) return mine->bytes;
+  return {{static_cast<std::byte*>(sent.data_ptr()), [sent](std::byte*) {}}, sent.nbytes()};
 }
 
 }  // namespace
@@ -109,17 +104,17 @@ void LoopState::find(bool in_parts) {
   const KeptImage* const all = whole_here ? image_of_first_rank(common, newest) : nullptr;
   const KeptImage* const mine = whole_here ? image_of(own, newest, world_.rank()) : nullptr;
   const KeptImage* const rest = mine == nullptr && world_.rank() == source ? image_of_first_rank(own, newest) : mine;
-  const Bytes common_bytes = mine_or_sent(world_, all, source);
-  const Bytes own_bytes = mine_or_sent(world_, rest, source);
+  SafetensorsReader common_state = reader_of(mine_or_sent(world_, all, source));
+  SafetensorsReader own_state = reader_of(mine_or_sent(world_, rest, source));
   const torch::Tensor ranks = torch::tensor({all != nullptr ? all->owner.ranks : 0});
   world_.broadcast(ranks, source);
   found_ = Found{.step = newest,
-                 .common = reader_of(common_bytes.memory, common_bytes.size),
-                 .own = reader_of(own_bytes.memory, own_bytes.size),
+                 .common = std::move(common_state),
+                 .own = std::move(own_state),
                  .is_own_rank = mine != nullptr,
                  .ranks = ranks.item<int>()};
   for (const KeptImage& image : own)
-    if (image.step == newest) found_->here.push_back(reader_of(image.bytes, image.size));
+    if (image.step == newest) found_->here.push_back(reader_of(image.bytes));
   require_same_program(found_->own.metadata().at(kProgram));
   const bool adopts_common = !keeps_common() || (all != nullptr && common_.adopt(kept, newest));
   const bool adopts_own = mine != nullptr && own_.adopt(kept, newest);
@@ -131,7 +126,7 @@ void LoopState::drop_found() {
   goes_on_ = false;
 }
 
-// Where as many ranks go on with the images of their predecessors, the state of this World is whole already; else with the first
+// The state of this World is whole already where as many ranks go on with the images of their predecessors; else with the first
 // keep(). Until then the launcher has that of the World before.
 void LoopState::taken() {
   const auto all = world_.exchange_texts(goes_on_ ? "yes" : "no");

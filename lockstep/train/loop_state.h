@@ -32,18 +32,18 @@ class LoopState {
   // machine has whole.
   LoopState(const World& world, JobMemory& memory, double share_of_time, bool in_parts = false);
 
-  // What was found.
+  // The newest state that some machine has.
   struct Found {
     std::int64_t step = 0;
     SafetensorsReader common;
-    SafetensorsReader own;     // of the rank that had this rank's number; else of the first rank
-    bool is_own_rank = false;  // which of the two
-    int ranks = 1;             // of the World that kept it
+    SafetensorsReader own;                  // of the rank that had this rank's number; else of the first rank
+    bool is_own_rank = false;               // which of the two
+    int ranks = 1;                          // of the World that kept it
     std::vector<SafetensorsReader> here{};  // the own states of all ranks that were on this machine
   };
   const Found* found() const { return found_ ? &*found_ : nullptr; }
 
-  // What was found is of no use: as if nothing was.
+  // Forgets what was found, as if there was nothing.
   void drop_found();
 
   // All ranks have taken what was found, or begin anew: from now on it is this World's. Blocks.
@@ -71,12 +71,12 @@ class LoopState {
   std::optional<Found> found_;
   bool goes_on_ = false;  // with the images of its predecessor, in a World of the same size
   bool is_whole_ = false;
-  std::int64_t kept_ = 0;        // how often
-  std::int64_t steps_ = 0;       // since the last keep()
-  std::int64_t between_ = 1;     // steps
-  Stopwatch since_last_;         // keep()
-  double step_seconds_ = 0;      // mean of those between the last two
-  Stopwatch cost_;               // since is_due() said so
+  std::int64_t kept_ = 0;     // how often
+  std::int64_t steps_ = 0;    // since the last keep()
+  std::int64_t between_ = 1;  // steps
+  Stopwatch since_last_;      // keep()
+  double step_seconds_ = 0;   // mean of those between the last two
+  Stopwatch cost_;            // since is_due() said so
 };
 
 }  // namespace lockstep

@@ -147,7 +147,7 @@ INSTANTIATE_TEST_SUITE_P(
         StrategyCase{"towers", [](auto& o) { o.kind = StrategyKind::kTowers, o.devices = 2; }},
         StrategyCase{
             "towers_updated_on_the_cpu",
-            [](auto& o) { o.kind = StrategyKind::kTowers, o.devices = 3, o.towers.update = UpdatePlace::kCpu; }},
+            [](auto& o) { o.kind = StrategyKind::kTowers, o.devices = 3, o.towers.update = UpdateOn::kCpu; }},
         StrategyCase{"data_parallel", [](auto& o) { o.kind = StrategyKind::kDataParallel, o.devices = 3; }},
         StrategyCase{"averaging",
                      [](auto& o) { o.kind = StrategyKind::kAveraging, o.devices = 2, o.averaging.every = 3; }},

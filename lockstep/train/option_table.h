@@ -30,8 +30,8 @@ struct OnResume {
   bool used;  // false: other options make this one irrelevant, and any value will do
 };
 inline constexpr OnResume kMayChange{false, true};  // where, how fast or how long, but not what is computed
-inline constexpr OnResume kMustBeSame{true, true};
-constexpr OnResume must_be_same_if(bool used) { return {true, used}; }
+inline constexpr OnResume kSame{true, true};
+constexpr OnResume same_if(bool used) { return {true, used}; }
 
 // The numbers that an option may be; and what to tell who gives another one.
 struct Limits {
@@ -39,6 +39,8 @@ struct Limits {
   double below = std::numeric_limits<double>::infinity();
   const char* next = "give at least 1";
 };
+inline constexpr Limits kFromOne{.at_least = 1};
+constexpr Limits from_zero(const char* next) { return {.at_least = 0, .next = next}; }
 
 struct Option {
   std::string name;  // "--batch-size"

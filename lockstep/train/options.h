@@ -10,6 +10,8 @@
 // --config, the checks and the refusal of --resume with another value all come from that row.
 #pragma once
 
+#include <signal.h>
+
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -40,16 +42,20 @@ struct LearningRateOptions {
   double drop_factor = 0.1;      // schedule step
 };
 
-// What a run does that was asked to stop, once its checkpoint is written.
+// How a run ends that was asked to stop, once its checkpoint is written.
 enum class AfterStop { kExit, kRequeue, kWait };
 
 struct PreemptionOptions {
   std::string signals = "SIGTERM,SIGUSR1";  // that ask it to stop, beside SIGINT
   std::string then = "143";                 // exit code; "requeue"; "wait": stay until killed
 };
-std::vector<int> stop_signals(const PreemptionOptions& options);  // throws UsageError
-AfterStop after_stop(const PreemptionOptions& options);           // likewise
-int stop_code(const PreemptionOptions& options);                  // of kExit
+
+struct StopPlan {
+  std::vector<int> signals;
+  AfterStop then = AfterStop::kExit;
+  int code = 128 + SIGTERM;  // of a run that was stopped
+};
+StopPlan stop_plan(const PreemptionOptions& options);  // throws UsageError
 
 struct TrainOptions {
   std::string model = "lenet";
@@ -72,8 +78,6 @@ struct TrainOptions {
   std::string metrics;
   std::string trace;            // file
   std::string trace_steps;      // "100:120"; empty: all
-  std::string tensorboard;      // folder
-  std::int64_t histograms = 0;  // steps from one to the next, in `tensorboard`; 0: none
   std::string checkpoint_dir;
   std::int64_t checkpoint_every = 0;                    // steps; 0: at the end of each epoch
   std::int64_t checkpoint_shard_bytes = 5'000'000'000;  // a checkpoint above this becomes several files
@@ -88,7 +92,7 @@ struct TrainOptions {
   bool insecure_network = false;  // no secret, no encryption between machines
 };
 
-// What the user may choose on the command line.
+// The models and datasets that the command line offers.
 struct Choices {
   std::vector<std::string> models;    // empty: the program brings its own
   std::vector<std::string> datasets;  // likewise

@@ -24,7 +24,7 @@ std::string bar(std::int64_t done, std::int64_t steps) {
 
 std::string value_or_dash(double value, int digits) { return std::isnan(value) ? "-" : fixed(value, digits); }
 
-// False: its reader has stopped (Ctrl-S). Progress is not worth waiting for.
+// Returns false where the reader has stopped (Ctrl-S): progress is not worth waiting for.
 bool takes_output(int fd) {
   pollfd writable{.fd = fd, .events = POLLOUT, .revents = 0};
   return ::poll(&writable, 1, 0) > 0;

@@ -15,13 +15,13 @@
 
 namespace lockstep {
 
-// Where a run stands: what a checkpoint keeps beside tensors.
+// The place of a run: what a checkpoint keeps beside tensors.
 struct Position {
   std::int64_t epoch = 0;
   std::int64_t step_in_epoch = 0;
   std::int64_t step = 0;     // since the start
   std::int64_t samples = 0;  // since the start
-  // Of the current epoch so far:
+  // The current epoch so far:
   double epoch_loss = 0;  // sum over samples
   std::int64_t epoch_samples = 0;
   double epoch_seconds = 0;

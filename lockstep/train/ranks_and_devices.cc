@@ -25,7 +25,7 @@ int devices_of_worker(const TrainOptions& options, int worker) {
        .next = "give one number for all workers, or one for each"});
 }
 
-// Where devices are threads of one process, --ranks counts them.
+// Whether --ranks counts devices that are threads of one process.
 bool ranks_are_devices(const TrainOptions& options) {
   return strategy_info(options.strategy.kind).threads && options.devices_per_worker.empty() &&
          server_count(options) == 0;
@@ -116,7 +116,7 @@ int devices_of_rank(const TrainOptions& options, const JobEnvironment& job) {
   return std::max(1, devices_of_worker(options, worker_number(options, job)));
 }
 
-// Of the devices of a machine, counted in the order of its workers.
+// A worker's part of the devices of a machine, counted in the order of its workers.
 struct Share {
   int before = 0;  // that workers before this one have
   int mine = 0;

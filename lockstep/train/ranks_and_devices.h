@@ -15,22 +15,22 @@
 
 namespace lockstep {
 
-// What --devices or --device says; nothing: GPUs if there are enough. Throws UsageError.
+// The kind that --devices or --device says; nothing: GPUs if there are enough. Throws UsageError.
 std::optional<torch::DeviceType> wanted_kind(const TrainOptions& options);
 
 // The ranks that are servers, beside the workers that --ranks counts.
 int server_count(const TrainOptions& options);
 
-// Where no launcher has started any. Throws UsageError, DeviceError. May count GPUs, in a child process.
+// The ranks to start where no launcher has started any. Throws UsageError, DeviceError. May count GPUs, in a child process.
 int ranks_to_start(const TrainOptions& options);
 
-// That share a global batch, over `ranks` ranks.
+// The devices that share a global batch, over `ranks` ranks.
 int devices_in_all(const TrainOptions& options, int ranks);
 
 // The first ranks of each machine that the launcher started as servers, or the first of all.
 bool is_server(const TrainOptions& options, const JobEnvironment& job);
 
-// Where this rank's devices are: one at least. A server has the CPU. Throws UsageError, DeviceError. May initialise CUDA.
+// The places of this rank's devices: one at least. A server has the CPU. Throws UsageError, DeviceError. May initialise CUDA.
 std::vector<DevicePlace> places_of_rank(const TrainOptions& options, const JobEnvironment& job);
 
 }  // namespace lockstep

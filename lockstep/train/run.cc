@@ -2,8 +2,13 @@
 #include "lockstep/run.h"
 
 #include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <cerrno>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
@@ -19,7 +24,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/timeline_file.h"
 #include "lockstep/collective/gpus.h"
-#include "lockstep/collective/world_state.h"
+#include "lockstep/collective/world/world_state.h"
 #include "lockstep/cores.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/environment.h"
@@ -33,7 +38,6 @@
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/train/builtin.h"
 #include "lockstep/train/choose_strategy.h"
-#include "lockstep/train/end_as_asked.h"
 #include "lockstep/train/end_process.h"
 #include "lockstep/train/loop.h"
 #include "lockstep/train/options.h"
@@ -60,7 +64,7 @@ void use_threads(const TrainOptions& options, const World& world, const JobEnvir
   at::set_num_threads(threads);
 }
 
-// Where the rank itself computes: on its GPU, or the cores that --devices names for it. Where devices are threads they have
+// Chooses where the rank itself computes: on its GPU, or the cores that --devices names for it. Where devices are threads they have
 // places of their own, and the rank is on the CPU; a stage of a pipeline that is a process is one device.
 torch::Device settle(const TrainOptions& options, const std::vector<DevicePlace>& places, const JobEnvironment& job) {
   const bool is_stage = options.strategy.kind == StrategyKind::kPipeline && job.world_size > 1;
@@ -74,7 +78,7 @@ torch::Device settle(const TrainOptions& options, const std::vector<DevicePlace>
   return place.device;
 }
 
-// With what depends on this rank.
+// Adds to the strategy's options what depends on this rank.
 StrategyOptions strategy_options(const TrainOptions& options, const JobEnvironment& job,
                                  const std::vector<DevicePlace>& places) {
   StrategyOptions strategy = options.strategy;
@@ -93,14 +97,14 @@ bool is_restarted() {
 
 // Signals that came since `lockstep` was started have waited until now (cli/main.cc).
 void catch_signals(const PreemptionOptions& options) {
-  catch_stop_signals(stop_signals(options));
+  catch_stop_signals(stop_plan(options).signals);
   sigset_t waiting;
   ::sigemptyset(&waiting);
   for (const int signal : {SIGTERM, SIGUSR1, SIGUSR2}) ::sigaddset(&waiting, signal);
   ::sigprocmask(SIG_UNBLOCK, &waiting, nullptr);
 }
 
-// For an error of a GPU that nothing below has given its name.
+// Names of the devices, for an error of a GPU that does not say which.
 std::string one_of(const std::vector<DevicePlace>& places) {
   std::vector<std::string> names;
   for (const DevicePlace& place : places)
@@ -137,6 +141,49 @@ Task with_named_targets(Task task) {
   return task;
 }
 
+// scontrol has deadlines of its own (Slurm's MessageTimeout).
+bool run_scontrol() {
+  std::string job = std::getenv("SLURM_JOB_ID");
+  std::string command = "scontrol", action = "requeue";
+  const std::array<char*, 4> arguments = {command.data(), action.data(), job.data(), nullptr};
+  pid_t pid = 0;
+  if (::posix_spawnp(&pid, "scontrol", nullptr, nullptr, arguments.data(), ::environ) != 0) return false;
+  int status = 0;
+  while (::waitpid(pid, &status, 0) < 0)
+    if (errno != EINTR) return false;
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+void requeue(const World& world) {
+  const torch::Tensor done = torch::ones({1});
+  if (world.rank() == 0 && !run_scontrol()) done.zero_();
+  world.broadcast(done);
+  if (done.item<float>() == 0)
+    throw SystemError({.what = "scontrol requeue failed",
+                       .here = world.describe(),
+                       .likely = "a job that was submitted with --no-requeue, or no scontrol on this node",
+                       .next = "the checkpoint is written: submit the job again, with --resume"});
+}
+
+// Without a deadline: this is what was asked for. A second Ctrl-C ends it, too.
+[[noreturn]] void wait_until_killed() {
+  for (;;) ::pause();
+}
+
+// How a rank ends after its job was asked to stop: the exit code. Or asks Slurm to put the job into its queue again (rank 0 runs
+// scontrol) and stays until it is killed, because a job that ends by itself counts as done. All ranks call. Throws SystemError on
+// all ranks if scontrol fails.
+int end_as_asked(const World& world, const PreemptionOptions& options) {
+  const auto [signals, then, code] = stop_plan(options);
+  if (then == AfterStop::kExit) return code;
+  if (then == AfterStop::kRequeue) {
+    requeue(world);
+    ::signal(SIGTERM, SIG_DFL);  // Slurm's, which ends the job now that it is queued again
+  }
+  if (world.rank() == 0) log_info("waiting until the scheduler ends this job");
+  wait_until_killed();
+}
+
 // One rank in one generation of the job, from its first connection to its last step.
 int train_generation(TrainOptions options, const Program& program, const Task& task, const Datasets& datasets) {
   const JobEnvironment job = read_job_environment();
@@ -160,13 +207,10 @@ int train_rank(const TrainOptions& options, const Program& program) {
   return recover([&] { return train_generation(options, program, task, datasets); });
 }
 
-std::vector<int> with_interrupt(std::vector<int> signals) {
-  signals.push_back(SIGINT);
-  return signals;
-}
-
 int start_ranks(const TrainOptions& options, const Program& program) {
   const int servers = server_count(options);
+  StopPlan stop = stop_plan(options.preemption);
+  stop.signals.push_back(SIGINT);
   const LaunchOptions launching{
       .ranks = ranks_to_start(options),
       .servers = servers,
@@ -175,8 +219,8 @@ int start_ranks(const TrainOptions& options, const Program& program) {
       .workers_may_fail = servers > 0 && goes_on_without_workers(options.strategy.kvstore.kind),
       .threads_per_rank = options.threads,
       .output = RankOutput::kFirst,
-      .stop_signals = with_interrupt(stop_signals(options.preemption)),
-      .stop_code = stop_code(options.preemption),
+      .stop_signals = stop.signals,
+      .stop_code = stop.code,
       .hang = options.hang};
   if (!options.trace.empty()) remove_rings(options.trace);
   const LaunchResult result = launch(launching, [&] { return train_rank(options, program); });
@@ -203,7 +247,7 @@ int train_alone(const TrainOptions& options, const Program& program, int rank) t
   throw;
 }
 
-// What every rank would complain about is said once, before any is started.
+// Says once, before any rank is started, what every rank would complain about.
 void check_before_start(const TrainOptions& options, const Program& program, int ranks, int fewest_ranks) {
   static_cast<void>(program.make_task(options));
   require_batch_for_ranks(options.loader.batch_size, devices_in_all(options, ranks));
@@ -231,7 +275,7 @@ int run_parsed(TrainOptions options, const Program& program) {
   options.command = command_of(program.argc, program.argv);
   options.launcher = job.launcher;
   options.resume = options.resume || is_restarted();  // without a checkpoint from step 0; metrics and curves are kept
-  if (options.chooses_strategy && !choose(options, program)) return stop_code(options.preemption);
+  if (options.chooses_strategy && !choose(options, program)) return stop_plan(options.preemption).code;
   if (job.local_rank == 0 && wanted_kind(options) != torch::kCPU) hint_at_unused_gpus();
   const bool start_here = job.launcher == "none" && (ranks_to_start(options) > 1 || options.max_restarts > 0);
   if (start_here)

@@ -3,7 +3,6 @@
 
 #include <unistd.h>
 
-#include <array>
 #include <thread>
 #include <vector>
 
@@ -20,10 +19,6 @@ Json machine() {
           {"cores", std::thread::hardware_concurrency()},
           {"memory_bytes", static_cast<std::int64_t>(::sysconf(_SC_PHYS_PAGES)) * ::sysconf(_SC_PAGESIZE)}};
 }
-
-constexpr std::array kFacts = {
-    "rank",           "node",         "forward_seconds", "backward_seconds", "exchange_seconds",
-    "update_seconds", "data_seconds", "pss_bytes",       "peak_rss_bytes"};
 
 }  // namespace
 
@@ -55,19 +50,20 @@ Json start_event(const TrainOptions& options, std::int64_t step) {
 }
 
 Json facts_of_each_rank(const World& together, const World& world, const PhaseTimes& phases, double data_seconds) {
-  const auto mine = torch::tensor({static_cast<double>(world.rank()), static_cast<double>(world.node_rank()),
-                                   phases.forward, phases.backward, phases.exchange, phases.update, data_seconds,
-                                   proc_bytes("/proc/self/smaps_rollup", "Pss:"), proc_bytes("/proc/self/status", "VmHWM:")},
-                                  torch::kFloat64);
-  const torch::Tensor all = together.all_gather(mine);
+  const auto bytes = [](const char* file, const char* name) {
+    return static_cast<std::int64_t>(proc_bytes(file, name));
+  };
+  const Json mine = {{"rank", world.rank()},
+                     {"node", world.node_rank()},
+                     {"forward_seconds", phases.forward},
+                     {"backward_seconds", phases.backward},
+                     {"exchange_seconds", phases.exchange},
+                     {"update_seconds", phases.update},
+                     {"data_seconds", data_seconds},
+                     {"pss_bytes", bytes("/proc/self/smaps_rollup", "Pss:")},
+                     {"peak_rss_bytes", bytes("/proc/self/status", "VmHWM:")}};
   Json ranks = Json::array();
-  for (const torch::Tensor& row : all.reshape({-1, mine.numel()}).unbind()) {
-    Json facts;
-    for (std::size_t i = 0; i < kFacts.size(); ++i) facts[kFacts[i]] = row[static_cast<std::int64_t>(i)].item<double>();
-    for (const char* whole : {"rank", "node", "pss_bytes", "peak_rss_bytes"})
-      facts[whole] = static_cast<std::int64_t>(facts[whole].get<double>());
-    ranks.push_back(facts);
-  }
+  for (const std::string& text : together.exchange_texts(mine.dump())) ranks.push_back(Json::parse(text));
   return ranks;
 }
 

@@ -28,7 +28,7 @@ Json start_event(const TrainOptions& options, std::int64_t step);
 
 // Seconds of each phase, and of waiting for data, added up over the steps; memory of the process at the end of the run:
 // its share of what it has in memory (PSS), and the most it has had, with all that it shares.
-// Ranks:  all of `together` call it. Blocks for one all-gather of 9 doubles.
+// Ranks:  all of `together` call it. Blocks.
 Json facts_of_each_rank(const World& together, const World& world, const PhaseTimes& phases, double data_seconds);
 
 }  // namespace lockstep

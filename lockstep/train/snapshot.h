@@ -8,7 +8,7 @@
 //   rng.DEVICE.RANK          the state of a rank's random generators
 //   metadata                 position in the run; the values of the options that must not change (resume_fingerprint())
 //
-// Where ranks hold parts of the model (a pipeline), the file is the same: a rank sends what rank 0 does not hold when its
+// The file is the same where ranks hold parts of the model (a pipeline): a rank sends what rank 0 does not hold when its
 // turn to be written comes. So rank 0 never has more than one tensor of others in memory, and a checkpoint can be
 // read by any number of stages, and by one device.
 //
@@ -27,8 +27,9 @@
 #include "lockstep/checkpoint/hash.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/strategy.h"
-#include "lockstep/train/loop.h"
 #include "lockstep/train/loop_state.h"
+#include "lockstep/train/options.h"
+#include "lockstep/train/progress.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
@@ -37,7 +38,7 @@ namespace lockstep {
 inline constexpr const char* kLowerRate =
     "the checkpoints are good: go on from one with --resume --from-step STEP and a lower --lr";
 
-// What a checkpoint is made of. It refers to the strategy's tensors: copy or write it before the next step.
+// The content of a checkpoint. It refers to the strategy's tensors: copy or write it before the next step.
 struct Snapshot {
   TensorFile file;             // on rank 0: a meta tensor where another rank has the values
   FetchTensor fetch;           // on rank 0: receives one of those
@@ -65,7 +66,7 @@ class SharedCheckpoint {
   bool is_there() const { return is_there_; }
   bool is_mapped() const { return is_mapped_; }  // by all ranks
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
-  const TensorFile& shapes() const { return shapes_; }  // its tensors on the meta device
+  const std::map<std::string, torch::Tensor>& shapes() const { return shapes_; }  // its tensors on the meta device
 
   // Every rank calls it with the same name, and gets the tensor, which is not to be written to. Blocks.
   torch::Tensor read(const std::string& name);
@@ -79,7 +80,7 @@ class SharedCheckpoint {
   std::optional<CheckpointReader> file_;  // on rank 0; on all ranks where it is mapped
   bool is_there_ = false;
   bool is_mapped_ = false;
-  TensorFile shapes_;
+  std::map<std::string, torch::Tensor> shapes_;
   std::map<std::string, std::string> metadata_;
   Hash read_;
 };
@@ -89,10 +90,10 @@ class SharedCheckpoint {
 // an option that must not change and has, or ranks that read different values.
 Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& strategy, const TrainOptions& options);
 
-// Metadata of what is kept in memory: the event of the last step, which whoever goes on writes once more; "": none.
+// Metadata of a state in memory: the event of the last step, to be written once more by those who go on; "": none.
 constexpr const char* kLastStep = "lockstep.last_step";
 
-// What this rank keeps in memory for those who go on after a loss. common: what all ranks have alike; nothing but the
+// The state that this rank keeps in memory for those who go on after a loss. common: what all ranks have alike; nothing but the
 // position where ranks hold parts of the model. own: its generators, and such a part. Blocks where the strategy has to make
 // its replicas one model.
 struct KeptParts {
@@ -104,19 +105,20 @@ KeptParts parts_to_keep(const World& world, Strategy& strategy, const Position& 
 // Whether a rank has only a part of the model (a pipeline).
 bool is_in_parts(Strategy& strategy);
 
-// As restore_snapshot(), from memory, where every rank has the common part. A part that this rank holds now, and neither it nor its
+// Restores as restore_snapshot() does, from memory, where every rank has the common part. A part that this rank holds now, and neither it nor its
 // machine has kept, comes from the first rank that has it: after a loss a pipeline may be cut elsewhere, and the machines may have another
 // order. Collective. nullopt on all ranks, which a warning explains: a part was lost with its machine. Throws
 // CheckpointError: another model, other options.
 std::optional<Position> restore_parts(const LoopState::Found& found, const World& world, Strategy& strategy,
                                       const TrainOptions& options);
 
-// What this rank alone has, beside parameters and the optimizer's state: its generators, buffers, what the strategy keeps, and
-// the position. Refers to the strategy's tensors.
-TensorFile own_state(Strategy& strategy, const Position& position, const TrainOptions& options);
+// This rank's generators, buffers, what the strategy keeps, and the position: all but parameters and the optimizer's state.
+// Refers to the strategy's tensors.
+TensorFile own_state(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options);
 
 // Puts it back, after parameters and the optimizer's state. Collective. Throws CheckpointError, as restore_snapshot().
-Position restore_own_state(const SafetensorsReader& file, Strategy& strategy, const TrainOptions& options);
+Position restore_own_state(const SafetensorsReader& file, const World& world, Strategy& strategy,
+                           const TrainOptions& options);
 
 // The first tensor of this rank that holds NaN or infinity: its name, or "" if there is none.
 std::string first_non_finite(const std::vector<NamedTensor>& tensors);

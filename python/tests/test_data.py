@@ -247,7 +247,7 @@ class BadInput(WithFolder):
         for name, call in {
             "batch_size=0": lambda: data.DataLoader(dataset, batch_size=0),
             "both batch_size and global_batch_size": lambda: data.DataLoader(dataset, 2, global_batch_size=4),
-            "num_workers=-1": lambda: data.DataLoader(dataset, num_workers=-1),
+            "workers=-1": lambda: data.DataLoader(dataset, num_workers=-1),
             "prefetch=0": lambda: data.DataLoader(dataset, prefetch=0),
             "timeout=": lambda: data.DataLoader(dataset, timeout=float("inf")),
             "3 weights for 10 samples": lambda: data.DataLoader(dataset, weights=[1, 2, 3]),

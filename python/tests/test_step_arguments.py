@@ -35,6 +35,7 @@ def algorithms_of_one_machine(group, name):
     _, _, model = wrapped(group, algorithm=name)
     step = lambda: loss_of(model, parts_of(global_batch(0), group)).backward()
     expect_error(lockstep.UsageError, "between machines", step)
+    dist.barrier(group)  # no rank ends before the other has its error
 
 
 def memories_of_gradients(group, megabytes):

@@ -126,8 +126,9 @@ def aside_in(program, folder):
 
 
 def check(program, folder, before, foreign, saves, answers, back=None):
-    """before: {step: tag}. saves: [(step, tag)] that may have been made, in this order; those that were are "saved" in `answers`. back: the
-    step above which checkpoints are put aside; if that was interrupted, it is done again."""
+    """before: {step: tags}, several where a kill came between a new one and the removal of the one before. saves: [(step, tag)] that may
+    have been made, in this order; those that were are "saved" in `answers`. back: the step above which checkpoints are put aside; if that
+    was interrupted, it is done again."""
     assert foreign_in(folder) == foreign, "something foreign has changed"
     after, aside = whole_in(program, folder), aside_in(program, folder)
     newest = max(after, default=-1)
@@ -136,19 +137,19 @@ def check(program, folder, before, foreign, saves, answers, back=None):
         last = len(done) - 1 - done[::-1].index(True)
         step = saves[last][0]
         assert any(other == step and tag in after.get(step, ()) for other, tag in saves[last:]), f"{saves[last]} was saved"
-    tags = {}
-    for step, tag in list(before.items()) + saves:
+    tags = {step: set(found) for step, found in before.items()}
+    for step, tag in saves:
         tags.setdefault(step, set()).add(tag)
     for step, found in after.items():
         assert found <= tags.get(step, set()), f"step {step} has {found}"
-    for step, tag in before.items():
-        is_there = tag in after.get(step, ()) or tag in aside.get(step, ())
+    for step, known in before.items():
+        is_there = known & (after.get(step, set()) | aside.get(step, set()))
         replaced = any(step == other and value in after.get(step, ()) for other, value in saves)
         pruned = any(other > step and value in after.get(other, ()) for other, value in saves) and sum(other > step for other in after) >= KEEP
         if not (is_there or replaced or pruned) and back is not None:
             assert program.run(f"open {folder}", f"back {back}")[1:] == ["back"]
             after, newest = whole_in(program, folder), back
-            is_there = tag in aside_in(program, folder).get(step, ())
+            is_there = known & aside_in(program, folder).get(step, set())
         assert is_there or replaced or pruned, f"step {step} is lost"
     [opened, found] = program.run(f"open {folder}", "newest")
     if newest >= 0:
@@ -205,7 +206,7 @@ def at_every_call(program, root, every):
         template = root / "template"
         template.mkdir()
         assert program.run(f"open {template}", *there) == ["opened"] + ["saved"] * len(there), name
-        before = {step: min(tags) for step, tags in whole_in(program, template).items()}
+        before = whole_in(program, template)
         if damaged:
             damage(template, damaged)
             before.pop(damaged)
@@ -247,7 +248,7 @@ def random_rounds(program, root, rounds):
         history = []
         try:
             for _ in range(rng.randrange(1, 5)):
-                before = {step: min(tags) for step, tags in whole_in(program, folder).items()}
+                before = whole_in(program, folder)
                 foreign = foreign_in(folder)
                 newest = max(before, default=0)
                 operations, saves = ["newest"], []

@@ -36,7 +36,7 @@ options=(train --threads 1 --batch-size 37 --quiet --timeout 60)
 on_host() {  # HOST METRICS OPTION...
   local clock=()
   [ "$1" -eq 0 ] || clock=(unshare --time --monotonic 3600 --boottime 3600 --fork --kill-child
-    env LD_PRELOAD="$drifting_clock" DRIFT_SINCE="$since" DRIFT_PPM="$drift_ppm")
+    env ASAN_OPTIONS=verify_asan_link_order=0 LD_PRELOAD="$drifting_clock" DRIFT_SINCE="$since" DRIFT_PPM="$drift_ppm")
   ip netns exec "host$1" "${clock[@]}" "$lockstep" run --nproc-per-node 2 --nnodes 2 --node-rank "$1" --master-addr 10.77.0.1 \
     --master-port 29500 --grace 1 -- "$lockstep" "${options[@]}" --metrics "$work/$2" "${@:3}"
 }

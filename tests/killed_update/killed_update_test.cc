@@ -15,12 +15,12 @@
 #include <set>
 #include <span>
 
-#include "lockstep/base/defects.h"
-#include "lockstep/collective/shared_memory_transport.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/collective/shm/memory/arena.h"
 #include "lockstep/collective/shm/memory/segment.h"
-#include "lockstep/collective/world_state.h"
+#include "lockstep/collective/transport/cpu_transport.h"
+#include "lockstep/collective/world/world_state.h"
+#include "tests/defects.h"
 #include "tests/killed_update/stepped_child.h"
 #include "tests/killed_update/workload.h"
 #include "tests/support.h"
@@ -101,7 +101,7 @@ void run_case(const UpdateCase& given, const Plan& plan, int arena, SharedBoard&
   run_threads(
       std::vector<int>(groups.size()),
       [&](int rank) {
-        return std::make_unique<SharedMemoryTransport>(std::move(groups[static_cast<std::size_t>(rank)]));
+        return std::make_unique<CpuTransport>(std::move(groups[static_cast<std::size_t>(rank)]));
       },
       [&](World& world) { be_rank(SharedMemory::of(world), given, plan, board); }, {});
 }
@@ -122,8 +122,8 @@ Expected undisturbed(const UpdateCase& given) {
 }
 
 // "": what is found in the arenas, once finished, is the state before the last step or, if that has begun, after it.
-std::string difference(const SharedBoard& board, const KeptUpdate::Find& find, const Expected& expected) {
-  KeptUpdate kept({board->manifest, board->manifest_bytes}, find);
+std::string difference(const SharedBoard& board, const InterruptedUpdate::Find& find, const Expected& expected) {
+  InterruptedUpdate kept({board->manifest, board->manifest_bytes}, find);
   const auto record = UpdateJournal(kept.journal, kept.shape).newest();
   if (!record) return "no record of any step";
   const bool begun = record->step == kSteps;
@@ -166,7 +166,7 @@ Found step_through(SteppedChild& child, std::span<std::byte> arena,
   return found;
 }
 
-KeptUpdate::Find in_arena(std::span<std::byte> arena) {
+InterruptedUpdate::Find in_arena(std::span<std::byte> arena) {
   return [arena](const auto& place, std::size_t bytes) { return arena.subspan(place.offset, bytes).data(); };
 }
 
@@ -205,7 +205,7 @@ struct FoundInside {
 FoundInside kill_inside_of_a_chunk(const UpdateCase& given, const Expected& expected) {
   Alone rank(given);
   const std::span<std::byte> arena = rank.arenas->of(0);
-  const KeptUpdate kept({rank.board->manifest, rank.board->manifest_bytes}, in_arena(arena));
+  const InterruptedUpdate kept({rank.board->manifest, rank.board->manifest_bytes}, in_arena(arena));
   const UpdateJournal journal(kept.journal, kept.shape);
   FoundInside found{.elements = {0}};
   for (std::int64_t done = 0; done < given.sizes.front() && found.difference.empty() && rank.child.step();) {
@@ -287,7 +287,7 @@ Found kill_who_finishes(const UpdateCase& given, std::size_t instruction, const 
   rank.child.kill();
   const std::span<std::byte> arena = rank.arenas->of(0);
   SteppedChild second([&] {
-    KeptUpdate kept({rank.board->manifest, rank.board->manifest_bytes}, in_arena(arena));
+    InterruptedUpdate kept({rank.board->manifest, rank.board->manifest_bytes}, in_arena(arena));
     begin_steps();
     FlatUpdate::finish(SharedMemory::alone(), kept);
     stop_for_steps();
@@ -297,7 +297,7 @@ Found kill_who_finishes(const UpdateCase& given, std::size_t instruction, const 
 }
 
 // As difference(), with so many ranks that finish together. They are threads of a child: this process forks.
-std::string difference_of_several(int finishers, const SharedBoard& board, const KeptUpdate::Find& find,
+std::string difference_of_several(int finishers, const SharedBoard& board, const InterruptedUpdate::Find& find,
                                   const Expected& expected) {
   SharedBoard result;
   const pid_t child = ::fork();
@@ -309,10 +309,10 @@ std::string difference_of_several(int finishers, const SharedBoard& board, const
       run_threads(
           std::vector<int>(groups.size()),
           [&](int rank) {
-            return std::make_unique<SharedMemoryTransport>(std::move(groups[static_cast<std::size_t>(rank)]));
+            return std::make_unique<CpuTransport>(std::move(groups[static_cast<std::size_t>(rank)]));
           },
           [&](World& world) {
-            KeptUpdate kept({board->manifest, board->manifest_bytes}, find);
+            InterruptedUpdate kept({board->manifest, board->manifest_bytes}, find);
             FlatUpdate::finish(SharedMemory::of(world), kept);
             if (world.rank() == 0) put(result->after, result->after_bytes, image_of(kept.state));
           },

@@ -63,7 +63,7 @@ Workload::Workload(std::shared_ptr<SharedMemory> memory, const UpdateCase& given
   memory_->barrier();
   const std::size_t sources = kept ? static_cast<std::size_t>(memory_->size()) : 0;
   flat_ = std::make_unique<FlatUpdate>(
-      memory_, state_, UpdateOptions{.kept_sources = sources, .groups = kGroups, .layerwise = rule_->layerwise()});
+      memory_, state_, JournalOptions{.kept_sources = sources, .groups = kGroups, .layerwise = rule_->layerwise()});
 }
 
 void Workload::fill_gradients(int step) {

@@ -11,7 +11,7 @@
 
 namespace lockstep::testing {
 
-constexpr auto kPatience = std::chrono::seconds(20);  // for what should take a moment; sanitizers are slow
+constexpr auto kPatience = std::chrono::seconds(60);  // for what should take a moment; sanitizers are slow
 
 // Asks again until the answer is yes; false if that takes longer than `patience`.
 bool wait_until(const std::function<bool()>& condition, std::chrono::milliseconds patience = kPatience);

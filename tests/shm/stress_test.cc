@@ -137,8 +137,8 @@ void make_calls_everywhere(Group& group, unsigned seed) {
     if (rank / 2 == group.rank() / 2) pair.push_back(rank);
     if (rank % 2 == group.rank() % 2) parity.push_back(rank);
   }
-  std::optional<Group> pairs = group.subgroup(pair);
-  std::optional<Group> parities = group.subgroup(parity);
+  const GroupPtr pairs = group.subgroup(pair);
+  const GroupPtr parities = group.subgroup(parity);
   std::thread one([&] { Sequence(*pairs, seed + 1).make_calls(calls); });
   std::thread other([&] { Sequence(*parities, seed + 2).make_calls(calls); });
   Sequence(group, seed).make_calls(calls);

@@ -38,12 +38,13 @@ inline Deadline soon() { return Deadline::after(std::chrono::seconds(20)); }
 // What each rank threw; leaves the group in good order if it threw nothing.
 inline IntVector<std::exception_ptr> run_threads(int size, const std::function<void(Group&)>& body,
                                                  const Options& options = {.timeout = std::chrono::seconds(20)}) {
-  IntVector<Group> groups(make_thread_group(size, options));
+  IntVector<GroupPtr> groups(make_thread_group(size, options));
   IntVector<std::exception_ptr> errors(size);
   std::vector<std::thread> threads;
   for (int i = 0; i < size; ++i)
     threads.emplace_back([&, i] {
-      Group group = std::move(groups[i]);
+      const GroupPtr owner = std::move(groups[i]);
+      Group& group = *owner;
       try {
         body(group);
         group.leave();
@@ -94,7 +95,9 @@ inline IntVector<pid_t> start_processes(int size, const std::function<int(Group&
   IntVector<pid_t> pids;
   for (int rank = 0; rank < size; ++rank)
     pids.push_back(fork_child([&, rank] {
-      Group group = rank == 0 ? server.connect(soon()) : join_rendezvous(server.address(), rank, size, soon(), options);
+      const GroupPtr owner =
+          rank == 0 ? server.connect(soon()) : join_rendezvous(server.address(), rank, size, soon(), options);
+      Group& group = *owner;
       const int code = body(group);
       group.leave();
       return code;

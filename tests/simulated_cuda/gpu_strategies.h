@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/collective/world_state.h"
+#include "lockstep/collective/world/world_state.h"
 #include "tests/backend_groups.h"
 #include "tests/simulated_cuda/four_gpus.h"
 #include "tests/strategies.h"
@@ -51,7 +51,7 @@ inline std::vector<GpuArrangement> arrangements_of_replicas() {
   add("towers_central", {.kind = StrategyKind::kTowers, .algorithm = Algorithm::kCentral});
   add("towers_ring", {.kind = StrategyKind::kTowers, .algorithm = Algorithm::kRing});
   add("towers_tree", {.kind = StrategyKind::kTowers, .algorithm = Algorithm::kTree});
-  add("towers_update_cpu", {.kind = StrategyKind::kTowers, .towers = {.update = UpdatePlace::kCpu}});
+  add("towers_update_cpu", {.kind = StrategyKind::kTowers, .towers = {.update = UpdateOn::kCpu}});
   add("data_parallel", {.kind = StrategyKind::kDataParallel});
   add("averaging", {.kind = StrategyKind::kAveraging});
   add("kvstore_update_cpu", {.kind = StrategyKind::kKVStore, .kvstore = {.kind = KVStoreKind::kLocalUpdateCpu}});

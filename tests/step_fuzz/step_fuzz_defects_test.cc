@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// tests/step_fuzz/step_fuzz_defects_test.cc: the fuzzer finds each of the deliberate defects of base/defects.h within 500
+// tests/step_fuzz/step_fuzz_defects_test.cc: the fuzzer finds each of the deliberate defects of tests/defects.py within 500
 // programs. Sources that have one are compiled again into this binary, where their symbols come before the library's.
 #include <gtest/gtest.h>
 
 #include <iostream>
 
-#include "lockstep/base/defects.h"
+#include "tests/defects.h"
 #include "tests/step_fuzz/generator.h"
 #include "tests/step_fuzz/rules.h"
 #include "tests/step_fuzz/run.h"

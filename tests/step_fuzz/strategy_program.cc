@@ -84,7 +84,7 @@ class StrategyGenerator {
         return;
       case StrategyKind::kTowers:
         options().devices = between(1, 4);
-        options().towers.update = static_cast<UpdatePlace>(between(0, 1));
+        options().towers.update = static_cast<UpdateOn>(between(0, 1));
         return;
       case StrategyKind::kKVStore: return store();
       case StrategyKind::kAveraging: return averaging();

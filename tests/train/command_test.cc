@@ -72,7 +72,10 @@ TEST_F(StartedRanks, train_as_one_rank_does_under_lockstep_run) {
 // Not even root can write there.
 TEST_F(StartedRanks, need_no_folder_in_which_they_can_write) {
   const Words as_root = {"unshare", "--mount", "--user", "--map-root-user"};
-  const Words read_only = {"sh", "-c", "mount -t tmpfs -o ro none /tmp && exec \"$@\"", "sh"};
+  const Words read_only = {"sh", "-c",
+                           "mount --rbind /tmp /tmp && mount --options-mode=ignore --options-source=disable "
+                           "-o \"remount,bind,$(findmnt -no VFS-OPTIONS /tmp | tail -1),ro\" /tmp && exec \"$@\"",
+                           "sh"};
   const Words three_steps = kTrain + Words{"--max-steps", "3", "--batch-size", "32", "--quiet", "--data", "synthetic:96x1x28x28"};
   for (const Words& start : {Words{}, Words{LOCKSTEP_COMMAND, "run", "--nproc-per-node", "2", "--"}}) {
     const Words ranks = start.empty() ? Words{"--ranks", "2"} : Words{};

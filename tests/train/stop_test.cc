@@ -94,11 +94,11 @@ TEST(Stop, a_requeued_run_goes_on_with_the_same_bits) {
   EXPECT_EQ(losses, never_stopped.losses());
 }
 
-// Without checkpoints it begins again, and metrics and curves of the first attempt are kept.
+// Without checkpoints it begins again, and the metrics of the first attempt are kept.
 TEST(Stop, a_requeued_run_that_saves_nothing_begins_again) {
   const TempFolder folder;
   const std::string metrics = folder / "metrics";
-  const Words train = kTrain + Words{"--max-steps", "3", "--metrics", metrics, "--tensorboard", folder / "curves"};
+  const Words train = kTrain + Words{"--max-steps", "3", "--metrics", metrics};
   for (const char* restarts : {"0", "1"}) {
     const Ended ended = run(with_variables({{"SLURM_RESTART_COUNT", restarts}}, train));
     EXPECT_EQ(ended.exit_code, 0) << ended.error;

@@ -10,11 +10,9 @@
 #include "lockstep/base/to_size.h"
 #include "lockstep/collective/c10d/backend_calls.h"
 #include "lockstep/collective/c10d/backend_work.h"
-#include "lockstep/collective/c10d/monitored_barrier.h"
-#include "lockstep/collective/c10d/sparse_all_reduce.h"
-#include "lockstep/collective/call_queue.h"
-#include "lockstep/collective/connect.h"
+#include "lockstep/collective/calls/call_queue.h"
 #include "lockstep/collective/trace_if_asked.h"
+#include "lockstep/collective/transport/connect.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -44,7 +42,7 @@ std::shared_ptr<TracedGroup> C10dBackend::exchange_numbers() const {
   const JobEnvironment job = job_environment_or_none();
   const Tensor mine = torch::tensor({job.world_size > 1 ? job.rank : std::int64_t{rank_}, trace::now()}, torch::kInt64);
   const Tensor all = torch::empty({size_, 2}, torch::kInt64);
-  run_to_its_end(transport(), all_gather_call({all}, mine));
+  run_to_its_end(transport(), move(Operation::kAllGather, {mine}, {all}));
   const auto* const numbers = all.const_data_ptr<std::int64_t>();
   auto traced = std::make_shared<TracedGroup>();
   traced->id = mix_numbers(static_cast<std::uint64_t>(numbers[0]), static_cast<std::uint64_t>(numbers[1]));
@@ -53,7 +51,7 @@ std::shared_ptr<TracedGroup> C10dBackend::exchange_numbers() const {
   return traced;
 }
 
-// Of the group of all ranks.
+// Only the group of all ranks records.
 void C10dBackend::trace_if_asked(const std::vector<int>& machine_of) {
   const JobEnvironment job = job_environment_or_none();
   if (job.world_size > 1 && (job.world_size != size_ || job.rank != rank_)) return;
@@ -124,8 +122,8 @@ Tensor C10dBackend::allocateTensor(long size, at::TensorOptions options) {
 template <class CallOptions>
 WorkPtr C10dBackend::start(OpType type, std::vector<TensorCall> calls, Tensors results, const CallOptions& options) {
   if (options.timeout != c10d::kUnsetTimeout)
-    for (TensorCall& each : calls) each.call.timeout = options.timeout;
-  auto body = [calls = std::move(calls)](CpuTransport& transport) {
+    for (TensorCall& each : calls) each.timeout = options.timeout;
+  auto body = [calls = std::move(calls)](Transport& transport) {
     for (const TensorCall& call : calls) run_to_its_end(transport, call);
   };
   return start(type, std::move(body), std::move(results), options.asyncOp);
@@ -151,37 +149,50 @@ WorkPtr C10dBackend::start(OpType type, Body body, Tensors results, bool async) 
 
 Member C10dBackend::member() const { return {rank_, size_}; }
 
+TensorCall C10dBackend::reduction(Operation operation, const Tensors& inputs, const Tensors& outputs,
+                                  const c10d::ReduceOp& op, std::int64_t root) const {
+  return call_to_reduce(member(), {.operation = operation, .root = static_cast<int>(root)}, inputs, outputs, op);
+}
+
+TensorCall C10dBackend::move(Operation operation, const Tensors& inputs, const Tensors& outputs,
+                             std::int64_t root) const {
+  return call_to_move(member(), {.operation = operation, .root = static_cast<int>(root)}, inputs, outputs);
+}
+
 // ---- Reductions
 
 WorkPtr C10dBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   if (const Tensor& tensor = only_one(tensors, "tensors for all_reduce"); tensor.is_sparse())
     return start(OpType::ALLREDUCE, sparse_all_reduce(member(), tensor, options), tensors, options.asyncOp);
-  return start(OpType::ALLREDUCE, {all_reduce_call(tensors.front(), options.reduceOp)}, tensors, options);
+  return start(OpType::ALLREDUCE, {reduction(Operation::kAllReduce, tensors, tensors, options.reduceOp)}, tensors,
+               options);
 }
 
 WorkPtr C10dBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   std::vector<TensorCall> calls;
-  for (const Tensor& tensor : tensors) calls.push_back(all_reduce_call(tensor, options.reduceOp));
+  for (const Tensor& tensor : tensors)
+    calls.push_back(reduction(Operation::kAllReduce, {tensor}, {tensor}, options.reduceOp));
   return start(OpType::ALLREDUCE_COALESCED, std::move(calls), tensors, options);
 }
 
 WorkPtr C10dBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   only_one(tensors, "tensors for reduce");
-  const Call call{.operation = Operation::kReduce, .root = static_cast<int>(options.rootRank)};
-  const Tensors outputs = call.root == rank_ ? tensors : Tensors();
-  return start(OpType::REDUCE, {call_to_reduce(member(), call, tensors, outputs, options.reduceOp)}, tensors, options);
+  const Tensors outputs = options.rootRank == rank_ ? tensors : Tensors();
+  return start(OpType::REDUCE, {reduction(Operation::kReduce, tensors, outputs, options.reduceOp, options.rootRank)},
+               tensors, options);
 }
 
 WorkPtr C10dBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                     const c10d::ReduceScatterOptions& options) {
   const Tensors& whole = only_one(inputs, "lists of input tensors");
-  const Tensor& part = only_one(outputs, "output tensors");
-  return start(OpType::REDUCE_SCATTER, {reduce_scatter_call(part, whole, options.reduceOp)}, outputs, options);
+  only_one(outputs, "output tensors");
+  return start(OpType::REDUCE_SCATTER, {reduction(Operation::kReduceScatter, whole, outputs, options.reduceOp)},
+               outputs, options);
 }
 
 WorkPtr C10dBackend::_reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) {
-  return start(OpType::_REDUCE_SCATTER_BASE, {reduce_scatter_call(output, {input}, options.reduceOp)}, {output},
-               options);
+  return start(OpType::_REDUCE_SCATTER_BASE,
+               {reduction(Operation::kReduceScatter, {input}, {output}, options.reduceOp)}, {output}, options);
 }
 
 WorkPtr C10dBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -189,28 +200,19 @@ WorkPtr C10dBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& 
   check_pairs(outputs, inputs);
   std::vector<TensorCall> calls;
   for (std::size_t i = 0; i < outputs.size(); ++i)
-    calls.push_back(reduce_scatter_call(outputs[i], {inputs[i]}, options.reduceOp));
+    calls.push_back(reduction(Operation::kReduceScatter, {inputs[i]}, {outputs[i]}, options.reduceOp));
   return start(OpType::COALESCED, std::move(calls), outputs, options);
-}
-
-TensorCall C10dBackend::all_reduce_call(const Tensor& tensor, const c10d::ReduceOp& op) const {
-  return call_to_reduce(member(), {.operation = Operation::kAllReduce}, {tensor}, {tensor}, op);
-}
-
-TensorCall C10dBackend::reduce_scatter_call(const Tensor& part, const Tensors& whole, const c10d::ReduceOp& op) const {
-  return call_to_reduce(member(), {.operation = Operation::kReduceScatter}, whole, {part}, op);
 }
 
 // ---- Moving data
 
 WorkPtr C10dBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   only_one(tensors, "tensors for broadcast");
-  const Call call{.operation = Operation::kBroadcast, .root = static_cast<int>(options.rootRank)};
-  return start(OpType::BROADCAST, {call_to_move(member(), call, tensors, tensors)}, tensors, options);
+  return start(OpType::BROADCAST, {move(Operation::kBroadcast, tensors, tensors, options.rootRank)}, tensors, options);
 }
 
 WorkPtr C10dBackend::barrier(const c10d::BarrierOptions& options) {
-  return start(OpType::BARRIER, {{.call = {.operation = Operation::kBarrier}}}, {}, options);
+  return start(OpType::BARRIER, {{{.operation = Operation::kBarrier}}}, {}, options);
 }
 
 void C10dBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
@@ -228,11 +230,12 @@ void C10dBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wai
 
 WorkPtr C10dBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
   const Tensors& whole = only_one(outputs, "lists of output tensors");
-  return start(OpType::ALLGATHER, {all_gather_call(whole, only_one(inputs, "input tensors"))}, whole, options);
+  only_one(inputs, "input tensors");
+  return start(OpType::ALLGATHER, {move(Operation::kAllGather, inputs, whole)}, whole, options);
 }
 
 WorkPtr C10dBackend::_allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) {
-  return start(OpType::_ALLGATHER_BASE, {all_gather_call({output}, input)}, {output}, options);
+  return start(OpType::_ALLGATHER_BASE, {move(Operation::kAllGather, {input}, {output})}, {output}, options);
 }
 
 // outputs[r][i] is rank r's inputs[i].
@@ -244,7 +247,7 @@ WorkPtr C10dBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors&
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     Tensors whole;
     for (const Tensors& of_rank : outputs) whole.push_back(of_rank[i]);
-    calls.push_back(all_gather_call(whole, inputs[i]));
+    calls.push_back(move(Operation::kAllGather, {inputs[i]}, whole));
     results.insert(results.end(), whole.begin(), whole.end());
   }
   return start(OpType::ALLGATHER_COALESCED, std::move(calls), std::move(results), options);
@@ -254,26 +257,21 @@ WorkPtr C10dBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& 
                                                      const c10d::AllgatherOptions& options) {
   check_pairs(outputs, inputs);
   std::vector<TensorCall> calls;
-  for (std::size_t i = 0; i < outputs.size(); ++i) calls.push_back(all_gather_call({outputs[i]}, inputs[i]));
+  for (std::size_t i = 0; i < outputs.size(); ++i)
+    calls.push_back(move(Operation::kAllGather, {inputs[i]}, {outputs[i]}));
   return start(OpType::COALESCED, std::move(calls), outputs, options);
-}
-
-TensorCall C10dBackend::all_gather_call(const Tensors& whole, const Tensor& part) const {
-  return call_to_move(member(), {.operation = Operation::kAllGather}, {part}, whole);
 }
 
 WorkPtr C10dBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
   only_one(inputs, "input tensors");
-  const Call call{.operation = Operation::kGather, .root = static_cast<int>(options.rootRank)};
-  const Tensors whole = call.root == rank_ ? only_one(outputs, "lists of output tensors") : Tensors();
-  return start(OpType::GATHER, {call_to_move(member(), call, inputs, whole)}, whole, options);
+  const Tensors whole = options.rootRank == rank_ ? only_one(outputs, "lists of output tensors") : Tensors();
+  return start(OpType::GATHER, {move(Operation::kGather, inputs, whole, options.rootRank)}, whole, options);
 }
 
 WorkPtr C10dBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) {
   only_one(outputs, "output tensors");
-  const Call call{.operation = Operation::kScatter, .root = static_cast<int>(options.rootRank)};
-  const Tensors whole = call.root == rank_ ? only_one(inputs, "lists of input tensors") : Tensors();
-  return start(OpType::SCATTER, {call_to_move(member(), call, whole, outputs)}, outputs, options);
+  const Tensors whole = options.rootRank == rank_ ? only_one(inputs, "lists of input tensors") : Tensors();
+  return start(OpType::SCATTER, {move(Operation::kScatter, whole, outputs, options.rootRank)}, outputs, options);
 }
 
 WorkPtr C10dBackend::alltoall_base(Tensor& output, Tensor& input, std::vector<std::int64_t>& output_splits,
@@ -310,7 +308,7 @@ WorkPtr C10dBackend::start_message(OpType type, Tensors& tensors, int peer, std:
   const TensorCall message = call_to_move(member(), call, sends ? tensors : Tensors(), sends ? Tensors() : tensors);
   message.begin();
   const std::int64_t began = trace::now_if_recording();
-  TracedMessage traced(traced_, message.call);
+  TracedMessage traced(traced_, message);
   FuturePtr future = transport().start(message);
   if (sends) traced.write(began, peer);
   return c10::make_intrusive<MessageWork>(rank_, type, tensors, message, std::move(traced), std::move(future));

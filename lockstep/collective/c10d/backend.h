@@ -2,7 +2,7 @@
 // collective/c10d/backend.h: World's transports as a c10d::Backend, so that PyTorch's own DDP, FSDP and functional
 // collectives run over them unmodified: shared memory on one machine, the hierarchy over several.
 //
-// Flow:    c10d::ProcessGroup (C++ or Python) -> here -> backend_calls.h -> collective/connect.h's transport
+// Flow:    c10d::ProcessGroup (C++ or Python) -> here -> backend_calls.h -> collective/transport/connect.h's transport
 // Owns:    this rank's connections; a thread for collectives, once one was started without blocking
 // Threads: any, like other backends: calls of several threads are ordered by a lock
 // Ranks:   every rank makes the same collectives in the same order; send and receive are for the two that are named
@@ -37,10 +37,12 @@
 #include <vector>
 
 #include "lockstep/base/own_process.h"
+#include "lockstep/collective_types.h"
 
 namespace lockstep {
 
 class CpuTransport;
+class Transport;
 struct TensorCall;
 struct TracedGroup;
 
@@ -122,14 +124,14 @@ class C10dBackend final : public c10d::Backend {
 
  private:
   backend::Member member() const;
-  TensorCall all_reduce_call(const Tensor& tensor, const c10d::ReduceOp& op) const;
-  TensorCall all_gather_call(const Tensors& whole, const Tensor& part) const;
-  TensorCall reduce_scatter_call(const Tensor& part, const Tensors& whole, const c10d::ReduceOp& op) const;
+  TensorCall reduction(Operation operation, const Tensors& inputs, const Tensors& outputs, const c10d::ReduceOp& op,
+                       std::int64_t root = 0) const;
+  TensorCall move(Operation operation, const Tensors& inputs, const Tensors& outputs, std::int64_t root = 0) const;
 
   // Makes the calls one after the other, as one collective of c10d.
   template <class CallOptions>
   WorkPtr start(c10d::OpType type, std::vector<TensorCall> calls, Tensors results, const CallOptions& options);
-  using Body = std::function<void(CpuTransport& transport)>;
+  using Body = std::function<void(Transport& transport)>;
   WorkPtr start(c10d::OpType type, Body body, Tensors results, bool async);
   WorkPtr start_message(c10d::OpType type, Tensors& tensors, int peer, std::int64_t tag);
   void trace_if_asked(const std::vector<int>& machine_of);

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "lockstep/base/to_size.h"
-#include "lockstep/collective/torch_dtype.h"
+#include "lockstep/collective/calls/tensor_call.h"
 
 namespace lockstep::backend {
 namespace {

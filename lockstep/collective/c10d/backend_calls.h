@@ -2,19 +2,21 @@
 // collective/c10d/backend_calls.h: c10d's lists of tensors as a TensorCall: counts, dtypes, reductions; and the checks
 // that c10d leaves to its backends.
 //
-// Flow:    collective/c10d/backend.cc -> here -> collective/tensor_call.h
+// Flow:    collective/c10d/backend.cc -> here -> collective/calls/tensor_call.h
 // Threads: values
 // Ranks:   no communication
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <functional>
 #include <string_view>
 #include <vector>
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/tensor_call.h"
-#include "lockstep/collective/transport.h"
+#include "lockstep/collective/calls/tensor_call.h"
+#include "lockstep/collective/transport/transport.h"
 #include "lockstep/error.h"
 
 namespace lockstep::backend {
@@ -51,5 +53,30 @@ const T& only_one(const std::vector<T>& list, std::string_view what) {
   throw UsageError({.what = concat(list.size(), " ", what, ", where one is needed"),
                     .next = "make one call for each, or its coalesced form"});
 }
+
+// ---- The sum of sparse tensors (COO), as c10d's Gloo computes it (sparse_all_reduce.cc)
+
+// Returns what makes the collective: `tensor` is then the coalesced sum of all ranks' tensors, which have one shape, number
+// of sparse dimensions and dtype, and any numbers of entries. Each rank receives all entries of all ranks. Throws UsageError
+// at once: not a sum; a tensor that is not on the CPU. The function: MismatchError on all ranks, after which the group is as
+// before; PeerLost.
+std::function<void(Transport&)> sparse_all_reduce(Member member, const torch::Tensor& tensor,
+                                                  const c10d::AllreduceOptions& options);
+
+// ---- A barrier that can say which ranks did not come (monitored_barrier.cc): all report to rank 0, which then lets them go.
+// 2(p-1) messages of a byte. The messages of its errors have Gloo's words, for which programs look.
+
+inline constexpr std::int64_t kBarrierTag = 0x3fffffff;  // the largest that a message between machines may have
+
+// Starts a message to or from a rank.
+using StartMessage = std::function<c10::intrusive_ptr<c10d::Work>(Tensors& byte, int peer)>;
+
+// Rank 0 blocks until all ranks have reported, at most for `timeout`. Throws PeerLost: ranks that did not; `all`: it names
+// all of them, else the first.
+void hear_of_all_ranks(int size, std::chrono::milliseconds timeout, bool all, const StartMessage& send,
+                       const StartMessage& receive);
+
+// The others block until rank 0 has heard of all ranks, at most for the group's timeout. Throws PeerLost.
+void report_to_rank_0(int rank, const StartMessage& send, const StartMessage& receive);
 
 }  // namespace lockstep::backend

@@ -15,13 +15,13 @@
 #include <mutex>
 #include <utility>
 
-#include "lockstep/collective/future.h"
-#include "lockstep/collective/tensor_call.h"
+#include "lockstep/collective/calls/future.h"
+#include "lockstep/collective/calls/tensor_call.h"
 #include "lockstep/collective/traced_messages.h"
 
 namespace lockstep::backend {
 
-// What `body` threw, or nothing.
+// Returns what `body` threw, or null.
 template <class Body>
 std::exception_ptr failure_of(const Body& body) {
   try {
@@ -93,7 +93,7 @@ class MessageWork final : public c10d::Work {
       finish(failure_of([&] {
         future_->wait();
         call_.finish();
-        if (call_.call.operation == Operation::kReceive) traced_.write(began, future_->source());
+        if (call_.operation == Operation::kReceive) traced_.write(began, future_->source());
       }));
     });
   }

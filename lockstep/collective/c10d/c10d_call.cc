@@ -2,14 +2,15 @@
 #include "lockstep/collective/c10d/c10d_call.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
-#include <future>
 #include <mutex>
 #include <utility>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "lockstep/base/text.h"
+#include "lockstep/collective/calls/call_queue.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -71,36 +72,27 @@ class CallUnderWay : public Future {
 
 }  // namespace
 
+// A queue of its own carries the message out: on the thread that waits, or on a worker thread.
 class C10dMessages::UnderWay : public Future {
  public:
   explicit UnderWay(C10dMessage message)
-      : call_(std::move(message.call)), next_(std::move(message.next)), first_(issue_checked(call_, message.issue)) {
-    if (message.in_background) begin_in_background();
+      : call_(std::move(message.call)),
+        next_(std::move(message.next)),
+        first_(issue_checked(call_, message.issue)),
+        queue_(call_.here),
+        result_(queue_.add([this] { carry_out(); })) {
+    if (message.in_background) queue_.hand_to_worker();
   }
 
   ~UnderWay() override {
-    if (begun_ && !settled()) abort();  // the thread ends then
+    if (begun_ && !settled_) abort();  // the thread ends then
+    queue_.close();
   }
 
-  bool settled() { return result_.done(); }
-
-  void wait() override {
-    if (begin()) carry_out();
-    result_.wait();
-  }
-  void wait(Deadline deadline) override {
-    begin_in_background();
-    try {
-      result_.wait(deadline);
-    } catch (const std::exception&) {
-      if (!result_.done()) throw not_finished_by_deadline(call_.here, call_.operation);
-      result_.wait();
-    }
-  }
-  bool done() override {
-    begin_in_background();
-    return result_.done();
-  }
+  bool settled() const { return settled_; }
+  void wait() override { result_->wait(); }
+  void wait(Deadline deadline) override { result_->wait(deadline); }
+  bool done() override { return result_->done(); }
   int source() const override { return first_->sourceRank(); }
 
   void abort() {
@@ -111,35 +103,19 @@ class C10dMessages::UnderWay : public Future {
   }
 
  private:
-  // The first that wants the result carries the message out: a thread that waits, or one beside. False: not the first.
-  bool begin() {
-    const std::lock_guard lock(mutex_);
-    return !std::exchange(begun_, true);
-  }
-
-  void begin_in_background() {
-    const std::lock_guard lock(mutex_);
-    if (begun_) return;
-    thread_ = std::async(std::launch::async, [this] { carry_out(); });
-    begun_ = true;
-  }
-
   void carry_out() {
+    begun_ = true;
+    const std::shared_ptr<void> at_end(nullptr, [this](void*) { settled_ = true; });
     try {
-      transfer();
-      result_.complete();
+      wait_for(*first_);
+      if (next_) begin_second(next_(*first_));
+      if (second_) wait_for(*second_);
+      if (call_.finish) call_.finish();
     } catch (const Error&) {  // of next_ and finish
-      result_.complete(std::current_exception());
+      throw;
     } catch (const std::exception& error) {
-      result_.complete(std::make_exception_ptr(peer_lost(call_, error)));
+      throw peer_lost(call_, error);
     }
-  }
-
-  void transfer() {
-    wait_for(*first_);
-    if (next_) begin_second(next_(*first_));
-    if (second_) wait_for(*second_);
-    if (call_.finish) call_.finish();
   }
 
   void begin_second(C10dWork work) {
@@ -154,13 +130,14 @@ class C10dMessages::UnderWay : public Future {
 
   C10dCall call_;
   std::function<C10dWork(c10d::Work&)> next_;
+  std::atomic<bool> begun_{false};
+  std::atomic<bool> settled_{false};
   std::mutex mutex_;
-  bool begun_ = false;  // guarded by mutex_, like the next two; second_ is written by who carries the message out
-  bool aborted_ = false;
-  C10dWork second_;
+  bool aborted_ = false;  // guarded by mutex_, like the next
+  C10dWork second_;       // written by the thread that carries the message out
   C10dWork first_;
-  Completion result_;
-  std::future<void> thread_;  // last: it uses the others, and the destructor waits for it
+  CallQueue queue_;
+  FuturePtr result_;
 };
 
 FuturePtr C10dMessages::start(C10dMessage message) {

@@ -16,7 +16,7 @@
 #include <mutex>
 #include <string>
 
-#include "lockstep/collective/transport.h"
+#include "lockstep/collective/transport/transport.h"
 
 namespace lockstep {
 

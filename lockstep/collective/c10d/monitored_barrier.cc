@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/collective/c10d/monitored_barrier.h"
+#include "lockstep/collective/c10d/backend_calls.h"
 
 #include <algorithm>
 #include <map>

@@ -5,9 +5,8 @@
 //   2  all_gather  the entries' indices, n_r rows of one int64 per sparse dimension
 //   3  all_gather  their values, n_r rows
 //   4  every rank adds up all entries, in the order of the ranks: all have the same bits
-#include "lockstep/collective/c10d/sparse_all_reduce.h"
+#include "lockstep/collective/c10d/backend_calls.h"
 
-#include <algorithm>
 #include <numeric>
 
 #include "lockstep/base/text.h"
@@ -21,7 +20,7 @@ using torch::Tensor;
 
 class SparseSum {
  public:
-  SparseSum(Member member, CpuTransport& transport, std::chrono::milliseconds timeout)
+  SparseSum(Member member, Transport& transport, std::chrono::milliseconds timeout)
       : member_(member), transport_(transport), timeout_(timeout) {}
 
   Tensor of(const Tensor& tensor) {
@@ -74,14 +73,14 @@ class SparseSum {
   }
 
   Member member_;
-  CpuTransport& transport_;
+  Transport& transport_;
   std::chrono::milliseconds timeout_;
 };
 
 }  // namespace
 
-std::function<void(CpuTransport&)> sparse_all_reduce(Member member, const Tensor& tensor,
-                                                     const c10d::AllreduceOptions& options) {
+std::function<void(Transport&)> sparse_all_reduce(Member member, const Tensor& tensor,
+                                                  const c10d::AllreduceOptions& options) {
   if (options.reduceOp.op_ != c10d::ReduceOp::SUM)
     throw UsageError({.what = "all_reduce of a sparse tensor by another reduction than SUM",
                       .next = "use SUM, or call to_dense() on the tensor first"});
@@ -90,7 +89,7 @@ std::function<void(CpuTransport&)> sparse_all_reduce(Member member, const Tensor
         {.what = concat("a sparse tensor on ", tensor.device().str(), " was given to the lockstep backend"),
          .next = "move it to the CPU"});
   const auto timeout = options.timeout == c10d::kUnsetTimeout ? std::chrono::milliseconds(0) : options.timeout;
-  return [member, tensor, timeout](CpuTransport& transport) {
+  return [member, tensor, timeout](Transport& transport) {
     const at::AutoDispatchBelowAutograd no_autograd;
     Tensor(tensor).copy_(SparseSum(member, transport, timeout).of(tensor));
   };

@@ -80,7 +80,7 @@ class MachineAllReduce : private MachineCollective {
     return counts;
   }
 
-  // What a machine reduces of a slice.
+  // The part of a slice that a machine reduces.
   Part part_of(int machine, std::size_t slice_count) const {
     if (one_shot_) return {0, slice_count};
     return Partition::even(slice_count, machines(), kCacheLine / bytes(1))[machine];

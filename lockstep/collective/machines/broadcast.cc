@@ -24,7 +24,7 @@ std::size_t broadcast_chunk_bytes(std::size_t bytes) {
   return std::clamp(bytes / 32, std::size_t{256} << 10, std::size_t{1} << 20) / kCacheLine * kCacheLine;
 }
 
-// Where a machine receives from and sends to.
+// The machines that a machine receives from and sends to.
 struct Route {
   int from = kNoMachine;
   std::vector<int> to{};
@@ -97,8 +97,8 @@ class MachineBroadcast : private MachineCollective {
   int root_machine_;
   Chunks chunks_;
   Route route_;
-  std::vector<MachineLink::Transfers> arriving_;  // of each chunk
-  MachineLink::Transfers leaving_;
+  std::vector<GlooLink::Transfers> arriving_;  // of each chunk
+  GlooLink::Transfers leaving_;
 };
 
 }  // namespace

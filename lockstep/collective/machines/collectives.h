@@ -31,24 +31,6 @@ void barrier(Hierarchy& hierarchy);
 void broadcast(Hierarchy& hierarchy, const Call& call);
 void reduce_scatter(Hierarchy& hierarchy, const Call& call);
 void all_gather(Hierarchy& hierarchy, const Call& call);
-void gather(Hierarchy& hierarchy, const Call& call);
-void scatter(Hierarchy& hierarchy, const Call& call);
-void all_to_all(Hierarchy& hierarchy, const Call& call);
-
-// ---- What gather, scatter and all_to_all share (exchange.cc). Every byte of them is for one rank alone, so it goes
-// straight from its rank to that one: there is nothing to add up or to share inside a machine.
-
-using PartCounts = IntVector<std::size_t>;
-
-// Elements of each rank's part.
-PartCounts counts_of(const Call& call, int ranks);
-
-// Blocks until it is known that all ranks make this call: no rank may send before. 24 bytes between each two machines.
-// Throws MismatchError, PeerLost.
-void check_all_ranks(Hierarchy& hierarchy, const Call& call);
-
-// Sends send[r] elements to each rank r and receives receive[r] from it; what lies one after the other in call.input
-// and in call.output. Blocks. Throws PeerLost.
-void exchange(Hierarchy& hierarchy, const Call& call, const PartCounts& send, const PartCounts& receive);
+void exchange(Hierarchy& hierarchy, const Call& call);  // gather, scatter or all_to_all
 
 }  // namespace lockstep

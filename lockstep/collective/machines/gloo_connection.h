@@ -9,7 +9,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
-#include "lockstep/collective/transport.h"
+#include "lockstep/collective/transport/transport.h"
 
 namespace lockstep {
 

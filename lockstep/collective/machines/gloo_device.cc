@@ -19,7 +19,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/gloo_identity.h"
 #include "lockstep/collective/machines/listener_filter.h"
-#include "lockstep/collective/shared_memory_transport.h"
+#include "lockstep/collective/transport/cpu_transport.h"
 #include "lockstep/cores.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/endpoint.h"

@@ -29,7 +29,7 @@
 
 #include <memory>
 
-#include "lockstep/collective/transport.h"
+#include "lockstep/collective/transport/transport.h"
 
 namespace lockstep {
 

@@ -45,7 +45,7 @@ TransportOptions options_of_rank(int rank) {
 }
 
 std::string error_of_link(const MeetingPlace& store, int rank) {
-  return testing::message_of<RendezvousError>([&] { MachineLink(store, options_of_rank(rank), {"rank 0", "rank 1"}); });
+  return testing::message_of<RendezvousError>([&] { GlooLink(store, options_of_rank(rank), {"rank 0", "rank 1"}); });
 }
 
 TEST(GlooDevice, does_not_connect_to_a_rank_without_the_certificate_that_it_has_told) {
@@ -69,10 +69,10 @@ TEST(GlooDevice, is_refused_to_a_rank_that_trusts_the_network_other_than_the_res
 TEST(GlooDevice, carries_large_messages_in_both_directions_at_once) {
   const MeetingPlace store = c10::make_intrusive<c10d::HashStore>();
   const auto exchange = [&](int rank) {
-    MachineLink link(store, options_of_rank(rank), {"rank 0", "rank 1"});
+    GlooLink link(store, options_of_rank(rank), {"rank 0", "rank 1"});
     std::vector<std::byte> mine(std::size_t{64} << 20, std::byte(rank + 1));
     std::vector<std::byte> theirs(mine.size());
-    MachineLink::Transfers transfers;
+    GlooLink::Transfers transfers;
     for (int turn = 0; turn < 3; ++turn) {
       link.receive(1 - rank, theirs.data(), theirs.size(), transfers);
       link.send(1 - rank, mine.data(), mine.size(), transfers);
@@ -93,9 +93,9 @@ TEST(GlooDevice, carries_more_than_two_gibibytes) {
   const auto carry = [&](int rank) {
     TransportOptions options = options_of_rank(rank);
     options.timeout = std::chrono::minutes(5);
-    MachineLink link(store, options, {"rank 0", "rank 1"});
+    GlooLink link(store, options, {"rank 0", "rank 1"});
     const std::unique_ptr<std::byte[]> data(new std::byte[kBytes]);
-    MachineLink::Transfers transfers;
+    GlooLink::Transfers transfers;
     if (rank == 0)
       for (std::size_t at = 0; at < kBytes; at += kBlock) std::fill_n(&data[at], kBlock, number(at));
     if (rank == 0)
@@ -137,7 +137,7 @@ sockaddr_in loopback_address(std::uint32_t last, std::uint16_t port);
 class SharedNetwork : public ::testing::Test {
  protected:
   static constexpr int kLinks = 5;
-  using Links = std::vector<std::unique_ptr<MachineLink>>;
+  using Links = std::vector<std::unique_ptr<GlooLink>>;
 
   // Of a rank, in a network that they share; `name`: the others' have it, too.
   Links links(int rank, const std::string& name, std::shared_ptr<GlooNetwork> network) const {
@@ -145,20 +145,20 @@ class SharedNetwork : public ::testing::Test {
     options.network = std::move(network);
     Links made;
     for (int i = 0; i < kLinks; ++i)
-      made.push_back(std::make_unique<MachineLink>(
+      made.push_back(std::make_unique<GlooLink>(
           c10::make_intrusive<c10d::PrefixStore>(name + std::to_string(i), store_), options, kNames));
     return made;
   }
 
-  std::unique_ptr<MachineLink> first_link(int rank) const {
-    return std::make_unique<MachineLink>(store_, options_of_rank(rank), kNames);
+  std::unique_ptr<GlooLink> first_link(int rank) const {
+    return std::make_unique<GlooLink>(store_, options_of_rank(rank), kNames);
   }
 
   static void expect_that_each_carries_its_number(const Links& links) {
     for (int i = 0; i < kLinks; ++i) {
-      MachineLink& link = *links[static_cast<std::size_t>(i)];
+      GlooLink& link = *links[static_cast<std::size_t>(i)];
       std::vector<std::byte> mine(1000, std::byte(2 * i + link.rank())), theirs(mine.size());
-      MachineLink::Transfers transfers;
+      GlooLink::Transfers transfers;
       link.receive(1 - link.rank(), theirs.data(), theirs.size(), transfers);
       link.send(1 - link.rank(), mine.data(), mine.size(), transfers);
       link.wait(transfers);
@@ -213,12 +213,12 @@ TEST_F(SharedNetwork, outlives_a_connection_that_is_lost) {
     both.arrive_and_wait();
     if (rank == 0) made.front()->close(std::make_exception_ptr(std::runtime_error("on purpose")));
     std::byte data{};
-    MachineLink::Transfers transfers;
+    GlooLink::Transfers transfers;
     if (rank == 1) {
       made.front()->receive(0, &data, 1, transfers);
       EXPECT_THROW(made.front()->wait(transfers), PeerLost);
     }
-    made.front() = std::make_unique<MachineLink>(
+    made.front() = std::make_unique<GlooLink>(
         c10::make_intrusive<c10d::PrefixStore>("again", store_),
         [&] {
           TransportOptions options = options_of_rank(rank);

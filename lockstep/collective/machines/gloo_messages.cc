@@ -26,7 +26,7 @@ constexpr std::size_t kDataInFirst = kFirstBytes - sizeof(MessageHeader);
 constexpr std::size_t kLargestMessage = std::size_t{1} << 30;  // Gloo's TLS counts in 31 bits
 
 void require_fitting(const TensorCall& call, const std::string& here) {
-  const torch::Tensor& tensor = call.call.operation == Operation::kSend ? call.input : call.output;
+  const torch::Tensor& tensor = call.operation == Operation::kSend ? call.input_tensor : call.output_tensor;
   if (tensor.nbytes() <= kLargestMessage || network_is_insecure()) return;
   throw UsageError({.what = concat("a message of ", tensor.nbytes(), " bytes between machines"),
                     .here = here,
@@ -57,12 +57,12 @@ struct Receive {
   MessageHeader header{};  // once the first transfer is there
 
   DType sent_dtype() const { return static_cast<DType>(header.dtype); }
-  bool fits() const { return header.count == call.call.count && sent_dtype() == call.call.dtype; }
+  bool fits() const { return header.count == call.count && sent_dtype() == call.dtype; }
 
   void check() const {
     if (fits()) return;
-    throw MismatchError({.what = concat("rank ", here, " wants receive of ", text_of(call.call.count, call.call.dtype),
-                                        " from rank ", from, ", tag ", call.call.tag, ", rank ", from,
+    throw MismatchError({.what = concat("rank ", here, " wants receive of ", text_of(call.count, call.dtype),
+                                        " from rank ", from, ", tag ", call.tag, ", rank ", from,
                                         " wants send of ", text_of(header.count, sent_dtype())),
                          .likely = "ranks that do not agree on what they send each other, or two messages with one tag",
                          .next = "give as many elements of one dtype on both sides, or another tag"});
@@ -83,17 +83,17 @@ C10dWork receive_second(Receive& receive, const c10d::Work& first, GlooConnectio
                                             static_cast<std::int64_t>(size_of(receive.sent_dtype())), "the message"));
   if (header.second_tag == 0) {
     sender.require(bytes <= kDataInFirst, concat("its first part has ", bytes, " bytes of data"));
-    if (receive.fits() && bytes > 0) std::memcpy(receive.call.call.output, arrived + sizeof header, bytes);
+    if (receive.fits() && bytes > 0) std::memcpy(receive.call.output, arrived + sizeof header, bytes);
     return nullptr;
   }
   const auto dropped = [bytes] { return torch::empty({static_cast<std::int64_t>(bytes)}, torch::kUInt8); };
-  Tensors place{receive.fits() ? bytes_of(receive.call.output) : dropped()};
+  Tensors place{receive.fits() ? bytes_of(receive.call.output_tensor) : dropped()};
   return issue_alone([&] { return gloo.recv(place, receive.from, static_cast<int>(header.second_tag)); });
 }
 
 }  // namespace
 
-GlooMessages::GlooMessages(const MachineLink& link, std::string here, bool headers)
+GlooMessages::GlooMessages(const GlooLink& link, std::string here, bool headers)
     : gloo_(link.connection()), rank_(link.rank()), here_(std::move(here)), headers_(headers) {}
 
 GlooMessages::~GlooMessages() = default;
@@ -116,13 +116,13 @@ int GlooMessages::next_tag() {
 // The second transfer is issued before the first: when the receiver knows its tag, it is on its way.
 FuturePtr GlooMessages::send(const TensorCall& call) {
   require_fitting(call, here_);
-  const int to = call.call.peer;
-  const int tag = tag_of(call.call);
-  Tensors data{bytes_of(call.input)};
+  const int to = call.peer;
+  const int tag = tag_of(call);
+  Tensors data{bytes_of(call.input_tensor)};
   if (!headers_) return messages_.start({.call = {"send", here_}, .issue = [&] { return gloo_->send(data, to, tag); }});
-  const int second_tag = call.input.nbytes() <= kDataInFirst ? 0 : next_tag();
-  const auto dtype = static_cast<std::uint64_t>(call.call.dtype);
-  Tensors first{write_header({dtype, call.call.count, second_tag}, call.input)};
+  const int second_tag = call.input_tensor.nbytes() <= kDataInFirst ? 0 : next_tag();
+  const auto dtype = static_cast<std::uint64_t>(call.dtype);
+  Tensors first{write_header({dtype, call.count, second_tag}, call.input_tensor)};
   const auto second = std::make_shared<C10dWork>();
   return messages_.start({.call = {"send", here_},
                           .issue =
@@ -136,20 +136,20 @@ FuturePtr GlooMessages::send(const TensorCall& call) {
 // A small message needs no thread: all of it arrives in the first transfer, and is copied when it is waited for.
 FuturePtr GlooMessages::receive(const TensorCall& call, bool in_background) {
   require_fitting(call, here_);
-  const int tag = tag_of(call.call);
+  const int tag = tag_of(call);
   const auto issue = [&](const torch::Tensor& place) {
     Tensors places{place};
-    const int from = call.call.peer;
+    const int from = call.peer;
     return from == kAnyRank ? gloo_->recvAnysource(places, tag) : gloo_->recv(places, from, tag);
   };
-  const auto issue_data = [&] { return issue(bytes_of(call.output)); };
+  const auto issue_data = [&] { return issue(bytes_of(call.output_tensor)); };
   if (!headers_) return messages_.start({.call = {"receive", here_}, .issue = issue_data});
-  const auto receive = std::make_shared<Receive>(Receive{.call = call, .from = call.call.peer, .here = rank_});
+  const auto receive = std::make_shared<Receive>(Receive{.call = call, .from = call.peer, .here = rank_});
   return messages_.start(
       {.call = {"receive", here_, [receive] { receive->check(); }},
        .issue = [&] { return issue(receive->first); },
        .next = [receive, gloo = gloo_](c10d::Work& first) { return receive_second(*receive, first, *gloo); },
-       .in_background = in_background && call.output.nbytes() > kDataInFirst});
+       .in_background = in_background && call.output_tensor.nbytes() > kDataInFirst});
 }
 
 }  // namespace lockstep

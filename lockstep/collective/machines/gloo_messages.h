@@ -23,7 +23,7 @@ class GlooMessages {
  public:
   // `link`: of all ranks; messages go over its connection. Without `headers` both sides must know the length of each
   // message, and what is received may arrive before anybody waits for it.
-  GlooMessages(const MachineLink& link, std::string here, bool headers);
+  GlooMessages(const GlooLink& link, std::string here, bool headers);
   ~GlooMessages();
 
   // As Transport's. Throw UsageError: a tag above kLargestTag; PeerLost; the receive MismatchError, once waited for.

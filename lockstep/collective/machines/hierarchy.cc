@@ -4,20 +4,12 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
 #include "lockstep/collective/machines/collectives.h"
-#include "lockstep/collective/shared_memory_transport.h"
 #include "lockstep/launch/own_progress.h"
 
 namespace lockstep {
 namespace {
 
 constexpr std::chrono::hours kAsLongAsTheGroup{24 * 365};  // the destructor ends that wait
-
-void check_algorithm(const Call& call, const std::string& here) {
-  if (call.algorithm == Algorithm::kDirect || call.algorithm == Algorithm::kRing) return;
-  throw UsageError({.what = concat("all_reduce by the algorithm ", to_string(call.algorithm), " between machines"),
-                    .here = here,
-                    .next = "leave the algorithm out, choose ring, or keep all ranks on one machine"});
-}
 
 void dispatch(Hierarchy& hierarchy, const Call& call) {
   switch (call.operation) {
@@ -26,14 +18,14 @@ void dispatch(Hierarchy& hierarchy, const Call& call) {
     case Operation::kReduceScatter: return reduce_scatter(hierarchy, call);
     case Operation::kAllGather: return all_gather(hierarchy, call);
     case Operation::kBroadcast: return broadcast(hierarchy, call);
-    case Operation::kGather: return gather(hierarchy, call);
-    case Operation::kScatter: return scatter(hierarchy, call);
-    case Operation::kAllToAll: return all_to_all(hierarchy, call);
+    case Operation::kGather:
+    case Operation::kScatter:
+    case Operation::kAllToAll: return exchange(hierarchy, call);
     default: return barrier(hierarchy);
   }
 }
 
-// What an error calls the peers of a link: all ranks, or the machines with their ranks.
+// Names of the peers of a link, for errors: all ranks, or the machines with their ranks.
 std::vector<std::string> names_of_ranks(const Topology& topology) {
   std::vector<std::string> names;
   for (int rank = 0; rank < topology.ranks(); ++rank) names.push_back(concat("rank ", rank, " of ", topology.ranks()));
@@ -51,9 +43,9 @@ std::vector<std::string> names_of_machines(const Topology& topology) {
 
 }  // namespace
 
-Watchdog::Watchdog(shm::Group& inside, MachineLink::OnLoss on_loss) : group_(whole_group_of(inside)) {
-  group_.set_timeout(kAsLongAsTheGroup);
-  heard_ = group_.start({.operation = Operation::kReceive, .output = &goodbye_, .count = 1, .dtype = DType::kUInt8});
+Watchdog::Watchdog(shm::Group& inside, GlooLink::OnLoss on_loss) : group_(whole_group_of(inside)) {
+  group_->set_timeout(kAsLongAsTheGroup);
+  heard_ = group_->start({.operation = Operation::kReceive, .output = &goodbye_, .count = 1, .dtype = DType::kUInt8});
   thread_ = std::jthread([this, on_loss = std::move(on_loss)] {
     try {
       heard_->wait();
@@ -66,79 +58,84 @@ Watchdog::Watchdog(shm::Group& inside, MachineLink::OnLoss on_loss) : group_(who
 Watchdog::~Watchdog() {
   const std::uint8_t goodbye = 0;
   try {
-    group_.send({.input = &goodbye, .count = 1, .dtype = DType::kUInt8, .peer = group_.rank()});
+    group_->send({.input = &goodbye, .count = 1, .dtype = DType::kUInt8, .peer = group_->rank()});
   } catch (const std::exception&) {  // a rank is lost: the thread ends by itself
   }
 }
 
-Hierarchy::Hierarchy(shm::Group group, const Topology& topology_of_ranks, c10::intrusive_ptr<c10d::Store> store,
+Hierarchy::Hierarchy(shm::GroupPtr group, const Topology& topology_of_ranks, c10::intrusive_ptr<c10d::Store> store,
                      TransportOptions options_of_rank)
-    : options(std::move(options_of_rank)),
+    : CpuTransport(std::move(group), options_of_rank.describe),
+      options(std::move(options_of_rank)),
       topology(topology_of_ranks),
       rank(options.rank),
       machine(topology.machine_of[rank]),
       machines(topology.machines()),
       smallest_machine(topology.smallest_machine()),
       ranks_here(topology.ranks_on(machine)),
-      inside(std::move(group)),
       all(with_prefix(store, "flat"), options, names_of_ranks(topology)),
       messages(all, options.describe, options.message_headers),
-      store_(std::move(store)),
-      queue_(options.describe) {
+      store_(std::move(store)) {
   options.network = all.network();
   between = connect_counterparts();
-  if (inside.size() > 1) watchdog_.emplace(inside, [this](const std::exception_ptr& error) { close(error); });
+  if (inside->size() > 1) watchdog_.emplace(*inside, [this](const std::exception_ptr& error) { close(error); });
   if (between) between->watch([this](const std::exception_ptr& error) { give_up(cause_of(error)); });
 }
 
 // The ranks of this rank's local number on each machine; none for a number that some machine has not.
-std::unique_ptr<MachineLink> Hierarchy::connect_counterparts() const {
-  if (inside.rank() >= smallest_machine) return nullptr;
+std::unique_ptr<GlooLink> Hierarchy::connect_counterparts() const {
+  if (inside->rank() >= smallest_machine) return nullptr;
   TransportOptions mine = options;
   mine.rank = machine;
   mine.size = machines;
-  return std::make_unique<MachineLink>(with_prefix(store_, concat("slice/", inside.rank())), mine,
-                                       names_of_machines(topology));
+  return std::make_unique<GlooLink>(with_prefix(store_, concat("slice/", inside->rank())), mine,
+                                    names_of_machines(topology));
 }
 
 Hierarchy::~Hierarchy() {
   if (std::uncaught_exceptions() > 0) {
     Hierarchy::fail("an exception");
-    return;
+  } else {
+    queue_.drain();
+    if (between) between->leave();
+    watchdog_.reset();
   }
-  queue_.drain();
-  if (between) between->leave();
-  watchdog_.reset();
-  try {
-    inside.leave();
-  } catch (const std::exception&) {  // a rank is lost: the others know
-  }
+  queue_.close();  // its thread uses the links
 }
 
 // ---- Calls
 
 int Hierarchy::run(const TensorCall& call) {
-  if (is_message(call.call.operation)) {
+  check(call);
+  if (is_message(call.operation)) {
     const own_progress::CallingOthers calling;
     const FuturePtr message = start_message(call, false);
     message->wait();
-    return call.call.operation == Operation::kReceive ? message->source() : kAnyRank;
+    return call.operation == Operation::kReceive ? message->source() : kAnyRank;
   }
-  check_algorithm(call.call, options.describe);
-  queue_.run([&] { make_call(call.call); });
+  queue_.run([&] { make_call(call); });
   return kAnyRank;
 }
 
 FuturePtr Hierarchy::start(TensorCall call) {
-  if (is_message(call.call.operation)) return start_message(call, true);
-  check_algorithm(call.call, options.describe);
-  FuturePtr future = queue_.add([this, call = std::move(call)] { make_call(call.call); });
+  check(call);
+  if (is_message(call.operation)) return start_message(call, true);
+  FuturePtr future = queue_.add([this, call = std::move(call)] { make_call(call); });
   queue_.hand_to_worker();
   return future;
 }
 
+void Hierarchy::check(const Call& call) const {
+  inside->require_own_process();
+  check_call(call, options.size);
+  if (call.algorithm == Algorithm::kDirect || call.algorithm == Algorithm::kRing) return;
+  throw UsageError({.what = concat("all_reduce by the algorithm ", to_string(call.algorithm), " between machines"),
+                    .here = options.describe,
+                    .next = "leave the algorithm out, choose ring, or keep all ranks on one machine"});
+}
+
 FuturePtr Hierarchy::start_message(const TensorCall& call, bool in_background) {
-  return call.call.operation == Operation::kSend ? messages.send(call) : messages.receive(call, in_background);
+  return call.operation == Operation::kSend ? messages.send(call) : messages.receive(call, in_background);
 }
 
 // Whatever a call throws ends the hierarchy, before the caller's arrays may go: until the links forget their transfers
@@ -171,7 +168,7 @@ void Hierarchy::make_call(const Call& call) {
 }
 
 void Hierarchy::set_timeout_of_collectives(std::chrono::milliseconds timeout) {
-  inside.set_timeout(timeout);
+  inside->set_timeout(timeout);
   all.set_timeout(timeout);
   if (between) between->set_timeout(timeout);
 }
@@ -184,46 +181,36 @@ void Hierarchy::set_timeout(std::chrono::milliseconds timeout) {
   });
 }
 
-torch::Tensor Hierarchy::allocate(torch::IntArrayRef sizes, const torch::TensorOptions& of_tensor) {
-  return allocate_shared(inside, sizes, of_tensor);
-}
-
 // ---- Groups
 
-std::unique_ptr<Transport> Hierarchy::group(const RankLists& lists) {
+std::unique_ptr<Transport> Hierarchy::group(const std::vector<int>& ranks) {
   queue_.drain();
-  return transport_of(lists, subgroup_of(inside, topology.lists_on(machine, lists)), options);
+  return transport_of(ranks, inside->subgroup(topology.local_ranks(machine, ranks)), options);
 }
 
-std::unique_ptr<Transport> Hierarchy::separate(const RankLists& lists, std::chrono::milliseconds timeout) {
+std::unique_ptr<Transport> Hierarchy::separate(const std::vector<int>& ranks, std::chrono::milliseconds timeout) {
   queue_.drain();
   TransportOptions other = options;
   other.timeout = timeout;
   other.message_headers = false;
-  return transport_of(lists, separate_group_of(inside, topology.lists_on(machine, lists), timeout), other);
+  return transport_of(ranks, separate_inside(topology.local_ranks(machine, ranks), timeout), other);
 }
 
-std::optional<shm::Group> Hierarchy::machine_group() {
-  queue_.drain();
-  return whole_group_of(inside);
-}
-
-// `members`: those of this rank's list that are on this machine.
-std::unique_ptr<Transport> Hierarchy::transport_of(const RankLists& lists, std::optional<shm::Group> members,
+// `members`: those of the ranks that are on this machine.
+std::unique_ptr<Transport> Hierarchy::transport_of(const std::vector<int>& ranks, shm::GroupPtr members,
                                                    const TransportOptions& like) {
-  const std::vector<int>& ranks = lists.begin()[rank];
   const int made = groups_made_++;
   if (ranks.empty()) return nullptr;
   const Topology of_members = topology.of_group(ranks);
-  if (of_members.machines() == 1) return std::make_unique<SharedMemoryTransport>(std::move(*members));
-  return std::make_unique<Hierarchy>(std::move(*members), of_members, with_prefix(store_, prefix_of_group(made, ranks)),
+  if (of_members.machines() == 1) return std::make_unique<CpuTransport>(std::move(members));
+  return std::make_unique<Hierarchy>(std::move(members), of_members, with_prefix(store_, prefix_of_group(made, ranks)),
                                      options_of_group(like, ranks));
 }
 
 // ---- Losses
 
 void Hierarchy::fail(const std::string& reason) {
-  inside.poison(reason);
+  inside->poison(reason);
   close(std::make_exception_ptr(PeerLost({.what = "this rank has failed: " + reason, .here = options.describe})));
 }
 
@@ -233,7 +220,7 @@ std::exception_ptr Hierarchy::cause_of(const std::exception_ptr& error) const tr
   std::rethrow_exception(error);
 } catch (const PeerLost&) {
   try {
-    inside.throw_if_lost();
+    inside->throw_if_lost();
   } catch (const PeerLost&) {
     return std::current_exception();
   }
@@ -247,9 +234,9 @@ void Hierarchy::give_up(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const Error& known) {
-    inside.poison(known.text().what);
+    inside->poison(known.text().what);
   } catch (const std::exception& other) {
-    inside.poison(other.what());
+    inside->poison(other.what());
   }
   close(error);
 }

@@ -20,9 +20,9 @@
 
 #include <array>
 
-#include "lockstep/collective/call_queue.h"
 #include "lockstep/collective/machines/gloo_messages.h"
 #include "lockstep/collective/machines/topology.h"
+#include "lockstep/collective/transport/cpu_transport.h"
 
 namespace lockstep {
 
@@ -34,29 +34,29 @@ struct ChunkBuffers {
   std::byte* slice = nullptr;           // all_reduce: this owner's slice of the chunk
   IntVector<std::byte*> slices;         // of the piece of each machine
   IntVector<const std::byte*> sources;  // what is reduced here, by machine
-  MachineLink::Transfers receives;
-  MachineLink::Transfers sends;
+  GlooLink::Transfers receives;
+  GlooLink::Transfers sends;
 };
 
 // Calls `on_loss` when a rank of this machine is lost, also while nobody waits in shared memory: a thread waits for a
 // message that only this rank itself sends, in the destructor.
 class Watchdog {
  public:
-  Watchdog(shm::Group& inside, MachineLink::OnLoss on_loss);
+  Watchdog(shm::Group& inside, GlooLink::OnLoss on_loss);
   ~Watchdog();
 
  private:
   std::uint8_t goodbye_ = 0;
-  shm::Group group_;
+  shm::GroupPtr group_;
   FuturePtr heard_;
   std::jthread thread_;
 };
 
-class Hierarchy : public CpuTransport {
+class Hierarchy final : public CpuTransport {
  public:
   // `group`: the ranks of this machine, in the order of their ranks. Blocks until this rank is connected to all others.
   // Throws RendezvousError.
-  Hierarchy(shm::Group group, const Topology& topology_of_ranks, c10::intrusive_ptr<c10d::Store> store,
+  Hierarchy(shm::GroupPtr group, const Topology& topology_of_ranks, c10::intrusive_ptr<c10d::Store> store,
             TransportOptions options_of_rank);
 
   // In good order, unless an exception is unwinding: then the others learn at once that this rank is gone.
@@ -68,12 +68,9 @@ class Hierarchy : public CpuTransport {
   // A collective runs on the queue's worker thread: an exchange over the network goes on while the caller computes.
   FuturePtr start(TensorCall call) override;
 
-  std::unique_ptr<Transport> group(const RankLists& lists) override;
-  std::unique_ptr<Transport> separate(const RankLists& lists, std::chrono::milliseconds timeout) override;
-  torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) override;
-  std::optional<shm::Group> machine_group() override;
+  std::unique_ptr<Transport> group(const std::vector<int>& ranks) override;
+  std::unique_ptr<Transport> separate(const std::vector<int>& ranks, std::chrono::milliseconds timeout) override;
   void fail(const std::string& reason) override;
-  CallQueue& queue() override { return queue_; }
   void set_timeout(std::chrono::milliseconds timeout) override;  // of messages, too
 
   TransportOptions options;
@@ -87,25 +84,24 @@ class Hierarchy : public CpuTransport {
   std::array<ChunkBuffers, 3> buffers;   // of three chunks in turn
   std::unique_ptr<std::byte[]> scratch;  // of the call under way
 
-  shm::Group inside;
-  MachineLink all;
-  GlooMessages messages;                 // over `all`
-  std::unique_ptr<MachineLink> between;  // null where this rank never owns a slice
+  GlooLink all;
+  GlooMessages messages;              // over `all`
+  std::unique_ptr<GlooLink> between;  // null where this rank never owns a slice
 
  private:
-  std::unique_ptr<MachineLink> connect_counterparts() const;
+  std::unique_ptr<GlooLink> connect_counterparts() const;
+  void check(const Call& call) const;
   FuturePtr start_message(const TensorCall& call, bool in_background);
   void make_call(const Call& call);
   void set_timeout_of_collectives(std::chrono::milliseconds timeout);
   std::exception_ptr cause_of(const std::exception_ptr& error) const;
   void give_up(const std::exception_ptr& error);
   void close(const std::exception_ptr& reason);
-  std::unique_ptr<Transport> transport_of(const RankLists& lists, std::optional<shm::Group> members,
+  std::unique_ptr<Transport> transport_of(const std::vector<int>& ranks, shm::GroupPtr members,
                                           const TransportOptions& like);
 
   c10::intrusive_ptr<c10d::Store> store_;
   std::optional<Watchdog> watchdog_;
-  CallQueue queue_;
   int groups_made_ = 0;
 };
 

@@ -30,27 +30,27 @@ std::vector<torch::Tensor> as_tensor(const std::byte* data, std::size_t bytes) {
 
 }  // namespace
 
-MachineLink::MachineLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options,
-                         std::vector<std::string> names)
+GlooLink::GlooLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options,
+                   std::vector<std::string> names)
     : options_(std::move(options)), names_(std::move(names)), gloo_(connect_gloo(store, options_)), tag_(kCheckTag) {
   for (int step = 1; step < size(); ++step) peers_.push_back((rank() + step) % size());
 }
 
-MachineLink::~MachineLink() {
+GlooLink::~GlooLink() {
   if (watched_) watched_->abort();  // ends the watcher
 }
 
-std::shared_ptr<GlooNetwork> MachineLink::network() const { return gloo_->network; }
+std::shared_ptr<GlooNetwork> GlooLink::network() const { return gloo_->network; }
 
 // ---- Losses, see Note [Who watches whom]
 
-void MachineLink::watch(OnLoss on_loss) {
+void GlooLink::watch(OnLoss on_loss) {
   auto tensors = as_tensor(&goodbye_, 1);
   watched_ = issue(next(), [&] { return gloo_->recv(tensors, next(), kWatchTag); });
   watcher_ = std::jthread([this, on_loss = std::move(on_loss)] { watch_next(on_loss); });
 }
 
-void MachineLink::watch_next(const OnLoss& on_loss) {
+void GlooLink::watch_next(const OnLoss& on_loss) {
   try {
     watched_->wait(kAsLongAsTheLink);
   } catch (const std::exception& error) {
@@ -62,12 +62,12 @@ void MachineLink::watch_next(const OnLoss& on_loss) {
 }
 
 // This rank itself closed the connections, and whoever did knows why.
-bool MachineLink::failed_on_purpose() {
+bool GlooLink::failed_on_purpose() {
   const std::lock_guard lock(mutex_);
   return left_ || closed_ || timed_out_ || (wait_ends_ && wait_ends_->passed());
 }
 
-void MachineLink::leave() {
+void GlooLink::leave() {
   left_ = true;
   const std::byte goodbye{};
   auto tensors = as_tensor(&goodbye, 1);
@@ -78,7 +78,7 @@ void MachineLink::leave() {
   }
 }
 
-void MachineLink::close(std::exception_ptr reason) {
+void GlooLink::close(std::exception_ptr reason) {
   const std::lock_guard lock(mutex_);
   if (closed_) return;
   closed_ = std::move(reason);
@@ -86,14 +86,14 @@ void MachineLink::close(std::exception_ptr reason) {
   gloo_->close();
 }
 
-void MachineLink::set_timeout(std::chrono::milliseconds timeout) {
+void GlooLink::set_timeout(std::chrono::milliseconds timeout) {
   const std::lock_guard lock(mutex_);
   options_.timeout = timeout;
 }
 
 // ---- Signatures
 
-void MachineLink::begin_check(const Signature& mine) {
+void GlooLink::begin_check(const Signature& mine) {
   signatures_.assign(size(), mine);
   checks_.resize(size());
   tag_ = kCheckTag;
@@ -104,7 +104,7 @@ void MachineLink::begin_check(const Signature& mine) {
   tag_ = tag_of(mine);
 }
 
-void MachineLink::check_peer(int peer) {
+void GlooLink::check_peer(int peer) {
   wait(checks_[peer]);
   const Signature& mine = signatures_[rank()];
   const Signature& theirs = signatures_[peer];
@@ -114,9 +114,9 @@ void MachineLink::check_peer(int peer) {
                        .next = "compare the programs and their inputs on both machines"});
 }
 
-std::string MachineLink::wants(int peer) const { return concat(names_[peer], " wants ", to_string(signatures_[peer])); }
+std::string GlooLink::wants(int peer) const { return concat(names_[peer], " wants ", to_string(signatures_[peer])); }
 
-void MachineLink::finish_check() {
+void GlooLink::finish_check() {
   for (int peer = 0; peer < size(); ++peer)
     if (peer != rank()) check_peer(peer);
   wait(checks_[rank()]);
@@ -124,21 +124,21 @@ void MachineLink::finish_check() {
 
 // ---- Transfers
 
-void MachineLink::send(int peer, const std::byte* data, std::size_t bytes, Transfers& transfers) {
+void GlooLink::send(int peer, const std::byte* data, std::size_t bytes, Transfers& transfers) {
   for (std::size_t begin = 0; begin < bytes; begin += kMostAtOnce) {
     auto tensors = as_tensor(data + begin, std::min(kMostAtOnce, bytes - begin));
     start(peer, transfers, [&] { return gloo_->send(tensors, peer, tag_); });
   }
 }
 
-void MachineLink::receive(int peer, std::byte* data, std::size_t bytes, Transfers& transfers) {
+void GlooLink::receive(int peer, std::byte* data, std::size_t bytes, Transfers& transfers) {
   for (std::size_t begin = 0; begin < bytes; begin += kMostAtOnce) {
     auto tensors = as_tensor(data + begin, std::min(kMostAtOnce, bytes - begin));
     start(peer, transfers, [&] { return gloo_->recv(tensors, peer, tag_); });
   }
 }
 
-C10dWork MachineLink::issue(int peer, const Issue& transfer) try {
+C10dWork GlooLink::issue(int peer, const Issue& transfer) try {
   return issue_alone(transfer);
 } catch (const std::exception& error) {
   const std::lock_guard lock(mutex_);
@@ -146,7 +146,7 @@ C10dWork MachineLink::issue(int peer, const Issue& transfer) try {
   throw lost(peer, error);
 }
 
-void MachineLink::start(int peer, Transfers& transfers, const Issue& transfer) {
+void GlooLink::start(int peer, Transfers& transfers, const Issue& transfer) {
   C10dWork work = issue(peer, transfer);
   const std::lock_guard lock(mutex_);
   if (closed_) work->abort();
@@ -154,13 +154,13 @@ void MachineLink::start(int peer, Transfers& transfers, const Issue& transfer) {
   transfers.push_back(started_);
 }
 
-void MachineLink::wait(Transfers& transfers) {
+void GlooLink::wait(Transfers& transfers) {
   for (const std::uint64_t number : transfers) wait_for(number);
   transfers.clear();
 }
 
 // A wait that timed out made Gloo close the connections: its peer is to blame, whatever close() was given since.
-void MachineLink::wait_for(std::uint64_t number) {
+void GlooLink::wait_for(std::uint64_t number) {
   std::unique_lock lock(mutex_);
   const auto found = under_way_.find(number);
   if (found == under_way_.end()) std::rethrow_exception(closed_);  // forgotten, after an error
@@ -183,12 +183,12 @@ void MachineLink::wait_for(std::uint64_t number) {
   std::rethrow_exception(closed_ && !late ? closed_ : loss);
 }
 
-void MachineLink::forget() {
+void GlooLink::forget() {
   const std::lock_guard lock(mutex_);
   under_way_.clear();
 }
 
-PeerLost MachineLink::lost(int peer, const std::exception& trouble) const {
+PeerLost GlooLink::lost(int peer, const std::exception& trouble) const {
   return PeerLost({.what = concat("lost ", names_[peer], ": ", split(trouble.what(), '\n').front()),
                    .here = options_.describe,
                    .likely = "a rank there died, failed or stopped; the launcher there names it",

@@ -34,23 +34,23 @@
 #include <thread>
 
 #include "lockstep/base/int_vector.h"
-#include "lockstep/collective/transport.h"
+#include "lockstep/collective/transport/transport.h"
 
 namespace lockstep {
 
 class GlooConnection;
 
-class MachineLink {
+class GlooLink {
  public:
   // Numbers of sends and receives that were started. The link holds them until they were waited for, or forgotten.
   using Transfers = std::vector<std::uint64_t>;
 
   // `options`: rank is this rank's number among the peers, size their number. `names`: what errors call the peers.
   // Blocks until all are connected. Throws RendezvousError.
-  MachineLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options, std::vector<std::string> names);
-  ~MachineLink();
-  MachineLink(const MachineLink&) = delete;
-  MachineLink& operator=(const MachineLink&) = delete;
+  GlooLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options, std::vector<std::string> names);
+  ~GlooLink();
+  GlooLink(const GlooLink&) = delete;
+  GlooLink& operator=(const GlooLink&) = delete;
 
   // From now on, until the destructor returns: when the next machine is lost or closes its connections, this link
   // closes its own and calls `on_loss` once, on a thread of its own.

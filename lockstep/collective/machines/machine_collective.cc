@@ -13,7 +13,7 @@ shm::Part MachineCollective::slice_of(const shm::Part& range, int owner) const {
 
 void MachineCollective::run_inside(std::size_t chunk, const Call& call) {
   if (chunk > 0) return run_inside(call);
-  hierarchy_.inside.run_as(signature_, call);
+  hierarchy_.inside->run(call, &signature_);
 }
 
 void MachineCollective::reduce(std::span<const std::byte* const> sources, std::byte* destination, std::size_t count,
@@ -26,7 +26,7 @@ void MachineCollective::reduce(std::span<const std::byte* const> sources, std::b
 }
 
 std::byte* MachineCollective::grown(shm::Memory& memory, std::size_t bytes) {
-  if (memory.size() < bytes) memory = hierarchy_.inside.allocate(bytes);
+  if (memory.size() < bytes) memory = hierarchy_.inside->allocate(bytes);
   return memory.data();
 }
 

@@ -35,11 +35,8 @@ struct Chunks {
   std::size_t count;
   std::size_t most;
 
-  std::size_t size() const { return std::max<std::size_t>(1, (count + most - 1) / most); }
-  shm::Part operator[](std::size_t chunk) const {
-    const std::size_t begin = chunk * most;
-    return {begin, std::min(most, count - begin)};
-  }
+  std::size_t size() const { return std::max<std::size_t>(1, shm::chunks_of(count, most)); }
+  shm::Part operator[](std::size_t chunk) const { return shm::Part{0, count}.chunk(chunk, most); }
 };
 
 class MachineCollective {
@@ -50,11 +47,11 @@ class MachineCollective {
 
   int machine() const { return hierarchy_.machine; }
   int machines() const { return hierarchy_.machines; }
-  int local_rank() const { return hierarchy_.inside.rank(); }
-  int local_size() const { return hierarchy_.inside.size(); }
+  int local_rank() const { return hierarchy_.inside->rank(); }
+  int local_size() const { return hierarchy_.inside->size(); }
   bool alone() const { return local_size() == 1; }  // on this machine: then nothing is done inside
   bool owns_slice() const { return local_rank() < slices_; }
-  MachineLink& link() const { return *hierarchy_.between; }  // of owners only
+  GlooLink& link() const { return *hierarchy_.between; }  // of owners only
 
   std::size_t bytes(std::size_t elements) const { return elements * size_of(call_.dtype); }
 
@@ -92,9 +89,9 @@ class MachineCollective {
   // A collective inside the machine. In that of chunk 0 the machine's ranks compare the signature of the whole call:
   // what they do inside may be alike where the calls are not (a mean is a sum until the machines divide it).
   void run_inside(std::size_t chunk, const Call& call);
-  void run_inside(const Call& call) { hierarchy_.inside.run(call); }
+  void run_inside(const Call& call) { hierarchy_.inside->run(call); }
 
-  // What is reduced inside, and on the way around a ring: a mean is divided once, at the end.
+  // The reduction inside, and on the way around a ring: a mean is divided once, at the end.
   ReduceOp op_inside() const { return call_.op == ReduceOp::kMean ? ReduceOp::kSum : call_.op; }
 
   // destination[i] = sources[0][i] op sources[1][i] op ...

@@ -51,13 +51,10 @@ Topology Topology::of_group(const std::vector<int>& ranks) const {
   return group;
 }
 
-std::vector<std::vector<int>> Topology::lists_on(int machine, const std::vector<std::vector<int>>& lists) const {
-  std::vector<std::vector<int>> local;
-  for (const int rank : ranks_on(machine)) {
-    std::vector<int>& members = local.emplace_back();
-    for (const int member : lists[to_size(rank)])
-      if (machine_of[member] == machine) members.push_back(local_rank(member));
-  }
+std::vector<int> Topology::local_ranks(int machine, const std::vector<int>& ranks) const {
+  std::vector<int> local;
+  for (const int rank : ranks)
+    if (machine_of[rank] == machine) local.push_back(local_rank(rank));
   return local;
 }
 

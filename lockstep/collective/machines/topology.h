@@ -22,12 +22,11 @@ struct Topology {
   int local_rank(int rank) const;  // its place among the ranks of its machine
   int smallest_machine() const;    // the smallest number of ranks on one machine
 
-  // Of a sub-world of `ranks`.
+  // The topology of a sub-world of `ranks`.
   Topology of_group(const std::vector<int>& ranks) const;
 
-  // `lists` (of each rank: the members of its new group) as the ranks of `machine` see them: only those of its own
-  // ranks, and in them only ranks of this machine, by their local ranks.
-  std::vector<std::vector<int>> lists_on(int machine, const std::vector<std::vector<int>>& lists) const;
+  // The local ranks of those of `ranks` that are on `machine`.
+  std::vector<int> local_ranks(int machine, const std::vector<int>& ranks) const;
 };
 
 // One round of a collective whose array has one part per rank, in rank order: pieces[m] is a range of elements that

@@ -9,98 +9,89 @@
 //   tree     2 log2(p) steps of K: partners at distance 1, 2, 4, ... are added pairwise up to rank 0, then copied down
 //
 // ring and tree round float16 and bfloat16 after every step.
-#include <array>
 #include <bit>
+#include <initializer_list>
 
-#include "lockstep/collective/shm/collectives.h"
-#include "lockstep/collective/shm/copy.h"
+#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/partition.h"
 #include "lockstep/collective/shm/reduce_kernels.h"
 
 namespace lockstep::shm {
 namespace {
 
-// The arrays of all ranks, filled with their inputs and announced.
+// The arrays of all ranks, filled with their inputs and announced, and what is done with this rank's.
 class SharedArrays {
  public:
-  SharedArrays(GroupState& group, const Call& call)
-      : group_(group), call_(call), bytes_(call.count * size_of(call.dtype)) {
-    group_.begin(signature_of(call));
+  SharedArrays(Group& group, const Call& call)
+      : group_(group), call_(call), whole_{0, call.count}, element_(size_of(call.dtype)) {
+    const std::size_t bytes = call.count * element_;
     mine_ = static_cast<std::byte*>(call.output);
-    if (group_.locate(mine_, bytes_).kind == Place::Kind::kPrivate) {
-      copy_ = group_.allocate(bytes_);
+    if (group.locate(mine_, bytes).kind == Location::Kind::kPrivate) {
+      copy_ = group.allocate(bytes);
       mine_ = copy_.data();
     }
-    copy_bytes(mine_, static_cast<const std::byte*>(call.input), bytes_);
-    group_.arrive(group_.locate(mine_, bytes_), group_.locate(mine_, bytes_));
+    copy_bytes(mine_, static_cast<const std::byte*>(call.input), bytes);
+    const Location place = group.locate(mine_, bytes);
+    group.announce(place, place);
+    group.arrive();
   }
 
-  std::size_t bytes() const { return bytes_; }
-  std::byte* of(int rank) const { return group_.pointer(group_.announcement(rank).output(), bytes_); }
-
-  // target = the reduction of `inputs`, for one part; `last` if nothing is to be added any more.
-  void reduce_part(std::span<const std::byte* const> inputs, std::byte* target, std::size_t count, bool last) const {
-    const bool divide_later = call_.op == ReduceOp::kMean && !last;
-    const std::array targets{target};
-    reduce({.sources = inputs, .destinations = targets, .count = count, .divisor = group_.size()}, call_.dtype,
-           divide_later ? ReduceOp::kSum : call_.op);
-  }
-
-  // After step `steps - 1`: nobody returns before all are done with its array.
-  void finish(std::uint32_t steps) {
-    group_.finish(steps);
-    copy_bytes(static_cast<std::byte*>(call_.output), mine_, bytes_);
-  }
+  void central();
+  void ring();
+  void tree();
 
  private:
-  GroupState& group_;
+  std::byte* of(int rank, Part part) const {
+    return group_.pointer(group_.announcement(rank).output(), whole_.count * element_) + part.begin * element_;
+  }
+
+  void copy(int from, Part part) const {
+    const Group::PeerAccess access(group_);
+    copy_bytes(of(group_.rank(), part), of(from, part), part.count * element_);
+  }
+
+  // Reduces that part of the arrays of `ranks`, in this order, into this rank's. `last`: nothing is to be added any more.
+  void reduce(std::initializer_list<int> ranks, Part part, bool last) const {
+    const Group::PeerAccess access(group_);
+    int sources = 0;
+    for (const int rank : ranks) group_.sources[sources++] = of(rank, part);
+    reduce_sources(sources, part, last);
+  }
+  void reduce_sources(int sources, Part part, bool last) const {
+    group_.destinations[0] = of(group_.rank(), part);
+    shm::reduce({.sources = std::span(group_.sources).first(static_cast<unsigned>(sources)),
+                 .destinations = std::span(group_.destinations).first(1),
+                 .count = part.count,
+                 .divisor = group_.size()},
+                call_.dtype, call_.op == ReduceOp::kMean && !last ? ReduceOp::kSum : call_.op);
+  }
+
+  // After step `steps - 1`: no rank returns before all are done with its array.
+  void finish(std::uint32_t steps) {
+    group_.finish(steps);
+    copy_bytes(static_cast<std::byte*>(call_.output), mine_, whole_.count * element_);
+  }
+
+  Group& group_;
   const Call& call_;
-  std::size_t bytes_;
+  Part whole_;
+  std::size_t element_;  // bytes
   std::byte* mine_ = nullptr;
   Memory copy_;
 };
 
-void reduce_everything(GroupState& group, const SharedArrays& arrays, std::size_t count) {
-  const GroupState::PeerAccess access(group);
-  for (int peer = 0; peer < group.size(); ++peer) group.sources[peer] = arrays.of(peer);
-  arrays.reduce_part(group.sources, arrays.of(0), count, true);
-}
-
-void copy_array(GroupState& group, const SharedArrays& arrays, int from) {
-  const GroupState::PeerAccess access(group);
-  copy_bytes(arrays.of(group.rank()), arrays.of(from), arrays.bytes());
-}
-
-// Adds (or copies) the left neighbour's part to the own one.
-void take_from_left(GroupState& group, const SharedArrays& arrays, Part part, DType dtype, bool add, bool last) {
-  const GroupState::PeerAccess access(group);
-  const int left = (group.rank() + group.size() - 1) % group.size();
-  const std::size_t offset = part.begin * size_of(dtype);
-  std::byte* const own = arrays.of(group.rank()) + offset;
-  const std::byte* const theirs = arrays.of(left) + offset;
-  if (add)
-    arrays.reduce_part(std::array<const std::byte*, 2>{theirs, own}, own, part.count, last);
-  else
-    copy_bytes(own, theirs, part.count * size_of(dtype));
-}
-
-void add_child(GroupState& group, const SharedArrays& arrays, int child, std::size_t count, bool last) {
-  const GroupState::PeerAccess access(group);
-  std::byte* const own = arrays.of(group.rank());
-  arrays.reduce_part(std::array<const std::byte*, 2>{own, arrays.of(child)}, own, count, last);
-}
-
 // Two steps: rank 0 reduces all arrays into its own, the others copy that.
-void all_reduce_central(GroupState& group, const Call& call) {
-  SharedArrays arrays(group, call);
-  if (group.rank() == 0) {
-    reduce_everything(group, arrays, call.count);
-    group.post(1);
+void SharedArrays::central() {
+  if (group_.rank() == 0) {
+    const Group::PeerAccess access(group_);
+    for (int peer = 0; peer < group_.size(); ++peer) group_.sources[peer] = of(peer, whole_);
+    reduce_sources(group_.size(), whole_, true);
+    group_.post(1);
   } else {
-    group.wait_for(0, 1);
-    copy_array(group, arrays, 0);
+    group_.wait(1, 0);
+    copy(0, whole_);
   }
-  arrays.finish(2);
+  finish(2);
 }
 
 // Steps 1 ... p-1 add, steps p ... 2p-2 copy; each moves K/p per rank. Part s starts at rank s, collects a summand at
@@ -109,54 +100,55 @@ void all_reduce_central(GroupState& group, const Call& call) {
 // In step k rank r takes part r-k (mod p) from its left neighbour, once that one has finished step k-1. It overwrites a
 // part only after its right neighbour has read it: before step p+j its left neighbour has finished p+j-1, so the one
 // before that p+j-2, and so on around; the right neighbour, p-1 places on, has finished j+1, in which it read part r-j.
-void all_reduce_ring(GroupState& group, const Call& call) {
-  SharedArrays arrays(group, call);
-  const int p = group.size();
-  const Partition split = Partition::even(call.count, p, kCacheLine / size_of(call.dtype));
-  const int left = (group.rank() + p - 1) % p;
+void SharedArrays::ring() {
+  const int p = group_.size();
+  const Partition split = Partition::even(whole_.count, p, kCacheLine / element_);
+  const int left = (group_.rank() + p - 1) % p;
   for (int step = 1; step <= 2 * p - 2; ++step) {
-    if (step > 1) group.wait_for(left, static_cast<unsigned>(step - 1));
-    const bool add = step < p;
-    const int part = (group.rank() - step + 2 * p) % p;
-    take_from_left(group, arrays, split[part], call.dtype, add, step == p - 1);
-    group.post(static_cast<unsigned>(step));
+    if (step > 1) group_.wait(static_cast<unsigned>(step - 1), left);
+    const Part part = split[(group_.rank() - step + 2 * p) % p];
+    if (step < p)
+      reduce({left, group_.rank()}, part, step == p - 1);
+    else
+      copy(left, part);
+    group_.post(static_cast<unsigned>(step));
   }
-  arrays.finish(static_cast<unsigned>(2 * p - 1));
+  finish(static_cast<unsigned>(2 * p - 1));
 }
 
 // A binomial tree. Up, level by level: a rank whose number has the lowest `level` bits 0 adds the array of the rank
 // `distance` above it, K bytes, once that one has finished the level before. Down: the same pairs in reverse order, the
 // upper rank copies K bytes. An upper rank's array is read up before it is overwritten down, levels apart.
-void all_reduce_tree(GroupState& group, const Call& call) {
-  SharedArrays arrays(group, call);
-  const int rank = group.rank();
-  const int levels = std::bit_width(static_cast<unsigned>(group.size() - 1));
+void SharedArrays::tree() {
+  const int rank = group_.rank();
+  const int levels = std::bit_width(static_cast<unsigned>(group_.size() - 1));
   std::uint32_t step = 0;
   for (int level = 0; level < levels; ++level) {
     const int distance = 1 << level;
-    if (rank % (2 * distance) == 0 && rank + distance < group.size()) {
-      group.wait_for(rank + distance, step);
-      add_child(group, arrays, rank + distance, call.count, level == levels - 1);
+    if (rank % (2 * distance) == 0 && rank + distance < group_.size()) {
+      group_.wait(step, rank + distance);
+      reduce({rank, rank + distance}, whole_, level == levels - 1);
     }
-    group.post(++step);
+    group_.post(++step);
   }
   for (int level = levels - 1; level >= 0; --level) {
     const int distance = 1 << level;
     if (rank % (2 * distance) == distance) {
-      group.wait_for(rank - distance, step);
-      copy_array(group, arrays, rank - distance);
+      group_.wait(step, rank - distance);
+      copy(rank - distance, whole_);
     }
-    group.post(++step);
+    group_.post(++step);
   }
-  arrays.finish(step + 1);
+  finish(step + 1);
 }
 
 }  // namespace
 
-void all_reduce_reference(GroupState& group, const Call& call) {
-  if (call.algorithm == Algorithm::kRing) return all_reduce_ring(group, call);
-  if (call.algorithm == Algorithm::kTree) return all_reduce_tree(group, call);
-  all_reduce_central(group, call);
+void all_reduce_reference(Group& group, const Call& call) {
+  SharedArrays arrays(group, call);
+  if (call.algorithm == Algorithm::kRing) return arrays.ring();
+  if (call.algorithm == Algorithm::kTree) return arrays.tree();
+  arrays.central();
 }
 
 }  // namespace lockstep::shm

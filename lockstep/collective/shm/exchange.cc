@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The collectives that move data and compute nothing: barrier, broadcast, all_gather, gather, scatter and all_to_all. Each
+// The collectives that move data and compute nothing: broadcast, all_gather, gather, scatter and all_to_all. Each
 // rank shows its input; each rank then copies what it wants of the others' inputs.
 //
 // A rank shows its K bytes in one of three ways, and its peers learn which from its announcement:
@@ -14,27 +14,25 @@
 #include <numeric>
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/shm/collectives.h"
-#include "lockstep/collective/shm/copy.h"
+#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/partition.h"
+#include "lockstep/collective/shm/reduce_kernels.h"
 #include "lockstep/collective/shm/thresholds.h"
 #include "lockstep/error.h"
 
 namespace lockstep::shm {
 namespace {
 
-// Which bytes this rank shows, and which it takes from each rank: the fields are set first, then it runs.
+// Says which bytes this rank shows, and which it takes from each rank: set the fields first, then run it.
 class Exchange {
  public:
-  Exchange(GroupState& group, const Call& call)
+  Exchange(Group& group, const Call& call)
       : input(static_cast<const std::byte*>(call.input)),
         output(static_cast<std::byte*>(call.output)),
         taken(group.size()),
         found_at(group.size()),
         group_(group),
-        element_(size_of(call.dtype)) {
-    group.begin(signature_of(call));
-  }
+        element_(size_of(call.dtype)) {}
 
   const std::byte* input;
   std::size_t input_bytes = 0;  // 0: this rank shows nothing
@@ -54,25 +52,27 @@ class Exchange {
   void transfer();
 
  private:
-  Place show() const;
-  Place place_of(int peer) const { return group_.announcement(peer).input(); }
+  Location show() const;
+  Location place_of(int peer) const { return group_.announcement(peer).input(); }
   void copy_at_once(int peer) const;
   void stream(std::size_t longest);
   void copy_in(std::size_t chunk, std::size_t lane_bytes) const;
   void copy_out(std::size_t chunk, std::size_t lane_bytes) const;
 
-  GroupState& group_;
+  Group& group_;
   std::size_t element_;
 };
 
 void Exchange::arrive() {
-  const Place place = show();
-  if (place.kind == Place::Kind::kSlot && group_.size() > 1) copy_bytes(group_.slot(group_.rank()), input, input_bytes);
-  group_.arrive(place, {}, given.empty() ? input_bytes : std::ranges::max(given, {}, &Part::count).count);
+  const Location place = show();
+  if (place.kind == Location::Kind::kSlot && group_.size() > 1)
+    copy_bytes(group_.slot(group_.rank()), input, input_bytes);
+  group_.announce(place, {}, given.empty() ? input_bytes : std::ranges::max(given, {}, &Part::count).count);
+  group_.arrive();
 }
 
-Place Exchange::show() const {
-  if (input_bytes <= kOneShotExchangeBytes || group_.size() == 1) return {.kind = Place::Kind::kSlot};
+Location Exchange::show() const {
+  if (input_bytes <= kOneShotExchangeBytes || group_.size() == 1) return {.kind = Location::Kind::kSlot};
   return group_.locate(input, input_bytes);
 }
 
@@ -84,15 +84,16 @@ void Exchange::transfer() {
   bool read_in_place = false;
   std::size_t longest_staged = 0;
   for (int peer = 0; peer < group_.size(); ++peer) {
-    const Place::Kind kind = place_of(peer).kind;
-    if (kind == Place::Kind::kPrivate) longest_staged = std::max(longest_staged, group_.announcement(peer).longest());
-    read_in_place |= kind == Place::Kind::kArena || kind == Place::Kind::kAddress;
-    if (peer == group_.rank() || kind != Place::Kind::kPrivate) copy_at_once(peer);
+    const Location::Kind kind = place_of(peer).kind;
+    if (kind == Location::Kind::kPrivate)
+      longest_staged = std::max(longest_staged, group_.announcement(peer).longest());
+    read_in_place |= kind == Location::Kind::kArena || kind == Location::Kind::kAddress;
+    if (peer == group_.rank() || kind != Location::Kind::kPrivate) copy_at_once(peer);
   }
   if (longest_staged > 0) return stream(longest_staged);
   if (!read_in_place) return;
   group_.post(1);
-  if (place_of(group_.rank()).kind != Place::Kind::kSlot) group_.wait_all(1);
+  if (place_of(group_.rank()).kind != Location::Kind::kSlot) group_.wait(1);
   group_.end(1);
 }
 
@@ -102,24 +103,27 @@ void Exchange::copy_at_once(int peer) const {
   std::byte* const to = output + part.begin;
   const std::size_t offset = found_at[peer];
   if (peer == group_.rank()) return copy_bytes(to, input + offset, part.count);
-  const Place place = place_of(peer);
-  if (place.kind == Place::Kind::kSlot) return copy_bytes(to, group_.slot(peer) + offset, part.count);
-  const GroupState::PeerAccess access(group_);
+  const Location place = place_of(peer);
+  if (place.kind == Location::Kind::kSlot) return copy_bytes(to, group_.slot(peer) + offset, part.count);
+  const Group::PeerAccess access(group_);
   copy_bytes(to, group_.pointer(place, offset + part.count) + offset, part.count);
 }
 
 // Step s fills this rank's chunk s, then copies what this rank takes out of chunk s-1 of every rank that stages.
-// GroupState::stream says why no chunk is overwritten before it was read.
+// Group::staging_bytes says why no chunk is overwritten before it was read.
 void Exchange::stream(std::size_t longest) {
   const std::size_t lane_bytes = group_.lane_bytes(given.empty() ? 1 : group_.size());
-  const bool mine = place_of(group_.rank()).kind == Place::Kind::kPrivate;
+  const bool mine = place_of(group_.rank()).kind == Location::Kind::kPrivate;
   if (mine) group_.make_staging();
-  group_.stream(
-      chunks_of(longest, lane_bytes), 1,
-      [&](std::size_t chunk) {
-        if (mine) copy_in(chunk, lane_bytes);
-      },
-      [&](std::size_t step) { copy_out(step - 1, lane_bytes); });
+  const auto chunks = static_cast<std::uint32_t>(chunks_of(longest, lane_bytes));
+  for (std::uint32_t step = 0; step <= chunks; ++step) {
+    if (step > 0) group_.post(step);
+    if (mine && step < chunks) copy_in(step, lane_bytes);
+    if (step == 0) continue;
+    group_.wait(step);
+    copy_out(step - 1, lane_bytes);
+  }
+  group_.finish(chunks + 1);
 }
 
 void Exchange::copy_in(std::size_t chunk, std::size_t lane_bytes) const {
@@ -138,14 +142,14 @@ void Exchange::copy_in(std::size_t chunk, std::size_t lane_bytes) const {
 void Exchange::copy_out(std::size_t chunk, std::size_t lane_bytes) const {
   const std::size_t lane = given.empty() ? 0 : static_cast<unsigned>(group_.rank()) * lane_bytes;
   for (int peer = 0; peer < group_.size(); ++peer) {
-    if (peer == group_.rank() || place_of(peer).kind != Place::Kind::kPrivate) continue;
+    if (peer == group_.rank() || place_of(peer).kind != Location::Kind::kPrivate) continue;
     const Part part = taken[peer].chunk(chunk, lane_bytes);
     if (part.count > 0) copy_bytes(output + part.begin, group_.staging(peer, chunk) + lane, part.count);
   }
 }
 
 // Every rank checks every pair of ranks, so that all of them throw.
-void check_pairs(const GroupState& group) {
+void check_pairs(const Group& group) {
   const int p = group.size();
   for (int from = 0; from < p; ++from)
     for (int to = 0; to < p; ++to) {
@@ -160,47 +164,9 @@ void check_pairs(const GroupState& group) {
     }
 }
 
-void all_to_all_even(GroupState& group, const Call& call, Exchange& exchange) {
-  const Partition parts = Partition::equal(call.count, group.size());
-  exchange.input_bytes = parts.total() * size_of(call.dtype);
-  for (int peer = 0; peer < group.size(); ++peer) {
-    exchange.given[peer] = exchange.taken[peer] = exchange.bytes_of(parts[peer]);
-    exchange.found_at[peer] = exchange.bytes_of(parts[group.rank()]).begin;
-  }
-  exchange.run();
-}
-
-// Each rank also publishes what it sends to and expects from each: where its message begins in a sender's input is the
-// sum of what that one sends to the ranks before it.
-void all_to_all_uneven(GroupState& group, const Call& call, Exchange& exchange) {
-  const std::size_t element = size_of(call.dtype);
-  const Partition sends = Partition::uneven(call.counts);
-  const Partition receives = Partition::uneven(call.receive_counts);
-  exchange.input_bytes = sends.total() * element;
-  std::uint64_t* const published = group.counts(group.rank());
-  for (int peer = 0; peer < group.size(); ++peer) {
-    exchange.given[peer] = exchange.bytes_of(sends[peer]);
-    exchange.taken[peer] = exchange.bytes_of(receives[peer]);
-    published[peer] = sends[peer].count;
-    published[group.size() + peer] = receives[peer].count;
-  }
-  exchange.arrive();
-  check_pairs(group);
-  for (int peer = 0; peer < group.size(); ++peer) {
-    const std::uint64_t* const sent = group.counts(peer);
-    exchange.found_at[peer] = std::accumulate(sent, sent + group.rank(), std::uint64_t{0}) * element;
-  }
-  exchange.transfer();
-}
-
 }  // namespace
 
-void barrier(GroupState& group) {
-  group.begin({.operation = Operation::kBarrier});
-  group.arrive({.kind = Place::Kind::kSlot}, {});
-}
-
-void broadcast(GroupState& group, const Call& call) {
+void broadcast(Group& group, const Call& call) {
   Exchange exchange(group, call);
   const Part all = exchange.bytes_of({0, call.count});
   exchange.input = exchange.output;
@@ -211,7 +177,7 @@ void broadcast(GroupState& group, const Call& call) {
   exchange.run();
 }
 
-void gather(GroupState& group, const Call& call) {
+void gather(Group& group, const Call& call) {
   Exchange exchange(group, call);
   const Partition parts = Partition::of(call, group.size());
   exchange.input_bytes = exchange.bytes_of(parts[group.rank()]).count;
@@ -220,7 +186,7 @@ void gather(GroupState& group, const Call& call) {
   exchange.run();
 }
 
-void scatter(GroupState& group, const Call& call) {
+void scatter(Group& group, const Call& call) {
   Exchange exchange(group, call);
   const Partition parts = Partition::of(call, group.size());
   const Part mine = exchange.bytes_of(parts[group.rank()]);
@@ -234,13 +200,33 @@ void scatter(GroupState& group, const Call& call) {
   exchange.run();
 }
 
-void all_to_all(GroupState& group, const Call& call) {
+// With uneven parts each rank also publishes its counts, to and from each rank: a message begins in the sender's input
+// after all that the sender sends to the ranks before.
+void all_to_all(Group& group, const Call& call) {
   Exchange exchange(group, call);
+  const bool even = call.counts.empty();
+  const Partition sends = Partition::of(call, group.size());
+  const Partition receives = even ? sends : Partition::uneven(call.receive_counts);
+  exchange.input_bytes = exchange.bytes_of({0, sends.total()}).count;
   exchange.given.resize(group.size());
-  if (call.counts.empty())
-    all_to_all_even(group, call, exchange);
-  else
-    all_to_all_uneven(group, call, exchange);
+  for (int peer = 0; peer < group.size(); ++peer) {
+    exchange.given[peer] = exchange.bytes_of(sends[peer]);
+    exchange.taken[peer] = exchange.bytes_of(receives[peer]);
+    exchange.found_at[peer] = exchange.bytes_of(sends[group.rank()]).begin;
+    if (even) continue;
+    group.counts(group.rank())[peer] = sends[peer].count;
+    group.counts(group.rank())[group.size() + peer] = receives[peer].count;
+  }
+  exchange.arrive();
+  if (!even) {
+    check_pairs(group);
+    for (int peer = 0; peer < group.size(); ++peer) {
+      const std::uint64_t* const sent = group.counts(peer);
+      const auto before = std::accumulate(sent, sent + group.rank(), std::uint64_t{0});
+      exchange.found_at[peer] = exchange.bytes_of({before, 0}).begin;
+    }
+  }
+  exchange.transfer();
 }
 
 }  // namespace lockstep::shm

@@ -1,50 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shm/group.h"
 
+#include <sched.h>
+
 #include <algorithm>
-#include <array>
 #include <cstring>
+#include <exception>
 #include <numeric>
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
-#include "lockstep/collective/shm/collectives.h"
-#include "lockstep/collective/shm/group_state.h"
 #include "lockstep/collective/shm/mailbox.h"
+#include "lockstep/collective/shm/thresholds.h"
 #include "lockstep/error.h"
 
 namespace lockstep::shm {
-
-// Destroyed in reverse order: first the mailbox, whose thread uses the rest.
-struct Group::Parts {
-  Parts(std::shared_ptr<Machine> machine, GroupArea area, std::vector<int> ranks, int rank,
-        std::chrono::milliseconds timeout)
-      : state(std::move(machine), area, std::move(ranks), rank, timeout), mailbox(state, timeout) {}
-
-  bool is_subgroup = false;
-  Memory area_memory;  // of a sub-group, at its rank 0
-  bool left = false;
-  GroupState state;
-  Mailbox mailbox;
-};
-
 namespace {
-
-void carry_out(GroupState& state, const Call& call) {
-  switch (call.operation) {
-    case Operation::kAllReduce:
-      if (call.algorithm != Algorithm::kDirect) return all_reduce_reference(state, call);
-      [[fallthrough]];
-    case Operation::kReduce:
-    case Operation::kReduceScatter: return all_reduce(state, call);
-    case Operation::kAllGather:
-    case Operation::kGather: return gather(state, call);
-    case Operation::kBroadcast: return broadcast(state, call);
-    case Operation::kScatter: return scatter(state, call);
-    case Operation::kAllToAll: return all_to_all(state, call);
-    default: return barrier(state);
-  }
-}
 
 // How a trace shows a collective. Messages are shown by World.
 trace::Label label_of(const Signature& signature) {
@@ -56,189 +27,266 @@ trace::Label label_of(const Signature& signature) {
           .bytes = of_step || bytes == 0 ? -1 : bytes};
 }
 
-// What a rank of a group says about the sub-group that it wants to be in.
-struct Offer {
-  std::uint64_t offset = 0;  // of the control memory, in the arena of the sub-group's rank 0
-  std::vector<int> ranks;
-};
+}  // namespace
 
-// A rank sends size + 1 numbers: the offset, its list, then -1.
-IntVector<Offer> exchange_offers(GroupState& group, const Offer& mine) {
-  const int words = group.size() + 1;
-  IntVector<std::int64_t> sent(words, -1);
-  IntVector<std::int64_t> received(words * group.size());
-  sent[0] = static_cast<std::int64_t>(mine.offset);
-  std::ranges::copy(mine.ranks, sent.begin() + 1);
-  gather(group, {.operation = Operation::kSubgroup,
-                 .input = sent.data(),
-                 .output = received.data(),
-                 .count = sent.elements().size(),
-                 .dtype = DType::kInt64});
-  IntVector<Offer> offers(group.size());
-  for (int rank = 0; rank < group.size(); ++rank) {
-    const auto begin = received.begin() + rank * words;
-    offers[rank] = {static_cast<std::uint64_t>(*begin), {begin + 1, std::find(begin + 1, begin + words, -1)}};
-  }
-  return offers;
-}
-
-void check_offers(const GroupState& group, const IntVector<Offer>& offers) {
-  const auto list = [&](int rank) { return concat("ranks ", join(offers[rank].ranks, ", ")); };
-  for (int rank = 0; rank < group.size(); ++rank)
-    for (const int member : offers[rank].ranks)
-      if (offers[member].ranks != offers[rank].ranks)
-        throw MismatchError({.what = concat("rank ", rank, " wants a sub-group of ", list(rank), ", rank ", member,
-                                            " one of ", list(member)),
-                             .here = group.here(),
-                             .likely = "ranks that compute their groups from different numbers",
-                             .next = "give the same list on all its ranks; other lists may not overlap it"});
-}
-
-Memory make_area(GroupState& state, int size) {
-  const std::size_t bytes = GroupArea::bytes(size);
-  Memory memory = state.allocate(bytes);
+Memory make_shared_memory(const Group& group, std::size_t bytes, int users) {
+  Memory memory = group.allocate(bytes);
   std::memset(memory.data(), 0, bytes);
-  memory.as<GroupHeader>()->users.store(static_cast<unsigned>(size));
+  memory.as<SharedHeader>()->users.store(static_cast<unsigned>(users));
   return memory;
 }
 
-}  // namespace
+Group::Group(std::shared_ptr<Peers> peers, GroupArea area, std::vector<int> ranks, int rank,
+             std::chrono::milliseconds timeout)
+    : sources(static_cast<int>(ranks.size())),
+      destinations(sources.size()),
+      lines(sources.size()),
+      peers_(std::move(peers)),
+      area_(area),
+      ranks_(std::move(ranks)),
+      rank_(rank),
+      waiter_(*peers_, ranks_[rank_], *this, timeout),
+      mailbox_(std::make_unique<Mailbox>(*this, timeout)) {}
 
-Group::Group(std::shared_ptr<Machine> machine, int rank, std::chrono::milliseconds timeout) {
-  std::vector<int> ranks(static_cast<unsigned>(machine->size()));
+GroupPtr Group::of_all(const std::shared_ptr<Peers>& peers, int rank, std::chrono::milliseconds timeout) {
+  std::vector<int> ranks(static_cast<unsigned>(peers->size()));
   std::iota(ranks.begin(), ranks.end(), 0);
-  const GroupArea area = machine->group_area();
-  parts_ = std::make_unique<Parts>(std::move(machine), area, std::move(ranks), rank, timeout);
-}
-
-Group::Group(std::unique_ptr<Parts> parts) : parts_(std::move(parts)) {}
-Group::Group(Group&&) noexcept = default;
-
-Group& Group::operator=(Group&& other) noexcept {
-  Group(std::move(other)).parts_.swap(parts_);
-  return *this;
+  return {new Group(peers, peers->group_area(), std::move(ranks), rank, timeout), DeleteInOwnProcess()};
 }
 
 Group::~Group() {
-  if (parts_ == nullptr || is_parents()) return;
   cancel();
-  const std::shared_ptr<Machine> machine = parts_->state.shared_machine();
-  const GroupArea area = parts_->state.area();
-  const bool is_subgroup = parts_->is_subgroup;
-  Memory area_memory = std::move(parts_->area_memory);
-  parts_.reset();
-  if (is_subgroup) area.header().users.fetch_sub(1);
-  if (area_memory.data() != nullptr) machine->retire(std::move(area_memory));
+  mailbox_.reset();
+  if (is_subgroup_) area_.header().users.fetch_sub(1);
+  if (area_memory_.data() != nullptr) peers_->retire(std::move(area_memory_));
 }
 
 void Group::cancel() {
   if (is_parents()) return;
-  if (!parts_->is_subgroup && !parts_->left) poison("it went away without leave(), after an error or by mistake");
-  parts_->state.waiter().cancel();
+  if (!is_subgroup_ && !left_) poison("it went away without leave(), after an error or by mistake");
+  waiter_.cancel();
 }
 
 void Group::leave() {
   if (is_parents()) return;
-  parts_->mailbox.drain();
-  parts_->left = true;
-  const GroupState& state = parts_->state;
-  if (!parts_->is_subgroup) state.machine().seat(state.machine_rank(state.rank())).state.store(Seat::kLeft);
+  mailbox_->drain();
+  left_ = true;
+  if (!is_subgroup_) peers_->seat(ranks_[rank_]).state.store(Seat::kLeft);
 }
 
-// Whatever a child announced, the other ranks would take for its parent's.
+// The other ranks would take whatever a child announced for its parent's.
 void Group::require_own_process() const {
-  if (!is_parents()) return;
-  throw UsageError({.what = "a collective or message in a forked child of a rank",
-                    .here = parts_->state.here(),
-                    .likely = "fork() after World was made: the child is not a rank",
-                    .next = "leave collectives, backward() and step() to the parent"});
+  if (is_parents()) refuse_forked_child(self());
 }
-
-int Group::rank() const { return parts_->state.rank(); }
-int Group::size() const { return parts_->state.size(); }
-int Group::job_rank(int rank) const { return parts_->state.job_rank(rank); }
 
 void Group::set_timeout(std::chrono::milliseconds timeout) {
-  parts_->state.waiter().set_timeout(timeout);
-  parts_->mailbox.set_timeout(timeout);
+  waiter_.set_timeout(timeout);
+  mailbox_->set_timeout(timeout);
 }
 
-Memory Group::allocate(std::size_t bytes) {
+Memory Group::allocate(std::size_t bytes) const {
   require_own_process();
-  return parts_->state.allocate(bytes);
+  return peers_->arena(ranks_[rank_])->allocate(bytes);
 }
 
-int Group::memory_file() const {
-  const GroupState& state = parts_->state;
-  return state.machine().arena(state.machine_rank(state.rank()))->window().fd();
-}
+int Group::memory_file() const { return peers_->arena(ranks_[rank_])->window().fd(); }
 
-std::byte* Group::peer_memory(int rank, std::uint64_t offset, std::size_t bytes) {
-  return parts_->state.pointer(place_in(parts_->state.machine_rank(rank), offset), bytes);
-}
+// ---- Calls
 
-Place Group::locate(const void* address, std::size_t bytes) const { return parts_->state.locate(address, bytes); }
-
-int Group::run(const Call& call) {
+int Group::run(const Call& call, const Signature* announced) {
   require_own_process();
   check_call(call, size());
-  if (is_message(call.operation)) return parts_->mailbox.run(call);
-  const trace::Span span([&] { return label_of(parts_->state.announced_as().value_or(signature_of(call))); });
-  parts_->state.run(call.timeout, [&] { carry_out(parts_->state, call); });
+  if (is_message(call.operation)) return mailbox_->run(call);
+  const Signature signature = announced != nullptr ? *announced : signature_of(call);
+  const trace::Span span([&] { return label_of(signature); });
+  waiter_.begin_call(call.timeout);
+  try {
+    begin(signature);
+    switch (call.operation) {
+      case Operation::kAllReduce:
+      case Operation::kReduce:
+      case Operation::kReduceScatter: shm::all_reduce(*this, call); break;
+      case Operation::kAllGather:
+      case Operation::kGather:
+      case Operation::kSubgroup: shm::gather(*this, call); break;
+      case Operation::kBroadcast: shm::broadcast(*this, call); break;
+      case Operation::kScatter: shm::scatter(*this, call); break;
+      case Operation::kAllToAll: shm::all_to_all(*this, call); break;
+      default: announce({.kind = Location::Kind::kSlot}, {}); arrive();
+    }
+  } catch (...) {
+    after_failure();
+    throw;
+  }
   return kAnyRank;
-}
-
-void Group::run_as(const Signature& announced, const Call& call) {
-  require_own_process();
-  check_call(call, size());  // if this throws, nothing must be left to announce
-  parts_->state.announce_as(announced);
-  run(call);
 }
 
 FuturePtr Group::start(const Call& message) {
   require_own_process();
   check_call(message, size());
-  return parts_->mailbox.start(message);
+  return mailbox_->start(message);
 }
 
-std::optional<Group> Group::subgroup(const std::vector<int>& ranks) {
+// Its rank 0 takes memory for the control area in its arena; all ranks tell each other where.
+GroupPtr Group::subgroup(const std::vector<int>& ranks) {
   require_own_process();
-  check_subgroup(ranks, size());
-  GroupState& state = parts_->state;
   const int new_size = static_cast<int>(ranks.size());
-  const int new_rank = static_cast<int>(std::ranges::find(ranks, rank()) - ranks.begin());
-  IntVector<Offer> offers;
+  const int new_rank = static_cast<int>(std::ranges::find(ranks, rank_) - ranks.begin());
   Memory area;
-  state.run({}, [&] {
-    if (new_rank == 0) area = make_area(state, new_size);
-    offers = exchange_offers(state, {area.offset(), ranks});
-    check_offers(state, offers);
-  });
-  if (new_rank == new_size) return std::nullopt;
-  std::byte* const base = peer_memory(ranks.front(), offers[ranks.front()].offset, GroupArea::bytes(new_size));
+  if (new_size > 0 && new_rank == 0) try {
+      area = make_shared_memory(*this, GroupArea::bytes(new_size), new_size);
+    } catch (...) {
+      after_failure();
+      throw;
+    }
+  const std::uint64_t mine = area.data() != nullptr ? area.offset() : 0;
+  IntVector<std::uint64_t> offsets(size());
+  run({.operation = Operation::kSubgroup,
+       .input = &mine,
+       .output = offsets.data(),
+       .count = 1,
+       .dtype = DType::kInt64});
+  if (new_size == 0) return nullptr;
+  std::byte* const base = peer_memory(ranks.front(), offsets[ranks.front()], GroupArea::bytes(new_size));
   std::vector<int> machine_ranks;
-  for (const int rank : ranks) machine_ranks.push_back(state.machine_rank(rank));
-  auto parts = std::make_unique<Parts>(state.shared_machine(), GroupArea(base, new_size), std::move(machine_ranks),
-                                       new_rank, state.waiter().timeout());
-  parts->is_subgroup = true;
-  parts->area_memory = std::move(area);
-  return Group(std::move(parts));
+  for (const int rank : ranks) machine_ranks.push_back(ranks_[rank]);
+  const GroupPtr made(
+      new Group(peers_, GroupArea(base, new_size), std::move(machine_ranks), new_rank, waiter_.timeout()),
+      DeleteInOwnProcess());
+  made->is_subgroup_ = true;
+  made->area_memory_ = std::move(area);
+  return made;
 }
 
-void Group::poison(const std::string& reason) {
+void Group::poison(const std::string& reason) const {
   if (is_parents()) return;
-  const GroupState& state = parts_->state;
-  const int rank = state.machine_rank(state.rank());
-  state.machine().poison_if_any_died();  // then this rank failed for that reason
-  state.machine().poison(Cause::kFailed, concat(state.machine().name(rank), " failed: ", reason),
-                         state.machine().describe(rank));
+  const int rank = ranks_[rank_];
+  peers_->poison_if_any_died();  // then this rank failed for that reason
+  peers_->poison(Cause::kFailed, concat(peers_->name(rank), " failed: ", reason), peers_->describe(rank));
 }
 
 void Group::throw_if_lost() const {
   if (is_parents()) return;
-  const GroupState& state = parts_->state;
-  state.machine().poison_if_any_died();
-  state.machine().throw_if_poisoned(concat("rank ", job_rank(rank())));
+  peers_->poison_if_any_died();
+  peers_->throw_if_poisoned(name(rank_));
+}
+
+// ---- Steps of a collective
+
+void Group::begin(const Signature& signature) {
+  if (peers_->poisoned()) peers_->throw_if_poisoned(here());
+  signature_ = signature;
+  ++sequence_;
+}
+
+void Group::announce(Location input, Location output, std::size_t longest_message) {
+  area_.announcement(rank_, sequence_).write(signature_, input, output, longest_message);
+}
+
+void Group::announce_line(const std::byte* data, std::size_t bytes) {
+  area_.announcement(rank_, sequence_).write_line(signature_, data, bytes);
+}
+
+void Group::arrive() {
+  area_.announcement(rank_, sequence_).arrived.raise(sequence_);
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer == rank_) continue;
+    Flag& arrived = area_.announcement(peer, sequence_).arrived;
+    if (arrived.load() == sequence_) continue;
+    const trace::Span waiting("wait for rank", job_rank(peer));
+    waiter_.until(arrived, ranks_[peer], [&] { return arrived.load() == sequence_; });
+  }
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer == rank_) continue;
+    const Signature theirs = announcement(peer).read_signature();
+    if (theirs != signature_) disagree(peer, to_string(signature_), to_string(theirs));
+  }
+}
+
+void Group::disagree(int peer, const std::string& mine, const std::string& theirs) const {
+  throw MismatchError({.what = concat(name(rank_), " wants ", mine, ", ", name(peer), " wants ", theirs),
+                       .here = here(),
+                       .peer = peers_->describe(ranks_[peer]),
+                       .likely = "ranks whose models, batches or branches differ, so that their calls do too",
+                       .next = "make every rank call the same collectives in the same order with the same shapes"});
+}
+
+void Group::wait(std::uint32_t step, int only) {
+  const std::uint32_t target = phase_ + step;
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer == rank_ || (only != kAnyRank && peer != only)) continue;
+    Flag& phase = area_.progress(peer).phase;
+    waiter_.until(phase, ranks_[peer], [&] { return phase.reached(target); });
+  }
+}
+
+void Group::make_staging() {
+  if (staging_.data() != nullptr) return;
+  staging_ = allocate(kStagingChunks * staging_bytes());
+  area_.progress(rank_).staging.store(staging_.offset(), std::memory_order_relaxed);
+}
+
+std::byte* Group::staging(int rank, std::size_t chunk) const {
+  const Location location = in_arena(ranks_[rank], area_.progress(rank).staging.load(std::memory_order_relaxed));
+  return pointer(location, kStagingChunks * staging_bytes()) + chunk % kStagingChunks * staging_bytes();
+}
+
+// A peer may still be reading or writing memory of this rank that the caller frees when it sees the exception. The
+// machine is poisoned by now, so no further access starts; this waits for those under way.
+void Group::after_failure() const {
+  try {
+    throw;
+  } catch (const MismatchError&) {
+    return;
+  } catch (const PeerLost&) {
+  } catch (const std::exception& error) {
+    peers_->poison(Cause::kFailed, concat(name(rank_), " failed"), error.what());
+  }
+  for (int peer = 0; peer < size() && peers_->shares_ordinary_memory(); ++peer)
+    while (area_.progress(peer).accesses.load() != 0) ::sched_yield();
+}
+
+Group::PeerAccess::PeerAccess(const Group& group) : group_(group) {
+  if (!group_.peers_->shares_ordinary_memory()) return;
+  std::atomic<std::uint32_t>& accesses = group_.area_.progress(group_.rank_).accesses;
+  accesses.fetch_add(1);  // sequentially consistent, as is the poisoning: either it is seen here, or this is waited for
+  if (!group_.peers_->poisoned()) return;
+  accesses.fetch_sub(1);
+  group_.peers_->throw_if_poisoned(group_.here());
+}
+
+Group::PeerAccess::~PeerAccess() {
+  if (group_.peers_->shares_ordinary_memory())
+    group_.area_.progress(group_.rank_).accesses.fetch_sub(1, std::memory_order_release);
+}
+
+std::string Group::self() const {
+  const int known_as = job_rank(rank_);
+  return concat("rank ", rank_, " of ", size(), known_as == rank_ ? "" : concat(" (rank ", known_as, " of the job)"));
+}
+
+std::string Group::here() const { return concat(self(), " in ", to_string(signature_), ", collective ", sequence_); }
+
+std::string Group::everyone() const {
+  std::vector<std::string> all;
+  for (int rank = 0; rank < size(); ++rank) all.push_back(doing(rank));
+  return join(all, "\n          ");
+}
+
+const Announcement& Group::last_of(int rank) const {
+  const Announcement& one = area_.announcement(rank, 0);
+  const Announcement& other = area_.announcement(rank, 1);
+  return one.arrived.reached(other.arrived.load()) ? one : other;
+}
+
+std::string Group::doing(int rank) const {
+  const std::string who = peers_->describe(ranks_[rank]);
+  const Announcement& last = last_of(rank);
+  const std::uint32_t number = last.arrived.load();
+  if (number == 0) return who + ": no collective yet";
+  const std::uint32_t here = last_of(rank_).arrived.load();
+  return concat(who, ": ", to_string(last.read_signature()), ", collective ", number,
+                number == here ? "" : concat(" (this rank: ", here, ")"));
 }
 
 }  // namespace lockstep::shm

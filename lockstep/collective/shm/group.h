@@ -28,109 +28,214 @@
 // group is its parent's.
 #pragma once
 
+#include <array>
 #include <chrono>
-#include <cstddef>
-#include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "lockstep/base/own_process.h"
-#include "lockstep/collective/call.h"
-#include "lockstep/collective/future.h"
-#include "lockstep/collective/shm/memory/arena.h"
-#include "lockstep/collective_types.h"
-#include "lockstep/deadline.h"
+#include "lockstep/collective/calls/call.h"
+#include "lockstep/collective/calls/future.h"
+#include "lockstep/collective/shm/waiting.h"
 
 namespace lockstep::shm {
 
-class Machine;
-struct Place;
+class Group;
+class Mailbox;
+using GroupPtr = std::shared_ptr<Group>;
 
-class Group {
+class Group final : public CallDescription {
  public:
-  // Of all ranks of `machine`, which have taken their seats.
-  Group(std::shared_ptr<Machine> machine, int rank, std::chrono::milliseconds timeout);
-  Group(Group&&) noexcept;
-  Group& operator=(Group&&) noexcept;
+  // All ranks of the machine, which have taken their seats.
+  static GroupPtr of_all(const std::shared_ptr<Peers>& peers, int rank, std::chrono::milliseconds timeout);
 
   // Without leave() first, this rank counts as failed: the machine is poisoned, so that no peer waits for it. Messages
   // under way are given up; no collective may be.
   ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
 
-  // This rank is done, in good order. Waits for the messages that were started here, not for the other ranks. Of a
-  // sub-group, the destructor is enough.
+  // This rank is done, in good order. Waits for the messages that were started here, not for the other ranks. A
+  // sub-group's destructor is enough.
   void leave();
 
   // As the destructor without leave(): a call under way on another thread ends with PeerLost.
   void cancel();
 
-  int rank() const;
-  int size() const;
-  int job_rank(int rank) const;                         // what the job calls a rank of this group, as do all messages
-  void set_timeout(std::chrono::milliseconds timeout);  // for every wait from now on
+  int rank() const { return rank_; }
+  int size() const { return ranks_.size(); }
+  int machine_rank(int rank) const { return ranks_[rank]; }
+  int job_rank(int rank) const { return peers_->job_rank(ranks_[rank]); }  // the job's number of a rank, as in messages
+  void set_timeout(std::chrono::milliseconds timeout);                     // for every wait from now on
 
   // Memory that peers read in place. It may outlive the group. Throws SystemError.
-  Memory allocate(std::size_t bytes);
-
+  Memory allocate(std::size_t bytes) const;
   int memory_file() const;  // in which allocate() takes memory
 
-  // Where a peer's Memory of `bytes` bytes at its offset() is for this rank. What may be read there, and when, is up to
-  // the callers: wait with barrier(). Throws SystemError: not mappable.
-  std::byte* peer_memory(int rank, std::uint64_t offset, std::size_t bytes);
+  // The address here of a peer's Memory of `bytes` bytes at its offset(). The callers agree on what may be read there and
+  // when: wait with barrier(). Throws SystemError: not mappable.
+  std::byte* peer_memory(int rank, std::uint64_t offset, std::size_t bytes) const {
+    return pointer(in_arena(ranks_[rank], offset), bytes);
+  }
 
-  // The other way round: in the arena of which rank of the machine `bytes` bytes at `address` lie, and where there.
-  Place locate(const void* address, std::size_t bytes) const;
+  // The other way round: where `bytes` bytes at `address` lie for the peers.
+  Location locate(const void* address, std::size_t bytes) const { return peers_->locate(address, bytes); }
 
   void barrier() { run({.operation = Operation::kBarrier}); }
-  void all_reduce(Call call) { run_as_operation(Operation::kAllReduce, call); }
-  void reduce(Call call) { run_as_operation(Operation::kReduce, call); }
-  void reduce_scatter(Call call) { run_as_operation(Operation::kReduceScatter, call); }
-  void all_gather(Call call) { run_as_operation(Operation::kAllGather, call); }
-  void broadcast(Call call) { run_as_operation(Operation::kBroadcast, call); }
-  void gather(Call call) { run_as_operation(Operation::kGather, call); }
-  void scatter(Call call) { run_as_operation(Operation::kScatter, call); }
-  void all_to_all(Call call) { run_as_operation(Operation::kAllToAll, call); }
-  void send(Call call) { run_as_operation(Operation::kSend, call); }
-  int receive(Call call) { return run_as_operation(Operation::kReceive, call); }
+  void all_reduce(Call call) { run_as(Operation::kAllReduce, call); }
+  void reduce(Call call) { run_as(Operation::kReduce, call); }
+  void reduce_scatter(Call call) { run_as(Operation::kReduceScatter, call); }
+  void all_gather(Call call) { run_as(Operation::kAllGather, call); }
+  void broadcast(Call call) { run_as(Operation::kBroadcast, call); }
+  void gather(Call call) { run_as(Operation::kGather, call); }
+  void scatter(Call call) { run_as(Operation::kScatter, call); }
+  void all_to_all(Call call) { run_as(Operation::kAllToAll, call); }
+  void send(Call call) { run_as(Operation::kSend, call); }
+  int receive(Call call) { return run_as(Operation::kReceive, call); }
 
-  // Blocks until the call is done. Returns who sent it, of a receive.
+  // Blocks until the call is done. Returns the sender of a receive. `announced`: the signature that the ranks compare,
+  // and print in messages, where this collective is a part of a larger call.
   //
   // Messages of one sender with one tag are received in the order in which they were sent. A send returns at once if
   // the data fits the header (832 bytes) and one of four is free, else once it was received.
-  int run(const Call& call);
-
-  // As run(), but what the ranks compare, and print in messages, is `announced`: the signature of the larger call that
-  // this collective is a part of.
-  void run_as(const Signature& announced, const Call& call);
+  int run(const Call& call, const Signature* announced = nullptr);
 
   // Starts a send or receive. Neither waits for collectives or for other messages. Its memory must stay until it is
   // done.
   [[nodiscard]] FuturePtr start(const Call& message);
 
-  // A group of some ranks of this one; `ranks` in the order of their new numbers. Every rank of this group calls it;
-  // one that is not in its own list gets none. Lists of different ranks are either equal or disjoint, so one call makes
-  // one new group, or splits all ranks. Usable at the same time as this group, from another thread.
-  std::optional<Group> subgroup(const std::vector<int>& ranks);
+  // A group of some ranks of this one; `ranks` in the order of their new numbers. Every rank of this group calls it, and
+  // one that gives no ranks gets none. The caller has made sure that lists of different ranks are either equal or
+  // disjoint, and that each rank is in its own. Usable at the same time as this group, from another thread.
+  GroupPtr subgroup(const std::vector<int>& ranks);
 
   void require_own_process() const;  // throws UsageError: this is a forked child
 
-  // What every rank of the machine sees as the reason for its PeerLost. No group of the machine can be used afterwards.
-  void poison(const std::string& reason);
+  // Every rank of the machine sees it as the reason for its PeerLost. No group of the machine can be used afterwards.
+  void poison(const std::string& reason) const;
 
   void throw_if_lost() const;  // throws PeerLost where a rank of the machine has died or the machine is poisoned
 
+  // ---- For the collectives (below), which are written in these verbs:
+  //
+  //   announce(in, out)    writes signature and locations of collective number s in one cache line
+  //   arrive()             shows that line, waits for all others, compares signatures
+  //   post(k), wait(k)     step k of this collective: raise the own flag, wait for the flags of the others
+  //   finish(k)            the last step, k, is done; all ranks say the same number
+  //
+  // arrive() returns only after all ranks have left collective s-1: a rank arrives at s only when it is done with s-1.
+  // So everything that s-1 used may be used again, and a collective whose data fits the slots needs no second wait.
+
+  void announce(Location input, Location output, std::size_t longest_message = 0);
+  void announce_line(const std::byte* data, std::size_t bytes);  // at most Announcement::kLineBytes
+  void arrive();
+  void post(std::uint32_t step) { area_.progress(rank_).phase.raise(phase_ + step); }
+  void wait(std::uint32_t step, int only = kAnyRank);  // `only`: for that rank alone
+  void finish(std::uint32_t steps) {                   // once all ranks have posted the last one
+    post(steps);
+    wait(steps);
+    end(steps);
+  }
+  void end(std::uint32_t steps) { phase_ += steps; }
+
+  const Announcement& announcement(int peer) const { return area_.announcement(peer, sequence_); }
+  std::byte* slot(int peer) const { return area_.slot(peer, sequence_); }
+  std::uint64_t* counts(int peer) const { return area_.counts(peer, sequence_); }
+  std::byte* pointer(Location location, std::size_t bytes) const { return peers_->pointer(location, bytes); }
+  std::string name(int rank) const { return peers_->name(ranks_[rank]); }  // "rank 3"
+  Peers& peers() const { return *peers_; }
+  const GroupArea& area() const { return area_; }
+
+  // Staging memory passes data on, kStagingChunks chunks of staging_bytes() in turn, with one wait per chunk. In step s a
+  // rank
+  //
+  //   1  post(s)  says that it has staged chunk s-1, and has read all chunks below s-1
+  //   2           fills its chunk s, in place s % kStagingChunks, while others may still be in step s-1
+  //   3  wait(s)  until all others have posted s, which means that they have staged chunk s-1
+  //   4           reads chunk s-1 of the others
+  //
+  // Step 0 only fills. With kStagingChunks = 4 chunk s overwrites chunk s-4. Its last reader, in step s-2 if it looks two
+  // chunks back, posted s-1 after that; this rank waited for s-1 in step s-1. So nobody reads it. After finish() nobody
+  // reads this rank's staging memory any more.
+  std::size_t staging_bytes() const { return peers_->staging_bytes(); }
+  std::size_t lane_bytes(int lanes) const {
+    return staging_bytes() / static_cast<unsigned>(lanes) / kCacheLine * kCacheLine;
+  }
+  void make_staging();  // at first use; the next post() announces it
+  std::byte* staging(int rank, std::size_t chunk) const;
+
+  // Inside a catch block: leaves the machine poisoned, unless it is a MismatchError (which all ranks throw alike, before
+  // any data moved), and no peer using this rank's memory.
+  void after_failure() const;
+
+  // Names rank and call on both sides of a disagreement. Throws MismatchError.
+  [[noreturn]] void disagree(int peer, const std::string& mine, const std::string& theirs) const;
+
+  // Guards a read or write of memory that belongs to a peer which is a thread of this process. While it lives, a peer
+  // that fails does not return from its call, so that it can't free that memory. Throws PeerLost instead of starting
+  // once the machine is poisoned.
+  class PeerAccess {
+   public:
+    explicit PeerAccess(const Group& group);
+    ~PeerAccess();
+    PeerAccess(const PeerAccess&) = delete;
+    PeerAccess& operator=(const PeerAccess&) = delete;
+
+   private:
+    const Group& group_;
+  };
+
+  std::string self() const;  // "rank 1 of 2", and the job's number of it where that differs
+  std::string here() const override;
+  std::string everyone() const override;
+
+  // Scratch, one entry per rank.
+  IntVector<const std::byte*> sources;
+  IntVector<std::byte*> destinations;
+  IntVector<std::array<std::byte, Announcement::kLineBytes>> lines;
+
  private:
-  struct Parts;
-  explicit Group(std::unique_ptr<Parts> parts);
-  bool is_parents() const { return !parts_.get_deleter().process.is_here(); }
-  int run_as_operation(Operation operation, Call& call) {
+  friend struct CountersOf;  // a test, which begins near the wrap
+
+  // `ranks`: the machine's ranks of this group's ranks 0, 1, ...
+  Group(std::shared_ptr<Peers> peers, GroupArea area, std::vector<int> ranks, int rank,
+        std::chrono::milliseconds timeout);
+  bool is_parents() const { return !process_.is_here(); }
+  int run_as(Operation operation, Call& call) {
     call.operation = operation;
     return run(call);
   }
+  void begin(const Signature& signature);
+  const Announcement& last_of(int rank) const;
+  std::string doing(int rank) const;
 
-  OwnedHere<Parts> parts_;
+  OwnProcess process_;
+  std::shared_ptr<Peers> peers_;
+  GroupArea area_;
+  IntVector<int> ranks_;  // of the machine
+  int rank_;
+  Waiter waiter_;
+  std::uint32_t sequence_ = 0;  // of the collective under way, or of the last one
+  std::uint32_t phase_ = 0;     // steps used by all collectives before this one
+  Signature signature_;         // of that collective
+  Memory staging_;
+  bool is_subgroup_ = false;
+  Memory area_memory_;  // of a sub-group, at its rank 0
+  bool left_ = false;
+  std::unique_ptr<Mailbox> mailbox_;  // the last member: its thread uses the others
 };
+
+// The collectives, each in the verbs above. all_reduce.cc, all_reduce_reference.cc and exchange.cc say at their beginning
+// how each works, and what each rank does for K bytes and p ranks.
+void all_reduce(Group& group, const Call& call);            // or reduce, or reduce_scatter
+void all_reduce_reference(Group& group, const Call& call);  // by another call.algorithm than kDirect
+void broadcast(Group& group, const Call& call);
+void gather(Group& group, const Call& call);  // or all_gather; also the one that makes a sub-group
+void scatter(Group& group, const Call& call);
+void all_to_all(Group& group, const Call& call);
+
+// Zeroed memory of this rank, with a SharedHeader, which is a part of `bytes`, for so many ranks. Throws SystemError.
+Memory make_shared_memory(const Group& group, std::size_t bytes, int users);
 
 }  // namespace lockstep::shm

@@ -8,8 +8,8 @@
 
 namespace lockstep::shm {
 
-Mailbox::Mailbox(GroupState& group, std::chrono::milliseconds timeout)
-    : group_(group), waiter_(group.machine(), group.machine_rank(group.rank()), *this, timeout), sent_(group.size()) {}
+Mailbox::Mailbox(Group& group, std::chrono::milliseconds timeout)
+    : group_(group), waiter_(group.peers(), group.machine_rank(group.rank()), *this, timeout), sent_(group.size()) {}
 
 Mailbox::~Mailbox() {
   {
@@ -45,7 +45,7 @@ int Mailbox::run(const Call& call) {
   lock.unlock();
   waiter_.begin_call(call.timeout);
   try {
-    if (group_.machine().poisoned()) group_.machine().throw_if_poisoned(here());
+    if (group_.peers().poisoned()) group_.peers().throw_if_poisoned(here());
     waiter_.until(bell(), machine_rank_of(transfer), [&] { return transfer.progress(); });
   } catch (...) {
     group_.after_failure();
@@ -79,7 +79,7 @@ void Mailbox::drain() const {
 void Mailbox::work() {
   while (begin_round()) {
     try {
-      if (group_.machine().poisoned()) group_.machine().throw_if_poisoned(here());
+      if (group_.peers().poisoned()) group_.peers().throw_if_poisoned(here());
       const std::uint32_t rung = bell().load();
       if (progress_all()) continue;
       waiter_.until(bell(), waiting_for_, [&] { return bell().load() != rung; });

@@ -17,16 +17,16 @@
 #include <string>
 #include <thread>
 
-#include "lockstep/collective/call.h"
-#include "lockstep/collective/future.h"
-#include "lockstep/collective/shm/group_state.h"
+#include "lockstep/collective/calls/call.h"
+#include "lockstep/collective/calls/future.h"
+#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/transfer.h"
 
 namespace lockstep::shm {
 
-class Mailbox final : public Narrator {
+class Mailbox final : public CallDescription {
  public:
-  Mailbox(GroupState& group, std::chrono::milliseconds timeout);
+  Mailbox(Group& group, std::chrono::milliseconds timeout);
   ~Mailbox();  // gives up what is under way
 
   void set_timeout(std::chrono::milliseconds timeout);
@@ -55,7 +55,7 @@ class Mailbox final : public Narrator {
   bool step(Item& item);
   void fail_all(const std::exception_ptr& error);
 
-  GroupState& group_;
+  Group& group_;
   Waiter waiter_;
   int waiting_for_ = kNobody;
   IntVector<std::uint32_t> sent_;  // messages so far, to each rank

@@ -11,7 +11,7 @@
 #include <span>
 
 #include "lockstep/base/cache_line.h"
-#include "lockstep/collective/call.h"
+#include "lockstep/collective/calls/call.h"
 
 namespace lockstep::shm {
 

@@ -2,11 +2,14 @@
 #include "lockstep/collective/shm/reduce_kernels.h"
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+
+#include "lockstep/collective/shm/thresholds.h"
 
 namespace lockstep::shm {
 
@@ -58,15 +61,28 @@ bool supported(Kernels kernels) {
 
 bool defined(DType dtype, ReduceOp op) { return baseline::kernel_for(dtype, op) != nullptr; }
 
-void reduce_with(Kernels kernels, const Reduction& reduction, DType dtype, ReduceOp op) {
+const Kernels kBestKernels = supported(Kernels::kAvx512) ? Kernels::kAvx512 : Kernels::kBaseline;
+
+void reduce(const Reduction& reduction, DType dtype, ReduceOp op, Kernels kernels) {
   if (reduction.count == 0) return;
   const auto kernel_for = kernels == Kernels::kAvx512 ? avx512::kernel_for : baseline::kernel_for;
   kernel_for(dtype, op)(reduction);
 }
 
-void reduce(const Reduction& reduction, DType dtype, ReduceOp op) {
-  static const Kernels best = supported(Kernels::kAvx512) ? Kernels::kAvx512 : Kernels::kBaseline;
-  reduce_with(best, reduction, dtype, op);
+void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
+  constexpr std::size_t kSmall = 2048;
+  if (bytes == 0 || to == from) return;
+  if (bytes < kSmall) {
+    std::memcpy(to, from, bytes);
+    return;
+  }
+  reduce({.sources = {&from, 1}, .destinations = {&to, 1}, .count = bytes}, DType::kUInt8, ReduceOp::kBitOr);
+}
+
+void show_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
+  if (bytes < kStreamFromBytes) return copy_bytes(to, from, bytes);
+  reduce({.sources = {&from, 1}, .destinations = {&to, 1}, .count = bytes, .streamed = 1}, DType::kUInt8,
+         ReduceOp::kBitOr);
 }
 
 }  // namespace lockstep::shm

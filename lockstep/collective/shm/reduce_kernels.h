@@ -26,11 +26,22 @@ struct Reduction {
 
 bool defined(DType dtype, ReduceOp op);  // no bit operations on floats, no mean of bool
 
-void reduce(const Reduction& reduction, DType dtype, ReduceOp op);  // requires defined(dtype, op)
-
-// What `reduce` chooses from by asking the processor; named so that tests can compare them.
+// Chosen by asking the processor; named so that tests can compare them.
 enum class Kernels { kBaseline, kAvx512 };
 bool supported(Kernels kernels);
-void reduce_with(Kernels kernels, const Reduction& reduction, DType dtype, ReduceOp op);
+extern const Kernels kBestKernels;
+
+void reduce(const Reduction& reduction, DType dtype, ReduceOp op,
+            Kernels kernels = kBestKernels);  // requires defined()
+
+// Copies with the same loads and stores: for many sizes the C library's memcpy uses "rep movsb", which some processors
+// execute ten times slower for certain offsets of source and destination within their pages, which staging memory and
+// user memory often have. Memory onto itself, and null pointers where there is nothing to copy, are fine.
+void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes);
+
+// The same for memory at a multiple of 64 that a peer reads next and that this rank has shown it before. A store would
+// first have to call the line back from the peer's cache, which takes 7 to 27 ns a line, depending on how far the cores
+// are apart; a streaming store sends it past both caches, and the peer reads it from memory at full speed.
+void show_bytes(std::byte* to, const std::byte* from, std::size_t bytes);
 
 }  // namespace lockstep::shm

@@ -129,7 +129,7 @@ LOCKSTEP_INLINE Vector combine(Vector a, Vector b) {
   if constexpr (op == ReduceOp::kBitXor) return a ^ b;
 }
 
-// What is done to the total before it is stored.
+// Divides the total of a mean, before it is stored.
 template <class E, ReduceOp op>
 LOCKSTEP_INLINE typename E::Vector finish(typename E::Vector total, int divisor) {
   if constexpr (op == ReduceOp::kMean) return E::divide(total, divisor);

@@ -28,8 +28,8 @@ std::vector<std::byte> reduced_with(Kernels kernels, const std::vector<std::vect
   std::vector<std::byte> first(count * size_of(dtype));
   std::vector<std::byte> second(first.size());
   const std::array<std::byte*, 2> destinations{first.data(), second.data()};
-  reduce_with(kernels, {.sources = sources, .destinations = destinations, .count = count, .divisor = 3, .streamed = 1},
-              dtype, op);
+  reduce({.sources = sources, .destinations = destinations, .count = count, .divisor = 3, .streamed = 1}, dtype, op,
+         kernels);
   EXPECT_EQ(first, second);
   return first;
 }

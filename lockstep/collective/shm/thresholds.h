@@ -48,7 +48,7 @@ constexpr std::size_t chunk_bytes(int ranks) {
 }
 inline constexpr std::uint32_t kStagingChunks = 4;
 
-// From so many bytes on, what peers read next is stored past the caches (copy.h). 64 KiB written by one core and read
+// From so many bytes on, what peers read next is stored past the caches (show_bytes). 64 KiB written by one core and read
 // by another, over and over, take 8 us if the cores share a cache, 30 us if not, and 4.3 us past the caches in either
 // case; 4 KiB 0.25, 1.0 and 0.6 us; 16 KiB 1.1, 3.5 and 1.7 us. (A virtual machine moves between the first two.)
 inline constexpr std::size_t kStreamFromBytes = 16384;

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/shm/copy.h"
+#include "lockstep/collective/shm/reduce_kernels.h"
 #include "lockstep/collective/shm/thresholds.h"
 #include "lockstep/error.h"
 
@@ -19,12 +19,12 @@ constexpr auto kRelease = std::memory_order_release;
 
 bool Transfer::progress() {
   if (header_ == nullptr && !(sends() ? post() : take_header())) return false;
-  const bool in_header = header_->place.kind == Place::Kind::kSlot;
+  const bool in_header = header_->place.kind == Location::Kind::kSlot;
   if (sends()) {
     if (staging_.data() != nullptr) fill();
     return in_header || answered();
   }
-  if (header_->place.kind == Place::Kind::kPrivate) return empty();
+  if (header_->place.kind == Location::Kind::kPrivate) return empty();
   if (in_header)
     copy_bytes(static_cast<std::byte*>(call_.output), header_->data.data(), bytes_);
   else
@@ -61,7 +61,7 @@ bool Transfer::post() {
 }
 
 void Transfer::write(MessageHeader& header) {
-  const Place place = place_data();
+  const Location place = place_data();
   header.order.store(sent_[call_.peer]++, kRelaxed);
   header.filled.store(0, kRelaxed);
   header.emptied.store(0, kRelaxed);
@@ -70,17 +70,17 @@ void Transfer::write(MessageHeader& header) {
   header.dtype = call_.dtype;
   header.place = place;
   header.refused = false;
-  if (place.kind == Place::Kind::kSlot)
+  if (place.kind == Location::Kind::kSlot)
     copy_bytes(header.data.data(), static_cast<const std::byte*>(call_.input), bytes_);
 }
 
-Place Transfer::place_data() {
-  if (bytes_ <= kInlineBytes) return {.kind = Place::Kind::kSlot};
-  Place place = group_.locate(call_.input, bytes_);
-  if (place.kind != Place::Kind::kPrivate) return place;
+Location Transfer::place_data() {
+  if (bytes_ <= kInlineBytes) return {.kind = Location::Kind::kSlot};
+  Location place = group_.locate(call_.input, bytes_);
+  if (place.kind != Location::Kind::kPrivate) return place;
   staging_ = group_.allocate(kStagingChunks * group_.staging_bytes());
-  place = place_in(group_.machine_rank(group_.rank()), staging_.offset());
-  place.kind = Place::Kind::kPrivate;
+  place = in_arena(group_.machine_rank(group_.rank()), staging_.offset());
+  place.kind = Location::Kind::kPrivate;
   return place;
 }
 
@@ -143,19 +143,19 @@ void Transfer::refuse() {
   const std::string theirs = concat("send of ", header_->count, " ", to_string(header_->dtype));
   header_->wanted = {.operation = Operation::kReceive, .dtype = call_.dtype, .count = call_.count};
   header_->refused = true;
-  answer(header_->place.kind == Place::Kind::kSlot ? MessageHeader::kFree : MessageHeader::kAnswered);
+  answer(header_->place.kind == Location::Kind::kSlot ? MessageHeader::kFree : MessageHeader::kAnswered);
   group_.disagree(source_, describe(), theirs);
 }
 
 void Transfer::take_in_place() {
-  const GroupState::PeerAccess access(group_);
+  const Group::PeerAccess access(group_);
   copy_bytes(static_cast<std::byte*>(call_.output), group_.pointer(header_->place, bytes_), bytes_);
 }
 
 // The other side of fill().
 bool Transfer::empty() {
   const std::size_t chunk_bytes = group_.staging_bytes();
-  const Place place = place_in(header_->place.owner, header_->place.at);
+  const Location place = in_arena(header_->place.owner, header_->place.at);
   const std::byte* const staging = group_.pointer(place, kStagingChunks * chunk_bytes);
   auto* const output = static_cast<std::byte*>(call_.output);
   std::size_t chunk = header_->emptied.load(kRelaxed);

@@ -18,15 +18,15 @@
 
 #include <string>
 
-#include "lockstep/collective/call.h"
-#include "lockstep/collective/shm/group_state.h"
+#include "lockstep/collective/calls/call.h"
+#include "lockstep/collective/shm/group.h"
 
 namespace lockstep::shm {
 
 class Transfer {
  public:
   // `sent`: of each rank, how many messages went there so far.
-  Transfer(GroupState& group, const Call& call, IntVector<std::uint32_t>& sent)
+  Transfer(Group& group, const Call& call, IntVector<std::uint32_t>& sent)
       : group_(group), call_(call), bytes_(call.count * size_of(call.dtype)), sent_(sent) {}
 
   // Goes as far as it can without waiting; true once it is done. Throws MismatchError.
@@ -42,7 +42,7 @@ class Transfer {
 
   bool post();
   void write(MessageHeader& header);
-  Place place_data();
+  Location place_data();
   void fill();
   bool answered();
 
@@ -53,7 +53,7 @@ class Transfer {
   bool empty();
   bool answer(std::uint32_t state);
 
-  GroupState& group_;
+  Group& group_;
   Call call_;
   std::size_t bytes_;
   IntVector<std::uint32_t>& sent_;

@@ -9,23 +9,23 @@
 
 namespace lockstep::shm {
 
-Waiter::Waiter(const Machine& machine, int rank, const Narrator& narrator, std::chrono::milliseconds timeout)
-    : machine_(machine),
+Waiter::Waiter(const Peers& peers, int rank, const CallDescription& call, std::chrono::milliseconds timeout)
+    : peers_(peers),
       rank_(rank),
-      narrator_(narrator),
+      call_(call),
       timeout_(timeout),
       call_timeout_(timeout),
-      spins_(machine.more_ranks_than_cores() ? kSpinsWhenCrowded : kSpins),
-      yields_(machine.more_ranks_than_cores() ? kYieldsWhenCrowded : kYields) {}
+      spins_(peers.more_ranks_than_cores() ? kSpinsWhenCrowded : kSpins),
+      yields_(peers.more_ranks_than_cores() ? kYieldsWhenCrowded : kYields) {}
 
-// Where others run on this core, yields may take most of the time that this rank waits.
+// Yields may take most of the time that this rank waits, if others run on this core.
 void Waiter::sleep_until(Flag& flag, int peer, const Done& done) {
   note_wait(peer);
   if (!yield_until(done)) {
     if (!deadline_) deadline_ = Deadline::after(call_timeout_);
     sleep_and_look(flag, peer, done);
   }
-  machine_.note_wait(rank_, kNobody);
+  peers_.note_wait(rank_, kNobody);
   own_progress::waits_no_more();
 }
 
@@ -39,9 +39,9 @@ bool Waiter::yield_until(const Done& done) const {
 
 // For the other ranks and for the launcher. Ranks that are threads are one process to the launcher.
 void Waiter::note_wait(int peer) {
-  machine_.note_wait(rank_, peer);
-  if (!machine_.shares_ordinary_memory())
-    own_progress::waits_for(peer == kNobody ? kAnyPeer : machine_.seat(peer).pid.load(std::memory_order_relaxed));
+  peers_.note_wait(rank_, peer);
+  if (!peers_.shares_ordinary_memory())
+    own_progress::waits_for(peer == kNobody ? kAnyPeer : peers_.seat(peer).pid.load(std::memory_order_relaxed));
 }
 
 // The loop: note that this rank waits, read the flag, ask, look for trouble, sleep while the flag is what was read. A
@@ -58,14 +58,14 @@ void Waiter::sleep_and_look(Flag& flag, int peer, const Done& done) {
 
 // Throws if this wait can't end well. True if it has ended meanwhile.
 bool Waiter::look_around(int peer, const Done& done) {
-  machine_.poison_if_any_died();
-  if (machine_.poisoned() && done()) return true;  // it came first: a disagreement that the others have seen too
-  machine_.throw_if_poisoned(narrator_.here());
+  peers_.poison_if_any_died();
+  if (peers_.poisoned() && done()) return true;  // it came first: a disagreement that the others have seen too
+  peers_.throw_if_poisoned(call_.here());
   if (cancelled_.load(std::memory_order_relaxed))
-    give_up(Cause::kFailed, "a group was closed while a collective of it was under way", narrator_.here());
-  if (peer != kNobody && machine_.left(peer)) {
+    give_up(Cause::kFailed, "a group was closed while a collective of it was under way", call_.here());
+  if (peer != kNobody && peers_.left(peer)) {
     if (done()) return true;  // the last thing that it did
-    give_up(Cause::kLeft, concat(machine_.name(peer), " has left, but others still call"), machine_.describe(peer));
+    give_up(Cause::kLeft, concat(peers_.name(peer), " has left, but others still call"), peers_.describe(peer));
   }
   if (deadline_->passed()) give_up_as_stalled(peer);
   return false;
@@ -73,21 +73,21 @@ bool Waiter::look_around(int peer, const Done& done) {
 
 // Names the rank that holds up all others, not the one that waits for it too.
 void Waiter::give_up_as_stalled(int peer) {
-  const int late = machine_.holds_up(peer);
+  const int late = peers_.holds_up(peer);
   const std::string longest = human_seconds(std::chrono::duration<double>(call_timeout_).count());
   if (late == peer)
     give_up(Cause::kStalled,
-            concat(peer == kNobody ? "no rank answered" : machine_.name(peer) + " did not answer", " within ", longest),
-            narrator_.everyone());
+            concat(peer == kNobody ? "no rank answered" : peers_.name(peer) + " did not answer", " within ", longest),
+            call_.everyone());
   else
     give_up(Cause::kStalled,
-            concat(machine_.name(late), " held up ", machine_.name(peer), ", which did not answer within ", longest),
-            concat(machine_.describe(late), "\n          ", narrator_.everyone()));
+            concat(peers_.name(late), " held up ", peers_.name(peer), ", which did not answer within ", longest),
+            concat(peers_.describe(late), "\n          ", call_.everyone()));
 }
 
 void Waiter::give_up(Cause cause, const std::string& what, const std::string& about) {
-  machine_.poison(cause, what, about);
-  machine_.throw_if_poisoned(narrator_.here());
+  peers_.poison(cause, what, about);
+  peers_.throw_if_poisoned(call_.here());
 }
 
 }  // namespace lockstep::shm

@@ -14,28 +14,28 @@
 #include <optional>
 #include <string>
 
-#include "lockstep/collective/shm/connect/machine.h"
+#include "lockstep/collective/shm/connect/peers.h"
 #include "lockstep/collective/shm/memory/flag.h"
 #include "lockstep/deadline.h"
 #include "lockstep/launch/own_progress.h"
 
 namespace lockstep::shm {
 
-// Describes who waits; only asked when something is wrong.
-class Narrator {
+// Says who waits and where. Only asked when something is wrong.
+class CallDescription {
  public:
   virtual std::string here() const = 0;      // "rank 0 of 4 in all_reduce of 100 float32 (sum)"
   virtual std::string everyone() const = 0;  // a line per rank: what it is doing
 
  protected:
-  ~Narrator() = default;
+  ~CallDescription() = default;
 };
 
 inline constexpr int kNobody = -1;
 
 class Waiter {
  public:
-  Waiter(const Machine& machine, int rank, const Narrator& narrator, std::chrono::milliseconds timeout);
+  Waiter(const Peers& peers, int rank, const CallDescription& call, std::chrono::milliseconds timeout);
 
   std::chrono::milliseconds timeout() const { return timeout_; }
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
@@ -52,9 +52,9 @@ class Waiter {
     deadline_ = deadline;
   }
 
-  // Returns once done() is true, and does not ask again; `flag` changes when that may have become so; `peer` (a rank of
-  // the machine, or kNobody in particular) is who has to do something. Throws PeerLost: somebody died, left, failed or
-  // is too late.
+  // Returns once done() is true, and does not ask again. `flag` changes when that may have become so. `peer`: the rank of
+  // the machine that has to do something, or kNobody in particular. Throws PeerLost: a rank died, left, failed or is too
+  // late.
   template <class Predicate>
   void until(Flag& flag, int peer, const Predicate& done) {
     for (int i = 0; i < spins_; ++i) {
@@ -78,9 +78,9 @@ class Waiter {
   void give_up_as_stalled(int peer);
   void give_up(Cause cause, const std::string& what, const std::string& about);
 
-  const Machine& machine_;
+  const Peers& peers_;
   int rank_;  // of the machine
-  const Narrator& narrator_;
+  const CallDescription& call_;
   std::chrono::milliseconds timeout_;
   std::chrono::milliseconds call_timeout_;
   std::optional<Deadline> deadline_;

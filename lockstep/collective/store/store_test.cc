@@ -13,8 +13,8 @@
 
 #include "lockstep/base/poll.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/job_store.h"
-#include "lockstep/collective/rendezvous.h"
+#include "lockstep/collective/meet/job_store.h"
+#include "lockstep/collective/meet/rendezvous.h"
 #include "lockstep/collective/store/store_client.h"
 #include "lockstep/launch/tls_channel.h"
 #include "tests/support.h"

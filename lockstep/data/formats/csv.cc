@@ -14,7 +14,7 @@
 namespace lockstep {
 namespace {
 
-// What libcsv calls back with fields and ends of lines. It is C: an error is kept until it has returned.
+// Takes fields and ends of lines from libcsv. It is C: an error is kept until it has returned.
 class Table {
  public:
   explicit Table(std::filesystem::path path) : path_(std::move(path)) {}

@@ -19,8 +19,7 @@ namespace {
 DataError unreadable(const std::filesystem::path& path, const std::string& why) {
   return DataError({.what = concat("can't read ", path.string(), ": ", why),
                     .here = path.string(),
-                    .likely = "a wrong path, or no permission",
-                    .next = "look at the path that was given"});
+                    .likely = "a wrong path, or no permission"});
 }
 
 }  // namespace

@@ -140,7 +140,7 @@ std::shared_ptr<const ImageSource> read_mnist_files(const std::string& name, con
   return std::make_shared<MemoryImages>(name, images, read_idx(label_file), 10, label_file.string());
 }
 
-// Of the training images scaled to [0, 1]; a test computes them again.
+// Mean and deviation of the training images scaled to [0, 1]; a test computes them again.
 ImageTransforms FashionMNIST::normalised() { return {.mean = {0.2860F}, .deviation = {0.3530F}}; }
 
 FashionMNIST::FashionMNIST(const std::filesystem::path& folder, Split split, const ImageTransforms& transforms)

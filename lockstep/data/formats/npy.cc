@@ -28,7 +28,7 @@ DataError bad(const std::string& origin, const std::string& what) {
                     .next = "save it again with numpy.save"});
 }
 
-// What follows `'key':` in the dictionary, without leading spaces.
+// The text after `'key':` in the dictionary, without leading spaces.
 std::string_view value_of(std::string_view header, std::string_view key, const std::string& origin) {
   const std::size_t at = header.find(concat('\'', key, '\''));
   const std::size_t colon = at == std::string_view::npos ? at : header.find(':', at);

@@ -80,11 +80,7 @@ class Request {
   std::map<std::string, std::string> options_;  // not used yet
 };
 
-ImageTransforms photographs() {  // the usual mean and deviation of ImageNet
-  return {.mean = {0.485F, 0.456F, 0.406F}, .deviation = {0.229F, 0.224F, 0.225F}};
-}
-
-// The same samples for both, cut in two parts.
+// Cuts a dataset in two parts; `train` and `validation` have the same samples.
 Datasets in_two_parts(std::shared_ptr<const Dataset> train, std::shared_ptr<const Dataset> validation, double share,
                       const Request& request) {
   if (share < 0 || share >= 1) throw request.refuse("val= is a share below 1");
@@ -116,18 +112,18 @@ Datasets in_folders(const fs::path& folder, const Open& open) {
   return both;
 }
 
-template <class D>
-Datasets both_splits(const Request& request, const std::string& folder) {
-  const auto open = [&](Split split) {
-    return std::make_shared<D>(folder, split, request.transforms(D::normalised(), split));
-  };
-  return {open(Split::kTrain), open(Split::kValidation)};
-}
+constexpr SplitImages kSplitImages[] = {
+    {"fashion-mnist", read_mnist_files, FashionMNIST::normalised},
+    {"mnist", read_mnist_files, [] { return ImageTransforms{.mean = {0.1307F}, .deviation = {0.3081F}}; }},
+    {"cifar-10", read_cifar_files, CIFAR10::normalised},
+    {"cifar-100", read_cifar_files, CIFAR100::normalised}};
 
-Datasets mnist(Request& request) {
+Datasets both_splits(Request& request) {
+  const SplitImages& images = *split_images(request.kind());
+  const std::string folder = request.path(request.kind() == "fashion-mnist" ? FashionMNIST::kDebianFolder : "");
   const auto open = [&](Split split) {
-    const ImageTransforms transforms = request.transforms({.mean = {0.1307F}, .deviation = {0.3081F}}, split);
-    return std::make_shared<ImageDataset>(read_mnist_files("mnist", request.path(), split), transforms);
+    const ImageTransforms transforms = request.transforms(images.normalised(), split);
+    return std::make_shared<ImageDataset>(images.read(images.kind, folder, split), transforms);
   };
   return {open(Split::kTrain), open(Split::kValidation)};
 }
@@ -143,14 +139,16 @@ Datasets image_folder(Request& request) {
 }
 
 Datasets packed_records(Request& request) {
-  const std::int64_t window = request.whole("window", kPackedWindow);
+  if (!request.text("window", "").empty())
+    throw request.refuse(
+        "window is no option any more: pack in random order (without --keep-order) to mix all samples");
   return in_folders(request.path(), [&](const fs::path& folder, Split split) {
     auto records = std::make_shared<RecordReader>(folder);
     const Record first = first_good_record(*records);
     const bool colour = first.encoded || (first.is_image() && first.shape[0] == 3);
     const ImageTransforms base = colour ? photographs() : ImageTransforms{.mean = {0.5F}, .deviation = {0.5F}};
     if (!first.is_image()) request.require_no_images();
-    return open_packed(std::move(records), request.transforms(base, split), window);
+    return open_packed(std::move(records), request.transforms(base, split));
   });
 }
 
@@ -192,7 +190,7 @@ Datasets csv(Request& request) {
 
 Datasets text(Request& request) {
   TokenOptions options{.block = request.whole("block", 128),
-                       .token_bytes = static_cast<int>(request.whole("bits", 8) / 8),
+                       .token_bytes = bytes_of_token(static_cast<int>(request.whole("bits", 8))),
                        .vocabulary = request.whole("vocabulary", 0)};
   const double share = request.number("val", 0);
   request.require_no_images();
@@ -229,20 +227,26 @@ struct Kind {
   const char* name;
   Datasets (*open)(Request& request);
 };
-constexpr Kind kKinds[] = {
-    {"fashion-mnist", [](Request& r) { return both_splits<FashionMNIST>(r, r.path(FashionMNIST::kDebianFolder)); }},
-    {"mnist", mnist},
-    {"cifar-10", [](Request& r) { return both_splits<CIFAR10>(r, r.path()); }},
-    {"cifar-100", [](Request& r) { return both_splits<CIFAR100>(r, r.path()); }},
-    {"imagefolder", image_folder},
-    {"packed", packed_records},
-    {"npy", npy},
-    {"npz", npz},
-    {"csv", csv},
-    {"text", text},
-    {"synthetic", synthetic}};
+constexpr Kind kKinds[] = {{"fashion-mnist", both_splits},
+                           {"mnist", both_splits},
+                           {"cifar-10", both_splits},
+                           {"cifar-100", both_splits},
+                           {"imagefolder", image_folder},
+                           {"packed", packed_records},
+                           {"npy", npy},
+                           {"npz", npz},
+                           {"csv", csv},
+                           {"text", text},
+                           {"synthetic", synthetic}};
 
 }  // namespace
+
+ImageTransforms photographs() { return {.mean = {0.485F, 0.456F, 0.406F}, .deviation = {0.229F, 0.224F, 0.225F}}; }
+
+const SplitImages* split_images(const std::string& kind) {
+  const auto* const found = std::ranges::find(kSplitImages, kind, &SplitImages::kind);
+  return found == std::end(kSplitImages) ? nullptr : found;
+}
 
 std::shared_ptr<const ImageSource> synthetic_images(std::int64_t samples, const ImageShape& shape,
                                                     std::int64_t classes) {

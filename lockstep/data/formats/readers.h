@@ -19,29 +19,44 @@
 
 namespace lockstep {
 
-// The images of any dataset in the MNIST family's files: MNIST, KMNIST, EMNIST's digits, Fashion-MNIST.
-// Throws DataError, as FashionMNIST does.
+// The images of one split. Throw DataError, as FashionMNIST and CIFAR10 do. The MNIST family's files are those of MNIST, KMNIST,
+// EMNIST's digits and Fashion-MNIST.
 std::shared_ptr<const ImageSource> read_mnist_files(const std::string& name, const std::filesystem::path& folder,
                                                     Split split);
+std::shared_ptr<const ImageSource> read_cifar_files(const std::string& name, const std::filesystem::path& folder,
+                                                    Split split);
 
-// As parse_int of base/text.h, for every type of number.
+ImageTransforms photographs();  // the usual mean and deviation of ImageNet
+
+// One split of "fashion-mnist", "mnist", "cifar-10" or "cifar-100", and how its images are normalised; null: another kind.
+struct SplitImages {
+  const char* kind;
+  std::shared_ptr<const ImageSource> (*read)(const std::string& kind, const std::filesystem::path& folder, Split split);
+  ImageTransforms (*normalised)();
+};
+const SplitImages* split_images(const std::string& kind);
+
+// Reads the whole text as a number, as parse_int() of base/text.h does.
 template <class Number>
 bool parse_number(std::string_view text, Number& value) {
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   return error == std::errc() && end == text.data() + text.size();
 }
 
-// Of the sizes and `each`; nothing where a size is negative, or 64 bits can't count it.
+// Multiplies the sizes and `each`. Returns nothing where a size is negative, or 64 bits can't count the product.
 inline std::optional<std::int64_t> product(std::span<const std::int64_t> sizes, std::int64_t each = 1) {
   for (const std::int64_t size : sizes)
     if (size < 0 || __builtin_mul_overflow(each, size, &each)) return std::nullopt;
   return each;
 }
 
+// A token of so many bits; 0: there are none such, which TokenDataset refuses.
+inline int bytes_of_token(int bits) { return bits % 8 == 0 ? bits / 8 : 0; }
+
 // The content of a .npy file. Throws DataError naming `origin`.
 torch::Tensor parse_npy(std::span<const std::uint8_t> bytes, const std::string& origin);
 
-// A compressed file that grows beyond the limit of its reader.
+// The error of a compressed file that grows beyond the limit of its reader.
 DataError unpacked_too_much(const std::string& origin);
 
 // Images from a random generator, the same in every run; a model can learn them. Sample i is of class i modulo

@@ -43,17 +43,14 @@ class PngReader {
 ImageShape shape_of(std::span<const std::uint8_t> file) {
   if (is_jpeg(file)) return jpeg_shape(file);
   if (begins_with(file, "\x89PNG\r\n\x1A\n")) return PngReader(file).shape();
-  throw DataError({.what = concat("neither JPEG nor PNG (", file.size(), " bytes)"),
-                   .likely = "another format, or an empty file",
-                   .next = "convert it, or leave such samples out with --skip-bad N"});
+  throw DataError(
+      {.what = concat("neither JPEG nor PNG (", file.size(), " bytes)"), .likely = "another format, or an empty file"});
 }
 
 }  // namespace
 
 DataError damaged_image(const char* format, const std::string& why) {
-  return DataError({.what = concat("damaged ", format, ": ", why),
-                    .likely = "a file that was cut off or overwritten",
-                    .next = "fetch it again, or leave such samples out with --skip-bad N"});
+  return DataError({.what = concat("damaged ", format, ": ", why), .likely = "a file that was cut off or overwritten"});
 }
 
 bool is_jpeg(std::span<const std::uint8_t> file) { return begins_with(file, "\xFF\xD8\xFF"); }
@@ -61,9 +58,8 @@ bool is_jpeg(std::span<const std::uint8_t> file) { return begins_with(file, "\xF
 ImageShape encoded_shape(std::span<const std::uint8_t> file, const std::string& origin) try {
   const ImageShape shape = shape_of(file);
   if (shape.height < 1 || shape.width < 1 || shape.height * shape.width > kMostPixels)
-    throw DataError({.what = concat("an image of ", shape.width, " x ", shape.height, " pixels"),
-                     .likely = "a damaged header",
-                     .next = "leave such samples out with --skip-bad N"});
+    throw DataError(
+        {.what = concat("an image of ", shape.width, " x ", shape.height, " pixels"), .likely = "a damaged header"});
   return shape;
 } catch (const DataError& error) {
   ErrorText text = error.text();

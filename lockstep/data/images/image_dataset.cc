@@ -38,11 +38,11 @@ class ImageDataset::Worker {
     try {
       return read_and_transform(index, random, into);
     } catch (const DataError& error) {
-      if (!error.text().here.empty()) throw;
       const ImageSource& source = *dataset_->source_;
       ErrorText text = error.text();
       text.what = concat("sample ", index, " of ", source.name(), ": ", text.what);
       text.here = source.origin(index);
+      if (text.next.empty()) text.next = "mend it, or leave such samples out with --skip-bad N (skip_bad)";
       throw DataError(text);
     }
   }

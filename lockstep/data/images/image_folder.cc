@@ -1,18 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/images.h"
 
-#include <fcntl.h>
 #include <strings.h>
-#include <sys/stat.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 
-#include "lockstep/base/read_fully.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/data/formats/data_file.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -20,7 +15,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::int64_t kMostBytes = std::int64_t{1} << 30;  // of a file; a larger one is refused
+constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 30;  // of a file; a larger one is refused
 
 bool is_image(const fs::path& file) {
   const auto ends_in = [extension = file.extension().string()](const char* known) {
@@ -42,17 +37,6 @@ std::vector<std::string> folders_in(const fs::path& folder) {
          .next = "name the folder that holds a folder per class"});
   std::sort(names.begin(), names.end());
   return names;
-}
-
-DataError unreadable(const std::string& why) {
-  return DataError({.what = concat("can't be read: ", why),
-                    .likely = "a file that was removed, or no permission",
-                    .next = "restore it, or leave such samples out with --skip-bad N"});
-}
-
-void read_whole(const UniqueFd& fd, std::vector<std::uint8_t>& into) {
-  if (read_fully(fd.get(), 0, std::as_writable_bytes(std::span(into))).empty()) return;
-  throw unreadable(errno != 0 ? std::strerror(errno) : "it became shorter while it was read");
 }
 
 }  // namespace
@@ -97,13 +81,10 @@ void ImageFolder::add_images(const fs::path& folder, std::int64_t label, std::ve
 
 StoredImage ImageFolder::read(std::int64_t index, std::vector<std::uint8_t>& scratch) const {
   const File& file = files_[to_size(index)];
-  // O_NONBLOCK: opening a named pipe would wait for its writer without limit; of a regular file it changes nothing.
-  const UniqueFd fd(::open((folder_ / file.path).c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  struct stat status {};
-  if (!fd || ::fstat(fd.get(), &status) != 0) throw unreadable(std::strerror(errno));
-  if (!S_ISREG(status.st_mode) || status.st_size > kMostBytes) throw unreadable("not a file of an image's size");
-  scratch.resize(to_size(status.st_size));
-  read_whole(fd, scratch);
+  const DataFile stored(folder_ / file.path);
+  if (stored.size() > kMostBytes) throw DataError({.what = concat(stored.size(), " bytes, more than an image has")});
+  scratch.resize(stored.size());
+  stored.read(0, scratch);
   return {.bytes = scratch, .encoded = true, .label = file.label};
 }
 

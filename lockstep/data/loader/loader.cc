@@ -30,16 +30,6 @@ SamplerOptions sampler_options(const LoaderPlace& place, const Dataset& dataset,
           .order = options.order || !options.shuffle ? options.order : dataset.shuffled_order()};
 }
 
-void check_loader(const LoaderOptions& options) {
-  const auto require = [](std::int64_t value, std::int64_t least, const char* name) {
-    if (value < least)
-      throw UsageError({.what = concat(name, " ", value, " is too small"), .next = concat("give at least ", least)});
-  };
-  require(options.workers, 0, "--workers");
-  require(options.prefetch, 1, "--prefetch");
-  require(options.skip_bad, 0, "--skip-bad");
-}
-
 Batch joined(const std::vector<Batch>& parts) {
   std::vector<torch::Tensor> data;
   std::vector<torch::Tensor> target;
@@ -51,6 +41,17 @@ Batch joined(const std::vector<Batch>& parts) {
 }
 
 }  // namespace
+
+void check_loader(const LoaderOptions& options) {
+  const auto require = [](std::int64_t value, std::int64_t least, const char* name) {
+    if (value < least)
+      throw UsageError({.what = concat(name, "=", value, " is too small"), .next = concat("give at least ", least)});
+  };
+  require(options.batch_size, 1, "batch_size");
+  require(options.workers, 0, "workers");
+  require(options.prefetch, 1, "prefetch");
+  require(options.skip_bad, 0, "skip_bad");
+}
 
 // Makes this rank's batches of one epoch. The workers share it with the loader: one that hangs in a read outlives both,
 // and must find neither the dataset gone nor the sampler at another epoch.

@@ -330,9 +330,9 @@ TEST(Loader, refuses_options_that_make_no_sense) {
   const auto refusal = [](const LoaderOptions& options) {
     return message_of<UsageError>([&] { make_loader(World::single(), Numbers(4), options); });
   };
-  EXPECT_TRUE(contains(refusal({.workers = -1}), "--workers -1"));
-  EXPECT_TRUE(contains(refusal({.prefetch = 0}), "--prefetch 0"));
-  EXPECT_TRUE(contains(refusal({.skip_bad = -2}), "--skip-bad -2"));
+  EXPECT_TRUE(contains(refusal({.workers = -1}), "workers=-1"));
+  EXPECT_TRUE(contains(refusal({.prefetch = 0}), "prefetch=0"));
+  EXPECT_TRUE(contains(refusal({.skip_bad = -2}), "skip_bad=-2"));
 }
 
 }  // namespace

@@ -19,6 +19,8 @@
 
 namespace lockstep {
 
+void check_loader(const LoaderOptions& options);  // throws UsageError: a number that is too small
+
 struct PrefetchOptions {
   LoaderOptions loader;  // without workers next() loads
   std::int64_t steps = 0;

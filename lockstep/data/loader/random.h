@@ -15,7 +15,7 @@
 
 namespace lockstep {
 
-// Neighbouring epochs and seeds get unrelated numbers.
+// Gives neighbouring epochs and seeds unrelated numbers.
 inline std::uint64_t mix_seed(std::uint64_t seed, std::uint64_t epoch) {
   std::uint64_t z = seed + (epoch + 1) * 0x9E3779B97F4A7C15ULL;
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
@@ -46,7 +46,7 @@ class SampleRandom {
   at::Philox4_32 engine_;
 };
 
-// Where `position` goes in the random permutation of [0, count) that `key` chooses, without a table (Black and Rogaway,
+// The place of `position` in the random permutation of [0, count) that `key` chooses, without a table (Black and Rogaway,
 // "Ciphers with arbitrary finite domains", 2002). A Feistel network permutes [0, P), P the next power of four: each
 // round mixes one half of the bits into the other, which can be undone, so it is one to one. Where it lands at or above
 // `count` it is applied again. Following a permutation's cycle from a start below `count` comes back there at the

@@ -84,7 +84,7 @@ void pack_tensors(const TensorDataset& dataset, const std::vector<std::int64_t>&
 
 }  // namespace
 
-// A part of another dataset is written from that dataset.
+// Writes a part of another dataset from that dataset.
 void pack(const Dataset& dataset, const std::filesystem::path& folder, const PackOptions& options) {
   const auto* part = dynamic_cast<const SubsetDataset*>(&dataset);
   const Dataset& whole = part != nullptr ? part->whole() : dataset;

@@ -10,14 +10,14 @@
 namespace lockstep {
 namespace {
 
-// What a Dataset and an ImageSource of records have in common.
+// The part that a Dataset and an ImageSource of records have in common.
 template <class Interface>
 class OfRecords : public Interface {
  public:
-  OfRecords(std::shared_ptr<const RecordReader> records, std::int64_t window)
+  explicit OfRecords(std::shared_ptr<const RecordReader> records)
       : records_(std::move(records)),
         first_(first_good_record(*records_)),
-        order_(window_order(records_->shard_sizes(), window)) {}
+        order_(window_order(records_->shard_sizes(), kPackedWindow)) {}
 
   std::string name() const override { return records_->info().name; }
   std::int64_t size() const override { return records_->size(); }
@@ -114,14 +114,13 @@ Record first_good_record(const RecordReader& records) {
 }
 
 std::shared_ptr<const Dataset> open_packed(std::shared_ptr<const RecordReader> records,
-                                           const ImageTransforms& transforms, std::int64_t window) {
-  if (!first_good_record(*records).is_image()) return std::make_shared<PackedTensors>(std::move(records), window);
-  return std::make_shared<ImageDataset>(std::make_shared<PackedImages>(std::move(records), window), transforms);
+                                           const ImageTransforms& transforms) {
+  if (!first_good_record(*records).is_image()) return std::make_shared<PackedTensors>(std::move(records));
+  return std::make_shared<ImageDataset>(std::make_shared<PackedImages>(std::move(records)), transforms);
 }
 
-std::shared_ptr<const Dataset> open_packed(const std::filesystem::path& folder, const ImageTransforms& transforms,
-                                           std::int64_t window) {
-  return open_packed(std::make_shared<RecordReader>(folder), transforms, window);
+std::shared_ptr<const Dataset> open_packed(const std::filesystem::path& folder, const ImageTransforms& transforms) {
+  return open_packed(std::make_shared<RecordReader>(folder), transforms);
 }
 
 }  // namespace lockstep

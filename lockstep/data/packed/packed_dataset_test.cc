@@ -89,7 +89,8 @@ TEST(Packed, visits_every_record_once_for_any_ranks_shuffled_within_windows) {
     std::mutex mutex;
     std::vector<std::int64_t> seen;
     run_ranks(ranks, [&](World& world) {
-      Loader loader(world, open_packed(folder / "p", {}, 64), {.batch_size = 20, .seed = 4, .workers = 2});
+      const auto order = window_order(RecordReader(folder / "p").shard_sizes(), 64);
+      Loader loader(world, open_packed(folder / "p", {}), {.batch_size = 20, .seed = 4, .workers = 2, .order = order});
       for (const Batch& batch : loader.epoch(2)) {
         EXPECT_TRUE(torch::equal(batch.data.squeeze(1), batch.target));
         const std::lock_guard lock(mutex);

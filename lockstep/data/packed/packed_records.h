@@ -26,7 +26,7 @@
 
 namespace lockstep {
 
-// What writer and reader must agree on; docs/data.md shows it as a table. The structs lie in the files as they are in
+// The format that writer and reader agree on; docs/data.md shows it as a table. The structs lie in the files as they are in
 // memory: little-endian, like every machine that libtorch runs on.
 namespace packed {
 
@@ -157,12 +157,12 @@ class RecordReader {
   std::vector<std::int64_t> begins_{0};  // number of each shard's first record; then the number of all records
 };
 
-// What the records are like: the first one, without its payload. Throws DataError: no records, or none that can be read.
+// The first record that can be read, which says what the others are like; the second form is without its payload. Throws DataError: no records, or none that can be read.
 Record first_good_record(const RecordReader& records, std::vector<std::uint8_t>& scratch);
 Record first_good_record(const RecordReader& records);  // without its payload
 
-// As the public open_packed does, of records that were opened before.
+// Does what the public open_packed does, with records that were opened before.
 std::shared_ptr<const Dataset> open_packed(std::shared_ptr<const RecordReader> records,
-                                           const ImageTransforms& transforms, std::int64_t window);
+                                           const ImageTransforms& transforms);
 
 }  // namespace lockstep

@@ -22,7 +22,6 @@
 #include <numeric>
 #include <optional>
 
-#include "lockstep/base/stop.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
@@ -109,7 +108,8 @@ class Averaging : public ReplicaStrategy {
       });
     });
     for (std::size_t i = 0; i < parts.size(); ++i) samples_[i] += parts[i].size();
-    return over_all_ranks(mean_of(losses, parts));
+    const BatchTotals mine = mean_of(losses, parts);
+    return world_.size() == 1 ? mine : sum_totals(world_, mine);
   }
 
   void update() override {
@@ -148,17 +148,6 @@ class Averaging : public ReplicaStrategy {
   }
 
  private:
-  BatchTotals over_all_ranks(const BatchTotals& mine) const {
-    if (world_.size() == 1) return mine;
-    const double stop = wants_to_stop() ? 1 : 0;
-    const auto samples = static_cast<double>(mine.samples);
-    const torch::Tensor sums = torch::tensor({samples, mine.mean_loss * samples, stop}, torch::kFloat64);
-    world_.all_reduce(sums);
-    const auto* sum = sums.const_data_ptr<double>();
-    if (sum[2] > 0) agree_to_stop();
-    return {.samples = static_cast<std::int64_t>(sum[0]), .mean_loss = sum[1] / sum[0]};
-  }
-
   // With N devices in each of R ranks and K bytes of parameters:
   //
   //   1  collect     each device scales its block by its share of all samples; then device d adds up part d of the N

@@ -12,7 +12,6 @@
 #include <unordered_set>
 #include <utility>
 
-#include "lockstep/base/defects.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/trace.h"
 #include "lockstep/collective/operator_spans.h"
@@ -358,7 +357,7 @@ class DistributedDataParallel::Impl {
 
   void require_none_unfrozen() const {
     for (const auto& [name, parameter] : frozen_)
-      if (parameter.requires_grad() && !defect("an unfrozen parameter is accepted"))
+      if (parameter.requires_grad())
         throw UsageError({.what = concat("parameter ", name, " requires a gradient, and did not when ",
                                          "DistributedDataParallel was made"),
                           .here = world_.describe(),
@@ -400,8 +399,7 @@ class DistributedDataParallel::Impl {
         {"parameters written since the last exchange, by step() or otherwise,", values == values_ ? 0.0 : 1.0});
     if (mean_) settings.push_back({kMeanChanged, mean_->mean_was_changed() ? 1.0 : 0.0});
     note_own_way(values, /*accumulates=*/false);
-    const bool compares = has_copies() && !goes_own_way_ && !(block_ && block_->written_by_hand()) &&
-                          !defect("the hash of the parameters is left out");
+    const bool compares = has_copies() && !goes_own_way_ && !(block_ && block_->written_by_hand());
     settings.push_back({kParameters, compares ? check_.hash_of_part(parameters_) : 0});
     return settings;
   }
@@ -440,7 +438,7 @@ class DistributedDataParallel::Impl {
     note_steps();
     last_batch_ = totals;
     ++statistics_.exchanges;
-    if (!defect("buffers stay each rank's own")) broadcast_tensors(world_, buffers_);
+    broadcast_tensors(world_, buffers_);
     shard_buffers_.begin_step();
   }
 

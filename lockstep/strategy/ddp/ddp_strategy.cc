@@ -100,30 +100,17 @@ class DdpStrategy : public ReplicaStrategy {
   std::int64_t step_ = 0;
 };
 
-// Sixteen bits are a second bucket; the others keep a residual, and two bits and top-k what all ranks have sent.
-double bytes_of_hook(const PlannedRun& run) {
-  switch (run.options.compression.kind) {
-    case Compression::kNone: return 0;
-    case Compression::kFloat16:
-    case Compression::kBFloat16: return run.parameters / 2;
-    case Compression::kPowerSGD: return run.parameters;
-    case Compression::kTwoBit:
-    case Compression::kTopK: return run.parameters * (1 + run.machines * run.devices * run.sent_share);
-  }
-  return 0;
-}
-
 }  // namespace
 
 // The ranks of a machine share parameters and state. Between machines each has buckets.
 HeldBytes bytes_of_ddp(const PlannedRun& run) {
-  const double ranks = run.devices, buckets = run.machines > 1 ? run.parameters : 0;
+  const double ranks = run.devices;
   return {.processes = ranks * run.process,
           .parameters = run.parameters,
           .state = run.state,
           .gradients = ranks * run.parameters,
           .activations = run.activations,
-          .exchange = ranks * (buckets + bytes_of_hook(run))};
+          .buckets = run.machines > 1 ? ranks * run.parameters : 0};
 }
 
 std::unique_ptr<Strategy> make_ddp(const World& world, const Task& task, const StrategyOptions& options) {

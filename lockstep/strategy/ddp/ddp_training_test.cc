@@ -2,7 +2,7 @@
 // N ranks train as one rank does, through the strategy.
 #include <mutex>
 
-#include "lockstep/collective/world_state.h"
+#include "lockstep/collective/world/world_state.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/models.h"
 #include "lockstep/strategy.h"

@@ -5,7 +5,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/collective/world_state.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/bucket.h"
@@ -93,7 +93,7 @@ class ExchangeOfShards : public GradientExchange {
       if (const torch::Tensor& loss = shards_[i].batch.weighted_loss; loss.defined())
         losses[world_.rank() * std::ssize(shards_) + static_cast<std::int64_t>(i)].copy_(loss);
     world_.all_reduce(losses);
-    WorldState::wait_for_device(world_);
+    wait_for_device(world_.device(), world_.timeout());
     const torch::Tensor known = losses.cpu();
     double sum = 0;
     for (int i = 0; i < options_.shards; ++i) sum += known.const_data_ptr<double>()[i];
@@ -126,7 +126,7 @@ class ExchangeOfShards : public GradientExchange {
     const torch::Tensor flags = flags_of(shards_.front());
     for (std::size_t i = 1; i < shards_.size(); ++i) flags.add_(flags_of(shards_[i]));
     world_.all_reduce(flags);
-    WorldState::wait_for_device(world_);
+    wait_for_device(world_.device(), world_.timeout());
     const torch::Tensor shards_with_gradient = flags.cpu();
     const auto* count = shards_with_gradient.const_data_ptr<float>();
     std::vector<torch::Tensor> used;

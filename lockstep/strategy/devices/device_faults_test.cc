@@ -59,7 +59,7 @@ const std::vector<Arrangement> kArrangements = {
       .optimizer = kSgd,
       .seed = 4,
       .devices = 3,
-      .towers = {.update = UpdatePlace::kCpu}}},
+      .towers = {.update = UpdateOn::kCpu}}},
     {"data_parallel", {.kind = StrategyKind::kDataParallel, .optimizer = kSgd, .seed = 4, .devices = 3}},
     {"averaging",
      {.kind = StrategyKind::kAveraging, .optimizer = kSgd, .seed = 4, .devices = 3, .averaging = {.every = 2}}},

@@ -8,7 +8,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/collective/gpus.h"
-#include "lockstep/collective/torch_dtype.h"
+#include "lockstep/collective/calls/tensor_call.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/parallel_for.h"
 #include "lockstep/model/parameters.h"

@@ -165,7 +165,7 @@ void DevicesState::fail(const std::string& who, std::exception_ptr error) {
     error_ = std::move(error);
   }
   changed_.notify_all();
-  for (auto& team : teams_) team.front().poison(concat(who, " failed"));
+  for (auto& team : teams_) team.front()->poison(concat(who, " failed"));
 }
 
 bool DevicesState::failed() {

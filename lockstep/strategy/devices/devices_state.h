@@ -53,7 +53,7 @@ class DevicesState {
 
   // The tensors that the GPUs of a team show each other (gpu_team.h).
   std::vector<torch::Tensor>& table(int index) { return tables_[index % tables_.size()]; }
-  shm::Group& group(int index) { return teams_[index % teams_.size()][index / teams_.size()]; }
+  shm::Group& group(int index) { return *teams_[index % teams_.size()][index / teams_.size()]; }
   DeviceSeat& seat(int index) { return seats_[to_size(index)]; }
 
   // The body of a device's thread.
@@ -91,7 +91,7 @@ class DevicesState {
   int most_threads_;  // of each device
   std::vector<DeviceSeat> seats_;
   IntVector<std::string> names_;
-  IntVector<IntVector<shm::Group>> teams_;
+  IntVector<IntVector<shm::GroupPtr>> teams_;
   IntVector<std::vector<torch::Tensor>> tables_;  // of each team
 
   std::mutex mutex_;  // of what follows, and of the seats

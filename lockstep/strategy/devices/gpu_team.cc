@@ -110,7 +110,8 @@ void run_between_gpus(shm::Group& group, std::vector<torch::Tensor>& table, cons
   const torch::NoGradGuard no_grad;
   torch::Tensor& mine = table[to_size(group.rank())];
   mine = flat.detach();
-  group.run_as(signature_of(call), {.operation = Operation::kBarrier});
+  const Signature wanted = signature_of(call);
+  group.run({.operation = Operation::kBarrier}, &wanted);
   GpuTeam(group, table).run(call, flat.detach());
   group.barrier();
   mine = torch::Tensor();

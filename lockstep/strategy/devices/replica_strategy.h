@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/base/stop.h"
 #include "lockstep/base/trace.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
@@ -80,6 +81,20 @@ Number sum_over(const World& world, Number number) {
   const torch::Tensor sum = torch::full({1}, number, c10::CppTypeToScalarType<Number>::value);
   world.all_reduce(sum);
   return sum.item<Number>();
+}
+
+// Totals of a batch over all ranks of `world`, in one all-reduce; more: further numbers, which become their sums. All
+// ranks agree to stop if one was asked to.
+inline BatchTotals sum_totals(const World& world, const BatchTotals& own, std::vector<double>* more = nullptr) {
+  const auto samples = static_cast<double>(own.samples);
+  std::vector<double> values{samples, own.mean_loss * samples, wants_to_stop() ? 1.0 : 0.0};
+  if (more != nullptr) values.insert(values.end(), more->begin(), more->end());
+  const torch::Tensor sums = torch::tensor(values, torch::kFloat64);
+  world.all_reduce(sums);
+  const auto* sum = sums.const_data_ptr<double>();
+  if (sum[2] > 0) agree_to_stop();
+  if (more != nullptr) std::copy_n(sum + 3, more->size(), more->begin());
+  return {.samples = static_cast<std::int64_t>(sum[0]), .mean_loss = sum[1] / sum[0]};
 }
 
 // Adds the seconds that `work` takes to `total`, shows it as `name`, that of a phase, in a trace and to the launcher,

@@ -22,7 +22,7 @@ class Towers : public ReplicaStrategy {
       : ReplicaStrategy(task, make_replicas(devices_of(options), task, options), make_devices(world, options)),
         uneven_(options.towers.refuse_uneven ? Uneven::kRefuse : Uneven::kSplit),
         algorithm_(options.algorithm) {
-    if (options.towers.update == UpdatePlace::kCpu) share_parameters(*devices_, replicas_);
+    if (options.towers.update == UpdateOn::kCpu) share_parameters(*devices_, replicas_);
     seed_steps(options.seed + 1);
   }
 
@@ -61,12 +61,12 @@ class Towers : public ReplicaStrategy {
 }  // namespace
 
 HeldBytes bytes_of_towers(const PlannedRun& run) {
-  return run.options.towers.update == UpdatePlace::kCpu ? bytes_of_data_parallel(run) : bytes_of_averaging(run);
+  return run.options.towers.update == UpdateOn::kCpu ? bytes_of_data_parallel(run) : bytes_of_averaging(run);
 }
 
 std::unique_ptr<Strategy> make_towers(const World& world, const Task& task, const StrategyOptions& options) {
   require_one_process(world, options);
-  if (options.towers.update == UpdatePlace::kCpu && !devices_of(options).front().is_cpu()) {
+  if (options.towers.update == UpdateOn::kCpu && !devices_of(options).front().is_cpu()) {
     StrategyOptions in_store = options;  // the same by another name: a store in the host's memory
     in_store.kvstore = {.kind = KVStoreKind::kLocalUpdateCpu};
     return make_kvstore_strategy(world, task, in_store);

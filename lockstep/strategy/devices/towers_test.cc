@@ -37,7 +37,7 @@ TEST_P(TowersOfSize, train_as_one_device_does_with_momentum) {
 
 TEST_P(TowersOfSize, train_as_one_device_does_with_adam_on_shared_parameters) {
   StrategyOptions options = towers(GetParam());
-  options.towers.update = UpdatePlace::kCpu;
+  options.towers.update = UpdateOn::kCpu;
   options.optimizer = AdamWOptions{.lr = 0.01, .weight_decay = 0};
   expect_same_course(course_of(small_task(), options), on_one_device(small_task(), options));
 }
@@ -95,7 +95,7 @@ TEST(Towers, share_one_set_of_parameters) {
 }
 
 TEST(Towers, train_a_layer_that_is_used_twice) {
-  for (const UpdatePlace update : {UpdatePlace::kDevice, UpdatePlace::kCpu}) {
+  for (const UpdateOn update : {UpdateOn::kDevice, UpdateOn::kCpu}) {
     StrategyOptions options = towers(2);
     options.towers.update = update;
     expect_same_course(course_of(tied_task(), options), on_one_device(tied_task(), options));

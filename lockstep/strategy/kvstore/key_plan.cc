@@ -2,12 +2,10 @@
 #include "lockstep/strategy/kvstore/key_plan.h"
 
 #include <algorithm>
-#include <limits>
 
 #include "lockstep/base/cache_line.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/sampler.h"
-#include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {
 namespace {
@@ -79,27 +77,6 @@ torch::Tensor BlockLayout::region_of(SliceRange range, const torch::Tensor& bloc
   const auto slices = slices_of(range);
   if (slices.empty()) return block.narrow(0, 0, 0);
   return block.narrow(0, slices.front().offset, slices.back().offset + slices.back().bytes() - slices.front().offset);
-}
-
-void BlockLayout::require_possible(const Received& sender) const {
-  std::int64_t end = 0;
-  const KeySlice* before = nullptr;
-  for (const KeySlice& slice : slices_) {
-    sender.require(is_dtype(static_cast<std::int64_t>(slice.dtype)), "a slice whose dtype there is not");
-    const auto flag = *reinterpret_cast<const std::uint8_t*>(&slice.trained);
-    sender.in(flag, 0, 1, "whether a slice is trained");
-    sender.in(static_cast<std::int64_t>(slice.key), 0, std::numeric_limits<std::int32_t>::max(), "a slice's key");
-    const bool goes_on = before != nullptr && before->key == slice.key;
-    sender.require(before == nullptr || before->key <= slice.key, "slices that are not in the order of their keys");
-    sender.in(slice.begin, goes_on ? before->begin + before->count : 0,
-              goes_on ? before->begin + before->count : std::numeric_limits<std::int64_t>::max() / 2,
-              "a slice's first element");
-    sender.bytes(slice.count, static_cast<std::int64_t>(c10::elementSize(slice.dtype)), "a slice");
-    sender.in(slice.offset, end, end, "where a slice lies");
-    end = round_up(slice.offset + slice.bytes(), kAlignment);
-    sender.bytes(end, 1, "a server's block");
-    before = &slice;
-  }
 }
 
 std::vector<BlockLayout> plan_keys(const std::vector<Key>& keys, std::size_t servers, std::int64_t split_above) {

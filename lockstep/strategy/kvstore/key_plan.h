@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/key_plan.h: which server holds which part of which key.
 //
-// Flow:    names and shapes of the keys -> here -> client.h (where to send), server_table.h (what lies where)
+// Flow:    names and shapes of the keys -> here -> worker.h (where to send), server_table.h (what lies where)
 // Threads: values
 // Ranks:   no communication: every worker computes the same plan
 //
-// A key is a named tensor. A server holds slices of keys, in one block of bytes, in the order of the keys; so the
+// A key is a tensor with a name. A server holds slices of keys, in one block of bytes, in the order of the keys; so the
 // slices of neighbouring keys are one run of bytes. A large key has several slices on each server, so that some can be
 // merged while others are still being sent.
 #pragma once
@@ -14,18 +14,14 @@
 
 #include <cstdint>
 #include <span>
-#include <string>
 #include <vector>
-
-#include "lockstep/base/received.h"
 
 namespace lockstep {
 
+// A key as servers know it. Sent as raw bytes.
 struct Key {
-  std::string name;
   std::int64_t elements = 0;
   std::int64_t rows = 1;  // size of the first dimension; keys are split between rows
-  std::vector<std::int64_t> sizes{};
   torch::ScalarType dtype = torch::kFloat32;
   bool trained = true;  // false: a buffer, which a push replaces even where there is an optimizer
 };
@@ -44,7 +40,7 @@ struct SliceRange {
   std::size_t size() const { return last - first; }
 };
 
-// Elements [begin, begin + count) of a key, on one server. Sent as raw bytes.
+// Elements [begin, begin + count) of a key, on one server.
 struct KeySlice {
   std::size_t key = 0;
   std::int64_t begin = 0;
@@ -62,7 +58,6 @@ struct KeySlice {
 // The slices of one server, in the order of the keys.
 class BlockLayout {
  public:
-  explicit BlockLayout(std::vector<KeySlice> slices = {}) : slices_(std::move(slices)) {}
   void add(const Key& key, std::size_t number, std::int64_t begin, std::int64_t count);
 
   const std::vector<KeySlice>& slices() const { return slices_; }
@@ -74,9 +69,6 @@ class BlockLayout {
   // Cuts a range into the parts that kPushPull sends one by one: each about a sixteenth of the block, at least 256 KiB.
   // At least one part, which may be empty.
   std::vector<SliceRange> parts_of(SliceRange range) const;
-
-  // Of slices that another process has sent: they lie as add() lays them, one behind the other. Throws MismatchError.
-  void require_possible(const Received& sender) const;
 
  private:
   std::vector<KeySlice> slices_;

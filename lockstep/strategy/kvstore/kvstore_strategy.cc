@@ -10,9 +10,9 @@
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
-#include "lockstep/strategy/kvstore/client.h"
 #include "lockstep/strategy/kvstore/local_store.h"
 #include "lockstep/strategy/kvstore/server.h"
+#include "lockstep/strategy/kvstore/worker.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
 #include "lockstep/strategy/strategies.h"
@@ -67,7 +67,7 @@ class StoreStrategy : public ReplicaStrategy {
       before_push(options);
       static_cast<void>(with_gradients(parameters_));
       const DeviceTensors gradients = gradients_of(parameters_);
-      store().push_pull(trained_keys(), gradients, update_in_store_ ? parameters_ : gradients, options);
+      store_->push_pull(trained_keys(), gradients, update_in_store_ ? parameters_ : gradients, options);
       if (update_in_store_) pull_buffers();
     });
     if (update_in_store_) return;
@@ -88,19 +88,19 @@ class StoreStrategy : public ReplicaStrategy {
     }
   }
 
-  virtual Store& store() = 0;
   virtual BatchTotals over_workers(const BatchTotals& own) = 0;  // of the global batch
   virtual void before_step() {}                                  // the weights are about to be used
   virtual void before_push(const PushOptions& /*options*/) {}
 
   KeyRange trained_keys() const { return {0, parameters_.front().size()}; }
-  KeyRange buffer_keys() { return {trained_keys().last, store().keys().size()}; }  // none in a local store
+  KeyRange buffer_keys() const { return {trained_keys().last, store_->keys().size()}; }  // none in a local store
   void pull_buffers() {
-    if (buffer_keys().size() > 0) store().pull(buffer_keys(), buffers_);
+    if (buffer_keys().size() > 0) store_->pull(buffer_keys(), buffers_);
   }
 
   DeviceTensors parameters_;  // those that are trained
   DeviceTensors buffers_;
+  std::unique_ptr<Store> store_;
   bool update_in_store_;
 
  private:
@@ -114,11 +114,14 @@ class LocalStrategy : public StoreStrategy {
  public:
   LocalStrategy(const World& world, const Task& task, const StrategyOptions& options, KVStoreKind kind)
       : StoreStrategy(world, task, options, kind == KVStoreKind::kLocalUpdateCpu),
-        store_(kind == KVStoreKind::kLocalAllReduceDevice ? SumOn::kDevice : SumOn::kCpu, devices_.get()),
         statistics_{.store = name_of(kind), .workers = 1} {
-    store_.init(trained_parameters(model()));
+    auto store = std::make_unique<LocalStore>(kind == KVStoreKind::kLocalAllReduceDevice ? SumOn::kDevice : SumOn::kCpu,
+                                              devices_.get());
+    local_ = store.get();
+    store_ = std::move(store);
+    store_->init(trained_parameters(model()));
     if (update_in_store_) {
-      store_.set_optimizer(update_options(options));
+      store_->set_optimizer(update_options(options));
       if (!devices_->on_gpus()) share_values();
     }
     seed_steps(options.seed + 1);
@@ -127,42 +130,34 @@ class LocalStrategy : public StoreStrategy {
   // model() and optimizer() are what a checkpoint keeps: the store's state goes there, and back in restored().
   void synchronise() override {
     if (!update_in_store_) return;
-    for (std::size_t i = 0; i < store_.values().size(); ++i)
-      optimizer().set_state(parameters_.front()[i], store_.optimizer()->state_of(store_.values()[i]));
+    for (std::size_t i = 0; i < local_->values().size(); ++i)
+      optimizer().set_state(parameters_.front()[i], local_->optimizer()->state_of(local_->values()[i]));
   }
 
   void restored(std::int64_t) override {
     if (!update_in_store_) return follow_first(replicas_);
     const torch::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < store_.values().size(); ++i) {
-      const torch::Tensor &value = store_.values()[i], &parameter = parameters_.front()[i];
+    for (std::size_t i = 0; i < local_->values().size(); ++i) {
+      const torch::Tensor &value = local_->values()[i], &parameter = parameters_.front()[i];
       if (!value.is_alias_of(parameter)) value.copy_(parameter);
-      store_.optimizer()->set_state(value, optimizer().state_of(parameter));
+      local_->optimizer()->set_state(value, optimizer().state_of(parameter));
     }
     follow_model(replicas_);
   }
 
-  Report report() const override { return statistics_.report(); }
+  Report report() const override {
+    StoreStatistics all = statistics_;
+    all.pushed_bytes = store_->bytes_pushed();
+    all.pulled_bytes = store_->bytes_pulled();
+    return all.report();
+  }
   std::string table() const override { return statistics_.table(); }
 
  private:
-  Store& store() override { return store_; }
-
-  // Weights that a device shares with the store are not copied.
-  void before_push(const PushOptions& /*options*/) override {
-    for (const auto& device : parameters_)
-      for (std::size_t i = 0; i < device.size(); ++i) {
-        if (!device[i].grad().defined()) continue;
-        const auto bytes = static_cast<std::int64_t>(device[i].nbytes());
-        statistics_.pushed_bytes += bytes;
-        if (!update_in_store_ || !device[i].is_alias_of(store_.values()[i])) statistics_.pulled_bytes += bytes;
-      }
-  }
-
   // Devices are cores: they read the weights where the store updates them, and a pull copies nothing.
   void share_values() {
     for (const auto& device : parameters_)
-      for (std::size_t i = 0; i < device.size(); ++i) torch::Tensor(device[i]).set_data(store_.values()[i]);
+      for (std::size_t i = 0; i < device.size(); ++i) torch::Tensor(device[i]).set_data(local_->values()[i]);
   }
 
   BatchTotals over_workers(const BatchTotals& totals) override {
@@ -171,7 +166,7 @@ class LocalStrategy : public StoreStrategy {
     return totals;
   }
 
-  LocalStore store_;
+  LocalStore* local_;  // store_
   StoreStatistics statistics_;
 };
 
@@ -182,12 +177,12 @@ class WorkerStrategy : public StoreStrategy {
   WorkerStrategy(const DistSetting& setting, const World& workers, const Task& task)
       : StoreStrategy(setting.world, task, setting.options, setting.options.kvstore.update_on_kvstore),
         setting_(setting),
-        workers_(workers),
-        store_(setting, devices_.get()) {
+        workers_(workers) {
+    store_ = make_kv_worker(setting, devices_.get());
     setting_.share_model(model());
     follow_model(replicas_);
-    store_.init(trained_parameters(model()), named_buffers(model()));
-    if (update_in_store_) store_.set_optimizer(update_options(setting.options));
+    store_->init(trained_parameters(model()), named_buffers(model()));
+    if (update_in_store_) store_->set_optimizer(update_options(setting.options));
     seed_steps(setting.options.seed + static_cast<std::uint64_t>(workers.rank()) + 1);
   }
 
@@ -215,82 +210,70 @@ class WorkerStrategy : public StoreStrategy {
   }
 
   Report report() const override {
-    return {{"pushed_bytes", static_cast<double>(store_.bytes_pushed())},
-            {"pulled_bytes", static_cast<double>(store_.bytes_pulled())}};
+    return {{"pushed_bytes", static_cast<double>(store_->bytes_pushed())},
+            {"pulled_bytes", static_cast<double>(store_->bytes_pulled())}};
   }
 
  private:
-  Store& store() override { return store_; }
-
-  // Not in the constructor: with dist_bounded it may have to wait for other workers' first steps.
+  // Pulls the first weights. The constructor cannot: with dist_bounded that may wait for other workers' first steps.
   void before_step() override {
     if (update_in_store_ && !has_weights_) {
-      store_.pull(trained_keys(), parameters_);
+      store_->pull(trained_keys(), parameters_);
       pull_buffers();
     }
     has_weights_ = true;
   }
 
-  // One all_reduce of a few numbers: samples, their loss and, where workers update, for each parameter whether this
-  // worker has a gradient of it.
+  // Adds up the batch over the workers; if they update, they also count who has a gradient of each parameter.
   BatchTotals over_workers(const BatchTotals& own) override {
     if (!setting_.in_step()) {  // each worker stops at its own step
       if (wants_to_stop()) agree_to_stop();
       return own;
     }
-    const auto samples = static_cast<double>(own.samples);
-    std::vector<double> values{samples, own.mean_loss * samples, wants_to_stop() ? 1.0 : 0.0};
-    if (!update_in_store_)
-      for (std::size_t i = 0; i < trained_keys().size(); ++i) values.push_back(has_gradient(i) ? 1 : 0);
-    const torch::Tensor sums = torch::tensor(values, torch::kFloat64);
+    with_gradient_.clear();
+    for (std::size_t i = 0; !update_in_store_ && i < trained_keys().size(); ++i)
+      with_gradient_.push_back(has_gradient(i) ? 1 : 0);
     try {
-      workers_.all_reduce(sums);
+      return sum_totals(workers_, own, &with_gradient_);
     } catch (const PeerLost& error) {
-      store_.abandon(error.text().what);
+      setting_.abandon(error.text().what);
       throw;
     }
-    const auto* sum = sums.const_data_ptr<double>();
-    if (sum[2] > 0) agree_to_stop();
-    with_gradient_.assign(sum + 3, sum + sums.numel());
-    return {.samples = static_cast<std::int64_t>(sum[0]), .mean_loss = sum[1] / sum[0]};
   }
 
   bool has_gradient(std::size_t parameter) const {
     return std::ranges::any_of(parameters_, [&](const auto& device) { return device[parameter].grad().defined(); });
   }
 
-  // Where workers update, a parameter that only others have a gradient of needs one here, too: the mean is pulled into
-  // it. The buffers that are pushed are the first device's.
+  // Makes gradients for parameters that only other workers have one of, where workers update: the mean is pulled into them. Pushes
+  // the first device's buffers.
   void before_push(const PushOptions& options) override {
     for (std::size_t i = 0; i < with_gradient_.size(); ++i) {
       torch::Tensor parameter = parameters_.front()[i];
       if (with_gradient_[i] > 0 && !parameter.grad().defined())
         parameter.mutable_grad() = torch::zeros_like(parameter).detach();
     }
-    if (buffer_keys().size() > 0) store_.push(buffer_keys(), {buffers_.front()}, options);
+    if (buffer_keys().size() > 0) store_->push(buffer_keys(), {buffers_.front()}, options);
   }
 
   DistSetting setting_;
   World workers_;
   bool has_weights_ = false;
   std::vector<double> with_gradient_;  // [parameter] on how many workers; empty where servers update
-  StoreClient store_;
 };
 
-// Whether some worker's devices are GPUs.
+// Returns whether some worker's devices are GPUs.
 bool any_on_gpus(const World& world, const StrategyOptions& options) {
   const auto where = devices_of(options);
   return sum_over(world, std::int64_t{!where.empty() && !where.front().is_cpu()}) > 0;
 }
 
-KVStoreKind local_kind(const World& world, const Task& task, const StrategyOptions& options) {
+KVStoreKind local_kind(const Task& task, const StrategyOptions& options) {
   if (options.kvstore.kind != KVStoreKind::kLocal) return options.kvstore.kind;
   const Replica replica = make_replica(task, options);
-  const auto parameters = trained_parameters(*replica.model);
-  std::optional<LinkTimes> links;
-  if (options.devices > 1 && !devices_of(options).front().is_cpu())
-    links = measure_links(*make_devices(world, options), parameters);
-  const auto [kind, reason] = choose_local_kind(parameters, options.devices, links);
+  const auto where = devices_of(options);
+  const auto separate = where.front().is_cpu() ? std::nullopt : std::optional(not_linked(where));
+  const auto [kind, reason] = choose_local_kind(trained_parameters(*replica.model), options.devices, separate);
   log_info(concat("kvstore local is ", name_of(kind), ": ", reason));
   return kind;
 }
@@ -309,7 +292,6 @@ std::vector<NamedTensor> trained_parameters(const torch::nn::Module& model) {
   return parameters;
 }
 
-// A layerwise rule takes norms over whole keys, which a server that has only a part of a key does not know.
 // A worker has the parameters three times: the model, and what it sends and receives. The servers have them as often, and
 // two more for each worker; they are on the machines in turn. Unless workers go in step, each has a state of its own.
 HeldBytes bytes_of_kvstore(const PlannedRun& run) {
@@ -317,20 +299,19 @@ HeldBytes bytes_of_kvstore(const PlannedRun& run) {
   if (!has_servers(store.kind)) return bytes_of_data_parallel(run);
   const double devices = run.devices, machines = run.machines, workers = machines * devices;
   const double states = store.kind == KVStoreKind::kDistSync ? 1 : workers;
-  const bool is_compressed = run.options.compression.kind != Compression::kNone;
   return {.processes = (devices + store.servers / machines) * run.process,
           .parameters = (3 * devices + (3 + 2 * workers) / machines) * run.parameters,
           .state = states * run.state / machines,
           .gradients = devices * run.parameters,
-          .activations = run.activations,
-          .exchange = is_compressed ? devices * run.parameters : 0};
+          .activations = run.activations};
 }
 
+// A layerwise rule takes norms over whole keys, which a server that has only a part of a key does not know.
 std::unique_ptr<Strategy> make_kvstore_strategy(const World& world, const Task& task, const StrategyOptions& options) {
   check(options);
   if (!has_servers(options.kvstore.kind)) {
     require_one_process(world, options);
-    return std::make_unique<LocalStrategy>(world, task, options, local_kind(world, task, options));
+    return std::make_unique<LocalStrategy>(world, task, options, local_kind(task, options));
   }
   StrategyOptions known = options;
   if (layerwise(options.optimizer)) known.kvstore.split_above = std::numeric_limits<std::int64_t>::max();
@@ -351,9 +332,9 @@ std::unique_ptr<KVStore> KVStore::create(const World& world, const StrategyOptio
     return std::make_unique<LocalStore>(on_device ? SumOn::kDevice : SumOn::kCpu, devices);
   }
   const DistSetting setting = connect_store(world, options);
-  if (!setting.serves()) return std::make_unique<StoreClient>(setting, devices);
-  for (const Link& server : setting.to_servers) server.send(RequestHeader{.request = Request::kGoodbye});
-  StoreServer server(setting);
+  if (!setting.serves()) return make_kv_worker(setting, devices);
+  say_goodbye(setting.to_servers);
+  KVServer server(setting);
   server.wait_for_goodbyes();
   return nullptr;
 }

@@ -6,6 +6,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
+#include "lockstep/strategy/kvstore/messages.h"
 
 namespace lockstep {
 namespace {
@@ -29,9 +30,8 @@ void find_roles(DistSetting& setting) {
 // is lost, and its other clients hear of that instead of taking the server for lost. Workers in step wait for each
 // other, too: with dist_sync they find out first who is lost, and tell the servers.
 void connect(DistSetting& setting, const std::vector<int>& pair) {
-  const auto timeout = setting.options.timeout;
   const bool serves = !pair.empty() && pair[0] == setting.world.rank();
-  const auto world = setting.world.separate(pair, !serves ? 3 * timeout : setting.in_step() ? 2 * timeout : timeout);
+  const auto world = setting.world.separate(pair, (!serves ? 3 : setting.in_step() ? 2 : 1) * setting.options.timeout);
   if (world) (serves ? setting.to_clients : setting.to_servers).emplace_back(*world, serves ? pair[1] : pair[0]);
 }
 
@@ -61,6 +61,11 @@ void connect_pairs(DistSetting& setting) {
 
 }  // namespace
 
+void DistSetting::abandon(const std::string& reason) const {
+  for (const Link& link : to_clients) link.abandon(reason);
+  for (const Link& link : to_servers) link.abandon(reason);
+}
+
 void DistSetting::share_model(const torch::nn::Module& model) const {
   require_same_model(world, named_parameters(model));
   broadcast_model(model, workers.front());
@@ -69,6 +74,13 @@ void DistSetting::share_model(const torch::nn::Module& model) const {
 void DistSetting::broadcast_model(const torch::nn::Module& model, int root) const {
   broadcast_tensors(world, named_parameters(model), root);
   broadcast_tensors(world, named_buffers(model), root);
+}
+
+void say_goodbye(const std::vector<Link>& to_servers) {
+  for (const Link& server : to_servers) try {
+      server.send(RequestHeader{.request = Request::kGoodbye});
+    } catch (const std::exception&) {
+    }
 }
 
 DistSetting connect_store(const World& world, const StrategyOptions& options) {

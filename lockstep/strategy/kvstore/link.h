@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/link.h: the connection between a server and one of its clients, and who is connected to whom.
 //
-// Flow:    client.h -> here -> World's messages -> server.h, and back
+// Flow:    worker.h -> here -> World's messages -> server.h, and back
 // Owns:    a Link: a World of two ranks, the server and the client, with connections of its own
 // Threads: a Link belongs to one thread, but for abandon()
 // Ranks:   one of the two; connect_store(), share_model() and broadcast_model() are called by all ranks
@@ -9,6 +9,7 @@
 
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <span>
@@ -23,15 +24,13 @@
 namespace lockstep {
 
 // A message that was started; none if it has no bytes.
-struct Pending {
-  std::optional<Work> work;
-  void wait() {
-    if (work) work->wait();
-  }
-};
+using Pending = std::optional<Work>;
 
+inline void wait(Pending& message) {
+  if (message) message->wait();
+}
 inline void finish(std::vector<Pending>& all) {
-  for (Pending& each : all) each.wait();
+  std::ranges::for_each(all, wait);
   all.clear();
 }
 
@@ -67,7 +66,7 @@ class Link {
   }
   [[nodiscard]] Pending start_sending(const torch::Tensor& bytes) const {
     if (bytes.numel() == 0) return {};
-    return {pair_.send_async(bytes, peer(), next(tags_->sent))};
+    return pair_.send_async(bytes, peer(), next(tags_->sent));
   }
   template <class T>
   [[nodiscard]] Pending start_sending_copy(std::span<const T> values) const {
@@ -75,7 +74,7 @@ class Link {
   }
   [[nodiscard]] Pending start_receiving(const torch::Tensor& bytes) const {
     if (bytes.numel() == 0) return {};
-    return {pair_.receive_async(bytes, {.from = peer(), .tag = next(tags_->received)})};
+    return pair_.receive_async(bytes, {.from = peer(), .tag = next(tags_->received)});
   }
 
   // Zeros, where the other side can read them.
@@ -107,7 +106,7 @@ class Link {
   std::shared_ptr<Tags> tags_ = std::make_shared<Tags>();
 };
 
-// What the servers and workers of a store agree on before they start, and the links of this rank.
+// The agreement of the servers and workers of a store before they start, and the links of this rank.
 struct DistSetting {
   World world;
   StrategyOptions options;
@@ -123,12 +122,18 @@ struct DistSetting {
   // The ranks of the training loop: without dist_sync every rank goes at its own pace.
   World loop_world(const World& all) const { return in_step() ? all : World::single(); }
 
+  // Ends every wait of this rank and of those that it is linked with.
+  void abandon(const std::string& reason) const;
+
   // Compares the models of all ranks, then gives all of them the first worker's.
   void share_model(const torch::nn::Module& model) const;
 
   // Every rank's parameters and buffers become those of `root`.
   void broadcast_model(const torch::nn::Module& model, int root) const;
 };
+
+// Tells servers that this client leaves in good order. Does nothing for those that are gone already.
+void say_goodbye(const std::vector<Link>& to_servers);
 
 // Connects every worker with every server. Throws UsageError: no server, no worker, rank 0 is a worker, or options that
 // servers cannot follow.

@@ -3,16 +3,17 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/to_size.h"
 #include "lockstep/collective/gpus.h"
-#include "lockstep/deadline.h"
-#include "lockstep/error.h"
 #include "lockstep/strategy/devices/replica.h"
 
 namespace lockstep {
+namespace {
+
+std::int64_t bytes_of(const torch::Tensor& value) { return static_cast<std::int64_t>(value.nbytes()); }
+
+}  // namespace
 
 void LocalStore::create(const std::vector<torch::Tensor>& values) {
   for (const torch::Tensor& value : values) {
@@ -33,6 +34,8 @@ void LocalStore::set_optimizer(const UpdateOptions& options) {
 
 void LocalStore::push(KeyRange range, const DeviceTensors& values, const PushOptions& options) {
   const torch::NoGradGuard no_grad;
+  for (const auto& device : values)
+    for (const torch::Tensor& value : device) bytes_pushed_ += value.defined() ? bytes_of(value) : 0;
   DeviceTensors left = on_host(values, range.first);
   if (optimizer_ != nullptr) update(range, left, options.learning_rate);
   const std::vector<torch::Tensor> sums = sum(left, range.first);
@@ -56,8 +59,11 @@ void LocalStore::update(KeyRange range, DeviceTensors& values, double learning_r
   optimizer_->step();
 }
 
-// Where a device's tensor is the store's own memory nothing is copied.
+// Copies nothing where a device's tensor is the store's own memory.
 void LocalStore::pull(KeyRange range, const DeviceTensors& into) {
+  for (const auto& device : into)
+    for (std::size_t i = 0; i < range.size(); ++i)
+      if (device[i].defined() && !device[i].is_alias_of(values_[range.first + i])) bytes_pulled_ += bytes_of(device[i]);
   on_every_device(into.size(), [values = values_, range, into](std::size_t device) {
     const torch::NoGradGuard no_grad;
     for (std::size_t key = range.first; key < range.last; ++key)
@@ -66,74 +72,26 @@ void LocalStore::pull(KeyRange range, const DeviceTensors& into) {
   });
 }
 
-namespace {
-
-// The shortest of a few rounds.
-double seconds_of(Devices& devices, const Devices::Body& body) {
-  constexpr int kRounds = 3;
-  double shortest = std::numeric_limits<double>::infinity();
-  for (int round = 0; round <= kRounds; ++round) {
-    const Stopwatch watch;
-    devices.run(body);
-    if (round > 0) shortest = std::min(shortest, watch.seconds());
-  }
-  return shortest;
-}
-
-std::string first_not_linked(const Devices& devices) {
-  for (int i = 0; i < devices.size(); ++i)
-    for (int j = 0; j < devices.size(); ++j)
-      if (!gpu_reaches(devices.where(i), devices.where(j)))
-        return concat(devices.names()[to_size(i)], " and ", devices.names()[to_size(j)]);
-  return {};
-}
-
-}  // namespace
-
-LinkTimes measure_links(Devices& devices, const std::vector<NamedTensor>& parameters) {
-  DeviceTensors values, host;
-  for (int i = 0; i < devices.size(); ++i) {
-    values.emplace_back();
-    host.emplace_back();
-    for (const auto& [name, parameter] : parameters) {
-      values.back().push_back(torch::zeros_like(parameter.detach(), parameter.options().device(devices.where(i))));
-      host.back().push_back(pinned_like(parameter));
-    }
-  }
-  const auto between = [values](Device& device) {
-    for (const torch::Tensor& value : for_device(values, device)) device.reduce(value);
-    for (const torch::Tensor& value : for_device(values, device)) device.broadcast(value);
-  };
-  const auto over_host = [values, host](Device& device) {
-    for (std::size_t i = 0; i < values.front().size(); ++i) {
-      copy_between(for_device(host, device)[i], for_device(values, device)[i]);
-      copy_between(for_device(values, device)[i], for_device(host, device)[i]);
-    }
-  };
-  return {.between_devices = seconds_of(devices, between),
-          .over_host = seconds_of(devices, over_host),
-          .not_linked = first_not_linked(devices)};
+std::string not_linked(const std::vector<torch::Device>& gpus) {
+  for (const torch::Device one : gpus)
+    for (const torch::Device other : gpus)
+      if (!gpu_reaches(one, other)) return concat(one.str(), " and ", other.str());
+  return "";
 }
 
 ChosenKind choose_local_kind(const std::vector<NamedTensor>& parameters, int devices,
-                             const std::optional<LinkTimes>& links) {
+                             const std::optional<std::string>& separate) {
   if (devices == 1) return {KVStoreKind::kLocalUpdateCpu, "there is one device, and nothing to add up"};
-  if (!links)
+  if (!separate)
     return {KVStoreKind::kLocalUpdateCpu, "devices that are cores read the weights where the store updates them, once"};
-  const std::string times = concat("between the devices ", human_seconds(links->between_devices), ", over the host ",
-                                   human_seconds(links->over_host));
-  if (links->not_linked.empty() && links->between_devices < links->over_host)
-    return {KVStoreKind::kLocalAllReduceDevice, concat("gradients take ", times)};
-  const std::string slow = links->not_linked.empty() ? concat("gradients take ", times)
-                                                     : concat(links->not_linked, " don't reach each other's memory");
+  if (separate->empty()) return {KVStoreKind::kLocalAllReduceDevice, "all devices reach each other's memory"};
   const auto largest =
       std::ranges::max_element(parameters, {}, [](const NamedTensor& each) { return each.tensor.numel(); });
-  const std::string weight = concat(slow, "; the largest weight, ", largest->name, ", has ",
-                                    with_thousands(largest->tensor.numel()), " elements");
+  const std::string reason = concat(*separate, " don't reach each other's memory; the largest weight, ", largest->name,
+                                    ", has ", with_thousands(largest->tensor.numel()), " elements");
   constexpr std::int64_t kLargeWeight = std::int64_t{16} << 20;  // elements: where MXNet stops to update in its store
-  if (largest->tensor.numel() < kLargeWeight)
-    return {KVStoreKind::kLocalUpdateCpu, concat(weight, ": small ones are updated once")};
-  return {KVStoreKind::kLocalAllReduceCpu, concat(weight, ": large ones are updated on every device")};
+  const bool small = largest->tensor.numel() < kLargeWeight;
+  return {small ? KVStoreKind::kLocalUpdateCpu : KVStoreKind::kLocalAllReduceCpu, reason};
 }
 
 }  // namespace lockstep

@@ -48,22 +48,16 @@ class LocalStore : public Store {
   std::shared_ptr<LocalGradients> gradients_;
 };
 
-// Seconds to sum zeros of the parameters' sizes on device 0 and copy the sum to all devices; and to copy as much from all
-// devices to the host's pinned memory and back.
-struct LinkTimes {
-  double between_devices = 0;
-  double over_host = 0;
-  std::string not_linked{};  // two devices that don't reach each other's memory: "cuda:0 and cuda:2"; empty: all do
-};
-LinkTimes measure_links(Devices& devices, const std::vector<NamedTensor>& parameters);
+// Two of these GPUs that don't reach each other's memory: "cuda:0 and cuda:2"; "": all do.
+std::string not_linked(const std::vector<torch::Device>& gpus);
 
-// local_update_cpu, local_allreduce_cpu or local_allreduce_device, and why: what `--kvstore local` chooses. links: between
-// GPUs.
+// local_update_cpu, local_allreduce_cpu or local_allreduce_device, and why: what `--kvstore local` chooses. separate: GPUs'
+// not_linked(); none: the devices are cores.
 struct ChosenKind {
   KVStoreKind kind;
   std::string reason;
 };
 ChosenKind choose_local_kind(const std::vector<NamedTensor>& parameters, int devices,
-                             const std::optional<LinkTimes>& links = std::nullopt);
+                             const std::optional<std::string>& separate = std::nullopt);
 
 }  // namespace lockstep

@@ -2,7 +2,6 @@
 // What needs no ranks: where keys lie, who may go on, what a checkpoint keeps, and what was measured.
 #include <random>
 
-#include "lockstep/base/text.h"
 #include "lockstep/strategy/kvstore/key_plan.h"
 #include "lockstep/strategy/kvstore/server_table.h"
 #include "lockstep/strategy/kvstore/staleness_gate.h"
@@ -16,8 +15,7 @@ using testing::contains;
 
 std::vector<Key> keys_of(const std::vector<std::int64_t>& elements) {
   std::vector<Key> keys;
-  for (const std::int64_t each : elements)
-    keys.push_back({.name = concat("key", keys.size()), .elements = each, .rows = each});
+  for (const std::int64_t each : elements) keys.push_back({.elements = each, .rows = each});
   return keys;
 }
 
@@ -64,7 +62,7 @@ TEST(KeyPlan, a_range_of_keys_is_one_run_of_bytes) {
 
 TEST(KeyPlan, a_large_key_is_slices_without_a_gap_that_travel_in_parts) {
   std::vector<Key> keys = keys_of({10, 0, 20});
-  keys[1] = {.name = "large", .elements = 3001 * 700, .rows = 3001, .dtype = torch::kFloat16};
+  keys[1] = {.elements = 3001 * 700, .rows = 3001, .dtype = torch::kFloat16};
   const auto blocks = plan_keys(keys, 2, 1000);
   for (const BlockLayout& block : blocks) {
     const SliceRange range = block.range_of({1, 2});
@@ -177,7 +175,7 @@ TEST(DelayHistogram, counts_and_draws_delays) {
 TEST(ServerTable, keeps_the_state_of_the_worker_that_has_pushed_most_and_gives_it_to_all) {
   const torch::NoGradGuard no_grad;
   BlockLayout layout;
-  layout.add({.name = "x", .elements = 1, .rows = 1}, 0, 0, 1);
+  layout.add({.elements = 1, .rows = 1}, 0, 0, 1);
   const SliceRange all{0, 1};
   const auto make = [&](ServerTable& table) {
     table.create(layout, 2);

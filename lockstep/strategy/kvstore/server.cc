@@ -4,13 +4,26 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
 
+#include "lockstep/base/int_vector.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/stop.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
+#include "lockstep/error.h"
+#include "lockstep/gradient/two_bit.h"
 #include "lockstep/launch/own_progress.h"
+#include "lockstep/strategy/kvstore/staleness_gate.h"
 #include "lockstep/strategy/option_names.h"
+#include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {
 namespace {
@@ -20,7 +33,7 @@ std::string store_name(const KVStoreOptions& options) {
   return options.kind == KVStoreKind::kDistBounded ? concat(kind, " (", options.staleness, ")") : kind;
 }
 
-// The first server gates for all of them: workers ask the others after it (StoreClient::exchange).
+// The first server gates for all of them: workers ask the others after it (KVWorker::exchange).
 std::int64_t bound_of(const DistSetting& setting) {
   const KVStoreOptions& options = setting.options.kvstore;
   return options.kind == KVStoreKind::kDistBounded && setting.number == 0 ? options.staleness
@@ -32,145 +45,474 @@ std::string first_line(const std::exception& error) {
   return known != nullptr ? known->text().what : error.what();
 }
 
-std::string seconds_text(std::chrono::duration<double> time) { return human_seconds(time.count()); }
-
 }  // namespace
 
-// ---- What the server's process calls
+class KVServer::Impl {
+  using Lock = std::unique_lock<std::mutex>;
 
-StoreServer::StoreServer(const DistSetting& setting)
-    : setting_(setting),
-      gate_(workers(), bound_of(setting), setting.servers.size() > 1),
-      statistics_{.store = store_name(setting.options.kvstore), .workers = workers()} {
-  for (const Link& link : setting.to_clients) clients_.push_back({.link = link});
-  own_progress::serves(clients_.size());
-  const int threads = at::get_num_threads();
-  for (int i = 0; i < clients_.size(); ++i)
-    clients_[i].thread = std::thread([this, i, threads] {
-      at::set_num_threads(threads);
-      serve(i);
-    });
-}
+ public:
+  explicit Impl(const DistSetting& setting)
+      : setting_(setting),
+        gate_(workers(), bound_of(setting), setting.servers.size() > 1),
+        statistics_{.store = store_name(setting.options.kvstore), .workers = workers()} {
+    for (const Link& link : setting.to_clients) clients_.push_back({.link = link});
+    own_progress::serves(clients_.size());
+    const int threads = at::get_num_threads();
+    for (int i = 0; i < clients_.size(); ++i)
+      clients_[i].thread = std::thread([this, i, threads] {
+        at::set_num_threads(threads);
+        serve(i);
+      });
+  }
 
-StoreServer::~StoreServer() {
-  if (std::uncaught_exceptions() > 0) {
+  ~Impl() {
+    if (std::uncaught_exceptions() > 0) {
+      const Lock lock(mutex_);
+      fail(PeerLost({.what = concat("server ", setting_.number, " has failed")}));
+    }
+    for (Client& client : clients_) client.thread.join();
+  }
+
+  BatchTotals wait_for_pushes(std::int64_t pushes) {
+    Lock lock(mutex_);
+    wait_for_workers(lock, pushes);
+    const BatchTotals totals = totals_[pushes];
+    totals_.erase(totals_.begin(), totals_.upper_bound(pushes));
+    if (last_push_ <= pushes) agree_to_stop();
+    return totals;
+  }
+
+  // Without a deadline of its own: each client's thread has that of its link.
+  void wait_for_goodbyes() {
+    Lock lock(mutex_);
+    changed_.wait(lock, [this] { return failure_ || !any_worker_here(); });
+    if (failure_) std::rethrow_exception(failure_);
+  }
+
+  std::vector<SliceState> states(std::int64_t pushes) {
+    Lock lock(mutex_);
+    wait_for_keys(lock);
+    wait_for_workers(lock, pushes);
+    return table_.states();
+  }
+
+  void set_states(const std::vector<SliceState>& states) {
+    Lock lock(mutex_);
+    wait_for_keys(lock);
+    const bool of_optimizer = std::ranges::any_of(states, [](const SliceState& each) { return !each.state.empty(); });
+    if (of_optimizer) wait(lock, "optimizer", [this] { return table_.has_optimizer(); });
+    table_.set_states(states);
+  }
+
+  StoreStatistics statistics() const {
     const Lock lock(mutex_);
-    fail(PeerLost({.what = concat("server ", setting_.number, " has failed")}));
+    return statistics_;
   }
-  for (Client& client : clients_) client.thread.join();
-}
 
-BatchTotals StoreServer::wait_for_pushes(std::int64_t pushes) {
-  Lock lock(mutex_);
-  wait_for_workers(lock, pushes);
-  const BatchTotals totals = totals_[pushes];
-  totals_.erase(totals_.begin(), totals_.upper_bound(pushes));
-  if (last_push_ <= pushes) agree_to_stop();
-  return totals;
-}
+ private:
+  struct Client {
+    Link link;
+    std::thread thread{};
+    torch::Tensor outbox{};
+    bool here = true;
+    int pending = 0;            // pushes of trained keys that are complete and not applied
+    std::int64_t pushes = 0;    // those that are applied
+    RequestHeader last_push{};  // the newest of trained keys
+  };
 
-// Without a deadline of its own: each client's thread has that of its link.
-void StoreServer::wait_for_goodbyes() {
-  Lock lock(mutex_);
-  changed_.wait(lock, [this] { return failure_ || !any_worker_here(); });
-  if (failure_) std::rethrow_exception(failure_);
-}
+  KVStoreKind kind() const { return setting_.options.kvstore.kind; }
+  int workers() const { return static_cast<int>(setting_.workers.size()); }
+  bool is_worker(int client) const { return client < workers(); }
 
-BlockLayout StoreServer::layout() {
-  Lock lock(mutex_);
-  wait_for_keys(lock);
-  return table_.layout();
-}
+  // ---- Requests, each on its client's thread
 
-std::vector<SliceState> StoreServer::states(std::int64_t pushes) {
-  Lock lock(mutex_);
-  wait_for_keys(lock);
-  wait_for_workers(lock, pushes);
-  return table_.states();
-}
-
-void StoreServer::set_states(const std::vector<SliceState>& states) {
-  Lock lock(mutex_);
-  wait_for_keys(lock);
-  const bool of_optimizer = std::ranges::any_of(states, [](const SliceState& each) { return !each.state.empty(); });
-  if (of_optimizer) wait(lock, "optimizer", [this] { return table_.has_optimizer(); });
-  table_.set_states(states);
-}
-
-// ---- Waits
-//
-// Deadlines, from the first to the last to expire, for a timeout T: a worker that has pushed nothing while others wait
-// for it, T; a silent client, T (dist_sync 2 T), on its link; wait(), for whatever else goes wrong, 2.5 T; a client that
-// waits for its server, 3 T. So the server finds out who is lost before anybody takes the server for lost.
-
-// In dist_sync: until this worker's pushes of the slices are merged. Merging needs all workers: who has pushed nothing
-// for so long is the one that is lost. Other kinds merge at once, and never wait here.
-void StoreServer::wait_until_merged(Lock& lock, int worker, SliceRange slices) {
-  const auto over = [&] { return failure_ || !table_.has_unmerged(worker, slices); };
-  if (!changed_.wait_for(lock, timeout(), over))
-    fail(loss(concat(name_of(table_.first_missing(worker, slices)), " is lost: it has pushed nothing for ",
-                     seconds_text(timeout()))));
-  if (failure_) std::rethrow_exception(failure_);
-}
-
-void StoreServer::wait_for_keys(Lock& lock) {
-  wait(lock, "values of the keys", [this] { return has_values_; });
-}
-
-void StoreServer::wait_for_workers(Lock& lock, std::int64_t pushes) {
-  wait(lock, concat("push ", pushes, " of every worker"), [&] {
-    for (int worker = 0; worker < workers(); ++worker)
-      if (clients_[worker].here && clients_[worker].pushes < pushes) return false;
-    return true;
-  });
-}
-
-// ---- Lost clients
-
-std::string StoreServer::name_of(int client) const {
-  const std::string role = is_worker(client) ? concat("worker ", client) : "the first server";
-  return concat(role, " (rank ", clients_[client].link.peer_in_job(), ")");
-}
-
-bool StoreServer::any_worker_here() const {
-  return std::any_of(clients_.begin(), clients_.begin() + workers(), [](const Client& each) { return each.here; });
-}
-
-void StoreServer::leave(int client) {
-  const Lock lock(mutex_);
-  clients_[client].here = false;
-  if (is_worker(client)) {
-    gate_.leave(client);
-    ++finished_;
+  void serve(int client) {
+    const torch::NoGradGuard no_grad;
+    try {
+      const Link& link = clients_[client].link;
+      for (RequestHeader request; (request = link.receive<RequestHeader>()).request != Request::kGoodbye;) {
+        const own_progress::Serving serving;
+        handle(client, request);
+      }
+      leave(client);
+    } catch (const std::exception& error) {
+      lose(client, error);
+    }
   }
-  changed_.notify_all();
-}
 
-void StoreServer::lose(int client, const std::exception& error) {
-  const Lock lock(mutex_);
-  clients_[client].here = false;
-  if (failure_) return;
-  const std::string what = concat(name_of(client), " is lost: ", first_line(error));
-  if (is_worker(client) && kind() != KVStoreKind::kDistSync) {
-    gate_.leave(client);
+  void handle(int client, const RequestHeader& request) {
+    const Received sender(name_of(client));
+    const bool compressed = setting_.options.compression.kind == Compression::kTwoBit;
+    const bool of_servers = request.request == Request::kState || request.request == Request::kAlive;
+    const bool first = request.request == Request::kInit || of_servers;
+    sender.require(is_worker(client) || of_servers, "a request that only workers make");
+    sender.require(first || clients_[client].outbox.defined(), "a request before the keys");
+    check(sender, request, table_.layout(), compressed);
+    switch (request.request) {
+      case Request::kInit: create(client, request); break;
+      case Request::kOptimizer: set_optimizer(client); break;
+      case Request::kPush:
+      case Request::kPushPull: push(client, request); break;
+      case Request::kPull: pull(client, request); break;
+      case Request::kPullRows: pull_rows(client, request); break;
+      case Request::kState: send_states(client, request); break;
+      case Request::kAlive:
+      case Request::kGoodbye: break;
+    }
+  }
+
+  // ---- Keys and optimizer
+
+  // Every worker sends the keys, which have to be those of the workers before it; the first one also sends values.
+  void create(int worker, const RequestHeader& request) {
+    const Link& link = clients_[worker].link;
+    const Received sender(name_of(worker));
+    std::vector<Key> keys(request.count);
+    link.receive_all(std::span(keys));
+    check(sender, keys);
+    const BlockLayout layout = plan_keys(keys, setting_.servers.size(), request.bytes)[setting_.number];
+    sender.bytes(layout.bytes(), 1, "a server's block");
+    const torch::Tensor inbox = link.allocate(layout.bytes());
+    clients_[worker].outbox = link.allocate(layout.bytes());
+    if (worker == 0) link.receive_bytes(inbox);
+    Lock lock(mutex_);
+    if (!table_.created()) table_.create(layout, workers());
+    if (layout.slices() != table_.layout().slices()) {
+      fail(MismatchError({.what = concat(name_of(worker), " has other keys than the workers before it"),
+                          .likely = "a model that differs between the workers",
+                          .next = "make the same model everywhere"}));
+      std::rethrow_exception(failure_);
+    }
+    table_.set_inbox(worker, inbox);
+    if (worker == 0) torch::Tensor(table_.values()).copy_(inbox);
+    has_values_ = has_values_ || worker == 0;
     changed_.notify_all();
-    clients_[client].link.abandon(what);
-    log_warning(concat(what, "; ", any_worker_here() ? "the other workers go on" : "it was the last"));
-    if (any_worker_here() || finished_ > 0) return;
+    wait_for_keys(lock);
+    lock.unlock();
+    link.send(ReplyHeader{});
   }
-  fail(loss(what));
-}
 
-PeerLost StoreServer::loss(const std::string& what) const {
-  return PeerLost({.what = what,
-                   .here = concat("server ", setting_.number, " after ", statistics_.updates, " updates"),
-                   .likely = "out of memory on that machine, or pre-emption; its own output says more",
-                   .next = "run again with --resume, or choose dist_async, which goes on without a worker"});
-}
+  void set_optimizer(int worker) {
+    auto options = clients_[worker].link.receive<UpdateOptions>();
+    check(Received(name_of(worker)), options);
+    const bool own_state = kind() != KVStoreKind::kDistSync && workers() > 1;
+    if (auto* sgd = std::get_if<SGDOptions>(&options.optimizer); sgd && own_state) sgd->nesterov = sgd->momentum > 0;
+    Lock lock(mutex_);
+    if (!table_.has_optimizer()) table_.set_optimizer(options, own_state);
+    changed_.notify_all();
+    lock.unlock();
+    clients_[worker].link.send(ReplyHeader{});
+  }
 
-PeerLost StoreServer::too_late(const std::string& what) const {
-  return PeerLost({.what = concat("no ", what, " within ", seconds_text(2.5 * timeout())),
-                   .here = concat("server ", setting_.number)});
-}
+  // ---- Pushes
+  //
+  // A worker's inbox belongs to its thread while values arrive, and to the table from add_push() until they are merged:
+  // so each push first waits until the worker's last push of the same slices is merged.
+
+  // kPushPull goes in parts of about 1/16 of the block (at least 256 KiB), so that receiving, merging and sending overlap:
+  //
+  //   1. post the receives of all parts
+  //   2. part by part: wait until it is there, merge it if this worker is the last to have pushed it, then start sending
+  //      the new values of all parts, in order, that are merged by now
+  //   3. after the last part: wait until the rest is merged, send it, and wait for all sends
+  //
+  // It cannot deadlock. The client has posted all its receives before it sends, and sends all parts without waiting for a
+  // reply: so 1 and 2 never wait for another worker, and every part is pushed whatever the others do. 3 waits for pushes
+  // of other workers, which arrive for the same reason. The replies' memory, the outbox, is written again only by a later
+  // request, after 3 has waited for all sends. kPush is one part, and is replied to without waiting for other workers.
+  void push(int worker, const RequestHeader& request) {
+    {
+      Lock lock(mutex_);
+      wait_until_merged(lock, worker, request.slices);
+    }
+    const bool pulls = request.request == Request::kPushPull;
+    const Link& link = clients_[worker].link;
+    std::vector<std::uint8_t> has_value(request.slices.size());
+    link.receive_all(std::span(has_value));
+    const auto parts = pulls ? table_.layout().parts_of(request.slices) : std::vector{request.slices};
+    std::vector<torch::Tensor> values;
+    std::vector<Pending> receives;
+    for (const SliceRange part : parts) {
+      values.push_back(place_for(worker, request, part));
+      receives.push_back(link.start_receiving(values.back()));
+    }
+    std::vector<Pending> replies;
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      lockstep::wait(receives[i]);
+      const auto flags = std::span(has_value).subspan(parts[i].first - request.slices.first, parts[i].size());
+      add_push(worker, request, parts[i], values[i], flags);
+      if (pulls) send_merged(worker, std::span(parts).first(i + 1), /*all=*/i + 1 == parts.size(), replies);
+    }
+    pulls ? finish(replies) : link.send(ReplyHeader{});
+  }
+
+  // Starts to send the parts behind those of `replies`, in order, that are merged. all: waits for those that are not.
+  void send_merged(int worker, std::span<const SliceRange> parts, bool all, std::vector<Pending>& replies) {
+    for (const SliceRange part : parts.subspan(replies.size())) {
+      Lock lock(mutex_);
+      if (!all && table_.has_unmerged(worker, part)) return;
+      wait_until_merged(lock, worker, part);
+      const torch::Tensor values = read(worker, part);
+      lock.unlock();
+      replies.push_back(clients_[worker].link.start_sending(values));
+    }
+  }
+
+  // Memory to receive pushed values in: the worker's inbox, or, compressed, memory of their own.
+  torch::Tensor place_for(int worker, const RequestHeader& request, SliceRange slices) const {
+    if (request.threshold == 0) return table_.layout().region_of(slices, table_.inbox(worker));
+    std::int64_t words = 0;
+    for (const KeySlice& slice : table_.layout().slices_of(slices)) words += two_bit_words(slice.count);
+    return torch::empty({words * 4}, torch::kUInt8);
+  }
+
+  void unpack(int worker, const RequestHeader& request, SliceRange slices, const torch::Tensor& words) const {
+    std::int64_t first = 0;
+    for (const KeySlice& slice : table_.layout().slices_of(slices)) {
+      const std::int64_t count = two_bit_words(slice.count);
+      const torch::Tensor into = slice.in_block(table_.inbox(worker));
+      into.copy_(from_two_bits(words.narrow(0, first, count), slice.count, request.threshold, into.options()));
+      first += count;
+    }
+  }
+
+  // Values of `slices`, a part of the request's, have been received. The gradient is complete with the last part.
+  void add_push(int worker, const RequestHeader& request, SliceRange slices, const torch::Tensor& values,
+                std::span<const std::uint8_t> has_value) {
+    if (request.threshold > 0) unpack(worker, request, slices, values.view(torch::kInt32));
+    Lock lock(mutex_);
+    statistics_.pushed_bytes += static_cast<std::int64_t>(values.nbytes());
+    table_.add_push(worker, slices, has_value, request.push.samples);
+    if (request.trained && slices.last == request.slices.last) {
+      clients_[worker].last_push = request;
+      ++clients_[worker].pending;
+    }
+    kind() == KVStoreKind::kDistSync ? merge(request, slices) : apply(lock, worker, request);
+    changed_.notify_all();
+  }
+
+  // dist_sync: merges those of the slices that every worker has pushed now. Once every worker's gradient is complete, all
+  // their parts are merged: then it counts as one update of all their samples.
+  void merge(const RequestHeader& request, SliceRange slices) {
+    const ServerTable::Workers all(0, workers());
+    IntVector<std::int64_t> delays;
+    for (const int worker : all) delays.push_back(table_.delay(worker, slices));  // before the update: it adds one
+    table_.merge(slices, all, {request.push.learning_rate});
+    if (std::ranges::any_of(all, [this](int worker) { return clients_[worker].pending == 0; })) return;
+    std::int64_t samples = 0;
+    for (const int worker : all) {
+      const RequestHeader& last = clients_[worker].last_push;
+      statistics_.add_gradient(last.push.samples, last.devices, delays[worker]);
+      samples += last.push.samples;
+      count_push(worker);
+    }
+    statistics_.add_update(samples);
+  }
+
+  // dist_async and dist_bounded: this worker's push by itself. dist_bounded first lets gradients go that this update would
+  // make too old. The delay is counted here, under the lock under which the update is made: updates since the worker read.
+  //
+  // The learning rate is scaled by the gradient's share of the global batch, so that the updates of a global batch move the
+  // weights as far as dist_sync's one. Momentum follows DANA-Slim (Hakimi et al., "Taming momentum in a distributed
+  // asynchronous environment", 2019): each worker's gradients have a v of their own, and Nesterov's g + momentum * v
+  // already counts what v adds next. One v for all would add to the momentum that delays act as (Mitliagkas et al., 2016).
+  void apply(Lock& lock, int worker, const RequestHeader& request) {
+    if (request.trained && request.push.samples > 0) {
+      wait(lock, "older gradients", [&] { return gate_.may_update(worker); });
+      statistics_.add_gradient(request.push.samples, request.devices, table_.delay(worker, request.slices));
+      statistics_.add_update(request.push.samples);
+      gate_.update(worker);
+    }
+    table_.merge(request.slices, ServerTable::Workers(worker, worker + 1),
+                 {.learning_rate = request.push.learning_rate, .factor = share_of(worker)});
+    if (request.trained) count_push(worker);
+  }
+
+  // The part of a global batch that this worker's gradient is the mean of: its samples beside those that the others pushed
+  // last. A worker that has not pushed yet, or is lost, counts as it would or did.
+  double share_of(int worker) const {
+    const std::int64_t own = clients_[worker].last_push.push.samples;
+    std::int64_t all = 0;
+    for (int other = 0; other < workers(); ++other) {
+      const Client& client = clients_[other];
+      all += client.pushes + client.pending > 0 ? client.last_push.push.samples : own;
+    }
+    return all > 0 ? static_cast<double>(own) / static_cast<double>(all) : 1;
+  }
+
+  // The worker's newest push of trained keys is applied.
+  void count_push(int worker) {
+    Client& by = clients_[worker];
+    --by.pending;
+    totals_[++by.pushes].add(by.last_push.push.samples, by.last_push.push.loss);
+    if (by.last_push.stopping) last_push_ = std::min(last_push_, by.pushes);
+  }
+
+  // ---- Pulls
+
+  // With the lock held: copies the slices into the client's outbox, which is sent without the lock.
+  torch::Tensor read(int worker, SliceRange slices) {
+    const torch::Tensor region = table_.layout().region_of(slices, clients_[worker].outbox);
+    torch::Tensor(region).copy_(table_.layout().region_of(slices, table_.values()));
+    table_.mark_read(worker, slices);
+    statistics_.pulled_bytes += static_cast<std::int64_t>(region.nbytes());
+    return region;
+  }
+
+  void pull(int worker, const RequestHeader& request) {
+    const bool gated = request.trained;
+    Lock lock(mutex_);
+    wait_until_merged(lock, worker, request.slices);
+    if (gated) {
+      gate_.ask_to_read(worker);
+      changed_.notify_all();  // every server has applied its update now: others may be let through
+      wait(lock, "its turn to read", [&] { return gate_.may_read(worker); });
+    }
+    const torch::Tensor region = read(worker, request.slices);
+    if (gated) gate_.read(worker);
+    changed_.notify_all();
+    lock.unlock();
+    clients_[worker].link.send(ReplyHeader{});  // also without values: with dist_bounded it is this worker's turn
+    clients_[worker].link.send_bytes(region);
+  }
+
+  void pull_rows(int worker, const RequestHeader& request) {
+    const Link& link = clients_[worker].link;
+    const torch::Tensor rows = torch::empty({request.count}, torch::kInt64);
+    link.receive_bytes(rows.view(torch::kUInt8));
+    const auto have = table_.layout().region_of(request.slices, table_.values()).numel() / request.bytes;
+    if (rows.numel() > 0) {
+      const Received sender(name_of(worker));
+      sender.in(rows.min().item<std::int64_t>(), 0, have - 1, "the first of the rows");
+      sender.in(rows.max().item<std::int64_t>(), 0, have - 1, "the last of the rows");
+    }
+    Lock lock(mutex_);
+    wait_until_merged(lock, worker, request.slices);
+    const torch::Tensor region = table_.layout().region_of(request.slices, table_.values());
+    const torch::Tensor values = region.view({-1, request.bytes}).index_select(0, rows);
+    lock.unlock();
+    link.send_bytes(values.flatten());
+  }
+
+  void send_states(int client, const RequestHeader& request) {
+    const Link& link = clients_[client].link;
+    TensorSender sender(link.world(), link.peer(), /*tag=*/0);
+    for (const SliceState& slice : states(request.count)) {
+      auto tensors = slice.state;
+      tensors["value"] = slice.value;
+      sender.send(message_of(tensors));
+      sender.finish();
+    }
+  }
+
+  // ---- Waits
+  //
+  // Deadlines, from the first to the last to expire, for a timeout T: a worker that has pushed nothing while others wait
+  // for it, T; a silent client, T (dist_sync 2 T), on its link; wait(), for whatever else goes wrong, 2.5 T; a client that
+  // waits for its server, 3 T. So the server finds out who is lost before anybody takes the server for lost.
+
+  // In dist_sync: until this worker's pushes of the slices are merged. Merging needs all workers: who has pushed nothing
+  // for so long is the one that is lost. Other kinds merge at once, and never wait here.
+  void wait_until_merged(Lock& lock, int worker, SliceRange slices) {
+    wait_at_most(
+        lock, timeout(), [&] { return !table_.has_unmerged(worker, slices); },
+        [&] { return concat(name_of(table_.first_missing(worker, slices)), " is lost: it has pushed nothing"); });
+  }
+
+  void wait_for_keys(Lock& lock) {
+    wait(lock, "values of the keys", [this] { return has_values_; });
+  }
+
+  void wait_for_workers(Lock& lock, std::int64_t pushes) {
+    wait(lock, concat("push ", pushes, " of every worker"), [&] {
+      for (int worker = 0; worker < workers(); ++worker)
+        if (clients_[worker].here && clients_[worker].pushes < pushes) return false;
+      return true;
+    });
+  }
+
+  // ---- Lost clients
+
+  std::string name_of(int client) const {
+    const std::string role = is_worker(client) ? concat("worker ", client) : "the first server";
+    return concat(role, " (rank ", clients_[client].link.peer_in_job(), ")");
+  }
+
+  bool any_worker_here() const {
+    return std::any_of(clients_.begin(), clients_.begin() + workers(), [](const Client& each) { return each.here; });
+  }
+
+  void leave(int client) {
+    const Lock lock(mutex_);
+    finished_ += is_worker(client) ? 1 : 0;
+    go_on_without(client);
+  }
+
+  void lose(int client, const std::exception& error) {
+    const Lock lock(mutex_);
+    const std::string what = concat(name_of(client), " is lost: ", first_line(error));
+    if (is_worker(client) && kind() != KVStoreKind::kDistSync && !failure_) {
+      go_on_without(client);
+      clients_[client].link.abandon(what);
+      log_warning(concat(what, "; ", any_worker_here() ? "the other workers go on" : "it was the last"));
+      if (any_worker_here() || finished_ > 0) return;
+    }
+    clients_[client].here = false;
+    fail(loss(what));
+  }
+
+  void go_on_without(int client) {
+    clients_[client].here = false;
+    if (is_worker(client)) gate_.leave(client);
+    changed_.notify_all();
+  }
+
+  PeerLost loss(const std::string& what) const {
+    return PeerLost({.what = what,
+                     .here = concat("server ", setting_.number, " after ", statistics_.updates, " updates"),
+                     .likely = "out of memory on that machine, or pre-emption; its own output says more",
+                     .next = "run again with --resume, or choose dist_async, which goes on without a worker"});
+  }
+
+  void wait(Lock& lock, const std::string& what, const auto& ready) {
+    wait_at_most(lock, 5 * timeout() / 2, ready, [&] { return concat("no ", what); });
+  }
+  void wait_at_most(Lock& lock, std::chrono::milliseconds longest, const auto& ready, const auto& trouble) {
+    if (!changed_.wait_for(lock, longest, [&] { return failure_ || ready(); }))
+      fail(loss(concat(trouble(), " within ", human_seconds(std::chrono::duration<double>(longest).count()))));
+    if (failure_) std::rethrow_exception(failure_);
+  }
+  std::chrono::milliseconds timeout() const { return std::min(setting_.options.timeout, Deadline::kLongest); }
+
+  // With the lock held. The first error is kept; every client hears of it.
+  template <class Failure>
+  void fail(const Failure& error) {
+    if (failure_) return;
+    failure_ = std::make_exception_ptr(error);
+    changed_.notify_all();
+    for (const Link& client : setting_.to_clients) client.abandon(error.text().what);
+  }
+
+  DistSetting setting_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  ServerTable table_;
+  StalenessGate gate_;
+  StoreStatistics statistics_;
+  std::map<std::int64_t, BatchTotals> totals_;                         // by number of the push
+  std::int64_t last_push_ = std::numeric_limits<std::int64_t>::max();  // after which a worker stops, as it was asked to
+  bool has_values_ = false;
+  int finished_ = 0;  // workers that left in good order
+  std::exception_ptr failure_;
+  IntVector<Client> clients_;
+};
+
+KVServer::KVServer(const DistSetting& setting) : impl_(std::make_unique<Impl>(setting)) {}
+KVServer::~KVServer() = default;
+BatchTotals KVServer::wait_for_pushes(std::int64_t pushes) { return impl_->wait_for_pushes(pushes); }
+void KVServer::wait_for_goodbyes() { impl_->wait_for_goodbyes(); }
+StoreStatistics KVServer::statistics() const { return impl_->statistics(); }
+std::vector<SliceState> KVServer::states(std::int64_t pushes) { return impl_->states(pushes); }
+void KVServer::set_states(const std::vector<SliceState>& states) { impl_->set_states(states); }
 
 }  // namespace lockstep

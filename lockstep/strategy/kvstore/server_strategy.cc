@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The strategy `kvstore` with servers: a server.
+#include <algorithm>
 #include <condition_variable>
+#include <exception>
+#include <iterator>
 #include <map>
+#include <mutex>
 #include <thread>
 
 #include "lockstep/base/received.h"
@@ -10,6 +14,7 @@
 #include "lockstep/strategy/devices/replica_strategy.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/kvstore/server.h"
+#include "lockstep/strategy/kvstore/store.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {
@@ -82,11 +87,13 @@ class ServerStrategy : public ReplicaStrategy {
         setting_(setting),
         peers_(setting.to_servers, setting.options.timeout / 4) {
     setting_.share_model(model());
-    values_ = tensors_of(trained_parameters(model()));
+    const auto parameters = trained_parameters(model()), buffers = named_buffers(model());
+    values_ = tensors_of(parameters);
     trained_ = values_.size();
-    for (const auto& [name, buffer] : named_buffers(model())) values_.push_back(buffer);
+    std::ranges::copy(tensors_of(buffers), std::back_inserter(values_));
+    layouts_ = plan_keys(keys_of(parameters, buffers), setting.servers.size(), setting.options.kvstore.split_above);
     seed_steps(setting.options.seed);
-    server_ = std::make_unique<StoreServer>(setting_);
+    server_ = std::make_unique<KVServer>(setting_);
   }
 
   // The workers' step is over when all that are there have pushed it.
@@ -105,7 +112,7 @@ class ServerStrategy : public ReplicaStrategy {
 
   void restored(std::int64_t) override {
     const torch::NoGradGuard no_grad;
-    if (setting_.options.kvstore.update_on_kvstore) server_->set_states(states_of_model(server_->layout()));
+    if (setting_.options.kvstore.update_on_kvstore) server_->set_states(states_of_model());
     setting_.world.barrier();
   }
 
@@ -129,35 +136,32 @@ class ServerStrategy : public ReplicaStrategy {
   void collect() {
     States states;
     for (const SliceState& slice : server_->states()) place(slice, states);
+    auto layout = layouts_.begin();
     peers_.for_each([&](const Link& peer) {
+      const Received sender(concat("the server that is rank ", peer.peer_in_job()));
       peer.send(RequestHeader{.request = Request::kState, .count = pushes_});
-      const auto count = peer.receive<ReplyHeader>().count;
-      const auto next = [&peer] { return receive_tensors(peer.world(), peer.peer(), /*tag=*/0); };
-      for (std::int64_t i = 0; i < count; ++i) {
-        SliceState slice{.place = peer.receive<KeySlice>()};
-        if (const Tensors value = next(); !value.empty()) slice.value = value.front();
-        slice.state = state_in(next());
-        check(Received(concat("the server that is rank ", peer.peer_in_job())), slice);
-        place(slice, states);
+      for (const KeySlice& slice : (++layout)->slices()) {
+        SliceState found{.place = slice, .state = state_in(receive_tensors(peer.world(), peer.peer(), /*tag=*/0))};
+        found.value = found.state["value"];
+        found.state.erase("value");
+        check(sender, found);
+        place(found, states);
       }
     });
     for (std::size_t i = 0; i < trained_; ++i) optimizer().set_state(values_[i], states[i]);
   }
 
-  // Another server has sent it.
+  // Checks what another server has sent.
   void check(const Received& sender, const SliceState& found) const {
     const KeySlice& slice = found.place;
-    sender.in(static_cast<std::int64_t>(slice.key), 0, std::ssize(values_) - 1, "a slice's key");
-    const torch::Tensor& whole = values_[slice.key];
-    sender.in(slice.count, 0, whole.numel(), "the elements of a slice");
-    sender.in(slice.begin, 0, whole.numel() - slice.count, "a slice's first element");
     const auto is_slice = [&slice](const torch::Tensor& part) {
       return part.defined() && part.dim() == 1 && part.numel() == slice.count;
     };
-    sender.require(is_slice(found.value) && found.value.scalar_type() == whole.scalar_type(),
+    sender.require(is_slice(found.value) && found.value.scalar_type() == slice.dtype,
                    concat("it is no slice of tensor ", slice.key));
     for (const auto& [name, part] : found.state)
-      sender.require(is_slice(part) || part.dim() == 0, concat("no optimizer's state of that slice: ", name));
+      sender.require(is_slice(part) || (part.defined() && part.dim() == 0),
+                     concat("no optimizer's state of that slice: ", name));
   }
 
   // Into the model, and into `states`, where the parts of a split key come together.
@@ -172,9 +176,9 @@ class ServerStrategy : public ReplicaStrategy {
     }
   }
 
-  std::vector<SliceState> states_of_model(const BlockLayout& layout) const {
+  std::vector<SliceState> states_of_model() const {
     std::vector<SliceState> slices;
-    for (const KeySlice& slice : layout.slices()) {
+    for (const KeySlice& slice : layouts_[setting_.number].slices()) {
       const torch::Tensor& value = values_[slice.key];
       slices.push_back({.place = slice, .value = slice.in_value(value)});
       if (!slice.trained) continue;
@@ -187,9 +191,10 @@ class ServerStrategy : public ReplicaStrategy {
   DistSetting setting_;
   std::vector<torch::Tensor> values_;  // [key] its trained parameters, then its buffers
   std::size_t trained_ = 0;
-  PeerServers peers_;  // empty but for the first server
+  std::vector<BlockLayout> layouts_;  // of each server
   std::int64_t pushes_ = 0;
-  std::unique_ptr<StoreServer> server_;  // destroyed first: the other servers end once this one says goodbye
+  PeerServers peers_;
+  std::unique_ptr<KVServer> server_;
 };
 
 }  // namespace

@@ -22,18 +22,8 @@ std::string number(double value) {
 
 }  // namespace
 
-std::string Span::text() const { return least_ >= most_ ? number(most_) : concat(number(least_), "-", number(most_)); }
-
-std::int64_t DelayHistogram::gradients() const {
-  std::int64_t all = 0;
-  for (const auto& [delay, count] : counts_) all += count;
-  return all;
-}
-
-double DelayHistogram::mean() const {
-  double sum = 0;
-  for (const auto& [delay, count] : counts_) sum += static_cast<double>(delay * count);
-  return counts_.empty() ? 0 : sum / static_cast<double>(gradients());
+std::string Extremes::text() const {
+  return least_ >= most_ ? number(most_) : concat(number(least_), "-", number(most_));
 }
 
 std::string DelayHistogram::text() const {

@@ -18,8 +18,8 @@
 
 namespace lockstep {
 
-// Least and most of what was added: sizes, which are not negative.
-class Span {
+// The least and the most of sizes, which are not negative.
+class Extremes {
  public:
   void add(double value) {
     least_ = std::min(least_, value);
@@ -35,25 +35,30 @@ class Span {
 
 class DelayHistogram {
  public:
-  void add(std::int64_t delay) { ++counts_[delay]; }
+  void add(std::int64_t delay) {
+    ++counts_[delay];
+    ++gradients_;
+    sum_ += delay;
+  }
 
-  std::int64_t gradients() const;
+  std::int64_t gradients() const { return gradients_; }
   std::int64_t max() const { return counts_.empty() ? 0 : counts_.rbegin()->first; }
-  double mean() const;
+  double mean() const { return static_cast<double>(sum_) / static_cast<double>(std::max<std::int64_t>(gradients_, 1)); }
   const std::map<std::int64_t, std::int64_t>& counts() const { return counts_; }  // delay -> gradients
   std::string text() const;  // at most 17 lines with a bar each, several delays in a line where there are more
 
  private:
   std::map<std::int64_t, std::int64_t> counts_;
+  std::int64_t gradients_ = 0, sum_ = 0;
 };
 
 struct StoreStatistics {
   std::string store;  // its kind, such as "dist_async"
   int workers = 0;
   std::int64_t updates = 0;
-  Span devices;             // of a worker
-  Span samples_per_device;  // in one gradient
-  Span samples_per_update;
+  Extremes devices;             // of a worker
+  Extremes samples_per_device;  // in one gradient
+  Extremes samples_per_update;
   DelayHistogram delays;
   std::int64_t pushed_bytes = 0;  // that came to this server, or that the devices gave to a local store
   std::int64_t pulled_bytes = 0;  // that it sent, or that a local store copied to the devices

@@ -15,60 +15,46 @@ namespace lockstep {
 namespace {
 
 constexpr std::int64_t kWorthDividing = 1 << 16;  // elements: below it, waking the devices costs more
-constexpr std::int64_t kRunsPerTask = 4;
+constexpr std::int64_t kChunksAtOnce = 4;
 
-// In runs of kMaxRun elements, which stay in the first-level cache while all terms are added to them. Each run is
-// written by one thread and its order of summation is fixed, so the bits do not depend on the number of threads.
+// In chunks, which stay in the first-level cache while all terms are added to them. Each chunk is written by one thread and its
+// order of summation is fixed, so the bits do not depend on the number of threads.
 template <class T>
-void sum_runs(T* into, std::span<const Term> terms, torch::ScalarType dtype, std::int64_t count,
-              const ParallelFor& parallel_for) {
-  const std::int64_t runs = (count + kMaxRun - 1) / kMaxRun;
-  parallel_for(0, runs, kRunsPerTask, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t begin = first * kMaxRun; begin < std::min(last * kMaxRun, count); begin += kMaxRun)
-      weighted_sum(terms, dtype, begin, std::min(kMaxRun, count - begin), into + begin);
+void sum_chunks(T* into, std::span<const Term> terms, torch::ScalarType dtype, std::int64_t count,
+                const ParallelFor& parallel_for) {
+  const std::int64_t chunks = (count + kMaxChunk - 1) / kMaxChunk;
+  parallel_for(0, chunks, kChunksAtOnce, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t begin = first * kMaxChunk; begin < std::min(last * kMaxChunk, count); begin += kMaxChunk)
+      weighted_sum(terms, dtype, begin, std::min(kMaxChunk, count - begin), into + begin);
   });
 }
 
-Key key_of(const NamedTensor& value, bool trained) {
-  return {.name = value.name,
-          .elements = value.tensor.numel(),
-          .rows = value.tensor.dim() > 0 && value.tensor.numel() > 0 ? value.tensor.size(0) : 1,
-          .sizes = value.tensor.sizes().vec(),
-          .dtype = value.tensor.scalar_type(),
-          .trained = trained};
-}
-
-void require_rows(const Key& key, const torch::Tensor& rows) {
-  const bool good =
-      rows.scalar_type() == torch::kInt64 && rows.dim() == 1 &&
-      (rows.numel() == 0 || (rows.min().item<std::int64_t>() >= 0 && rows.max().item<std::int64_t>() < key.rows));
-  if (good) return;
-  throw UsageError({.what = concat("rows of ", key.name, " that it does not have"),
-                    .next = concat("give int64 numbers from 0 to ", key.rows - 1)});
-}
-
-// Without threads for the devices, the calling thread copies what is not on the host.
-DeviceTensors without_devices(DeviceTensors values) {
-  for (auto& device : values)
-    for (torch::Tensor& value : device)
-      if (value.defined()) value = value.cpu();
-  return values;
-}
-
 }  // namespace
+
+std::vector<Key> keys_of(const std::vector<NamedTensor>& values, const std::vector<NamedTensor>& buffers) {
+  std::vector<Key> keys;
+  for (const auto* const list : {&values, &buffers})
+    for (const auto& [name, tensor] : *list)
+      keys.push_back({.elements = tensor.numel(),
+                      .rows = tensor.dim() > 0 && tensor.numel() > 0 ? tensor.size(0) : 1,
+                      .dtype = tensor.scalar_type(),
+                      .trained = list == &values});
+  return keys;
+}
 
 void Store::init(const std::vector<NamedTensor>& values, const std::vector<NamedTensor>& buffers) {
   if (!keys_.empty())
     throw UsageError({.what = "init() of a store that has its keys", .next = "give all keys at once"});
   std::vector<torch::Tensor> tensors;
-  const auto add = [&](const NamedTensor& value, bool trained) {
-    if (!numbers_.emplace(value.name, keys_.size()).second)
-      throw UsageError({.what = concat("two values for the key ", value.name)});
-    keys_.push_back(key_of(value, trained));
-    tensors.push_back(value.tensor.detach());
-  };
-  for (const NamedTensor& value : values) add(value, true);
-  for (const NamedTensor& buffer : buffers) add(buffer, false);
+  for (const auto* const list : {&values, &buffers})
+    for (const auto& [name, tensor] : *list) {
+      if (!numbers_.emplace(name, names_.size()).second)
+        throw UsageError({.what = concat("two values for the key ", name)});
+      names_.push_back(name);
+      sizes_.push_back(tensor.sizes().vec());
+      tensors.push_back(tensor.detach());
+    }
+  keys_ = keys_of(values, buffers);
   create(tensors);
 }
 
@@ -77,20 +63,23 @@ std::size_t Store::number_of(const std::string& name) const {
   throw UsageError({.what = concat("the store has no key ", name), .next = "give init() every key"});
 }
 
-// Calls `call` for each run of names whose keys are neighbours, with a function that cuts the run out of DeviceTensors.
+// Calls call(keys, cut) for neighbouring keys at a time; cut() takes their part out of DeviceTensors. tensors: all that will be cut.
 template <class Call>
-void Store::for_each_run(const Names& names, const Call& call) const {
-  std::vector<std::size_t> numbers;
+void Store::for_each_range(const Names& names, std::initializer_list<const DeviceTensors*> tensors,
+                           const Call& call) const {
+  for (const DeviceTensors* const each : tensors) require_on_devices(names, *each);
+  std::vector<std::size_t> numbers;  // all of them before the first call: an unknown name leaves nothing half done
   for (const std::string& name : names) numbers.push_back(number_of(name));
-  for (std::size_t first = 0, last = 0; first < numbers.size(); first = last) {
-    for (last = first + 1; last < numbers.size() && numbers[last] == numbers[last - 1] + 1;) ++last;
-    call(KeyRange{numbers[first], numbers[last - 1] + 1}, [first, last](const DeviceTensors& tensors) {
-      DeviceTensors run;
-      for (const auto& device : tensors) {
+  for (std::size_t first = 0, last = 0; first < names.size(); first = last) {
+    const std::size_t key = numbers[first];
+    for (last = first + 1; last < names.size() && numbers[last] == key + last - first;) ++last;
+    call(KeyRange{key, key + last - first}, [first, last](const DeviceTensors& from) {
+      DeviceTensors range;
+      for (const auto& device : from) {
         const auto keys = std::span(device).subspan(first, last - first);
-        run.emplace_back(keys.begin(), keys.end());
+        range.emplace_back(keys.begin(), keys.end());
       }
-      return run;
+      return range;
     });
   }
 }
@@ -105,21 +94,17 @@ void Store::require_on_devices(const Names& names, const DeviceTensors& tensors)
 }
 
 void Store::push(const Names& names, const DeviceTensors& values, const PushOptions& options) {
-  require_on_devices(names, values);
-  for_each_run(names, [&](KeyRange keys, const auto& run_of) { push(keys, run_of(values), options); });
+  for_each_range(names, {&values}, [&](KeyRange keys, const auto& cut) { push(keys, cut(values), options); });
 }
 
 void Store::pull(const Names& names, const DeviceTensors& into) {
-  require_on_devices(names, into);
-  for_each_run(names, [&](KeyRange keys, const auto& run_of) { pull(keys, run_of(into)); });
+  for_each_range(names, {&into}, [&](KeyRange keys, const auto& cut) { pull(keys, cut(into)); });
 }
 
 void Store::push_pull(const Names& names, const DeviceTensors& values, const DeviceTensors& into,
                       const PushOptions& options) {
-  require_on_devices(names, values);
-  require_on_devices(names, into);
-  for_each_run(names,
-               [&](KeyRange keys, const auto& run_of) { push_pull(keys, run_of(values), run_of(into), options); });
+  for_each_range(names, {&values, &into},
+                 [&](KeyRange keys, const auto& cut) { push_pull(keys, cut(values), cut(into), options); });
 }
 
 void Store::push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into,
@@ -130,9 +115,12 @@ void Store::push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTe
 
 torch::Tensor Store::row_sparse_pull(const std::string& name, const torch::Tensor& rows) {
   const std::size_t key = number_of(name);
-  require_rows(keys_[key], rows);
-  std::vector<std::int64_t> sizes = keys_[key].sizes;
-  if (sizes.empty()) sizes.resize(1);
+  const std::int64_t all = keys_[key].rows;
+  if (rows.scalar_type() != torch::kInt64 || rows.dim() != 1 || rows.lt(0).logical_or(rows.ge(all)).any().item<bool>())
+    throw UsageError({.what = concat("rows of ", name, " that it does not have"),
+                      .next = concat("give int64 numbers from 0 to ", all - 1)});
+  std::vector<std::int64_t> sizes = sizes_[key];
+  sizes.resize(std::max<std::size_t>(sizes.size(), 1));
   sizes.front() = rows.numel();
   return pull_rows(key, rows).reshape(sizes);
 }
@@ -141,7 +129,7 @@ torch::Tensor Store::row_sparse_pull(const std::string& name, const torch::Tenso
 
 void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms, const ParallelFor& parallel_for) {
   const torch::ScalarType dtype = into.scalar_type();
-  const auto run = [&](auto* sum) { sum_runs(sum, terms, dtype, into.numel(), parallel_for); };
+  const auto run = [&](auto* sum) { sum_chunks(sum, terms, dtype, into.numel(), parallel_for); };
   if (dtype == torch::kFloat32) return run(into.mutable_data_ptr<float>());
   if (dtype == torch::kFloat64) return run(into.mutable_data_ptr<double>());
   const torch::Tensor wide = torch::empty({into.numel()}, torch::kFloat32);
@@ -149,21 +137,23 @@ void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms, c
   into.copy_(wide);
 }
 
+// Without threads for the devices, the calling thread copies what is not on the host.
 DeviceTensors Store::on_host(const DeviceTensors& values, std::size_t first_key) {
   if (sums_on_device()) return values;
-  if (devices_ == nullptr || !devices_->on_gpus()) return without_devices(values);
-  host_.resize(values.size());
   const auto copies = std::make_shared<DeviceTensors>(values);
+  const bool on_gpus = devices_ != nullptr && devices_->on_gpus();
+  host_.resize(values.size());
   for (std::size_t device = 0; device < values.size(); ++device) {
     auto& buffers = host_[device];
     buffers.resize(std::max(buffers.size(), first_key + values[device].size()));
     for (std::size_t i = 0; i < values[device].size(); ++i) {
-      const torch::Tensor& value = values[device][i];
-      torch::Tensor& buffer = buffers[first_key + i];
-      if (value.defined() && !buffer.defined()) buffer = pinned_like(value);
-      (*copies)[device][i] = value.defined() ? buffer : torch::Tensor();
+      torch::Tensor &copy = (*copies)[device][i], &buffer = buffers[first_key + i];
+      if (!copy.defined()) continue;
+      if (on_gpus && !buffer.defined()) buffer = pinned_like(copy);
+      copy = on_gpus ? buffer : copy.cpu();
     }
   }
+  if (!on_gpus) return *copies;
   devices_->run([values, copies](Device& device) {
     const torch::NoGradGuard no_grad;
     if (device.index() >= std::ssize(values)) return;

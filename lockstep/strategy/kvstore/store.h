@@ -2,7 +2,7 @@
 // strategy/kvstore/store.h: what all stores have in common: keys by number instead of name, and the sum over the devices
 // of one worker (level 1).
 //
-// Flow:    lockstep/kvstore.h -> here -> local_store.h, client.h
+// Flow:    lockstep/kvstore.h -> here -> local_store.h, worker.h
 // Owns:    the list of keys, buffers for sums on the CPU
 // Threads: one thread
 // Ranks:   as lockstep/kvstore.h
@@ -21,6 +21,9 @@ enum class SumOn {
   kCpu,    // into the store's own memory
   kDevice  // onto device 0
 };
+
+// The keys of a store, in their order: values that are trained, then buffers.
+std::vector<Key> keys_of(const std::vector<NamedTensor>& values, const std::vector<NamedTensor>& buffers);
 
 // into = sum of the terms, in one pass over memory. `into`: dense; the terms have its dtype and number of elements.
 void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms,
@@ -41,7 +44,10 @@ class Store : public KVStore {
   virtual void push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into,
                          const PushOptions& options);
 
+  std::int64_t bytes_pushed() const final { return bytes_pushed_; }
+  std::int64_t bytes_pulled() const final { return bytes_pulled_; }
   const std::vector<Key>& keys() const { return keys_; }
+  const std::string& key_name(std::size_t key) const { return names_[key]; }
 
  protected:
   // `devices`: they add up and copy. May be null for kCpu: then the calling thread and its cores do.
@@ -66,6 +72,9 @@ class Store : public KVStore {
       devices_->run([call](Device& device) { call(device.index()); });
   }
 
+  std::int64_t bytes_pushed_ = 0;
+  std::int64_t bytes_pulled_ = 0;
+
   virtual void create(const std::vector<torch::Tensor>& values) = 0;                // keys() are known
   virtual torch::Tensor pull_rows(std::size_t key, const torch::Tensor& rows) = 0;  // (rows, elements of a row)
 
@@ -74,14 +83,16 @@ class Store : public KVStore {
   std::size_t number_of(const std::string& name) const;
   void require_on_devices(const Names& names, const DeviceTensors& tensors) const;
   template <class Call>
-  void for_each_run(const Names& names, const Call& call) const;
+  void for_each_range(const Names& names, std::initializer_list<const DeviceTensors*> tensors, const Call& call) const;
 
   SumOn where_;
   Devices* devices_;
   std::vector<torch::Tensor> buffers_;  // [key]
   DeviceTensors host_;                  // [device][key]: copies of what GPUs push
   std::vector<Key> keys_;
-  std::map<std::string, std::size_t> numbers_;  // by name
+  Names names_;                                     // [key]
+  std::vector<std::vector<std::int64_t>> sizes_{};  // [key]
+  std::map<std::string, std::size_t> numbers_;      // by name
 };
 
 }  // namespace lockstep

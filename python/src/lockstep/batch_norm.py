@@ -103,5 +103,5 @@ def _world_for(process_group: dist.ProcessGroup | None, device: torch.device) ->
     """A world of its own: its collectives keep their order while gradients are exchanged during backward()."""
     world = world_of(process_group, device)
     if world not in _copies:
-        _copies[world] = world.split(0)
+        _copies[world] = world.copy()
     return _copies[world]

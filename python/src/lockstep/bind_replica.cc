@@ -14,16 +14,16 @@ namespace {
 using Release = py::call_guard<py::gil_scoped_release>;
 using Options = DistributedDataParallelOptions;
 
-bool by_samples(const std::optional<std::string>& weights) {
-  if (!weights) return false;
-  if (*weights == "samples") return true;
-  throw UsageError({.what = "weights='" + *weights + "'", .next = "weights='samples', or None: all ranks count alike"});
-}
-
 std::shared_ptr<Replica> make(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
                               const std::shared_ptr<Optimizer>& optimizer, const Options& options,
                               const std::optional<std::string>& weights) {
-  return Replica::make(world, parameters, buffers, optimizer, options, by_samples(weights));
+  if (weights && *weights != "samples")
+    throw UsageError(
+        {.what = concat("weights='", *weights, "'"), .next = "weights='samples', or None: all ranks count alike"});
+  const auto replica =
+      std::make_shared<Replica>(world, parameters, buffers, optimizer, options, /*by_samples=*/weights.has_value());
+  replica->watch_parameters();
+  return replica;
 }
 
 py::dict statistics_of(Replica& replica) {
@@ -36,7 +36,7 @@ py::dict statistics_of(Replica& replica) {
 }  // namespace
 
 void bind_replica(py::module_& module) {
-  py::class_<Options>(module, "Options", "Of DistributedDataParallel (lockstep/ddp.h).")
+  py::class_<Options>(module, "Options")
       .def(py::init())
       .def_readwrite("bucket_bytes", &Options::bucket_bytes)
       .def_readwrite("broadcast_buffers", &Options::broadcast_buffers)
@@ -54,16 +54,15 @@ void bind_replica(py::module_& module) {
       .def("set_hook", [](Options& options, const std::string& name, double amount) {
         options.hook = make_hook({.kind = value_named<Compression>(name, "hook"), .amount = amount});
       });
-  py::class_<Replica, std::shared_ptr<Replica>>(module, "Replica", "The C++ side of a DistributedDataParallel.")
-      .def(py::init(&make), Release(), py::arg("world"), py::arg("parameters"), py::arg("buffers"),
-           py::arg("optimizer"), py::arg("options"), py::arg("weights"))
+  py::class_<Replica, std::shared_ptr<Replica>>(module, "Replica")
+      .def(py::init(&make), Release())
       .def("enter_forward",
            [](Replica&, bool training) {
              if (training) own_progress::begin_next_step();
              own_progress::enter(training ? Phase::kForward : Phase::kValidating);
            })
       .def("leave_forward", [](Replica&) { own_progress::enter(Phase::kOwnCode); })
-      .def("watch", &Replica::watch, py::arg("outputs"), py::arg("size"))
+      .def("watch", &Replica::watch)
       .def("set_samples", &Replica::set_samples)
       .def("skip_batch", &Replica::skip_batch, Release(), py::arg("joined"))
       .def_property("no_sync", &Replica::no_sync, &Replica::set_no_sync)

@@ -7,8 +7,11 @@
 #include <optional>
 
 #include "bindings.h"
+#include "lockstep/base/text.h"
 #include "lockstep/data/formats/readers.h"
+#include "lockstep/data/loader/prefetch.h"
 #include "lockstep/datasets.h"
+#include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/images.h"
 #include "lockstep/launch/environment.h"
@@ -27,24 +30,22 @@ struct SharedDataset {
   std::shared_ptr<const Dataset> dataset;
 };
 
-template <class D>
-SharedDataset images_of(const fs::path& folder, bool train, const std::string& transform) {
-  return {std::make_shared<D>(folder, train ? Split::kTrain : Split::kValidation,
-                              parse_transforms(transform, D::normalised()))};
+SharedDataset with_transform(std::shared_ptr<const ImageSource> source, const std::string& transform,
+                             const ImageTransforms& usual = {}) {
+  return {std::make_shared<ImageDataset>(std::move(source), parse_transforms(transform, usual))};
 }
 
-SharedDataset with_transform(std::shared_ptr<const ImageSource> source, const std::string& transform) {
-  return {std::make_shared<ImageDataset>(std::move(source), parse_transforms(transform, {}))};
-}
-
-SharedDataset mnist(const fs::path& folder, bool train, const std::string& transform) {
-  return with_transform(read_mnist_files("mnist", folder, train ? Split::kTrain : Split::kValidation), transform);
+SharedDataset images_of_split(const std::string& kind, const fs::path& folder, bool train,
+                              const std::string& transform) {
+  const SplitImages& images = *split_images(kind);
+  return with_transform(images.read(kind, folder, train ? Split::kTrain : Split::kValidation), transform,
+                        images.normalised());
 }
 
 std::pair<SharedDataset, std::vector<std::string>> image_folder(const fs::path& folder, const std::string& transform,
                                                                 const std::vector<std::string>& classes) {
   const auto source = std::make_shared<ImageFolder>(folder, classes);
-  return {with_transform(source, transform), source->class_names()};
+  return {with_transform(source, transform, photographs()), source->class_names()};
 }
 
 SharedDataset memory_images(const std::string& name, const torch::Tensor& images, const torch::Tensor& labels,
@@ -62,9 +63,11 @@ SharedDataset csv(const fs::path& path, const std::string& target, bool classes,
 
 SharedDataset tokens(const fs::path& path, std::int64_t block, int bits, std::int64_t vocabulary, double skip,
                      double leave) {
-  return {std::make_shared<TokenDataset>(
-      path,
-      TokenOptions{.block = block, .token_bytes = bits / 8, .vocabulary = vocabulary, .skip = skip, .leave = leave})};
+  return {std::make_shared<TokenDataset>(path, TokenOptions{.block = block,
+                                                            .token_bytes = bytes_of_token(bits),
+                                                            .vocabulary = vocabulary,
+                                                            .skip = skip,
+                                                            .leave = leave})};
 }
 
 std::pair<SharedDataset, std::optional<SharedDataset>> open_by_name(const std::string& data, const std::string& folder,
@@ -131,17 +134,10 @@ class SharedLoader {
 
   py::dict statistics() const {
     const LoadingStatistics& found = loader_->statistics();
-    py::dict result;
-    result["batches"] = found.batches;
-    result["samples"] = found.samples;
-    result["skipped"] = found.skipped;
-    result["wait"] = found.wait;
-    result["read"] = found.read;
-    result["assemble"] = found.assemble;
-    result["copy"] = found.copy;
-    result["room"] = found.room;
-    result["mean_queued"] = found.mean_queued();
-    return result;
+    return py::dict(py::arg("batches") = found.batches, py::arg("samples") = found.samples,
+                    py::arg("skipped") = found.skipped, py::arg("wait") = found.wait, py::arg("read") = found.read,
+                    py::arg("assemble") = found.assemble, py::arg("copy") = found.copy, py::arg("room") = found.room,
+                    py::arg("mean_queued") = found.mean_queued());
   }
 
  private:
@@ -160,19 +156,35 @@ class SharedLoader {
   std::mutex mutex_;
 };
 
-std::unique_ptr<SharedLoader> make_shared_loader(const SharedDataset& from, int rank, int ranks,
-                                                 std::int64_t batch_size, std::uint64_t seed, bool shuffle,
-                                                 const std::vector<double>& weights, int workers, int prefetch,
-                                                 std::int64_t skip_bad, double timeout, const torch::Device& device) {
+// The arguments of a DataLoader that do not depend on the rank.
+LoaderOptions loader_options(std::int64_t batch_size, bool shuffle, std::uint64_t seed, int num_workers, int prefetch,
+                             std::int64_t skip_bad, double timeout) {
+  using Seconds = std::chrono::duration<double>;
+  if (!(timeout > 0 && Seconds(timeout) <= Seconds(Deadline::kLongest)))
+    throw UsageError({.what = concat("timeout=", timeout), .next = "give seconds above 0, at most 24 days"});
   LoaderOptions options{.batch_size = batch_size,
                         .seed = seed,
                         .shuffle = shuffle,
-                        .workers = workers,
+                        .workers = num_workers,
                         .prefetch = prefetch,
                         .skip_bad = skip_bad,
-                        .timeout = std::chrono::milliseconds(static_cast<std::int64_t>(1000 * timeout)),
+                        .timeout = std::chrono::duration_cast<std::chrono::milliseconds>(Seconds(timeout)),
                         .while_waiting = look_for_signals};
-  if (!weights.empty()) options.order = weighted_order(weights, from.dataset->size());
+  check_loader(options);
+  return options;
+}
+
+void weigh(LoaderOptions& options, const std::vector<double>& weights, std::int64_t samples) {
+  if (std::ssize(weights) != samples)
+    throw UsageError(
+        {.what = concat(weights.size(), " weights for ", samples, " samples"), .next = "give one weight per sample"});
+  options.order = weighted_order(weights, samples);
+}
+
+std::unique_ptr<SharedLoader> make_shared_loader(const SharedDataset& from, int rank, int ranks,
+                                                 std::int64_t batch_size, LoaderOptions options,
+                                                 const torch::Device& device) {
+  options.batch_size = batch_size;
   return std::make_unique<SharedLoader>(from, LoaderPlace{.rank = rank, .ranks = ranks, .device = device}, options);
 }
 
@@ -197,10 +209,7 @@ void bind_datasets(py::module_& data) {
       .def("part", [](const SharedDataset& from, std::int64_t begin, std::int64_t end) {
         return SharedDataset{std::make_shared<SubsetDataset>(from.dataset, begin, end)};
       });
-  data.def("fashion_mnist", &images_of<FashionMNIST>, WithoutGil());
-  data.def("mnist", &mnist, WithoutGil());
-  data.def("cifar10", &images_of<CIFAR10>, WithoutGil());
-  data.def("cifar100", &images_of<CIFAR100>, WithoutGil());
+  data.def("split_images", &images_of_split, WithoutGil());
   data.def("image_folder", &image_folder, WithoutGil());
   data.def("images", &memory_images, WithoutGil());
   data.def("rows", &rows, WithoutGil());
@@ -213,10 +222,16 @@ void bind_datasets(py::module_& data) {
 }
 
 void bind_loader(py::module_& data) {
+  const LoaderOptions usual;
+  py::class_<LoaderOptions>(data, "LoaderOptions")
+      .def(py::init(&loader_options), py::arg("batch_size"), py::arg("shuffle"), py::arg("seed") = usual.seed,
+           py::arg("num_workers") = usual.workers, py::arg("prefetch") = usual.prefetch,
+           py::arg("skip_bad") = usual.skip_bad,
+           py::arg("timeout") = std::chrono::duration<double>(usual.timeout).count())
+      .def_readonly("seed", &LoaderOptions::seed)
+      .def("weigh", &weigh);
   py::class_<SharedLoader>(data, "Loader")
-      .def(py::init(&make_shared_loader), py::arg("dataset"), py::kw_only(), py::arg("rank"), py::arg("ranks"),
-           py::arg("batch_size"), py::arg("seed"), py::arg("shuffle"), py::arg("weights"), py::arg("workers"),
-           py::arg("prefetch"), py::arg("skip_bad"), py::arg("timeout"), py::arg("device"), WithoutGil())
+      .def(py::init(&make_shared_loader), WithoutGil())
       .def("start", &SharedLoader::start, WithoutGil())
       .def("next", &SharedLoader::next, WithoutGil())
       .def("stop", &SharedLoader::stop, WithoutGil())

@@ -69,12 +69,6 @@ __all__ = [
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 _Path = str | os.PathLike
-_PHOTOGRAPHS = "normalise:0.485+0.456+0.406:0.229+0.224+0.225"  # the usual mean and deviation of ImageNet
-
-
-def _require(value, least, name):
-    if value < least:
-        _refuse(f"{name}={value} is too small", next=f"give at least {least}")
 
 
 # ---- Datasets
@@ -129,46 +123,49 @@ def _text(transform):
     )
 
 
-def _first_folder(root, *inside):
-    """The first of these folders in root that exists, else root itself."""
-    found = (pathlib.Path(root, name) for name in inside if os.path.isdir(os.path.join(root, name)))
-    return next(found, pathlib.Path(root))
+class _SplitImages(Dataset):
+    """Images that were published in two parts. They are in root, or in a folder of it where torchvision leaves them."""
+
+    _kind: str  # of lockstep train --data
+    _inside: str
+
+    def __init__(self, root: _Path, train: bool = True, transform: str = ""):
+        inside = pathlib.Path(root, self._inside)
+        super().__init__(_native.split_images(self._kind, inside if inside.is_dir() else root, train, _text(transform)))
 
 
-class FashionMNIST(Dataset):
+class FashionMNIST(_SplitImages):
     """60,000 or 10,000 images of clothes, 10 classes. A batch's data is (B, 1, 28, 28) float32, its target (B) int64.
 
     root holds {train,t10k}-{images-idx3,labels-idx1}-ubyte, plain or .gz, or FashionMNIST/raw as torchvision leaves it. The
     default is where Debian's dataset-fashion-mnist puts them. The bytes are kept in memory.
     """
 
+    _kind, _inside = "fashion-mnist", "FashionMNIST/raw"
+
     def __init__(self, root: _Path = "/usr/share/datasets/fashion-mnist", train: bool = True, transform: str = ""):
-        super().__init__(_native.fashion_mnist(_first_folder(root, "FashionMNIST/raw"), train, _text(transform)))
+        super().__init__(root, train, transform)
 
 
-class MNIST(Dataset):
+class MNIST(_SplitImages):
     """MNIST or a relative with 10 classes; as FashionMNIST, but root has no default. torchvision's MNIST/raw is found too."""
 
-    def __init__(self, root: _Path, train: bool = True, transform: str = ""):
-        text = ",".join(filter(None, ("normalise:0.1307:0.3081", _text(transform))))
-        super().__init__(_native.mnist(_first_folder(root, "MNIST/raw"), train, text))
+    _kind, _inside = "mnist", "MNIST/raw"
 
 
-class CIFAR10(Dataset):
+class CIFAR10(_SplitImages):
     """50,000 or 10,000 colour images, 10 classes. A batch's data is (B, 3, 32, 32) float32, its target (B) int64.
 
     root holds the binary version of the dataset (data_batch_1.bin, ...), or its folder cifar-10-batches-bin.
     """
 
-    def __init__(self, root: _Path, train: bool = True, transform: str = ""):
-        super().__init__(_native.cifar10(_first_folder(root, "cifar-10-batches-bin"), train, _text(transform)))
+    _kind, _inside = "cifar-10", "cifar-10-batches-bin"
 
 
-class CIFAR100(Dataset):
+class CIFAR100(_SplitImages):
     """As CIFAR10, with 100 classes: the fine labels of train.bin and test.bin, in root or its folder cifar-100-binary."""
 
-    def __init__(self, root: _Path, train: bool = True, transform: str = ""):
-        super().__init__(_native.cifar100(_first_folder(root, "cifar-100-binary"), train, _text(transform)))
+    _kind, _inside = "cifar-100", "cifar-100-binary"
 
 
 class ImageFolder(Dataset):
@@ -179,8 +176,7 @@ class ImageFolder(Dataset):
     """
 
     def __init__(self, root: _Path, transform: str = "", classes: Sequence[str] = ()):
-        text = ",".join(filter(None, (_PHOTOGRAPHS, _text(transform))))
-        native, self.classes = _native.image_folder(root, text, list(classes))
+        native, self.classes = _native.image_folder(root, _text(transform), list(classes))
         super().__init__(native)
 
     @property
@@ -192,11 +188,11 @@ class PackedDataset(Dataset):
     """Records that pack() or `lockstep data pack` wrote. root/train where there is one, else root.
 
     Images get transform and a batch as of ImageFolder; arrays become (B, ...) as of TensorDataset. Shuffling visits the shards
-    in random order and shuffles windows of that many records. Checksums are compared at each read.
+    in random order and shuffles windows of 16,384 records. Checksums are compared at each read.
     """
 
-    def __init__(self, root: _Path, transform: str = "", window: int = 16384):
-        super().__init__(_native.open(f"packed?window={window}", os.fspath(root), _text(transform))[0])
+    def __init__(self, root: _Path, transform: str = ""):
+        super().__init__(_native.open("packed", os.fspath(root), _text(transform))[0])
 
 
 class TensorDataset(Dataset):
@@ -263,8 +259,6 @@ class TokenDataset(Dataset):
     """
 
     def __init__(self, path: _Path, block: int = 128, bits: int = 8, vocabulary: int = 0, skip: float = 0.0, leave: float = 0.0):
-        if bits not in (8, 16, 32):
-            _refuse(f"bits={bits}", next="give 8, 16 or 32")
         super().__init__(_native.tokens(path, block, bits, vocabulary, skip, leave))
 
 
@@ -303,7 +297,6 @@ def _rank_and_size(rank, world_size):
     if (rank is None) != (world_size is None):
         _refuse("only one of rank and world_size is given", next="give both, or neither: they are then those of the job")
     if rank is not None:
-        _require(world_size, 1, "world_size")
         if not 0 <= rank < world_size:
             _refuse(f"rank {rank} of {world_size}", next=f"give a rank from 0 to {world_size - 1}")
         return rank, world_size
@@ -350,10 +343,10 @@ class DataLoader:
     last global batch takes what is left, unless drop_last; each rank's part differs by at most one sample, and may be empty: (0, ...).
 
     shuffle, seed   an order per epoch, the same for any number of ranks; weights: draws with replacement, one weight per sample
-    num_workers     threads that load; 0: the calling thread does
-    prefetch        batches that may be ready; they and the batches that you keep bound the memory
-    skip_bad        unreadable samples that may be left out per epoch and rank; one more raises DataError
-    timeout         seconds for one batch; after that DataError names the file that was being read
+    num_workers     threads that load (1); 0: the calling thread does
+    prefetch        batches that may be ready (4); they and the batches that you keep bound the memory
+    skip_bad        unreadable samples that may be left out per epoch and rank (0); one more raises DataError
+    timeout         seconds for one batch (300); after that DataError names the file that was being read
     device          where the tensors go; copies to a GPU run beside the step
 
     Epochs: iter() begins one, and the next iter() after its end begins the next. One that was left early begins again, in the same
@@ -372,49 +365,29 @@ class DataLoader:
         *,
         global_batch_size: int | None = None,
         shuffle: bool = False,
-        seed: int = 0,
         drop_last: bool = False,
-        num_workers: int = 1,
-        prefetch: int = 4,
-        skip_bad: int = 0,
-        timeout: float = 300.0,
         weights: Sequence[float] | None = None,
         device: str | torch.device = "cpu",
         rank: int | None = None,
         world_size: int | None = None,
+        **options: Any,
     ):
         _require_ours(dataset, "torch.utils.data.DataLoader(dataset, batch_size=..., sampler=lockstep.Sampler(dataset))")
         if batch_size is not None and global_batch_size is not None:
             _refuse("both batch_size and global_batch_size are given", next="give one: of a rank, or of all ranks together")
-        if weights is not None and len(weights) != len(dataset):
-            _refuse(f"{len(weights)} weights for {len(dataset)} samples", next="give one weight per sample")
         if weights is not None and shuffle:
             _refuse("both shuffle and weights are given", next="leave shuffle out: weighted draws are in random order")
-        _require(batch_size if batch_size is not None else 1, 1, "batch_size")
-        _require(global_batch_size if global_batch_size is not None else 1, 1, "global_batch_size")
-        for value, least, name in ((num_workers, 0, "num_workers"), (prefetch, 1, "prefetch"), (skip_bad, 0, "skip_bad")):
-            _require(value, least, name)
-        if not 0 < timeout <= 24 * 86400:
-            _refuse(f"timeout={timeout}", next="give seconds above 0, at most 24 days")
-        if not 0 <= seed < 1 << 64:
-            _refuse(f"seed={seed}", next="give a seed from 0 to 2**64 - 1")
+        given = batch_size if batch_size is not None else global_batch_size
+        self._options = _native.LoaderOptions(1 if given is None else given, shuffle, **options)
+        if weights is not None:
+            self._options.weigh([float(weight) for weight in weights], len(dataset))
         self.dataset = dataset
         self.batch_size = batch_size if batch_size or global_batch_size else 1
         self.drop_last = drop_last
         self._global_batch_size = global_batch_size
+        self._device = _device(device)
         self._ranks = _Ranks(rank, world_size)
-        self._seed = seed
         self._order = "weighted" if weights is not None else "shuffled" if shuffle else "sequential"
-        self._options = {
-            "seed": seed,
-            "shuffle": shuffle,
-            "weights": [] if weights is None else [float(weight) for weight in weights],
-            "workers": num_workers,
-            "prefetch": prefetch,
-            "skip_bad": skip_bad,
-            "timeout": timeout,
-            "device": _device(device),
-        }
         self._epoch, self._samples = 0, 0  # where the epoch under way stands, or the next one begins
         self._begun = False  # an epoch was begun at that place and left early
         self._current = None  # the iterator of the epoch under way
@@ -436,7 +409,6 @@ class DataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """iter() begins this epoch next. After load_state_dict(), naming the epoch that was loaded keeps its position."""
-        _require(epoch, 0, "epoch")
         if epoch != self._epoch or self._begun:
             self._epoch, self._samples, self._begun = epoch, 0, False
 
@@ -446,7 +418,7 @@ class DataLoader:
             "epoch": self._epoch,
             "samples": self._samples,
             "dataset_size": len(self.dataset),
-            "seed": self._seed,
+            "seed": self._options.seed,
             "order": self._order,
         }
 
@@ -499,9 +471,7 @@ class DataLoader:
     def _native_loader(self):
         rank, size = self._ranks.get()
         if self._loader is None or self._pid != os.getpid():
-            self._loader = _native.Loader(
-                self.dataset._native, rank=rank, ranks=size, batch_size=self.global_batch_size, **self._options
-            )
+            self._loader = _native.Loader(self.dataset._native, rank, size, self.global_batch_size, self._options, self._device)
             self._pid = os.getpid()
             weakref.finalize(self, self._loader.stop)  # at the latest when Python ends: threads must not outlive it
         return self._loader
@@ -565,7 +535,6 @@ class Sampler(torch.utils.data.Sampler):
     ):
         """dataset: anything with a len(), or that number itself."""
         self._size = dataset if isinstance(dataset, int) else len(dataset)
-        _require(self._size, 1, "samples")
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
         self._ranks = _Ranks(rank, world_size)
         self._epoch, self._first = 0, 0
@@ -573,7 +542,6 @@ class Sampler(torch.utils.data.Sampler):
 
     def set_epoch(self, epoch: int, first_sample: int = 0) -> None:
         """iter() gives this epoch from now on, without its first samples: those that all ranks together have had already."""
-        _require(epoch, 0, "epoch")
         if not 0 <= first_sample <= self._size:
             _refuse(f"an epoch of {self._size} samples can't continue at sample {first_sample}", likely="another dataset")
         self._epoch, self._first, self._epochs_drawn = epoch, first_sample, 0

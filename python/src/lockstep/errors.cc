@@ -79,8 +79,7 @@ void bind_errors(py::module_& module) {
       [](const std::string& what, const std::string& here, const std::string& likely, const std::string& next) {
         throw UsageError({.what = what, .here = here, .likely = likely, .next = next});
       },
-      py::arg("what"), py::kw_only(), py::arg("here") = "", py::arg("likely") = "", py::arg("next") = "",
-      "Raises a UsageError.");
+      py::arg("what"), py::kw_only(), py::arg("here") = "", py::arg("likely") = "", py::arg("next") = "");
 }
 
 }  // namespace lockstep::python

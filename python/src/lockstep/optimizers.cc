@@ -13,7 +13,7 @@ namespace {
 using Release = py::call_guard<py::gil_scoped_release>;
 using Tensors = std::vector<torch::Tensor>;
 
-// What add_param_group() takes.
+// The argument of add_param_group().
 torch::optim::OptimizerParamGroup group_of(const Tensors& parameters, const OptimizerOptions& options) {
   return std::visit([&](const auto& values) { return parameter_group(parameters, values); }, options);
 }
@@ -40,10 +40,10 @@ void set_clipping(Optimizer& optimizer, double max_norm, double max_value) {
 }  // namespace
 
 void bind_optimizers(py::module_& module) {
-  py::class_<Optimizer, std::shared_ptr<Optimizer>>(module, "Optimizer", "The C++ side of an optimizer.")
-      .def(py::init(&make), py::arg("name"), py::arg("groups"), py::arg("rule"))
-      .def("set_options", &set_options, py::arg("name"), py::arg("group"), py::arg("values"))
-      .def("set_clipping", &set_clipping, py::arg("max_norm"), py::arg("max_value"))
+  py::class_<Optimizer, std::shared_ptr<Optimizer>>(module, "Optimizer")
+      .def(py::init(&make))
+      .def("set_options", &set_options)
+      .def("set_clipping", &set_clipping)
       .def("set_loss_scale", &Optimizer::set_loss_scale)
       .def(
           "step", [](Optimizer& optimizer) { optimizer.step(); }, Release())

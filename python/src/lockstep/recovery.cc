@@ -24,12 +24,13 @@ TensorsByName tensors_of(const SafetensorsReader& image) {
   return tensors;
 }
 
+// None where no launcher replaces ranks. Blocks.
 std::unique_ptr<LoopState> loop_state_of(const World& world, double share_of_time) {
   JobMemory* const memory = JobMemory::get();
   return memory == nullptr ? nullptr : std::make_unique<LoopState>(world, *memory, share_of_time);
 }
 
-// Until a replacement is there; false: the job ends. Interruptible by Ctrl-C after this long.
+// Blocks until a replacement is there; false: the job ends. Interruptible by Ctrl-C after this long.
 bool next_generation(std::chrono::milliseconds timeout) {
   JobMemory* const memory = JobMemory::get();
   return memory != nullptr && memory->next_generation(timeout);
@@ -49,13 +50,12 @@ std::map<std::string, std::string> environment() {
 }  // namespace
 
 void bind_recovery(py::module_& module) {
-  py::class_<LoopState::Found>(module, "FoundState", "Of the World before (lockstep/train/loop_state.h).")
-      .def_readonly("step", &LoopState::Found::step)
+  py::class_<LoopState::Found>(module, "FoundState")
       .def_readonly("is_own_rank", &LoopState::Found::is_own_rank)
       .def_readonly("ranks", &LoopState::Found::ranks)
       .def_property_readonly("common", [](const LoopState::Found& found) { return tensors_of(found.common); })
       .def_property_readonly("own", [](const LoopState::Found& found) { return tensors_of(found.own); });
-  py::class_<LoopState>(module, "LoopState", "Copies of a loop's state in memory of the launcher.")
+  py::class_<LoopState>(module, "LoopState")
       .def_property_readonly("found", &LoopState::found, py::return_value_policy::reference_internal)
       .def_property_readonly("keeps_common", &LoopState::keeps_common)
       .def("taken", &LoopState::taken, Release())
@@ -66,10 +66,9 @@ void bind_recovery(py::module_& module) {
             self.keep(step, {.tensors = std::move(common), .metadata = {}},
                       {.tensors = std::move(own), .metadata = {}});
           },
-          Release(), py::arg("step"), py::arg("common"), py::arg("own"));
-  module.def("loop_state_of", &loop_state_of, Release(), py::arg("world"), py::arg("share_of_time"),
-             "None: no launcher that replaces ranks. Blocks.");
-  module.def("next_generation", &next_generation, Release(), py::arg("timeout"));
+          Release());
+  module.def("loop_state_of", &loop_state_of, Release());
+  module.def("next_generation", &next_generation, Release());
   module.def("replaces_ranks", [] { return JobMemory::get() != nullptr; });
   module.def("environment", &environment);
 }

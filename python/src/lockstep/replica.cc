@@ -84,7 +84,7 @@ class Replica::Hook : public torch::autograd::FunctionPreHook {
   std::shared_ptr<const Output> output_;
 };
 
-// Of the node that adds to a parameter's .grad, before it does: after all hooks of the parameter itself, which torch keeps
+// A hook of the node that adds to a parameter's .grad, before it does: after all hooks of the parameter itself, which torch keeps
 // in one place for C++ and Python, so that those of the one displace those of the other.
 class Replica::GradientHook : public torch::autograd::FunctionPreHook {
  public:
@@ -137,14 +137,6 @@ Replica::Replica(const World& world, const NamedTensors& parameters, const Named
                       : DistributedDataParallel(world, *module_, options)),
       by_samples_(by_samples),
       parameters_(trained(parameters)) {}
-
-std::shared_ptr<Replica> Replica::make(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
-                                       std::shared_ptr<Optimizer> optimizer,
-                                       const DistributedDataParallelOptions& options, bool by_samples) {
-  std::shared_ptr<Replica> replica(new Replica(world, parameters, buffers, std::move(optimizer), options, by_samples));
-  replica->watch_parameters();
-  return replica;
-}
 
 Replica::~Replica() {
   for (const auto& [accumulator, hook] : on_gradient_)

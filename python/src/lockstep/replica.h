@@ -30,7 +30,7 @@ namespace lockstep::python {
 
 using NamedTensors = std::vector<std::pair<std::string, torch::Tensor>>;
 
-// What this rank's loss counts in the mean over all ranks: of the backward() that goes on; outside of one 1, as torch's
+// The weight of this rank's loss in the mean over all ranks: of the backward() that goes on; outside of one 1, as torch's
 // DistributedDataParallel counts.
 double loss_weight();
 
@@ -38,18 +38,14 @@ class Replica : public std::enable_shared_from_this<Replica> {
  public:
   // optimizer: null if it is not one of lockstep's. by_samples: ranks count by dimension 0 of what forward() was given;
   // else alike. Blocks; throws as DistributedDataParallel.
-  static std::shared_ptr<Replica> make(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
-                                       std::shared_ptr<Optimizer> optimizer,
-                                       const DistributedDataParallelOptions& options, bool by_samples);
+  Replica(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
+          std::shared_ptr<Optimizer> optimizer, const DistributedDataParallelOptions& options, bool by_samples);
   ~Replica();
   Replica(const Replica&) = delete;
   Replica& operator=(const Replica&) = delete;
 
- private:
-  Replica(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
-          std::shared_ptr<Optimizer> optimizer, const DistributedDataParallelOptions& options, bool by_samples);
+  void watch_parameters();  // once, when a shared_ptr owns this
 
- public:
   // After a forward: its outputs, and dimension 0 of its inputs; NaN: they differ, or have none.
   void watch(const std::vector<torch::Tensor>& outputs, double size);
 
@@ -85,7 +81,6 @@ class Replica : public std::enable_shared_from_this<Replica> {
   // Autograd has reached an output, or the gradient of a parameter (null).
   void begin(const Output* reached);
   torch::Tensor scaled(const torch::Tensor& gradient);
-  void watch_parameters();
   bool adds_to_parameters() const;
   std::vector<const Forward*> forwards_of_this_backward(const Output* reached) const;
   BatchWeight weight_of(const std::vector<const Forward*>& forwards);

@@ -7,7 +7,7 @@
 
 #include "lockstep/base/int_vector.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/shm/connect/machine.h"
+#include "lockstep/collective/shm/connect/peers.h"
 #include "lockstep/collective/shm/thresholds.h"
 #include "lockstep/error.h"
 
@@ -18,8 +18,8 @@ std::size_t staging_bytes_of(const Options& options, int size) {
   return options.staging_bytes > 0 ? round_up(options.staging_bytes, kCacheLine) : chunk_bytes(size);
 }
 
-void take_seat(Machine& machine, int rank, const Options& options) {
-  machine.take_seat(rank, options.job_ranks.empty() ? rank : options.job_ranks[static_cast<unsigned>(rank)]);
+void take_seat(Peers& peers, int rank, const Options& options) {
+  peers.take_seat(rank, options.job_ranks.empty() ? rank : options.job_ranks[static_cast<unsigned>(rank)]);
 }
 
 std::string memory_name(int rank) { return concat("the memory of rank ", rank); }
@@ -41,9 +41,9 @@ UniqueFd own_pidfd() {
 }
 
 // What `rank` hands to the others, with room for what they hand to it.
-MachineParts own_parts(int rank, int size) {
+PeerHandles own_parts(int rank, int size) {
   raise_descriptor_limit();
-  MachineParts parts;
+  PeerHandles parts;
   parts.memories.resize(size);
   parts.pidfds.resize(size);
   parts.memories[rank] = make_memory(rank);
@@ -60,7 +60,7 @@ class ServerHandshake {
     parts_.control = make_control_segment(size, staging_bytes);
   }
 
-  MachineParts exchange() {
+  PeerHandles exchange() {
     wait_for_hellos();
     for (int rank = 1; rank < size_; ++rank) welcome(rank);
     for (int rank = 1; rank < size_; ++rank) check_segment(parts_.memories[rank].get(), 0, memory_name(rank));
@@ -165,7 +165,7 @@ class ServerHandshake {
   Deadline deadline_;
   std::vector<UniqueFd> newcomers_;  // connected, did not say hello yet
   IntVector<UniqueFd> peers_;        // by rank; entry 0 stays empty
-  MachineParts parts_;
+  PeerHandles parts_;
 };
 
 UniqueFd connect_to_server(const std::string& address, Deadline deadline) {
@@ -187,9 +187,9 @@ class ClientHandshake {
   ClientHandshake(const std::string& address, int rank, int size, Deadline deadline)
       : rank_(rank), size_(size), deadline_(deadline), socket_(connect_to_server(address, deadline)) {}
 
-  MachineParts exchange() {
+  PeerHandles exchange() {
     if (rank_ < 1 || rank_ >= size_) refused();  // as rank 0 would, which is the server's
-    MachineParts parts = own_parts(rank_, size_);
+    PeerHandles parts = own_parts(rank_, size_);
     send(Message::Kind::kHello, {parts.memories[rank_].get(), parts.pidfds[rank_].get()});
     parts.pidfds[rank_].reset();
     std::vector<UniqueFd> control;
@@ -252,33 +252,33 @@ RendezvousServer::RendezvousServer(int size, const Options& options)
       address_(new_local_address("@lockstep-shm-")),
       listener_(listen_locally(address_)) {}
 
-Group RendezvousServer::connect(Deadline deadline) {
+GroupPtr RendezvousServer::connect(Deadline deadline) {
   ServerHandshake handshake(listener_.get(), size_, staging_bytes_of(options_, size_), deadline);
-  const auto machine = std::make_shared<Machine>(handshake.exchange());
-  take_seat(*machine, 0, options_);
+  const auto peers = std::make_shared<Peers>(handshake.exchange());
+  take_seat(*peers, 0, options_);
   handshake.wait_until_ready();
   listener_.reset();
   handshake.go();
-  return {machine, 0, options_.timeout};
+  return Group::of_all(peers, 0, options_.timeout);
 }
 
-Group join_rendezvous(const std::string& address, int rank, int size, Deadline deadline, const Options& options) {
+GroupPtr join_rendezvous(const std::string& address, int rank, int size, Deadline deadline, const Options& options) {
   ClientHandshake handshake(address, rank, size, deadline);
-  const auto machine = std::make_shared<Machine>(handshake.exchange());
-  take_seat(*machine, rank, options);
+  const auto peers = std::make_shared<Peers>(handshake.exchange());
+  take_seat(*peers, rank, options);
   handshake.finish();
-  return {machine, rank, options.timeout};
+  return Group::of_all(peers, rank, options.timeout);
 }
 
-std::vector<Group> make_thread_group(int size, const Options& options) {
-  MachineParts parts;
+std::vector<GroupPtr> make_thread_group(int size, const Options& options) {
+  PeerHandles parts;
   parts.control = make_control_segment(size, staging_bytes_of(options, size));
   parts.share_ordinary_memory = options.share_ordinary_memory;
   for (int rank = 0; rank < size; ++rank) parts.memories.push_back(make_memory(rank));
-  const auto machine = std::make_shared<Machine>(std::move(parts));
-  for (int rank = 0; rank < size; ++rank) take_seat(*machine, rank, options);
-  std::vector<Group> groups;
-  for (int rank = 0; rank < size; ++rank) groups.emplace_back(machine, rank, options.timeout);
+  const auto peers = std::make_shared<Peers>(std::move(parts));
+  for (int rank = 0; rank < size; ++rank) take_seat(*peers, rank, options);
+  std::vector<GroupPtr> groups;
+  for (int rank = 0; rank < size; ++rank) groups.push_back(Group::of_all(peers, rank, options.timeout));
   return groups;
 }
 

@@ -48,7 +48,7 @@ class RendezvousServer {
 
   // Blocks until all peers are connected and ready. Throws RendezvousError naming the ranks that are missing at the
   // deadline, or the one that was lost; SystemError.
-  Group connect(Deadline deadline);
+  GroupPtr connect(Deadline deadline);
 
  private:
   int size_;
@@ -59,9 +59,10 @@ class RendezvousServer {
 
 // The other ranks, 1 ... size-1. Blocks until the server says go. Throws RendezvousError: nobody there, refused, or the
 // deadline; SystemError.
-Group join_rendezvous(const std::string& address, int rank, int size, Deadline deadline, const Options& options = {});
+GroupPtr join_rendezvous(const std::string& address, int rank, int size, Deadline deadline,
+                         const Options& options = {});
 
 // All ranks of a group whose ranks are threads of this process, in rank order. Throws SystemError.
-std::vector<Group> make_thread_group(int size, const Options& options = {});
+std::vector<GroupPtr> make_thread_group(int size, const Options& options = {});
 
 }  // namespace lockstep::shm

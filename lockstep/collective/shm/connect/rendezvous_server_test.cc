@@ -61,12 +61,14 @@ TEST_F(Rendezvous, leaves_no_descriptor_mapping_or_socket) {
     RendezvousServer server(2);
     EXPECT_TRUE(is_listening(server.address()));
     const pid_t peer = fork_child([&] {
-      Group group = join_rendezvous(server.address(), 1, 2, soon());
+      const GroupPtr owner = join_rendezvous(server.address(), 1, 2, soon());
+      Group& group = *owner;
       const int code = sum_is_right(group);
       group.leave();
       return code;
     });
-    Group group = server.connect(soon());
+    const GroupPtr owner = server.connect(soon());
+    Group& group = *owner;
     EXPECT_EQ(sum_is_right(group), 0);
     EXPECT_GT(mappings(), mappings_before);
     group.leave();
@@ -114,14 +116,16 @@ TEST_F(Rendezvous, garbage_on_the_socket_disturbs_nobody) {
   });
   std::vector<pid_t> ranks;
   ranks.push_back(fork_child([&] {
-    Group group = server.connect(soon());
+    const GroupPtr owner = server.connect(soon());
+    Group& group = *owner;
     const int code = sum_is_right(group);
     group.leave();
     return code;
   }));
   EXPECT_EQ(exit_code_of(vandal), 0);
   ranks.push_back(fork_child([&] {
-    Group group = join_rendezvous(server.address(), 1, 2, soon());
+    const GroupPtr owner = join_rendezvous(server.address(), 1, 2, soon());
+    Group& group = *owner;
     const int code = sum_is_right(group);
     group.leave();
     return code;
@@ -151,12 +155,14 @@ TEST_F(Rendezvous, a_peer_that_dies_while_connecting_may_be_replaced) {
   });
   EXPECT_EQ(exit_code_of(first), 99);
   const pid_t second = fork_child([&] {
-    Group group = join_rendezvous(server.address(), 1, 2, soon());
+    const GroupPtr owner = join_rendezvous(server.address(), 1, 2, soon());
+    Group& group = *owner;
     const int code = sum_is_right(group);
     group.leave();
     return code;
   });
-  Group group = server.connect(soon());
+  const GroupPtr owner = server.connect(soon());
+  Group& group = *owner;
   EXPECT_EQ(sum_is_right(group), 0);
   group.leave();
   EXPECT_EQ(exit_code_of(second), 0);
@@ -213,7 +219,9 @@ int sum_over_processes(int size) {
   std::vector<pid_t> pids;
   for (int rank = 0; rank < size; ++rank)
     pids.push_back(fork_child([&, rank] {
-      Group group = rank == 0 ? server.connect(deadline) : join_rendezvous(server.address(), rank, size, deadline);
+      const GroupPtr owner =
+          rank == 0 ? server.connect(deadline) : join_rendezvous(server.address(), rank, size, deadline);
+      Group& group = *owner;
       std::int64_t one = 1;
       group.all_reduce({.input = &one, .output = &one, .count = 1, .dtype = DType::kInt64});
       group.barrier();
@@ -250,16 +258,16 @@ TEST_F(Rendezvous, holds_200_groups_of_4_ranks_at_once) {
       ::setrlimit(RLIMIT_NOFILE, &files);
       const rlimit addresses{.rlim_cur = rlim_t{100} << 30, .rlim_max = rlim_t{100} << 30};
       if (LOCKSTEP_TEST_PATIENCE == 1) ::setrlimit(RLIMIT_AS, &addresses);  // a sanitizer needs more
-      std::vector<Group> groups;
+      std::vector<GroupPtr> groups;
       for (RendezvousServer& server : servers)
         groups.push_back(rank == 0 ? server.connect(soon()) : join_rendezvous(server.address(), rank, kRanks, soon()));
       int wrong = 0;
-      for (Group& group : groups) {
+      for (const GroupPtr& group : groups) {
         std::vector<std::int32_t> data(20'000, rank + 1);
-        group.all_reduce({.input = data.data(), .output = data.data(), .count = data.size(), .dtype = DType::kInt32});
+        group->all_reduce({.input = data.data(), .output = data.data(), .count = data.size(), .dtype = DType::kInt32});
         wrong += std::ranges::count(data, 10) == std::ssize(data) ? 0 : 1;
       }
-      for (Group& group : groups) group.leave();
+      for (const GroupPtr& group : groups) group->leave();
       return std::min(wrong, 50);
     }));
   for (const pid_t pid : ranks) EXPECT_EQ(exit_code_of(pid), 0);

@@ -2,7 +2,6 @@
 #include "lockstep/collective/shm/memory/arena.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "lockstep/collective/shm/memory/control_block.h"
 

@@ -9,7 +9,7 @@ namespace {
 
 constexpr auto kRelaxed = std::memory_order_relaxed;
 
-std::uint64_t pack_kind(Place place) {
+std::uint64_t pack_kind(Location place) {
   return static_cast<std::uint64_t>(place.kind) | static_cast<std::uint64_t>(place.owner) << 8;
 }
 
@@ -23,7 +23,7 @@ Announcement::Words load(const std::array<std::atomic<std::uint64_t>, 3>& from) 
 
 }  // namespace
 
-void Announcement::write(const Signature& call, Place input, Place output, std::uint64_t longest_message) {
+void Announcement::write(const Signature& call, Location input, Location output, std::uint64_t longest_message) {
   store(signature, std::bit_cast<Words>(call));
   kinds.store(pack_kind(input) | pack_kind(output) << 32, kRelaxed);
   store(words, {input.at, output.at, longest_message});
@@ -31,7 +31,7 @@ void Announcement::write(const Signature& call, Place input, Place output, std::
 
 void Announcement::write_line(const Signature& call, const std::byte* data, std::size_t bytes) {
   store(signature, std::bit_cast<Words>(call));
-  kinds.store(pack_kind({.kind = Place::Kind::kLine}), kRelaxed);
+  kinds.store(pack_kind({.kind = Location::Kind::kLine}), kRelaxed);
   Words line{};
   if (bytes > 0) std::memcpy(line.data(), data, bytes);
   store(words, line);
@@ -44,9 +44,9 @@ void Announcement::read_line(std::byte* data) const {
 
 Signature Announcement::read_signature() const { return std::bit_cast<Signature>(load(signature)); }
 
-Place Announcement::place(unsigned index) const {
+Location Announcement::place(unsigned index) const {
   const std::uint64_t kind = kinds.load(kRelaxed) >> (32 * index);
-  return {.kind = static_cast<Place::Kind>(kind & 0xff),
+  return {.kind = static_cast<Location::Kind>(kind & 0xff),
           .owner = static_cast<std::uint16_t>(kind >> 8 & 0xffff),
           .at = words[index].load(kRelaxed)};
 }

@@ -2,7 +2,7 @@
 // collective/shm/memory/control_block.h: what the ranks of a machine write for each other besides data, byte by byte.
 //
 //   control segment:   MachineBlock | Seat[N] | group area of all ranks
-//   group area:        GroupHeader | then per rank, each part on cache lines of its own:
+//   group area:        SharedHeader | then per rank, each part on cache lines of its own:
 //                      Announcement[2] | Progress | counts[2][2N] | slot[2][kSlotBytes] |
 //                      MessageHeader[N][kMessagesPerPair]
 //
@@ -22,7 +22,7 @@
 #include <cstdint>
 
 #include "lockstep/base/cache_line.h"
-#include "lockstep/collective/call.h"
+#include "lockstep/collective/calls/call.h"
 #include "lockstep/collective/shm/memory/flag.h"
 #include "lockstep/collective_types.h"
 
@@ -61,8 +61,8 @@ struct MachineBlock {
   Poison poison;
 };
 
-// Where an array lies, in words that mean the same in every process.
-struct Place {
+// The location of an array, in words that mean the same in every process.
+struct Location {
   enum class Kind : std::uint8_t { kPrivate, kArena, kAddress, kSlot, kLine };
 
   Kind kind = Kind::kPrivate;  // kAddress: ranks are threads of one process; kLine: in the announcement itself
@@ -70,8 +70,8 @@ struct Place {
   std::uint64_t at = 0;        // offset or address
 };
 
-inline Place place_in(int arena, std::uint64_t offset) {
-  return {.kind = Place::Kind::kArena, .owner = static_cast<std::uint16_t>(arena), .at = offset};
+inline Location in_arena(int arena, std::uint64_t offset) {
+  return {.kind = Location::Kind::kArena, .owner = static_cast<std::uint16_t>(arena), .at = offset};
 }
 
 // Exactly one cache line: a rank's arrival at a collective and everything its peers need to know about it. All words
@@ -88,16 +88,16 @@ struct alignas(kCacheLine) Announcement {
   std::array<std::atomic<std::uint64_t>, 3> words;  // where the input and the output lie, and the longest message;
                                                     // kLine: the data
 
-  void write(const Signature& call, Place input, Place output, std::uint64_t longest_message);
+  void write(const Signature& call, Location input, Location output, std::uint64_t longest_message);
   void write_line(const Signature& call, const std::byte* data, std::size_t bytes);  // at most kLineBytes
   void read_line(std::byte* data) const;                                             // kLineBytes
   Signature read_signature() const;
-  Place input() const { return place(0); }
-  Place output() const { return place(1); }
+  Location input() const { return place(0); }
+  Location output() const { return place(1); }
   std::size_t longest() const { return words[2].load(std::memory_order_relaxed); }  // message that this rank has
 
  private:
-  Place place(unsigned index) const;
+  Location place(unsigned index) const;
 };
 static_assert(sizeof(Announcement) == kCacheLine);
 
@@ -121,13 +121,17 @@ struct alignas(kCacheLine) MessageHeader {
   std::uint64_t count;
   DType dtype;
   bool refused;      // the receiver wanted something else
-  Place place;       // kSlot: in `data`; kPrivate: staged, a few chunks in turn at `at` in the owner's arena
+  Location place;    // kSlot: in `data`; kPrivate: staged, a few chunks in turn at `at` in the owner's arena
   Signature wanted;  // what the receiver wanted instead
   alignas(kCacheLine) std::array<std::byte, kInlineBytes> data;
 };
 
-struct alignas(kCacheLine) GroupHeader {
-  std::atomic<std::uint32_t> users;  // ranks that have not left; the leader reuses the memory of a sub-group at zero
+// Note [Shared memory of one rank]
+// Memory of one rank's arena that others use, too, begins with the number of ranks that have not released it yet. Its
+// owner may return it to the arena only when that is 0, so Peers::retire() keeps it and looks again whenever there is
+// more of it.
+struct alignas(kCacheLine) SharedHeader {
+  std::atomic<std::uint32_t> users;
 };
 
 // Finds the parts of a group area.
@@ -135,9 +139,9 @@ class GroupArea {
  public:
   GroupArea(std::byte* base, int size) : base_(base), layout_(size) {}
 
-  static std::size_t bytes(int size) { return sizeof(GroupHeader) + static_cast<unsigned>(size) * Layout(size).bytes; }
+  static std::size_t bytes(int size) { return sizeof(SharedHeader) + static_cast<unsigned>(size) * Layout(size).bytes; }
 
-  GroupHeader& header() const { return *reinterpret_cast<GroupHeader*>(base_); }
+  SharedHeader& header() const { return *reinterpret_cast<SharedHeader*>(base_); }
   Announcement& announcement(int rank, std::uint32_t sequence) const { return at<Announcement>(rank, 0)[sequence % 2]; }
   Progress& progress(int rank) const { return *at<Progress>(rank, layout_.progress); }
   // Sent to each, then received from each.
@@ -160,7 +164,7 @@ class GroupArea {
 
   template <class T>
   T* at(int rank, std::size_t offset) const {
-    return reinterpret_cast<T*>(base_ + sizeof(GroupHeader) + static_cast<unsigned>(rank) * layout_.bytes + offset);
+    return reinterpret_cast<T*>(base_ + sizeof(SharedHeader) + static_cast<unsigned>(rank) * layout_.bytes + offset);
   }
 
   std::byte* base_;

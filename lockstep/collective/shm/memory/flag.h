@@ -23,7 +23,7 @@ class Flag {
 
   bool reached(std::uint32_t target) const { return static_cast<std::int32_t>(load() - target) >= 0; }
 
-  // What was written before is visible to whoever sees the value. A system call only if somebody sleeps.
+  // Everything written before is visible to a rank that sees the value. A system call only if some rank sleeps.
   void raise(std::uint32_t value) {
     value_.store(value, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst) != 0) wake_all();

@@ -8,7 +8,7 @@
 
 #include <cerrno>
 
-#include "lockstep/base/memory_room.h"
+#include "lockstep/base/cgroup.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/memory/control_block.h"
 #include "lockstep/error.h"

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/collective/calls/future.h"
+
+namespace lockstep {
+
+PeerLost not_finished_by_deadline(const std::string& here, const std::string& what) {
+  return PeerLost({.what = what + " is not finished at the deadline",
+                   .here = here,
+                   .likely = "a rank that is slower than the others, or stopped",
+                   .next = "wait longer, or look at what each rank is doing"});
+}
+
+void Completion::wait() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return done_; });
+  if (error_) std::rethrow_exception(error_);
+}
+
+void Completion::wait(Deadline deadline) {
+  std::unique_lock lock(mutex_);
+  if (!changed_.wait_for(lock, deadline.left(), [this] { return done_; })) throw not_finished_by_deadline({});
+  if (error_) std::rethrow_exception(error_);
+}
+
+bool Completion::done() {
+  const std::lock_guard lock(mutex_);
+  return done_;
+}
+
+void Completion::complete(std::exception_ptr error, int source) {
+  const std::lock_guard lock(mutex_);
+  error_ = std::move(error);
+  source_ = source;
+  done_ = true;
+  changed_.notify_all();
+}
+
+}  // namespace lockstep

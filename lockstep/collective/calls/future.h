@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// collective/calls/future.h: a call that was started: how it is waited for.
+//
+// Flow:    Transport::start, shm::Group::start -> Future -> Work::wait
+// Threads: any may wait
+#pragma once
+
+#include <condition_variable>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "lockstep/collective_types.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+
+class Future {
+ public:
+  virtual ~Future() = default;
+
+  // Blocks until the call is finished, and throws what it threw, each time.
+  virtual void wait() = 0;
+
+  // The same, but throws PeerLost at the deadline; the call goes on and can be waited for again.
+  virtual void wait(Deadline deadline) = 0;
+
+  virtual bool done() = 0;  // finished, well or not; never blocks
+
+  virtual int source() const { return kAnyRank; }  // of a finished receive: the sender
+};
+
+using FuturePtr = std::shared_ptr<Future>;
+
+PeerLost not_finished_by_deadline(const std::string& here, const std::string& what = "a call that was started");
+
+// A future that another thread completes.
+class Completion final : public Future {
+ public:
+  void wait() override;
+  void wait(Deadline deadline) override;
+  bool done() override;
+  int source() const override { return source_; }
+
+  void complete(std::exception_ptr error = nullptr, int source = kAnyRank);  // once
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool done_ = false;  // guarded by mutex_
+  std::exception_ptr error_;
+  int source_ = kAnyRank;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/collective/calls/tensor_call.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+namespace lockstep {
+namespace {
+
+bool is_dense(const torch::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_neg() && !tensor.is_conj(); }
+
+const std::byte* address_of(const torch::Tensor& tensor) {
+  return static_cast<const std::byte*>(tensor.const_data_ptr());
+}
+
+bool lie_together(at::TensorList tensors) {
+  const std::byte* next = address_of(tensors.front());
+  for (const torch::Tensor& tensor : tensors) {
+    if (!is_dense(tensor) || (tensor.numel() > 0 && address_of(tensor) != next)) return false;
+    next += tensor.nbytes();
+  }
+  return true;
+}
+
+bool overlap(const torch::Tensor& one, const torch::Tensor& other) {
+  if (!one.defined() || !other.defined() || one.device() != other.device()) return false;
+  return address_of(one) < address_of(other) + other.nbytes() && address_of(other) < address_of(one) + one.nbytes();
+}
+
+// A list of tensors as one.
+struct Array {
+  torch::Tensor memory;
+  Tensors copied;  // that the memory is a copy of
+};
+
+Array array_of(at::TensorList tensors, bool must_copy = false) {
+  if (tensors.empty()) return {};
+  const torch::Tensor& first = tensors.front();
+  const bool in_place = !must_copy && lie_together(tensors);
+  if (in_place && tensors.size() == 1) return {first, {}};
+  std::int64_t elements = 0;
+  for (const torch::Tensor& tensor : tensors) elements += tensor.numel();
+  const auto options = first.options().requires_grad(false);
+  if (!in_place) return {torch::empty({elements}, options), tensors.vec()};
+  return {torch::from_blob(
+              const_cast<void*>(first.const_data_ptr()), {elements}, [kept = tensors.vec()](void*) {}, options),
+          {}};
+}
+
+template <class Body>
+void for_each_part(const Tensors& tensors, const torch::Tensor& memory, const Body& body) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  std::int64_t begin = 0;
+  for (const torch::Tensor& tensor : tensors) {
+    body(tensor, memory.view(-1).narrow(0, begin, tensor.numel()).view(tensor.sizes()));
+    begin += tensor.numel();
+  }
+}
+
+}  // namespace
+
+std::optional<DType> to_dtype(at::ScalarType dtype) {
+  static constexpr std::array<at::ScalarType, kDTypes> kInOrderOfDType{
+      at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kChar,
+      at::kByte,  at::kShort,  at::kInt,  at::kLong,     at::kBool};
+  const auto* const found = std::ranges::find(kInOrderOfDType, dtype);
+  if (found == kInOrderOfDType.end()) return std::nullopt;
+  return static_cast<DType>(found - kInOrderOfDType.begin());
+}
+
+void TensorCall::begin() const {
+  for_each_part(copied_from, input_tensor, [](const torch::Tensor& tensor, const torch::Tensor& part) { part.copy_(tensor); });
+}
+
+void TensorCall::finish() const {
+  for_each_part(copied_to, output_tensor, [](const torch::Tensor& tensor, const torch::Tensor& part) { tensor.copy_(part); });
+}
+
+TensorCall with_memory(Call call, at::TensorList inputs, at::TensorList outputs) {
+  // First: asking for memory to write to may move a tensor that shares its memory until it is written.
+  for (const torch::Tensor& tensor : outputs) tensor.mutable_data_ptr();
+  const bool in_place = call.operation != Operation::kAllToAll &&
+                        std::ranges::equal(inputs, outputs, [](const auto& a, const auto& b) { return a.is_same(b); });
+  Array output = array_of(outputs);
+  Array input = in_place ? output : array_of(inputs);
+  if (!in_place && overlap(input.memory, output.memory)) input = array_of(inputs, true);
+  if (output.memory.defined()) call.output = output.memory.mutable_data_ptr();
+  if (input.memory.defined()) call.input = input.memory.const_data_ptr();
+  return {std::move(call),
+          std::move(input.memory),
+          std::move(output.memory),
+          outputs.empty() ? torch::Tensor() : outputs.front(),
+          std::move(input.copied),
+          std::move(output.copied)};
+}
+
+}  // namespace lockstep

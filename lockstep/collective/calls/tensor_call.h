@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// collective/calls/tensor_call.h: a Call on torch's tensors: makes tensors dense and keeps them alive.
+//
+// Flow:    World's calls, c10d/backend_calls.h -> here; begin() -> Transport -> finish()
+// Owns:    references to the tensors; copies of those that have gaps, or overlap where they must not
+// Threads: values
+// Ranks:   no communication
+#pragma once
+
+#include <torch/types.h>
+
+#include <optional>
+#include <vector>
+
+#include "lockstep/collective/calls/call.h"
+
+namespace lockstep {
+
+using Tensors = std::vector<torch::Tensor>;
+
+std::optional<DType> to_dtype(at::ScalarType dtype);  // none for a dtype that collectives do not exchange
+
+struct TensorCall : Call {       // whose memory is that of the next two
+  torch::Tensor input_tensor{};   // dense; undefined where this rank gives nothing
+  torch::Tensor output_tensor{};  // dense; undefined where this rank gets nothing
+  torch::Tensor result{};         // for the caller: the output, or the tensor with gaps that it stands for
+  Tensors copied_from{};          // the tensors that the input is a copy of; none: it is the caller's memory
+  Tensors copied_to{};            // likewise, of the output
+
+  void begin() const;   // before the call: fills an input that is a copy
+  void finish() const;  // after the call: copies the output to where the caller wants it
+};
+
+// `call` on these tensors, each list as one array: in place where its tensors are dense and lie one after the other,
+// otherwise a copy. An input is also copied if it overlaps an output that is not the same tensors. Tensors in lists of
+// several are on the CPU.
+TensorCall with_memory(Call call, at::TensorList inputs, at::TensorList outputs);
+
+}  // namespace lockstep

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/collective/meet/agent_store.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include <c10/util/Logging.h>
+
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStoreBackend.hpp>
+
+#include "lockstep/base/poll.h"
+#include "lockstep/base/text.h"
+#include "lockstep/collective/meet/job_store.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+using std::chrono::milliseconds;
+
+// The first that c10d's client sends; a store sends the number back.
+struct [[gnu::packed]] FirstMessage {
+  c10d::detail::QueryType validate = c10d::detail::QueryType::VALIDATE;
+  std::uint32_t magic = c10d::detail::validationMagicNumber;
+  c10d::detail::QueryType ping = c10d::detail::QueryType::PING;
+  std::uint32_t number = 4711;
+};
+
+// c10d's own client would wait without a deadline for a program that accepts connections and never says anything.
+// Afterwards the connection is of no more use.
+bool is_agent_store(const Connection& connection, const Deadline& deadline) {
+  const FirstMessage message;
+  std::uint32_t answer = 0;
+  return ::send(connection.fd.get(), &message, sizeof message, MSG_NOSIGNAL) == sizeof message &&
+         wait_for(POLLIN, connection.fd.get(), deadline) &&
+         ::recv(connection.fd.get(), &answer, sizeof answer, 0) == sizeof answer && answer == message.number;
+}
+
+RendezvousError no_agent_store(const Endpoint& endpoint, const std::string& why) {
+  return RendezvousError({.what = concat("no store of torchrun at ", endpoint.text(), ": ", why),
+                          .likely = "another program answers at this port, or torchrun has ended",
+                          .next = "look at torchrun's output, or choose another --rdzv-endpoint"});
+}
+
+// c10d's client waits a second between attempts; this saves that second for a rank that is slightly early.
+Endpoint wait_for_agent(const Endpoint& endpoint, const JobEnvironment& job, const Deadline& deadline) {
+  const AddressList addresses = resolve(endpoint, deadline);
+  for (;;) {
+    const auto answered = connect_to(addresses, deadline);
+    if (answered && is_agent_store(*answered, deadline)) return {answered->address, endpoint.port};
+    if (deadline.passed() && answered)
+      throw no_agent_store(endpoint, "what listens there does not answer as a store does");
+    if (deadline.passed())
+      throw RendezvousError({.what = concat("rank ", job.rank, " found nobody at ", endpoint.text()),
+                             .likely = "torchrun has ended on the first machine",
+                             .next = "look at its output; `lockstep env` shows what each rank was told"});
+    std::this_thread::sleep_for(kRetryEvery);
+  }
+}
+
+// c10d warns on each rank of an address that has no name, which nothing here needs. Its other warnings come again in the
+// errors that follow. One at a time: the level is the process's.
+class WithoutWarnings {
+ public:
+  WithoutWarnings() { FLAGS_caffe2_log_level = std::max(level_, c10::GLOG_ERROR); }
+  ~WithoutWarnings() { FLAGS_caffe2_log_level = level_; }
+
+ private:
+  static inline std::mutex one_at_a_time_;
+  std::lock_guard<std::mutex> lock_{one_at_a_time_};
+  int level_ = FLAGS_caffe2_log_level;
+};
+
+}  // namespace
+
+bool agent_serves_store() {
+  const char* told = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
+  return told != nullptr && std::string(told) == "True";
+}
+
+c10::intrusive_ptr<c10d::Store> join_agent_store(const Endpoint& endpoint, const JobEnvironment& job,
+                                                 milliseconds timeout) {
+  const Endpoint found = wait_for_agent(endpoint, job, Deadline::after(timeout));
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(found.port);
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  try {
+    const WithoutWarnings quiet;
+    return c10::make_intrusive<c10d::TCPStore>(found.host, options);
+  } catch (const std::exception& error) {
+    throw no_agent_store(endpoint, split(error.what(), '\n').front());
+  }
+}
+
+}  // namespace lockstep

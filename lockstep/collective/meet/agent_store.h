@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// collective/meet/agent_store.h: the store of torchrun's agent, which serves it to the ranks that it starts: c10d's TCPStore,
+// which lets in whoever connects.
+//
+// Flow:    rendezvous.cc -> here -> launch/endpoint.h, c10d::TCPStore
+// Owns:    the connection
+// Threads: call from one thread
+// Ranks:   all of them join
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+
+#include "lockstep/launch/endpoint.h"
+#include "lockstep/launch/environment.h"
+
+namespace lockstep {
+
+// torchrun says so: TORCHELASTIC_USE_AGENT_STORE.
+bool agent_serves_store();
+
+// Blocks until a store answers there. Throws RendezvousError.
+c10::intrusive_ptr<c10d::Store> join_agent_store(const Endpoint& endpoint, const JobEnvironment& job,
+                                                 std::chrono::milliseconds timeout);
+
+}  // namespace lockstep

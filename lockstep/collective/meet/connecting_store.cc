@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/collective/meet/connecting_store.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "lockstep/base/text.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::chrono::milliseconds kLongestPause{50};  // of a rank that waits for another: between two looks
+constexpr const char* kFailure = "failure";
+
+std::string keys_of_next_connection(c10d::Store& store, int rank) {
+  return concat("lockstep/connection/", store.add(concat("lockstep/connections/", rank), 1));
+}
+
+}  // namespace
+
+ConnectingStore::ConnectingStore(const Store& store, int rank)
+    : PrefixStore(keys_of_next_connection(*store, rank), store) {}
+
+void ConnectingStore::fail(const std::string& here, const std::string& what) try {
+  if (PrefixStore::check({kFailure})) return;  // of the rank that failed first
+  const std::string text = concat(here, " could not connect: ", what);
+  PrefixStore::set(kFailure, std::vector<std::uint8_t>(text.begin(), text.end()));
+} catch (const std::exception&) {  // the store is gone, which the others notice
+}
+
+void ConnectingStore::require_no_failure() {
+  if (!PrefixStore::check({kFailure})) return;
+  const auto text = PrefixStore::get(kFailure);
+  throw RendezvousError({.what = std::string(text.begin(), text.end()),
+                         .likely = "a fault on that rank's machine",
+                         .next = "look at its output"});
+}
+
+// By check(), since c10d would log a warning for each short wait() without an answer.
+void ConnectingStore::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) {
+  const Deadline deadline = Deadline::after(timeout);
+  for (std::chrono::milliseconds pause{1}; !PrefixStore::check(keys); pause = std::min(2 * pause, kLongestPause)) {
+    require_no_failure();
+    if (deadline.passed()) return PrefixStore::wait(keys, std::chrono::milliseconds(1));  // its error
+    std::this_thread::sleep_for(std::min(pause, deadline.left()));
+  }
+}
+
+std::vector<std::uint8_t> ConnectingStore::get(const std::string& key) {
+  wait({key});
+  return PrefixStore::get(key);
+}
+
+std::vector<std::vector<std::uint8_t>> ConnectingStore::multiGet(const std::vector<std::string>& keys) {
+  wait(keys);
+  return PrefixStore::multiGet(keys);
+}
+
+}  // namespace lockstep

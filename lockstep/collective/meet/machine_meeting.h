@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// collective/meet/machine_meeting.h: how the ranks of a job that is on one machine find each other: at a Unix socket, without TCP.
+//
+// Flow:    rendezvous.cc -> here -> store/store_client.h
+// Owns:    a socket without a file, until all ranks have connected
+// Threads: call from one thread
+// Ranks:   every rank calls it once
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+
+#include "lockstep/launch/environment.h"
+
+namespace lockstep {
+
+// Whether all ranks of `job` are on this machine, by what its launcher says.
+bool is_on_one_machine(const JobEnvironment& job);
+
+// Blocks until rank 0 answers; rank 0 until all have connected. Each end asks the kernel who the other is. Throws
+// RendezvousError: the deadline, or another job's rank 0 with the same MASTER_ADDR and MASTER_PORT; SystemError.
+c10::intrusive_ptr<c10d::Store> meet_on_machine(const JobEnvironment& job, std::chrono::milliseconds timeout);
+
+}  // namespace lockstep

@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/collective/meet/rendezvous.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "lockstep/base/host_name.h"
+#include "lockstep/base/port.h"
+#include "lockstep/base/text.h"
+#include "lockstep/collective/meet/agent_store.h"
+#include "lockstep/collective/meet/job_store.h"
+#include "lockstep/collective/meet/machine_meeting.h"
+#include "lockstep/collective/store/store_client.h"
+#include "lockstep/error.h"
+#include "lockstep/launch/interfaces.h"
+#include "lockstep/launch/launcher_store.h"
+
+namespace lockstep {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kStrangerAnswersIn{1000};  // at a port that may be another program's
+constexpr milliseconds kLookAgainEvery{20};       // at all ports
+constexpr milliseconds kOwnNameKnownIn{5000};
+constexpr int kAnyPort = 1;  // where only the route counts
+
+// Of a machine whose own name MASTER_ADDR is: the address at which the others reach it. "" where nothing tells it.
+std::string own_address(const JobEnvironment& job, const Deadline& deadline) {
+  if (is_loopback(job.master_addr)) return "";
+  if (!job.other_host.empty()) {
+    const auto mine = own_address_towards(look_up({job.other_host, kAnyPort}, deadline, SOCK_DGRAM).addresses);
+    if (mine && !is_loopback(*mine)) return *mine;
+  }
+  return address_for_others();
+}
+
+// Debian gives a machine's own name the address 127.0.1.1: rank 0 would listen where nobody else can reach it.
+Endpoint reachable_endpoint(const JobEnvironment& job, const Deadline& deadline) {
+  const Endpoint endpoint{job.master_addr, job.master_port};
+  if (job.local_size == job.world_size) return endpoint;
+  const AddressList addresses = resolve(endpoint, deadline);
+  if (!is_loopback(numeric(addresses->ai_addr, addresses->ai_addrlen))) return endpoint;
+  if (const std::string mine = own_address(job, deadline); !mine.empty()) return {mine, job.master_port};
+  throw RendezvousError({.what = concat("MASTER_ADDR=", endpoint.host,
+                                        " is a loopback address here, but the ranks are on several machines"),
+                         .here = concat("rank ", job.rank, " of ", job.world_size),
+                         .likely = "a name that /etc/hosts gives to 127.0.0.1 or 127.0.1.1",
+                         .next = "give the address at which the other machines reach this one"});
+}
+
+// torchrun's agent keeps its store across restarts of the ranks: each attempt gets keys of its own.
+std::string attempt() {
+  const char* restarts = std::getenv("TORCHELASTIC_RESTART_COUNT");
+  return concat("lockstep/", restarts != nullptr ? restarts : "0");
+}
+
+// Rank 0 took the first port that nobody had; at those before it other programs answer, or another job's rank 0.
+c10::intrusive_ptr<c10d::Store> find_own_job(const Endpoint& endpoint, const JobEnvironment& job,
+                                             const JobSecret& secret, milliseconds timeout) {
+  const Deadline deadline = Deadline::after(timeout);
+  const AddressList addresses = resolve(endpoint, deadline);
+  for (; !deadline.passed(); std::this_thread::sleep_for(kLookAgainEvery))
+    for (int port = job.master_port; port < job.master_port + job.master_ports; ++port) {
+      set_port(addresses, port);
+      try {
+        auto store =
+            store_at(addresses, secret, Deadline::after(std::min(kStrangerAnswersIn, deadline.left())), timeout);
+        if (store && store->check({"job"}) && text_in(*store, "job") == name_of_job(job)) return store;
+      } catch (const std::exception&) {  // it has gone
+      }
+    }
+  throw RendezvousError(
+      {.what = concat("rank ", job.rank, " found nobody of its job at ", endpoint.text(), " to ",
+                      job.master_port + job.master_ports - 1),
+       .likely = "rank 0 did not start, died early or has another secret; or a firewall drops packets to these ports",
+       .next = "look at rank 0's output; or set MASTER_PORT, on all ranks, to a port that is open"});
+}
+
+// Note [Rendezvous through mpirun]
+// mpirun carries short texts between the ranks, so that they need no address in advance: each rank gives the addresses
+// of its machine; rank 0 takes the one of its own that is in a network with another machine, listens on a free port
+// there, and gives the others both. Two rounds; after that mpirun is not asked any more.
+
+std::string address_of_rank_0(LauncherStore& launcher, const std::string& name, const JobEnvironment& job,
+                              const Deadline& deadline) {
+  const std::vector<std::string> mine = own_addresses();
+  for (int rank = 1; rank < job.world_size; ++rank) {
+    const std::vector<std::string> theirs = split(launcher.get(rank, name), ',');
+    if (theirs == mine) continue;  // on this machine
+    if (const std::string near = address_near(theirs); !near.empty()) return near;
+    for (const std::string& other : theirs)
+      if (std::ranges::find(mine, other) == mine.end())
+        if (const auto by_route = own_address_towards(resolve({other, kAnyPort}, deadline, SOCK_DGRAM)))
+          return *by_route;
+  }
+  throw RendezvousError(
+      {.what = "rank 0 has no network address at which other machines reach it",
+       .here = concat("rank 0 of ", job.world_size, "; its addresses: ", join(mine, ", ")),
+       .likely = "machines without a network in common",
+       .next = "set MASTER_ADDR and MASTER_PORT on all ranks; GLOO_SOCKET_IFNAME names an interface"});
+}
+
+c10::intrusive_ptr<c10d::Store> connect_through_launcher(const JobEnvironment& job, milliseconds timeout) {
+  const Deadline deadline = Deadline::after(timeout);
+  static std::atomic<int> meetings{0};
+  const std::string number = concat(++meetings);  // a name is given once
+  const auto launcher = open_launcher_store(job, timeout);
+  launcher->put("addresses" + number, join(own_addresses(), ","));
+  launcher->fence();
+  c10::intrusive_ptr<c10d::Store> served;
+  if (job.rank == 0) {
+    UniqueFd listener = listen_on({address_of_rank_0(*launcher, "addresses" + number, job, deadline), 0}, deadline);
+    const Endpoint endpoint = endpoint_of(listener);
+    served = serve_store(std::move(listener), secret_of(job, endpoint.text()), timeout);
+    launcher->put("endpoint" + number, concat(endpoint.port, ",", endpoint.host));
+  }
+  launcher->fence();
+  if (served) return served;
+  const auto parts = split(launcher->get(0, "endpoint" + number), ',');
+  Endpoint endpoint{parts.back()};
+  constexpr int kLastPort = 65535;
+  if (parts.size() != 2 || !parse_int(parts.front(), endpoint.port) || endpoint.port < 1 || endpoint.port > kLastPort)
+    throw RendezvousError({.what = concat("mpirun carries no address of rank 0: \"", join(parts, ","), "\""),
+                           .here = concat("rank ", job.rank, " of ", job.world_size),
+                           .likely = "another version of lockstep in rank 0",
+                           .next = "install the same on all machines, or set MASTER_ADDR and MASTER_PORT"});
+  return join_store(endpoint, job, *secret_of(job, endpoint.text()), timeout);
+}
+
+c10d::Store* beneath_prefixes(c10d::Store* store) {
+  while (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store)) store = prefixed->getUnderlyingStore().get();
+  return store;
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Store> connect_at_address(const JobEnvironment& job, milliseconds timeout) {
+  const Deadline deadline = Deadline::after(timeout);
+  const Endpoint endpoint = reachable_endpoint(job, deadline);
+  // A rank 0 that finds its port taken leaves the secret of the other job alone.
+  UniqueFd listener = job.rank == 0 ? listen_on(endpoint, deadline, job.master_ports) : UniqueFd();
+  const auto secret = secret_of(job, concat(job.job_id, " ", job.master_addr, ":", job.master_port));
+  auto store = listener               ? serve_store(std::move(listener), secret, timeout)
+               : job.master_ports > 1 ? find_own_job(endpoint, job, *secret, timeout)
+                                      : join_store(endpoint, job, *secret, timeout);
+  require_own_job(*store, endpoint.text(), job);
+  return store;
+}
+
+c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, milliseconds timeout) {
+  if (agent_serves_store())
+    return c10::make_intrusive<c10d::PrefixStore>(
+        attempt(), join_agent_store(reachable_endpoint(job, Deadline::after(timeout)), job, timeout));
+  if (is_on_one_machine(job)) return meet_on_machine(job, timeout);
+  return job.master_addr.empty() ? connect_through_launcher(job, timeout) : connect_at_address(job, timeout);
+}
+
+c10::intrusive_ptr<c10d::Store> connect_process_group(JobEnvironment job, milliseconds timeout) {
+  const Deadline deadline = Deadline::after(timeout);
+  job.job_id += " process group";
+  auto store = connect_store(job, timeout);
+  if (agent_serves_store() || is_on_one_machine(job)) return store;
+  wait_for_everyone(*store, job.master_addr.empty() ? job.job_id : concat(job.master_addr, ":", job.master_port), job,
+                    deadline);
+  let_nobody_else_in(*store);
+  return store;
+}
+
+void let_nobody_else_in(c10d::Store& store) {
+  const auto* meeting = dynamic_cast<const MeetingStore*>(beneath_prefixes(&store));
+  if (meeting != nullptr && meeting->server() != nullptr) meeting->server()->stop_listening();
+}
+
+std::string address_towards(const std::string& host, milliseconds timeout) {
+  const Endpoint endpoint{host, kAnyPort};
+  const AddressList addresses = resolve(endpoint, Deadline::after(timeout), SOCK_DGRAM);
+  if (const auto mine = own_address_towards(addresses)) return *mine;
+  throw system_error("find a route to", host);
+}
+
+std::string address_towards_store(c10d::Store& store, milliseconds timeout) {
+  const auto* meeting = dynamic_cast<const MeetingStore*>(beneath_prefixes(&store));
+  if (meeting != nullptr && !meeting->host().empty()) return address_towards(meeting->host(), timeout);
+  if (const auto* tcp = dynamic_cast<const c10d::TCPStore*>(beneath_prefixes(&store)))
+    return address_towards(tcp->getHost(), timeout);
+  const Lookup own_name =
+      look_up({host_name(), kAnyPort}, Deadline::after(std::min(timeout, kOwnNameKnownIn)), SOCK_DGRAM);
+  return own_address_towards(own_name.addresses).value_or("127.0.0.1");
+}
+
+}  // namespace lockstep

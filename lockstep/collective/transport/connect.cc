@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/collective/transport/connect.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <optional>
+
+#include "lockstep/base/file.h"
+#include "lockstep/base/port.h"
+#include "lockstep/base/stop.h"
+#include "lockstep/base/text.h"
+#include "lockstep/collective/machines/hierarchy.h"
+#include "lockstep/collective/meet/connecting_store.h"
+#include "lockstep/collective/meet/rendezvous.h"
+#include "lockstep/error.h"
+#include "lockstep/launch/own_progress.h"
+
+namespace lockstep {
+namespace {
+
+std::vector<int> number_by_first_appearance(const std::vector<std::string>& names) {
+  std::map<std::string, int> known;
+  std::vector<int> numbers;
+  for (const std::string& name : names)
+    numbers.push_back(known.try_emplace(name, static_cast<int>(known.size())).first->second);
+  return numbers;
+}
+
+std::string machine_id(const std::string& node) { return concat(read_file("/proc/sys/kernel/random/boot_id"), node); }
+
+// The machine of each rank; `lockstep top` gets to know that these ranks are one job.
+std::vector<std::string> exchange_machines(ConnectingStore& store, const std::string& machine,
+                                           const TransportOptions& options) {
+  std::vector<std::string> texts = exchange_texts(store, "machine", concat(machine, ' ', ::getpid()), options);
+  own_progress::meets({.rank = options.rank, .world_size = options.size, .job = texts.front()});
+  for (std::string& text : texts) text.resize(text.rfind(' '));
+  return texts;
+}
+
+CpuConnection connect_over(const c10::intrusive_ptr<ConnectingStore>& store, const std::string& machine,
+                           TransportOptions options) {
+  stop_together();
+  const auto machine_of = number_by_first_appearance(exchange_machines(*store, machine, options));
+  const Topology topology{machine_of};
+  const auto here = topology.ranks_on(topology.machine_of[options.rank]);
+  shm::GroupPtr inside = connect_shared_memory(*store, here, options);
+  if (topology.machines() == 1) return {std::make_unique<CpuTransport>(std::move(inside)), machine_of};
+  options.address = reachable_address(*store, options);
+  return {std::make_unique<Hierarchy>(std::move(inside), topology, store, options), machine_of};
+}
+
+// Ranks that meet through a process group need no address: Slurm's and mpirun's variables count without one.
+std::optional<std::string> variable_or_any_address(const std::string& name) {
+  if (const char* value = std::getenv(name.c_str())) return value;
+  if (std::getenv("RANK") != nullptr || std::getenv("WORLD_SIZE") != nullptr) return {};
+  if (name == "MASTER_ADDR") return "process-group";
+  return name == "MASTER_PORT" ? std::optional<std::string>("1") : std::nullopt;
+}
+
+}  // namespace
+
+// On the machine of the store its host's name may be one of the loopback interface (Debian's /etc/hosts has 127.0.1.1 for
+// a machine's own name). The others can't reach that: there the route to one of them tells the address.
+std::string reachable_address(c10d::Store& store, const TransportOptions& options) {
+  const std::string mine = address_towards_store(store, options.timeout);
+  const auto all = exchange_texts(store, "interface", mine, options);
+  const auto other = std::ranges::find_if_not(all, [](const std::string& address) { return is_loopback(address); });
+  return is_loopback(mine) && other != all.end() ? address_towards(*other, options.timeout) : mine;
+}
+
+CpuConnection connect_cpu_ranks(const c10::intrusive_ptr<c10d::Store>& store, const std::string& machine,
+                                const TransportOptions& options) {
+  const auto connecting = c10::make_intrusive<ConnectingStore>(store, options.rank);
+  try {
+    return connect_over(connecting, machine, options);
+  } catch (const Error& error) {
+    connecting->fail(options.describe, error.text().what);
+    throw;
+  } catch (const std::exception& error) {
+    connecting->fail(options.describe, error.what());
+    throw;
+  }
+}
+
+JobEnvironment job_environment_or_none() {
+  try {
+    return read_job_environment(variable_or_any_address);
+  } catch (const EnvironmentError&) {
+    return {};
+  }
+}
+
+std::string this_machine() {
+  const JobEnvironment job = job_environment_or_none();
+  if (job.launcher != "none") return machine_id(concat(job.node_rank));
+  const char* node = std::getenv("GROUP_RANK");
+  return machine_id(node != nullptr ? node : "0");
+}
+
+}  // namespace lockstep

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/spawn.h"
+
+#include <ATen/Parallel.h>
+
+#include "lockstep/base/text.h"
+#include "lockstep/collective/meet/rendezvous.h"
+#include "lockstep/collective/world/world_state.h"
+#include "lockstep/error.h"
+#include "lockstep/launch/launcher.h"
+
+namespace lockstep {
+namespace {
+
+PeerLost lost_rank(const RankFailure& failure) {
+  std::string lines = join(failure.last_lines, "\n          ");
+  return PeerLost({.what = concat("rank ", failure.rank, " of spawn() ",
+                                  failure.signal != 0 ? concat("was killed by signal ", failure.signal)
+                                                      : concat("ended with exit code ", failure.exit_code)),
+                   .peer = concat("rank ", failure.rank, ", pid ", failure.pid),
+                   .likely = lines.empty() ? "an exception, which that rank has printed" : std::move(lines),
+                   .next = "repair what its last lines say"});
+}
+
+void require_rank_of(int rank, int size) {
+  if (rank < 0 || rank >= size)
+    throw UsageError({.what = concat("rank ", rank, " of ", size), .next = "give 0 <= rank < size"});
+}
+
+// "host:29500", "[::1]:29500"
+JobEnvironment job_at(const std::string& address) {
+  JobEnvironment job;
+  const auto colon = address.rfind(':');
+  const std::string port = colon == std::string::npos ? "" : address.substr(colon + 1);
+  if (!parse_int(port, job.master_port) || job.master_port < 1 || job.master_port > 65535 || colon == 0)
+    throw UsageError({.what = concat("the address ", address, " is not HOST:PORT"), .next = "such as 127.0.0.1:29500"});
+  job.master_addr = address.substr(0, colon);
+  if (job.master_addr.front() == '[' && job.master_addr.back() == ']')
+    job.master_addr = job.master_addr.substr(1, job.master_addr.size() - 2);
+  return job;
+}
+
+}  // namespace
+
+void spawn(int ranks, const std::function<void(World&)>& fn, const WorldOptions& options) {
+  if (const JobEnvironment job = read_job_environment(); job.launcher != "none")
+    throw UsageError({.what = "spawn() in a rank of a job",
+                      .here = concat("rank ", job.rank, ", started by ", job.launcher),
+                      .likely = "a program that starts its ranks itself was started by a launcher",
+                      .next = "start it without one, or call World::from_env() in place of spawn()"});
+  const auto rank_main = [&] {
+    World world = World::from_env(options);
+    at::set_num_threads(static_cast<int>(world.cores().size()));
+    fn(world);
+    return 0;
+  };
+  const LaunchResult result = launch({.ranks = ranks, .output = RankOutput::kFirst}, rank_main);
+  if (result.failure) throw lost_rank(*result.failure);
+  if (result.exit_code != 0) throw PeerLost({.what = concat("spawn() was ended by signal ", result.exit_code - 128)});
+}
+
+World connect_world(int rank, int size, const std::string& address, const WorldOptions& options) {
+  require_rank_of(rank, size);
+  JobEnvironment job = job_at(address);
+  job.launcher = "address";
+  job.rank = rank;
+  job.world_size = size;
+  job.local_size = size;  // who is on which machine turns out when they have met: a loopback address may be right
+  if (size == 1) return World::single(options);
+  return WorldState::over_store(connect_store(job, options.timeout), rank, size, options);
+}
+
+}  // namespace lockstep

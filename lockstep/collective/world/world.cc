@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/world.h"
+
+#include <algorithm>
+#include <set>
+
+#include "lockstep/base/text.h"
+#include "lockstep/base/trace.h"
+#include "lockstep/collective/calls/tensor_call.h"
+#include "lockstep/collective/world/world_state.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+
+// ---- Work
+
+struct Work::State {
+  std::shared_ptr<WorldState> world;  // lives as long as what it has under way
+  TensorCall call;
+  FuturePtr future;
+  std::uint64_t arrow = 0;  // in a trace, of a receive
+  bool finished = false;
+
+  // `began` to wait: now_if_recording().
+  void finish(std::int64_t began) {
+    if (finished) return;
+    call.finish();
+    finished = true;
+    if (call.operation != Operation::kReceive) return;
+    const int source = call.peer == kAnyRank ? future->source() : call.peer;
+    if (arrow == 0) arrow = world->arrow_of(call, source);
+    trace::write(began, [&] { return world->label_of(call, source, arrow); });
+  }
+};
+
+void Work::wait() {
+  const std::int64_t began = trace::now_if_recording();
+  state_->future->wait();
+  state_->finish(began);
+}
+
+void Work::wait(Deadline deadline) {
+  const std::int64_t began = trace::now_if_recording();
+  state_->future->wait(deadline);
+  state_->finish(began);
+}
+
+bool Work::done() { return state_->future->done(); }
+
+const torch::Tensor& Work::result() const {
+  if (state_->finished) return state_->call.result;
+  throw UsageError({.what = "the result of a Work that was not waited for",
+                    .here = state_->world->caller.here,
+                    .next = "call wait() first"});
+}
+
+int Work::source() const { return state_->future->source(); }
+
+Work World::start(TensorCall call) const {
+  call.begin();
+  const std::int64_t began = trace::now_if_recording();
+  const bool between_known = is_message(call.operation) && call.peer != kAnyRank;
+  const std::uint64_t arrow = between_known ? state_->arrow_of(call, call.peer) : 0;
+  FuturePtr future = state_->transport_for(call).start(call);
+  if (call.operation == Operation::kSend)
+    trace::write(began, [&] { return state_->label_of(call, call.peer, arrow); });
+  return Work(OwnedHere<Work::State>(new Work::State{state_, std::move(call), std::move(future), arrow}));
+}
+
+// ---- Who is where
+
+int World::rank() const { return state_->rank(); }
+int World::size() const { return state_->size(); }
+int World::local_rank() const { return state_->job.local_rank; }
+int World::local_size() const { return state_->job.local_size; }
+int World::node_rank() const { return state_->job.node_rank; }
+torch::Device World::device() const { return state_->caller.device; }
+const CoreSet& World::cores() const { return state_->cores; }
+std::string World::describe() const { return state_->caller.here; }
+std::chrono::milliseconds World::timeout() const { return state_->timeout; }
+
+// ---- Sub-worlds
+
+namespace {
+
+using RankList = std::vector<int>;
+
+void check_list(const World& world, const RankList& ranks) {
+  const bool unknown = std::ranges::any_of(ranks, [&](int rank) { return rank < 0 || rank >= world.size(); });
+  if (!unknown && std::set<int>(ranks.begin(), ranks.end()).size() == ranks.size()) return;
+  throw UsageError({.what = concat("a sub-world that names a rank twice, or one that is not among the ", world.size()),
+                    .here = world.describe(),
+                    .next = "name ranks of this world, each once"});
+}
+
+// The lists of all ranks; a row ends at -1.
+IntVector<RankList> exchange_lists(const World& world, const RankList& ranks) {
+  torch::Tensor mine = torch::full({world.size() + 1}, -1, torch::kInt32);
+  std::copy(ranks.begin(), ranks.end(), mine.mutable_data_ptr<std::int32_t>());
+  const torch::Tensor all = world.all_gather(mine);
+  IntVector<RankList> lists;
+  for (const torch::Tensor& row : all.unbind()) {
+    const auto* const first = row.const_data_ptr<std::int32_t>();
+    lists.emplace_back(first, std::find(first, first + world.size(), -1));
+  }
+  return lists;
+}
+
+std::string text_of(const RankList& ranks) { return ranks.empty() ? "no ranks" : "ranks " + join(ranks, ", "); }
+
+}  // namespace
+
+// This rank's list, or an empty one for a rank that is not in its own, once it is known that no two lists contradict
+// each other.
+RankList World::agree_on_list(const RankList& ranks) const {
+  check_list(*this, ranks);
+  state_->count_sub_world();
+  const bool is_member = std::ranges::find(ranks, rank()) != ranks.end();
+  const IntVector<RankList> lists = exchange_lists(*this, is_member ? ranks : RankList());
+  for (int rank = 0; rank < size(); ++rank)
+    for (const int member : lists[rank])
+      if (lists[member] != lists[rank])
+        throw MismatchError({.what = concat("rank ", rank, " wants a sub-world of ", text_of(lists[rank]), ", rank ",
+                                            member, " one of ", text_of(lists[member])),
+                             .here = describe(),
+                             .likely = "ranks that compute their groups from different numbers",
+                             .next = "give the same list on all its ranks; other lists may not overlap it"});
+  return lists[rank()];
+}
+
+std::optional<World> World::group(const RankList& ranks) const {
+  const RankList agreed = agree_on_list(ranks);
+  auto cpu_transport = state_->cpu_transport->group(agreed);
+  auto cuda_transport = state_->cuda_transport ? state_->cuda_transport->group(agreed) : nullptr;
+  if (!cpu_transport) return std::nullopt;
+  auto state = state_->sub_world(ranks);
+  state->cpu_transport = std::move(cpu_transport);
+  state->cuda_transport = std::move(cuda_transport);
+  return WorldState::world_of(std::move(state));
+}
+
+std::optional<World> World::separate(const RankList& ranks, std::chrono::milliseconds timeout) const {
+  const auto longest = timeout.count() > 0 ? timeout : state_->timeout;
+  auto cpu_transport = state_->cpu_transport->separate(agree_on_list(ranks), longest);
+  if (!cpu_transport) return std::nullopt;
+  auto state = state_->sub_world(ranks);
+  state->timeout = longest;
+  state->cpu_transport = std::move(cpu_transport);
+  return WorldState::world_of(std::move(state));
+}
+
+void World::abandon(const std::string& reason) const { state_->abandon(reason); }
+
+std::optional<World> World::split(int color, int key) const {
+  const torch::Tensor all = all_gather(torch::tensor({color, key}, torch::kInt32));
+  const auto* const pairs = all.const_data_ptr<std::int32_t>();
+  const auto color_of = [pairs](int rank) { return pairs[2 * rank]; };
+  const auto key_of = [pairs](int rank) { return pairs[2 * rank + 1]; };
+  RankList ranks;
+  for (int rank = 0; rank < size(); ++rank)
+    if (color >= 0 && color_of(rank) == color) ranks.push_back(rank);
+  std::ranges::stable_sort(ranks, {}, key_of);
+  return group(ranks);
+}
+
+// ---- Others
+
+torch::Tensor World::allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) const {
+  if (!options.device().is_cpu()) return torch::empty(sizes, options);
+  return state_->cpu_transport->allocate(sizes, options);
+}
+
+std::shared_ptr<shm::Group> World::machine_group() const {
+  if (size() == 1 || !device().is_cpu()) return nullptr;
+  return state_->cpu_transport->machine_group();
+}
+
+}  // namespace lockstep

@@ -1,0 +1,329 @@
+// SPDX-License-Identifier: Apache-2.0
+// World's collectives and messages: each checks what only torch knows of this rank's arguments, and makes a TensorCall.
+// The transports check the rest (check_call).
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include <ATen/MemoryOverlap.h>
+
+#include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/collective/world/world_state.h"
+#include "lockstep/error.h"
+#include "lockstep/world.h"
+
+namespace lockstep {
+namespace {
+
+using Sizes = std::vector<std::int64_t>;
+
+std::int64_t sum_of(const Sizes& rows) { return std::accumulate(rows.begin(), rows.end(), std::int64_t{0}); }
+
+Sizes with_rows(std::int64_t rows, const torch::Tensor& tensor) {
+  Sizes shape = tensor.sizes().vec();
+  shape.front() = rows;
+  return shape;
+}
+
+std::vector<std::int64_t> values_of(const torch::Tensor& tensor) {
+  const auto* const values = tensor.const_data_ptr<std::int64_t>();
+  return {values, values + tensor.numel()};
+}
+
+// A call of this rank on `tensor`, before it is made: its checks, and the tensor of its result.
+class Asked {
+ public:
+  // Checks the tensor. Also in a world of one: what would fail on many ranks fails on one.
+  Asked(const Caller& caller, const char* name, const torch::Tensor& tensor)
+      : caller_(caller), name_(name), tensor_(tensor) {
+    check_tensor(tensor);
+  }
+
+  [[noreturn]] void refuse(const std::string& what, const std::string& next) const {
+    throw UsageError({.what = what, .here = caller_.here, .next = next});
+  }
+
+  void check_tensor(const torch::Tensor& tensor) const {
+    if (!tensor.defined()) refuse(concat(name_, " was given an undefined tensor"), "give it a tensor");
+    if (!tensor.is_cpu()) require_device(tensor, caller_.device, concat("the tensor given to ", name_));
+    if (tensor.layout() != torch::kStrided)
+      refuse(concat(name_, " of a tensor of layout ", c10::str(tensor.layout())), "call to_dense() on it first");
+    if (!to_dtype(tensor.scalar_type()))
+      refuse(concat(name_, ": tensors of ", c10::toString(tensor.scalar_type()), " can't be exchanged"),
+             "exchange real and imaginary parts, or another dtype");
+  }
+
+  // For floating point alone a mean is what all take it for.
+  void check_op(ReduceOp op) const {
+    if (op == ReduceOp::kMean && !tensor_.is_floating_point())
+      refuse(concat("mean is not defined for ", c10::toString(tensor_.scalar_type())),
+             "convert the tensor, or choose another op");
+  }
+
+  void check_has_rows() const {
+    if (tensor_.dim() == 0) refuse(concat(name_, " of a tensor without dimensions"), "give it rows: unsqueeze(0)");
+  }
+
+  void check_rows(const Sizes& rows) const {
+    const bool negative = std::ranges::any_of(rows, [](std::int64_t count) { return count < 0; });
+    if (std::cmp_not_equal(rows.size(), caller_.size) || negative)
+      refuse(concat(name_, ": ", rows.size(), " counts for ", caller_.size, " ranks, or a negative one"),
+             "give one count per rank");
+  }
+
+  // `rows` of the tensor per rank; none: equal parts.
+  void check_sum(const Sizes& rows) const {
+    check_has_rows();
+    const std::int64_t all = tensor_.size(0);
+    if (rows.empty() && all % caller_.size != 0)
+      refuse(concat(name_, " of ", all, " rows over ", caller_.size, " ranks"),
+             "give the rows of each rank, or a multiple of the number of ranks");
+    if (rows.empty()) return;
+    check_rows(rows);
+    if (sum_of(rows) != all)
+      refuse(concat(name_, ": counts of ", sum_of(rows), " rows together for a tensor of ", all),
+             "give counts that add up to the first dimension");
+  }
+
+  // The elements of each rank's part.
+  std::vector<std::size_t> counts_of(const Sizes& rows) const {
+    std::vector<std::size_t> counts;
+    for (const std::int64_t count : rows)
+      counts.push_back(to_size(count * c10::multiply_integers(tensor_.sizes().slice(1))));
+    return counts;
+  }
+
+  Sizes with_ranks() const {
+    Sizes shape = tensor_.sizes().vec();
+    shape.insert(shape.begin(), caller_.size);
+    return shape;
+  }
+
+  // The tensor for a result that is like the call's, but for its shape: `given`, or a new one.
+  torch::Tensor output_for(const torch::Tensor& given, const Sizes& shape) const {
+    if (!given.defined()) return torch::empty(shape, tensor_.options().requires_grad(false));
+    const bool fits = given.sizes() == torch::IntArrayRef(shape) && given.scalar_type() == tensor_.scalar_type() &&
+                      given.device() == tensor_.device();
+    if (!fits)
+      refuse(concat("an output of shape ", given.sizes(), " ", c10::toString(given.scalar_type()), ", but ",
+                    torch::IntArrayRef(shape), " ", c10::toString(tensor_.scalar_type()), " is the result"),
+             "give it that shape and dtype, or none");
+    return given;
+  }
+
+  // `call` on these; an undefined one: this rank gives, or gets, nothing.
+  TensorCall on(const torch::Tensor& input, const torch::Tensor& output, Call call) const {
+    const auto list_of = [](const torch::Tensor& tensor) { return at::TensorList(&tensor, tensor.defined() ? 1 : 0); };
+    if (output.defined() && at::has_internal_overlap(output) == at::MemOverlap::Yes)
+      refuse(concat(to_string(call.operation), " into a tensor whose elements share memory: shape ", output.sizes(),
+                    ", strides ", output.strides()),
+             "give it a tensor that was not expanded");
+    call.dtype = *to_dtype(tensor_.scalar_type());
+    return with_memory(std::move(call), list_of(input), list_of(output));
+  }
+
+  std::size_t count() const { return to_size(tensor_.numel()); }
+
+ private:
+  const Caller& caller_;
+  const char* name_;
+  const torch::Tensor& tensor_;
+};
+
+TensorCall all_reduce_call(const Caller& caller, const torch::Tensor& tensor, const AllReduceOptions& options) {
+  const Asked asked(caller, "all_reduce", tensor);
+  asked.check_op(options.op);
+  return asked.on(
+      tensor, tensor,
+      {.operation = Operation::kAllReduce, .count = asked.count(), .op = options.op, .algorithm = options.algorithm});
+}
+
+TensorCall reduce_scatter_call(const Caller& caller, const torch::Tensor& tensor, const ReduceScatterOptions& options) {
+  const Asked asked(caller, "reduce_scatter", tensor);
+  asked.check_op(options.op);
+  asked.check_sum(options.rows);
+  const std::int64_t mine = options.rows.empty() ? tensor.size(0) / caller.size : options.rows[to_size(caller.rank)];
+  const torch::Tensor output = asked.output_for(options.output, with_rows(mine, tensor));
+  return asked.on(tensor, output,
+                  {.operation = Operation::kReduceScatter,
+                   .count = to_size(output.numel()),
+                   .counts = asked.counts_of(options.rows),
+                   .op = options.op});
+}
+
+TensorCall all_gather_call(const Caller& caller, const torch::Tensor& tensor, const AllGatherOptions& options) {
+  const Asked asked(caller, "all_gather", tensor);
+  return asked.on(tensor, asked.output_for(options.output, asked.with_ranks()),
+                  {.operation = Operation::kAllGather, .count = asked.count()});
+}
+
+TensorCall broadcast_call(const Caller& caller, const torch::Tensor& tensor, int root) {
+  const Asked asked(caller, "broadcast", tensor);
+  return asked.on(tensor, tensor, {.operation = Operation::kBroadcast, .count = asked.count(), .root = root});
+}
+
+TensorCall all_to_all_call(const Caller& caller, const torch::Tensor& tensor, const AllToAllOptions& options) {
+  const Asked asked(caller, "all_to_all", tensor);
+  const bool even = options.send_rows.empty();
+  if (even != options.receive_rows.empty())
+    asked.refuse("all_to_all with one list of counts", "give send_rows and receive_rows, or neither");
+  asked.check_sum(options.send_rows);
+  if (!even) asked.check_rows(options.receive_rows);
+  const Sizes shape = with_rows(even ? tensor.size(0) : sum_of(options.receive_rows), tensor);
+  return asked.on(tensor, asked.output_for(options.output, shape),
+                  {.operation = Operation::kAllToAll,
+                   .count = asked.count() / to_size(caller.size),
+                   .counts = asked.counts_of(options.send_rows),
+                   .receive_counts = asked.counts_of(options.receive_rows)});
+}
+
+TensorCall message_call(const Caller& caller, Operation operation, const torch::Tensor& tensor, int peer, int tag) {
+  const bool sends = operation == Operation::kSend;
+  const Asked asked(caller, sends ? "send" : "receive", tensor);
+  if (peer == caller.rank || caller.size == 1)
+    asked.refuse("a message of a rank to itself", "name another rank of this world");
+  if (tag < 0) asked.refuse(concat("a message with tag ", tag), "use tags from 0 up");
+  const torch::Tensor none;
+  return asked.on(sends ? tensor : none, sends ? none : tensor,
+                  {.operation = operation, .count = asked.count(), .peer = peer, .tag = tag});
+}
+
+}  // namespace
+
+torch::Tensor World::run(const TensorCall& call) const {
+  call.begin();
+  if (is_message(call.operation))
+    state_->run_message(call);
+  else
+    state_->transport_for(call).run(call);
+  call.finish();
+  return call.result;
+}
+
+void World::all_reduce(const torch::Tensor& tensor, const AllReduceOptions& options) const {
+  run(all_reduce_call(state_->caller, tensor, options));
+}
+Work World::all_reduce_async(const torch::Tensor& tensor, const AllReduceOptions& options) const {
+  return start(all_reduce_call(state_->caller, tensor, options));
+}
+
+void World::reduce(const torch::Tensor& tensor, const ReduceOptions& options) const {
+  const Asked asked(state_->caller, "reduce", tensor);
+  asked.check_op(options.op);
+  run(asked.on(tensor, options.root == rank() ? tensor : torch::Tensor(),
+               {.operation = Operation::kReduce, .count = asked.count(), .op = options.op, .root = options.root}));
+}
+
+torch::Tensor World::reduce_scatter(const torch::Tensor& tensor, const ReduceScatterOptions& options) const {
+  return run(reduce_scatter_call(state_->caller, tensor, options));
+}
+Work World::reduce_scatter_async(const torch::Tensor& tensor, const ReduceScatterOptions& options) const {
+  return start(reduce_scatter_call(state_->caller, tensor, options));
+}
+
+torch::Tensor World::all_gather(const torch::Tensor& tensor, const AllGatherOptions& options) const {
+  return run(all_gather_call(state_->caller, tensor, options));
+}
+Work World::all_gather_async(const torch::Tensor& tensor, const AllGatherOptions& options) const {
+  return start(all_gather_call(state_->caller, tensor, options));
+}
+
+void World::broadcast(const torch::Tensor& tensor, int root) const {
+  run(broadcast_call(state_->caller, tensor, root));
+}
+Work World::broadcast_async(const torch::Tensor& tensor, int root) const {
+  return start(broadcast_call(state_->caller, tensor, root));
+}
+
+torch::Tensor World::gather(const torch::Tensor& tensor, int root) const {
+  const Asked asked(state_->caller, "gather", tensor);
+  return run(asked.on(tensor, root == rank() ? asked.output_for({}, asked.with_ranks()) : torch::Tensor(),
+                      {.operation = Operation::kGather, .count = asked.count(), .root = root}));
+}
+
+void World::scatter(const torch::Tensor& parts, const torch::Tensor& output, int root) const {
+  const Asked asked(state_->caller, "scatter", output);
+  const bool at_root = root == rank();
+  if (at_root) asked.check_tensor(parts);
+  if (at_root && (parts.sizes() != torch::IntArrayRef(asked.with_ranks()) || parts.dtype() != output.dtype()))
+    asked.refuse(concat("scatter of parts of shape ", parts.sizes(), " ", c10::toString(parts.scalar_type()), " into ",
+                        output.sizes(), " ", c10::toString(output.scalar_type())),
+                 "give parts of one dtype and shape (number of ranks, ...)");
+  run(asked.on(at_root ? parts : torch::Tensor(), output,
+               {.operation = Operation::kScatter, .count = asked.count(), .root = root}));
+}
+
+void World::barrier() const { run({{.operation = Operation::kBarrier}}); }
+
+torch::Tensor World::all_gather_rows(const torch::Tensor& tensor, const AllGatherRowsOptions& options) const {
+  const Asked asked(state_->caller, "all_gather_rows", tensor);
+  asked.check_has_rows();
+  const Sizes rows = options.rows.empty() ? values_of(all_gather(torch::tensor({tensor.size(0)}))) : options.rows;
+  asked.check_rows(rows);
+  const std::int64_t mine = rows[to_size(rank())];
+  if (mine != tensor.size(0))
+    asked.refuse(concat("all_gather_rows of ", tensor.size(0), " rows, but ", mine, " are announced for this rank"),
+                 "give the same counts on all ranks, or none");
+  return run(asked.on(tensor, asked.output_for(options.output, with_rows(sum_of(rows), tensor)),
+                      {.operation = Operation::kAllGather, .count = asked.count(), .counts = asked.counts_of(rows)}));
+}
+
+torch::Tensor World::all_to_all(const torch::Tensor& tensor, const AllToAllOptions& options) const {
+  AllToAllOptions known = options;
+  if (known.receive_rows.empty() && !known.send_rows.empty())
+    known.receive_rows = values_of(all_to_all(torch::tensor(known.send_rows)));
+  return run(all_to_all_call(state_->caller, tensor, known));
+}
+
+Work World::all_to_all_async(const torch::Tensor& tensor, const AllToAllOptions& options) const {
+  return start(all_to_all_call(state_->caller, tensor, options));
+}
+
+void World::weighted_mean(const torch::Tensor& tensor, double weight) const {
+  const torch::NoGradGuard no_grad;
+  if (!tensor.is_floating_point() || !(weight >= 0))
+    throw UsageError({.what = concat("weighted_mean of ", c10::toString(tensor.scalar_type()), " with weight ", weight),
+                      .here = describe(),
+                      .next = "give floating point, and a weight of 0 or more"});
+  const auto wide = tensor.element_size() < 4 ? torch::kFloat32 : tensor.scalar_type();
+  const torch::Tensor total = torch::tensor({weight}, torch::kFloat64);
+  const torch::Tensor weighted =
+      weight > 0 ? tensor.to(wide) * weight : torch::zeros(tensor.sizes(), tensor.options().dtype(wide));
+  all_reduce(total);
+  if (total.item<double>() == 0)
+    throw UsageError({.what = "weighted_mean with weights that are all 0", .here = describe()});
+  all_reduce(weighted);
+  tensor.copy_(weighted / total.item<double>());
+}
+
+// ---- Messages
+
+void World::send(const torch::Tensor& tensor, int to, int tag) const {
+  run(message_call(state_->caller, Operation::kSend, tensor, to, tag));
+}
+
+Work World::send_async(const torch::Tensor& tensor, int to, int tag) const {
+  return start(message_call(state_->caller, Operation::kSend, tensor, to, tag));
+}
+
+int World::receive(const torch::Tensor& tensor, const ReceiveOptions& options) const {
+  const TensorCall call = message_call(state_->caller, Operation::kReceive, tensor, options.from, options.tag);
+  const int source = state_->run_message(call);
+  call.finish();
+  return source;
+}
+
+Work World::receive_async(const torch::Tensor& tensor, const ReceiveOptions& options) const {
+  return start(message_call(state_->caller, Operation::kReceive, tensor, options.from, options.tag));
+}
+
+void require_device(const torch::Tensor& tensor, torch::Device device, const std::string& name) {
+  const bool same_type = tensor.device().type() == device.type();
+  if (same_type && (!device.has_index() || tensor.device().index() == device.index())) return;
+  throw DeviceError({.what = concat(name, " is on ", tensor.device().str(), ", but ", device.str(), " is needed"),
+                     .likely = "a tensor or a module that was not moved",
+                     .next = "call .to(world.device()) on it first"});
+}
+
+}  // namespace lockstep

@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/collective/world/world_state.h"
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "lockstep/base/host_name.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/collective/gpus.h"
+#include "lockstep/collective/meet/connecting_store.h"
+#include "lockstep/collective/meet/rendezvous.h"
+#include "lockstep/collective/trace_if_asked.h"
+#include "lockstep/collective/traced_messages.h"
+#include "lockstep/collective/transport/connect.h"
+#include "lockstep/error.h"
+#include "lockstep/launch/fault.h"
+#include "lockstep/launch/insecure_network.h"
+#include "lockstep/launch/job_memory.h"
+#include "lockstep/launch/own_progress.h"
+
+namespace lockstep {
+namespace {
+
+torch::Device device_of_rank(torch::Device device, int local_rank) {
+  if (device.is_cpu()) return torch::kCPU;
+  if (device.has_index()) {
+    require_gpus(device.index());
+    return device;
+  }
+  return {torch::kCUDA, static_cast<c10::DeviceIndex>(cuda_device_index(local_rank))};
+}
+
+std::string describe(const JobEnvironment& job) {
+  return concat("rank ", job.rank, " of ", job.world_size, " on ", host_name());
+}
+
+void require_trust_for_nccl(const WorldState& state) {
+  if (std::ranges::max(state.nodes) == 0 || network_is_insecure()) return;
+  throw EnvironmentError({.what = "CUDA tensors would cross the network between machines in the clear",
+                          .here = state.caller.here,
+                          .likely = "NCCL, which carries them, neither encrypts nor authenticates",
+                          .next = "in a network that you trust: --insecure-network, or LOCKSTEP_INSECURE_NETWORK=1 for "
+                                  "all ranks; else keep the ranks on one machine"});
+}
+
+void connect(WorldState& state, const c10::intrusive_ptr<c10d::Store>& store) {
+  const TransportOptions options{
+      .rank = state.rank(), .size = state.size(), .describe = state.caller.here, .timeout = state.timeout};
+  auto [transport, machine_of] = connect_cpu_ranks(store, this_machine(), options);
+  state.nodes = std::move(machine_of);
+  state.cpu_transport = std::move(transport);
+  if (state.caller.device.is_cuda()) {
+    require_trust_for_nccl(state);
+    state.cuda_transport = make_nccl(c10::make_intrusive<ConnectingStore>(store, state.rank()), options);
+  }
+  let_nobody_else_in(*store);
+}
+
+}  // namespace
+
+Transport& WorldState::transport_for(const TensorCall& call) const {
+  const torch::Tensor& tensor = call.output_tensor.defined() ? call.output_tensor : call.input_tensor;
+  if (size() > 1 && !cpu_transport.get_deleter().process.is_here()) refuse_forked_child(caller.here);
+  if (!tensor.defined() || tensor.is_cpu() || size() == 1) return *cpu_transport;
+  if (cuda_transport) return *cuda_transport;
+  throw DeviceError({.what = "a collective of a CUDA tensor between ranks that are threads",
+                     .here = caller.here,
+                     .next = "start the ranks as processes: `lockstep run` or --ranks"});
+}
+
+JobEnvironment job_of_rank(JobEnvironment job, int rank, const IntVector<int>& nodes) {
+  const int node = nodes[rank];
+  const std::set<int> used(nodes.begin(), nodes.end());
+  job.rank = rank;
+  job.world_size = nodes.size();
+  job.local_rank = static_cast<int>(std::count(nodes.begin(), nodes.begin() + rank, node));
+  job.local_size = static_cast<int>(std::ranges::count(nodes, node));
+  job.node_rank = static_cast<int>(std::distance(used.begin(), used.find(node)));
+  return job;
+}
+
+std::shared_ptr<WorldState> WorldState::sub_world(const std::vector<int>& ranks) const {
+  auto state = std::make_shared<WorldState>();
+  state->cores = cores;
+  state->timeout = timeout;
+  for (const int member : ranks) state->nodes.push_back(nodes[member]);
+  state->trace_id_ = mix_numbers(trace_id_, sub_worlds_);
+  for (const int member : ranks) {
+    state->job_ranks.push_back(job_ranks[member]);
+    state->trace_id_ = mix_numbers(state->trace_id_, static_cast<std::uint64_t>(member));
+  }
+  const auto me = std::ranges::find(ranks, rank()) - ranks.begin();
+  state->job = job_of_rank(job, static_cast<int>(me), state->nodes);
+  state->caller = {state->job.rank, state->job.world_size, caller.device, describe(state->job)};
+  return state;
+}
+
+std::shared_ptr<WorldState> make_world_state(const JobEnvironment& job, const WorldOptions& options) {
+  auto state = std::make_shared<WorldState>();
+  state->job = job;
+  state->timeout = std::min(options.timeout, Deadline::kLongest);
+  state->caller = {job.rank, job.world_size, device_of_rank(options.device, job.local_rank), describe(job)};
+  state->cores = cores_of(job, usable_cores());
+  state->nodes.assign(job.world_size, 0);
+  state->job_ranks.resize(job.world_size);
+  std::iota(state->job_ranks.begin(), state->job_ranks.end(), 0);
+  if (job.world_size == 1) state->cpu_transport = make_self();
+  return state;
+}
+
+World WorldState::world_of(std::shared_ptr<WorldState> state) {
+  state->stoppable_.emplace([all = state.get()](const std::string& reason) { all->abandon(reason); });
+  return World(std::move(state));
+}
+
+void WorldState::abandon(const std::string& reason) const {
+  if (cpu_transport.get_deleter().process.is_here()) cpu_transport->fail(reason);
+}
+
+World World::from_env(const WorldOptions& options) {
+  World world = WorldState::from_env_on(options.device, options.timeout);
+  trace_if_asked(world);
+  return world;
+}
+
+World WorldState::from_env_on(torch::Device device, std::chrono::milliseconds timeout) {
+  fault::read_plan();
+  const JobEnvironment job = read_job_environment();
+  auto state = make_world_state(job, {.timeout = timeout});
+  state->caller.device = device_of_rank(device, job.local_rank);
+  set_log_rank(job.rank, job.world_size);
+  own_progress::forget_wait();
+  own_progress::enter(Phase::kMeeting);
+  if (job.world_size > 1) connect(*state, connect_store(state->job, state->timeout));
+  if (JobMemory* const memory = JobMemory::get()) memory->met();
+  own_progress::enter(Phase::kOwnCode);
+  return world_of(std::move(state));
+}
+
+World WorldState::over_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                             const WorldOptions& options) {
+  JobEnvironment job = job_environment_or_none();
+  job.rank = rank;
+  job.world_size = size;
+  auto state = make_world_state(job, options);
+  if (size > 1) {
+    own_progress::forget_wait();
+    own_progress::enter(Phase::kMeeting);
+    connect(*state, store);
+    own_progress::enter(Phase::kOwnCode);
+    state->job = job_of_rank(state->job, rank, state->nodes);
+    state->caller.device = device_of_rank(options.device, state->job.local_rank);
+    state->cores = cores_of(state->job, usable_cores());
+  }
+  World world = world_of(std::move(state));
+  trace_if_asked(world);
+  return world;
+}
+
+int WorldState::run_message(const TensorCall& message) {
+  const Call& call = message;
+  const std::int64_t began = trace::now_if_recording();
+  std::uint64_t arrow = call.peer == kAnyRank ? 0 : arrow_of(call, call.peer);
+  const int source = transport_for(message).run(message);
+  const int peer = call.peer == kAnyRank ? source : call.peer;
+  if (arrow == 0) arrow = arrow_of(call, peer);
+  trace::write(began, [&] { return label_of(call, peer, arrow); });
+  return source;
+}
+
+std::uint64_t WorldState::arrow_of(const Call& message, int peer) {
+  return arrows_.next(trace_id_, channel_of(message, rank(), peer));
+}
+
+trace::Label WorldState::label_of(const Call& message, int peer, std::uint64_t arrow) const {
+  return label_of_message(message, job_ranks[peer], arrow);
+}
+
+World World::single(const WorldOptions& options) { return WorldState::world_of(make_world_state({}, options)); }
+
+// First the lengths, then all texts at the length of the longest: tensors of the same shape on every rank.
+std::vector<std::string> World::exchange_texts(const std::string& mine) const {
+  const torch::Tensor lengths = all_gather(torch::tensor({static_cast<std::int64_t>(mine.size())}));
+  const torch::Tensor padded = torch::zeros({lengths.max().item<std::int64_t>()}, torch::kUInt8);
+  std::copy(mine.begin(), mine.end(), padded.mutable_data_ptr<std::uint8_t>());
+  const torch::Tensor all = all_gather(padded);
+  std::vector<std::string> texts;
+  for (int rank = 0; rank < size(); ++rank) {
+    const auto* text = all[rank].const_data_ptr<std::uint8_t>();
+    texts.emplace_back(text, text + lengths[rank].item<std::int64_t>());
+  }
+  return texts;
+}
+
+}  // namespace lockstep

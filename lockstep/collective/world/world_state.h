@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+// collective/world/world_state.h: what the copies of a World share.
+//
+// Flow:    World::from_env, run_ranks and World::group make one -> World's calls
+// Owns:    the transports
+// Threads: one at a time, as World
+// Ranks:   no communication
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "lockstep/base/int_vector.h"
+#include "lockstep/base/own_process.h"
+#include "lockstep/base/stoppable.h"
+#include "lockstep/base/trace.h"
+#include "lockstep/collective/message_arrows.h"
+#include "lockstep/collective/transport/transport.h"
+#include "lockstep/launch/environment.h"
+#include "lockstep/world.h"
+
+namespace lockstep {
+
+// The rank that makes a call.
+struct Caller {
+  int rank = 0;
+  int size = 1;
+  torch::Device device = torch::kCPU;  // where its tensors belong; those on the CPU are fine too
+  std::string here;                    // "rank 2 of 4 on gpu-a", for messages
+};
+
+class WorldState {
+ public:
+  JobEnvironment job;        // rank, sizes and node of this world, also where it is a sub-world
+  IntVector<int> nodes;      // of each rank: its machine, numbered 0, 1, ... by first appearance
+  IntVector<int> job_ranks;  // of each rank: what it is in the world that this one was made from first
+  Caller caller;             // this rank, in its calls
+  CoreSet cores;
+  std::chrono::milliseconds timeout{};
+  OwnedHere<Transport> cpu_transport;
+  OwnedHere<Transport> cuda_transport;  // where the device is one
+
+  // A world of `size` ranks that meet at `store`, all of which call it; the store is not used for anything else. The
+  // launcher's variables say which machine this is. Blocks until all are connected. Throws RendezvousError.
+  static World over_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                          const WorldOptions& options = {});
+
+  // As World::from_env, with this device: a GPU of that number, or of the local rank's if it has none.
+  static World from_env_on(torch::Device device, std::chrono::milliseconds timeout);
+
+  // Makes the World, once its transports are set. stop() ends it from now on.
+  static World world_of(std::shared_ptr<WorldState> state);
+
+  int rank() const { return caller.rank; }
+  int size() const { return caller.size; }
+
+  // Throws DeviceError: CUDA tensors between ranks that are threads. UsageError: a forked child.
+  Transport& transport_for(const TensorCall& call) const;
+
+  // This rank in a sub-world of `ranks`, which name it; without transports.
+  std::shared_ptr<WorldState> sub_world(const std::vector<int>& ranks) const;
+
+  void abandon(const std::string& reason) const;  // as World
+
+  // Sends or receives. Returns who sent it, of a receive.
+  int run_message(const TensorCall& message);
+
+  // ---- In a trace
+
+  void count_sub_world() { ++sub_worlds_; }  // all ranks of this world make it, those that are not in it, too
+
+  // How it shows a message to or from `peer`. Once for each message, in their order.
+  std::uint64_t arrow_of(const Call& message, int peer);
+  trace::Label label_of(const Call& message, int peer, std::uint64_t arrow) const;
+
+ private:
+  std::uint64_t trace_id_ = 0;  // the same on all ranks of this world, another one in others
+  std::uint64_t sub_worlds_ = 0;
+  MessageArrows arrows_;
+  std::optional<Stoppable> stoppable_;  // the last member
+};
+
+// `job` of another rank of those whose machines are `nodes`.
+JobEnvironment job_of_rank(JobEnvironment job, int rank, const IntVector<int>& nodes);
+
+// A world without transports, unless it has one rank.
+std::shared_ptr<WorldState> make_world_state(const JobEnvironment& job, const WorldOptions& options);
+
+// run_ranks over any transport: `connect` makes the transport of a rank, on that rank's thread; nodes[r] is the machine
+// that rank r counts as.
+using Connect = std::function<std::unique_ptr<Transport>(int rank)>;
+void run_threads(const std::vector<int>& nodes, const Connect& connect, const std::function<void(World&)>& body,
+                 const WorldOptions& options);
+
+}  // namespace lockstep

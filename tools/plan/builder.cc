@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tools/plan/builder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <utility>
+
+#include "lockstep/base/text.h"
+#include "tools/plan/wire.h"
+
+namespace lockstep::plan {
+
+Builder::Builder(const Profile& profile, const Target& target, const Choice& choice)
+    : profile_(profile),
+      target_(target),
+      choice_(choice),
+      latency_(target.link_latency + line_through(profile.loopback).fixed),
+      work_(work_of_messages(profile)) {
+  const int cores = target.cores > 0 ? target.cores : profile.cores;
+  threads_ = std::max(1, cores / target.devices);
+  seats_ = std::max(1, cores / threads_);
+  for (int machine = 0; machine < target.machines; ++machine) add_machine(machine);
+  for (int device = 0; device < devices(); ++device) add_actor(concat("device ", device));
+}
+
+// Measured are one thread, and one for each core; between the two it is taken evenly in logarithms.
+StepTimes Builder::alone(double samples) const {
+  const Curve& all = curve_alone(profile_, /*with_all_threads=*/true);
+  const StepTimes one = times_for(curve_alone(profile_), samples);
+  if (threads_ == 1 || all.threads == 1) return one;
+  const StepTimes most = times_for(all, samples);
+  const double share = std::min(1.0, std::log(threads_) / std::log(all.threads));
+  const auto between = [share](double from, double to) { return from <= 0 ? to : from * std::pow(to / from, share); };
+  return {.samples = one.samples,
+          .forward = between(one.forward, most.forward),
+          .backward = between(one.backward, most.backward),
+          .update = between(one.update, most.update)};
+}
+
+StepTimes Builder::times_of(int device) const {
+  const auto parts = static_cast<std::int64_t>(devices());
+  return alone(static_cast<double>(target_.batch / parts + (device < target_.batch % parts ? 1 : 0)));
+}
+
+int Builder::add_actor(const std::string& name) {
+  made_.actors.push_back(name);
+  last_.push_back({});
+  return static_cast<int>(last_.size()) - 1;
+}
+
+int Builder::compute(int device, const std::string& name, double seconds, const Ids& after) {
+  return work(device, machine_of(device), name, Kind::kComputing, seconds, after);
+}
+
+int Builder::touch(int actor, int machine, const std::string& name, double bytes, const Ids& after) {
+  return work(actor, machine, name, Kind::kMemory, bytes / profile_.copy_speed, after);
+}
+
+int Builder::update(int actor, int machine, double share, const Ids& after) {
+  return work(actor, machine, "update", Kind::kMemory, share * alone(1).update, after);
+}
+
+// Messages of one connection follow each other; the time that each is under way does not keep the next one waiting.
+Builder::Message Builder::post(int actor, int from, int to, const std::string& name, double bytes, const Ids& after) {
+  if (from == to) {
+    const int copied = touch(kNobody, from, name, 4 * bytes, after);
+    return {copied, copied};
+  }
+  const MessageBytes wire = bytes_on_wire(bytes);
+  sent_[to_size(from)] += wire.there;
+  received_[to_size(to)] += wire.there;
+  sent_[to_size(to)] += wire.back;
+  received_[to_size(from)] += wire.back;
+  const int left = beside(actor, {.name = name,
+                                  .kind = Kind::kLink,
+                                  .work = wire.there,
+                                  .uses = {out_[to_size(from)], in_[to_size(to)]},
+                                  .after = after});
+  const double one_end = (work_.message + bytes * work_.byte) / 2;
+  return {left,
+          join({join({left}, latency_), handle_messages(from, one_end, after), handle_messages(to, one_end, after)})};
+}
+
+int Builder::exchange(int actor, int machine, const std::vector<double>& sizes, const Ids& after) {
+  const double others = machines() - 1;
+  double all = 0, seconds = 0;
+  for (const double bytes : sizes) {
+    const MessageBytes wire = bytes_on_wire(bytes);
+    all += others * (wire.there + wire.back);
+    seconds += others * (work_.message + bytes * work_.byte);
+  }
+  sent_[to_size(machine)] += all;
+  received_[to_size(machine)] += all;
+  const int carried = beside(actor, {.name = "exchange",
+                                     .kind = Kind::kLink,
+                                     .delay = latency_,
+                                     .work = all,
+                                     .uses = {out_[to_size(machine)], in_[to_size(machine)]},
+                                     .after = after});
+  return join({carried, handle_messages(machine, seconds, after)});
+}
+
+int Builder::join(const Ids& after, double seconds) { return beside(kNobody, {.delay = seconds, .after = after}); }
+
+// Calls of the system, encryption and woken threads, on any core of the machine.
+int Builder::handle_messages(int machine, double seconds, const Ids& after) {
+  return work(kNobody, machine, "messages", Kind::kComputing, seconds, after);
+}
+
+void Builder::meet(const Ids& actors, const Ids& after) {
+  Ids all = after;
+  for (const int actor : actors) all.insert(all.end(), last_[to_size(actor)].begin(), last_[to_size(actor)].end());
+  const int met = join(all);
+  for (const int actor : actors) last_[to_size(actor)] = {met};
+}
+
+Ids Builder::all_devices() const {
+  Ids ids(to_size(devices()));
+  std::iota(ids.begin(), ids.end(), 0);
+  return ids;
+}
+
+Ids Builder::devices_on(int machine) const {
+  Ids ids(to_size(target_.devices));
+  std::iota(ids.begin(), ids.end(), machine * target_.devices);
+  return ids;
+}
+
+void Builder::forward_and_backward() {
+  for (const int device : all_devices()) {
+    const StepTimes times = times_of(device);
+    compute(device, "forward", times.forward);
+    compute(device, "backward", times.backward);
+  }
+}
+
+void Builder::end_step() {
+  made_.ends.emplace_back();
+  for (const int device : all_devices())
+    for (const int activity : last_[to_size(device)]) made_.ends.back().push_back(activity);
+}
+
+Schedule Builder::take() {
+  const double steps = static_cast<double>(std::max<std::size_t>(1, made_.ends.size()));
+  made_.sent_bytes = std::max(std::ranges::max(sent_), std::ranges::max(received_)) / steps;
+  return std::move(made_);
+}
+
+// A device runs on its own cores, or takes turns with those that are bound to the same one; a server runs where there is room.
+int Builder::work(int actor, int machine, const std::string& name, Kind kind, double seconds, const Ids& after) {
+  Activity activity{
+      .name = name, .kind = kind, .work = seconds, .uses = {made_.cores[to_size(machine)]}, .after = after};
+  if (actor == kNobody) return beside(kNobody, std::move(activity));
+  if (actor < devices()) activity.uses.push_back(made_.seats[to_size(actor)]);
+  Ids& last = last_[to_size(actor)];
+  activity.after.insert(activity.after.end(), last.begin(), last.end());
+  last = {beside(actor, std::move(activity))};
+  return last.front();
+}
+
+int Builder::beside(int actor, Activity activity) {
+  activity.actor = actor;
+  return made_.simulation.add(std::move(activity));
+}
+
+// Devices are bound to cores as the launcher binds ranks, and Devices their threads.
+void Builder::add_machine(int machine) {
+  Simulation& simulation = made_.simulation;
+  made_.cores.push_back(simulation.add(Resource{concat("cores of machine ", machine), speeds_of_cores()}));
+  out_.push_back(simulation.add(Resource{concat("link from machine ", machine), {target_.link_rate}}));
+  in_.push_back(simulation.add(Resource{concat("link to machine ", machine), {target_.link_rate}}));
+  sent_.push_back(0);
+  received_.push_back(0);
+  Ids seats;
+  for (int i = 0; i < std::min(seats_, target_.devices); ++i)
+    seats.push_back(simulation.add(Resource{concat("seat ", i), {1}}));
+  for (int i = 0; i < target_.devices; ++i) made_.seats.push_back(seats[to_size(i) % seats.size()]);
+}
+
+// How much longer computing takes while that many work than alone. A machine with more cores than the profile's is taken to
+// hinder them as much as that one.
+double Builder::slowdown(int at_once) const {
+  const double samples = std::max(1.0, static_cast<double>(target_.batch) / devices());
+  const auto in_one_process = [](const Curve& curve) { return curve.in_one_process; };
+  const bool are_threads =
+      choice_.has_device_threads() && target_.devices > 1 && std::ranges::any_of(profile_.curves, in_one_process);
+  for (const Curve& curve : profile_.curves) {
+    if (curve.at_once == 1 || curve.in_one_process != are_threads) continue;
+    const double alone = times_for(profile_.curves.front(), samples).computing();
+    const double slower = std::max(1.0, times_for(curve, samples).computing() / alone);
+    return 1 + (slower - 1) * (std::min(at_once, curve.at_once) - 1) / (curve.at_once - 1);
+  }
+  return 1;
+}
+
+// Seconds of work of one device alone, done in a second while n work. Those at the same time hinder each other, as the threads of
+// one do already when it is alone; those without a core take turns.
+std::vector<double> Builder::speeds_of_cores() const {
+  std::vector<double> speeds;
+  for (int n = 1; n <= seats_; ++n) speeds.push_back(n * slowdown(threads_) / slowdown(n * threads_));
+  return speeds;
+}
+
+}  // namespace lockstep::plan

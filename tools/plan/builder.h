@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// tools/plan/builder.h: what the schedules of all strategies are made of: the cores and links of a target, and what its devices do
+// one after the other.
+//
+// Flow:    Profile, Target, Choice -> Builder; tools/plan/strategy_schedules.h adds activities -> take() -> Schedule
+// Threads: values
+// Ranks:   no communication
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "lockstep/base/to_size.h"
+#include "tools/plan/schedules.h"
+
+namespace lockstep::plan {
+
+constexpr int kNobody = -1;  // the actor of an activity that only waits for what is in its `after`
+
+// The profile, the target and the choice must outlive it.
+class Builder {
+ public:
+  Builder(const Profile& profile, const Target& target, const Choice& choice);
+
+  const Profile& profile() const { return profile_; }
+  const Target& target() const { return target_; }
+  const Choice& choice() const { return choice_; }
+  int devices() const { return target_.all_devices(); }
+  int machines() const { return target_.machines; }
+  int machine_of(int device) const { return device / target_.devices; }
+  double parameter_bytes() const { return static_cast<double>(profile_.parameter_bytes); }
+  StepTimes alone(double samples) const;   // of a device alone on its machine
+  StepTimes times_of(int device) const;    // the same, for its part of a batch: the first parts are larger by one
+  int add_actor(const std::string& name);  // returns its number; the first ones are the devices
+
+  // ---- An activity of `actor`, after what it did before and after `after`; returns its id
+
+  int compute(int device, const std::string& name, double seconds, const Ids& after = {});  // forward or backward
+  int touch(int actor, int machine, const std::string& name, double bytes, const Ids& after = {});  // read and written
+  int update(int actor, int machine, double share, const Ids& after = {});  // that share of all parameters
+  // All of them go on when the last one is there.
+  void meet(const Ids& actors, const Ids& after = {});
+
+  // ---- An activity beside its actor, which does not wait for it: after `after` only
+
+  // A message that was posted. After `left` its connection carries the next one. Inside a machine it is copied into shared
+  // memory and out of it.
+  struct Message {
+    int left;
+    int arrived;
+  };
+  Message post(int actor, int from, int to, const std::string& name, double bytes, const Ids& after);
+  // Messages of these sizes from this machine to each other one, and from each of them to it. Returns the last one's arrival.
+  int exchange(int actor, int machine, const std::vector<double>& sizes, const Ids& after);
+  int join(const Ids& after, double seconds = 0);  // once all of them have ended
+
+  Ids last(int actor) const { return last_[to_size(actor)]; }
+  void follow(int actor, const Ids& activities) { last_[to_size(actor)] = activities; }
+
+  Ids all_devices() const;
+  Ids devices_on(int machine) const;
+
+  void forward_and_backward();  // of all devices
+  void end_step();
+  Schedule take();
+
+ private:
+  int work(int actor, int machine, const std::string& name, Kind kind, double seconds, const Ids& after);
+  int beside(int actor, Activity activity);
+  int handle_messages(int machine, double seconds, const Ids& after);
+  void add_machine(int machine);
+  double slowdown(int at_once) const;
+  std::vector<double> speeds_of_cores() const;
+
+  const Profile& profile_;
+  const Target& target_;
+  const Choice& choice_;
+  Schedule made_;
+  std::vector<Ids> last_;  // of each actor: what its next activity waits for
+  Ids out_, in_;           // the links of each machine
+  std::vector<double> sent_, received_;
+  double latency_ = 0;  // seconds until a message without bytes arrives
+  WorkOfMessages work_;
+  int threads_ = 1;  // of a device
+  int seats_ = 1;    // devices of a machine that can compute at the same time
+};
+
+}  // namespace lockstep::plan

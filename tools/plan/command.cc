@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+// lockstep-plan: `lockstep plan`: what a step of each strategy will take on given machines, from a profile of the model.
+#include <algorithm>
+#include <filesystem>
+#include <iostream>
+#include <set>
+
+#include "bench/harness.h"
+#include "lockstep/base/command_line.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/timeline_file.h"
+#include "lockstep/models.h"
+#include "lockstep/train/builtin.h"
+#include "lockstep/train/end_process.h"
+#include "lockstep/train/option_table.h"
+#include "lockstep/train/run_facts.h"
+#include "tools/plan/forecast.h"
+#include "tools/plan/measure.h"
+
+namespace lockstep::plan {
+namespace {
+
+using bench::Table;
+
+struct PlanOptions {
+  TrainOptions train;
+  Target target;
+  double link_megabits = 1000;
+  double link_microseconds = 100;
+  std::string profile;
+  bool other_machine = false;
+  bool json = false;
+  std::string trace;
+  std::string of;
+  bool inexact = false;
+};
+
+// The options of `lockstep train` that change what a step takes.
+std::vector<Option> training_options(TrainOptions& options) {
+  static const std::set<std::string> kTaken = {
+      "--model",  "--data",      "--data-dir", "--augment",  "--epochs",       "--batch-size", "--precision",
+      "--layout", "--optimizer", "--momentum", "--nesterov", "--weight-decay", "--clip-norm"};
+  std::vector<Option> all = option_table(options, {.models = model_names(), .datasets = dataset_kinds()});
+  std::erase_if(all, [](const Option& option) { return !kTaken.contains(option.name); });
+  return all;
+}
+
+// The options that do not have their default values, as a command line has them: " --model mlp --batch-size 64".
+std::string given_options(TrainOptions options) {
+  TrainOptions usual;
+  const std::vector<Option> given = training_options(options), others = training_options(usual);
+  std::string text;
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    const Json value = given[i].value();
+    if (value.is_null() || value == others[i].value()) continue;  // null: the optimizer has none
+    text += concat(" ", given[i].name);
+    if (value.is_string())
+      text += concat(" ", for_shell(value.get<std::string>()));
+    else if (!value.is_boolean())
+      text += concat(" ", value.dump());
+  }
+  return text;
+}
+
+void add_options(CLI::App& app, PlanOptions& options) {
+  const auto add = [&app](const std::string& name, auto& value, const std::string& help) {
+    app.add_option(name, value, help)->capture_default_str();
+  };
+  for (const Option& option : training_options(options.train)) option.add(app);
+  add("--profile", options.profile,
+      "file of the profile: read, or made (20 to 30 s) where there is none; without it one is made");
+  app.add_flag("--other-machine", options.other_machine,
+               "the profile is of a machine like the target's, not of this one");
+  add("--machines", options.target.machines, "of the target");
+  add("--devices", options.target.devices, "of each machine: ranks, or threads where a strategy has those");
+  add("--cores", options.target.cores, "of each machine; 0: as many as the profile's");
+  add("--link-mbit", options.link_megabits, "megabits per second of a machine's link, in each direction");
+  add("--link-latency-us", options.link_microseconds, "microseconds from machine to machine, one way");
+  add("--servers", options.target.servers, "of kvstore dist_*, on the machines in turn; 0: compares several numbers");
+  app.add_flag("--inexact", options.inexact,
+               "also recommend what learns differently from one device: stale, or averaged now and then");
+  app.add_flag("--json", options.json, "print JSON");
+  add("--trace", options.trace, "file (.json or .pftrace) for the timeline of three steps, for ui.perfetto.dev");
+  add("--of", options.of, "with --trace: the choice, by its name in the table; without it the one that is recommended");
+  app.set_config("--config", "", "read options from a TOML file; the command line goes first");
+}
+
+std::string text_of(const DataSource& source) {
+  std::string text = source.data;
+  if (!source.folder.empty()) text += " in " + source.folder;
+  if (!source.augment.empty()) text += ", " + source.augment;
+  return text;
+}
+
+Profile profile_for(const PlanOptions& options, const Task& task) {
+  const Subject subject{.task = task,
+                        .strategy = options.train.strategy,
+                        .batch = std::max<std::int64_t>(1, options.target.batch / options.target.machines),
+                        .data_text = text_of(options.train.source),
+                        .data = [&options, task] { return load_datasets(options.train.source, task); }};
+  if (!options.profile.empty() && std::filesystem::exists(options.profile)) {
+    const Profile profile = load_profile(options.profile);
+    require_profile_of(profile, subject, options.other_machine);
+    return profile;
+  }
+  if (!options.profile.empty())
+    static_cast<void>(AtomicFile(options.profile));  // throws now where it could not be written later
+  log_info(concat("measuring ", task.name, " on this machine, 20 to 30 s"));
+  const Profile profile = measure(subject);
+  if (!options.profile.empty()) save_profile(options.profile, profile);
+  return profile;
+}
+
+std::string megabytes(double bytes) { return fixed(bytes / 1e6, bytes < 1e8 ? 1 : 0); }
+
+void print_table(const PlanOptions& options, const Profile& profile, const std::vector<Forecast>& all) {
+  const Target& target = options.target;
+  std::cout << profile.model << "\nprofile of " << profile.machine << "\ntarget: " << target.machines
+            << (target.machines == 1 ? " machine x " : " machines x ") << target.devices
+            << (target.devices == 1 ? " device" : " devices") << ", a batch of " << target.batch;
+  if (target.machines > 1)
+    std::cout << ", links of " << fixed(target.link_rate * 8 / 1e6, 0) << " Mb/s and "
+              << fixed(target.link_latency * 1e6, 0) << " us";
+  std::cout << "\n\n";
+  std::vector<std::string> heads{"strategy", "ms/step", "+-", "bound by", "MB/machine"};
+  if (target.machines > 1) heads.insert(heads.end() - 1, "link MB/step");
+  if (profile.dataset > 0)
+    heads.push_back(concat("time of ", target.epochs, target.epochs == 1 ? " epoch" : " epochs"));
+  Table table(heads);
+  for (const Forecast& each : all) {
+    std::vector<std::string> cells{each.choice.name(), fixed(each.step * 1e3, each.step < 0.1 ? 2 : 1),
+                                   concat(fixed(100 * each.uncertain, 0), " %"), each.bound};
+    if (target.machines > 1) cells.push_back(fixed(each.link_bytes / 1e6, 2));
+    cells.push_back(megabytes(each.memory));
+    if (profile.dataset > 0) cells.push_back(human_seconds(each.epochs));
+    table.add(cells);
+  }
+  table.print(std::cout);
+  const Forecast& best = best_of(all, options.inexact);
+  std::cout << "\n" << reason(all, options.inexact) << "\n";
+  if (target.machines == 1)
+    std::cout << "lockstep train" << given_options(options.train) << ' ' << best.choice.arguments(target.all_devices())
+              << "\n";
+  std::cout << "+-: from the spread of single steps in the profile.";
+  if (!best.not_measured.empty()) std::cout << " Not measured, so less sure: " << best.not_measured << ".";
+  std::cout << "\n";
+}
+
+bench::Json json_of(const Profile& profile, const PlanOptions& options, const std::vector<Forecast>& all) {
+  const Target& target = options.target;
+  bench::Json json = {{"model", profile.model},
+                      {"machine", profile.machine},
+                      {"target",
+                       {{"machines", target.machines},
+                        {"devices", target.devices},
+                        {"batch", target.batch},
+                        {"link_bytes_per_second", target.link_rate},
+                        {"link_latency_seconds", target.link_latency}}},
+                      {"recommended", best_of(all, options.inexact).choice.name()},
+                      {"why", reason(all, options.inexact)}};
+  for (const Forecast& each : all)
+    json["choices"].push_back({{"name", each.choice.name()},
+                               {"arguments", each.choice.arguments(target.all_devices())},
+                               {"exact", each.choice.exact()},
+                               {"step_seconds", each.step},
+                               {"uncertain", each.uncertain},
+                               {"not_measured", each.not_measured},
+                               {"bound", each.bound},
+                               {"link_bytes", each.link_bytes},
+                               {"memory_bytes", each.memory},
+                               {"epochs_seconds", each.epochs}});
+  return json;
+}
+
+const Choice& choice_to_trace(const std::vector<Forecast>& all, const std::string& name, bool inexact) {
+  if (name.empty()) return best_of(all, inexact).choice;
+  std::vector<std::string> names;
+  for (const Forecast& each : all) {
+    if (each.choice.name() == name) return each.choice;
+    names.push_back(concat("\"", each.choice.name(), "\""));
+  }
+  throw UsageError({.what = concat("--of \"", name, "\": the target has no such choice"),
+                    .next = concat("one of ", join(names, ", "))});
+}
+
+int run_plan(PlanOptions options) {
+  if (!options.trace.empty()) require_timeline_file(options.trace);
+  if (!options.of.empty() && options.trace.empty())
+    throw UsageError({.what = "--of without --trace", .next = "name the file"});
+  Target& target = options.target;
+  target.batch = options.train.loader.batch_size;
+  target.epochs = options.train.epochs;
+  target.link_rate = options.link_megabits * 1e6 / 8;
+  target.link_latency = options.link_microseconds * 1e-6;
+  require_possible(target);
+  check_options(options.train);
+  const Profile profile = profile_for(options, model_task(options.train.model));
+  const std::vector<Forecast> all = forecast_all(profile, target);
+  if (!options.trace.empty())
+    write_timeline(options.trace, timeline_of(profile, target, choice_to_trace(all, options.of, options.inexact)),
+                   /*complete=*/true);
+  if (options.json)
+    std::cout << json_of(profile, options, all).dump(1) << "\n";
+  else
+    print_table(options, profile, all);
+  return 0;
+}
+
+int run(int argc, const char* const* argv) {
+  PlanOptions options;
+  CLI::App app(
+      "Forecasts the time of a training step for every strategy, what bounds it, and what it takes, from steps of one "
+      "device "
+      "that are measured on this machine, and recommends one (docs/planner.md)",
+      "lockstep plan");
+  add_options(app, options);
+  return parse_and_run(app, argc, argv, [&] { return run_plan(options); });
+}
+
+}  // namespace
+}  // namespace lockstep::plan
+
+int main(int argc, char** argv) { return lockstep::end_process_with(lockstep::plan::run(argc, argv)); }

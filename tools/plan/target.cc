@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tools/plan/target.h"
+
+#include <algorithm>
+
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+#include "lockstep/strategy/option_names.h"
+
+namespace lockstep::plan {
+namespace {
+
+struct NamedMethod {
+  const char* name;
+  const char* arguments;  // after --strategy
+  StrategyKind kind;
+  KVStoreKind store = KVStoreKind::kLocal;
+};
+
+const NamedMethod& named(Method method) {
+  static constexpr NamedMethod kMethods[] = {
+      // in the order of Method
+      {"single", "single", StrategyKind::kSingle},
+      {"ddp", "ddp", StrategyKind::kDdp},
+      {"towers", "towers", StrategyKind::kTowers},
+      {"data_parallel", "data_parallel", StrategyKind::kDataParallel},
+      {"kvstore local", "kvstore --kvstore local", StrategyKind::kKVStore},
+      {"kvstore dist_sync", "kvstore --kvstore dist_sync", StrategyKind::kKVStore, KVStoreKind::kDistSync},
+      {"kvstore dist_async", "kvstore --kvstore dist_async", StrategyKind::kKVStore, KVStoreKind::kDistAsync},
+      {"averaging", "averaging", StrategyKind::kAveraging},
+      {"pipeline", "pipeline", StrategyKind::kPipeline},
+  };
+  return kMethods[static_cast<std::size_t>(method)];
+}
+
+// One, two, four, eight, and one for each of up to 16 machines. On one machine a second server has no link to add.
+std::vector<int> numbers_of_servers(const Target& target) {
+  if (target.servers > 0) return {target.servers};
+  std::vector<int> numbers;
+  for (int servers = 1; servers <= std::min(target.machines, 8); servers *= 2) numbers.push_back(servers);
+  if (target.machines <= 16 && numbers.back() != target.machines) numbers.push_back(target.machines);
+  return numbers;
+}
+
+void add_pipelines(std::vector<Choice>& all, const Target& target) {
+  const int stages = target.all_devices();
+  all.push_back({.method = Method::kPipeline, .order = PipelineSchedule::kNaive, .stages = stages, .micro_batches = 1});
+  for (const PipelineSchedule order : {PipelineSchedule::kGPipe, PipelineSchedule::k1F1B})
+    for (const int micro_batches : {2, 4, 8, 16})
+      if (micro_batches <= target.batch)
+        all.push_back({.method = Method::kPipeline, .order = order, .stages = stages, .micro_batches = micro_batches});
+}
+
+}  // namespace
+
+void require_possible(const Target& target) {
+  const auto require = [](bool possible, const std::string& what, const std::string& next) {
+    if (!possible) throw UsageError({.what = concat("a target that can't be: ", what), .next = next});
+  };
+  const struct {
+    const char* option;
+    double value, least, most;
+  } numbers[] = {
+      {"--machines", 1.0 * target.machines, 1, kMostDevices},
+      {"--devices", 1.0 * target.devices, 1, kMostDevices},
+      {"--machines times --devices", 1.0 * target.machines * target.devices, 1, kMostDevices},
+      {"--cores", 1.0 * target.cores, 0, kMostDevices},
+      {"--servers", 1.0 * target.servers, 0, kMostDevices},
+      {"--link-mbit", target.link_rate * 8 / 1e6, 1e-6, 1e9},
+      {"--link-latency-us", target.link_latency * 1e6, 0, 1e9},
+  };
+  for (const auto& [option, value, least, most] : numbers)
+    require(value >= least && value <= most, concat(option, ' ', value), concat(option, ": ", least, " to ", most));
+  require(target.batch >= target.all_devices(),
+          concat("a batch of ", target.batch, " for ", target.all_devices(), " devices: some would have nothing to do"),
+          "give a larger --batch-size, or fewer machines or devices");
+}
+
+std::string Choice::name() const {
+  const std::string name = named(method).name;
+  if (has_servers()) return concat(name, ", ", servers, servers == 1 ? " server" : " servers");
+  if (method == Method::kTowers && update_on_cpu) return name + ", one update";
+  if (method == Method::kAveraging) return concat(name, ", h = ", average_every);
+  if (method != Method::kPipeline) return name;
+  const std::string stages_and_parts =
+      order == PipelineSchedule::kNaive ? concat(stages, " stages") : concat(stages, " x ", micro_batches);
+  return concat(name, " ", name_of(order), ", ", stages_and_parts);
+}
+
+std::string Choice::arguments(int ranks) const {
+  std::string text = concat("--strategy ", named(method).arguments);
+  if (has_servers()) text += concat(" --servers ", servers);
+  if (method == Method::kTowers && update_on_cpu) text += " --update cpu";
+  if (method == Method::kAveraging) text += concat(" --average-every ", average_every);
+  if (method == Method::kPipeline)
+    text += concat(" --pipeline-schedule ", name_of(order), " --stages ", stages, " --micro-batches ", micro_batches);
+  return ranks > 1 ? concat(text, " --ranks ", ranks) : text;
+}
+
+StrategyOptions Choice::options(StrategyOptions others) const {
+  others.kind = named(method).kind;
+  if (method == Method::kTowers) others.towers.update = update_on_cpu ? UpdateOn::kCpu : UpdateOn::kDevice;
+  if (method == Method::kAveraging) others.averaging.every = average_every;
+  if (others.kind == StrategyKind::kKVStore) others.kvstore.kind = named(method).store;
+  if (has_servers()) others.kvstore.servers = servers;
+  if (method == Method::kPipeline)
+    others.pipeline = {.stages = concat(stages), .micro_batches = micro_batches, .schedule = order};
+  return others;
+}
+
+bool Choice::has_device_threads() const {
+  return method != Method::kSingle && method != Method::kDdp && !has_servers();
+}
+
+bool Choice::exact() const { return method != Method::kStoreAsync && method != Method::kAveraging; }
+
+std::vector<Choice> choices_for(const Target& target, int pieces) {
+  if (target.all_devices() == 1) return {{.method = Method::kSingle}};
+  std::vector<Choice> all{{.method = Method::kDdp}};
+  if (target.machines == 1) {
+    all.push_back({.method = Method::kTowers});
+    all.push_back({.method = Method::kTowers, .update_on_cpu = true});
+    all.push_back({.method = Method::kDataParallel});
+    all.push_back({.method = Method::kStoreLocal});
+  }
+  constexpr int kMostWorkers = 64;  // more hold each other up at any server
+  if (target.all_devices() <= kMostWorkers || target.servers > 0)
+    for (const int servers : numbers_of_servers(target))
+      for (const Method store : {Method::kStoreSync, Method::kStoreAsync})
+        all.push_back({.method = store, .servers = servers});
+  for (const int every : {1, 4, 8, 16}) all.push_back({.method = Method::kAveraging, .average_every = every});
+  if (target.all_devices() <= pieces) add_pipelines(all, target);
+  return all;
+}
+
+}  // namespace lockstep::plan

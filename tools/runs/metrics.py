@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what `lockstep train --metrics FILE` writes: a JSON object a line, one for each start, step, epoch and end."""
+
+import os
+from statistics import median
+
+from common import DataError, count, number, parse, quotient, read, require_format
+
+FORMAT = 1  # kMetricsFormat of lockstep/train/run_facts.h
+MOST_POINTS = 500
+WARM_UP = 3  # steps that connect, order buckets and grow memory
+EPOCH = {
+    "train_loss": "train_loss",
+    "val_loss": "val_loss",
+    "val_accuracy": "val_accuracy",
+    "samples_per_second": "samples_per_second",
+    "epoch_seconds": "seconds",
+}  # the columns of epochs, and their names in the events
+
+
+def chunks(items, most):
+    """`items` in at most so many parts of equal length."""
+    each = -(-len(items) // most)
+    return [items[at : at + each] for at in range(0, len(items), each or 1)]
+
+
+def table(columns, rows):
+    return {name: [row[i] for row in rows] for i, name in enumerate(columns)}
+
+
+class Metrics:
+    """The events of a file. A step voids what the file has of it and of later ones: a resumed run goes back. Lines
+    that are cut off or are no events are left out and counted."""
+
+    def __init__(self, path):
+        self.path = path
+        self.start, self.end, self.steps, self.epochs = {}, {}, [], []  # an epoch: (its last step, event)
+        *lines, rest = read(path).split("\n")
+        self.bad = sum(not self.add(parse(line)) for line in lines)
+        self.cut_off = bool(rest) and not self.add(parse(rest))
+        self.good = len(lines) - self.bad
+
+    def add(self, event):
+        """False: it is none."""
+        kind = event.get("event") if isinstance(event, dict) else None
+        if kind == "step":
+            if None in (number(event.get(key)) for key in ("step", "seconds", "samples")):
+                return False
+            if self.steps and self.steps[-1]["step"] >= event["step"]:
+                self.go_back_to(event["step"])
+            self.steps.append(event)
+        elif kind == "start":
+            require_format(event.get("format"), FORMAT, self.path)
+            self.go_back_to(event.get("step", 0))
+            self.start = event
+        elif kind == "epoch":
+            self.epochs.append((self.steps[-1]["step"] if self.steps else 0, event))
+        elif kind in ("run", "stop"):
+            self.end = event
+        return isinstance(kind, str)
+
+    def go_back_to(self, step):
+        self.steps = [each for each in self.steps if each["step"] < step]
+        self.epochs = [(last, event) for last, event in self.epochs if last < step]
+        self.end = {}
+
+    def require_events(self):
+        if self.good or self.steps:
+            return
+        empty = not self.bad and not self.cut_off
+        raise DataError(
+            f"{self.path} {'is empty' if empty else 'has no event of lockstep in it'}",
+            likely="the run died before its first step"
+            if empty
+            else "another kind of file, or cut off in its first line",
+            next="give what `lockstep train --metrics FILE` has written",
+        )
+
+    def missing(self):
+        if self.cut_off:
+            yield "the last line is cut off"
+        if self.bad:
+            yield f"{count(self.bad, 'line')} {'is' if self.bad == 1 else 'are'} damaged and left out"
+        if not self.end:
+            steps = self.steps[-1]["step"] + 1 if self.steps else 0
+            yield f"no end: the run died after {steps} steps, or is still going on"
+        if not self.start:
+            yield "no command, machine and settings: an older lockstep has written it"
+
+    # ---- Speed: steps after the warm-up, at least one
+
+    def timed(self):
+        return self.steps[min(WARM_UP, len(self.steps) - 1) :] if self.steps else []
+
+    def seconds_per_step(self):
+        return median(step["seconds"] for step in self.timed()) if self.steps else None
+
+    def samples_per_second(self):
+        return quotient(sum(step["samples"] for step in self.timed()), sum(step["seconds"] for step in self.timed()))
+
+    # ---- Points to draw. Where a point ends counts from the start of the run
+
+    def step_points(self):
+        """Each point is the mean of some steps; `low` and `high` tell what the mean hides."""
+        samples, seconds, rows = 0, 0, []
+        for steps in chunks(self.steps, MOST_POINTS):
+            losses = [step.get("loss") for step in steps]
+            finite = [loss for loss in losses if number(loss) is not None]
+            now, time = sum(step["samples"] for step in steps), sum(step["seconds"] for step in steps)
+            samples, seconds = samples + now, seconds + time
+            rows.append(
+                (
+                    steps[-1]["step"],
+                    samples,
+                    seconds,
+                    sum(finite) / len(steps) if finite == losses else None,
+                    min(finite, default=None),
+                    max(finite, default=None),
+                    quotient(now, time),
+                )
+            )
+        return table(("step", "samples", "seconds", "loss", "low", "high", "rate"), rows)
+
+    def epoch_points(self):
+        rows = []
+        for last, event in self.epochs:
+            before = [step for step in self.steps if step["step"] <= last]
+            rows.append(
+                (
+                    last,
+                    sum(step["samples"] for step in before),
+                    sum(step["seconds"] for step in before),
+                    *(number(event.get(name)) for name in EPOCH.values()),
+                )
+            )
+        return table(("step", "samples", "seconds", *EPOCH), rows)
+
+    def speed(self):
+        times = sorted(step["seconds"] * 1e3 for step in self.timed())
+        return (
+            {
+                "p50_ms": median(times),
+                "p95_ms": times[len(times) * 95 // 100],
+                "samples_per_second": self.samples_per_second(),
+            }
+            if times
+            else {}
+        )
+
+    def drawn(self):
+        """Returns what the page of `lockstep report` gets."""
+        return {
+            "start": self.start,
+            "run": self.end,
+            "steps": self.step_points(),
+            "speed": self.speed(),
+            "epochs": self.epoch_points(),
+        }
+
+    # ---- The tables of `lockstep compare`
+
+    def total(self, name):
+        return number(self.end.get(name))
+
+    def loss(self):
+        """The mean of the last tenth of the steps."""
+        losses = [step.get("loss") for step in self.steps[-len(self.steps) // 10 :]]
+        return sum(losses) / len(losses) if losses and None not in losses else None
+
+    def bytes_per_step(self):
+        """Exchanged, or pushed and pulled; None: the strategy counts none."""
+        exchanged, pushed = self.total("exchanged_bytes"), self.total("pushed_bytes")
+        moved = exchanged if exchanged is not None or pushed is None else pushed + (self.total("pulled_bytes") or 0)
+        return quotient(moved, len(self.steps))
+
+    def waiting(self):
+        """The share of time in which rank 0 waits for others or for data; of no pipeline. Rank 0 of servers is a
+        server: what it waits for tells nothing about the workers."""
+        waits, computes = (
+            sum(self.total(f"{phase}_seconds") or 0 for phase in phases)
+            for phases in (("exchange", "data"), ("forward", "backward"))
+        )
+        return (
+            quotient(waits, sum(step["seconds"] for step in self.steps))
+            if computes and self.total("bubble") is None
+            else None
+        )
+
+
+def metrics_in(folder):
+    """Reads those of a run, which may be at work; there are no steps where there is no file yet."""
+    path = folder / "metrics.jsonl"
+    return Metrics(path if path.exists() else os.devnull)

@@ -1,0 +1,523 @@
+// SPDX-License-Identifier: Apache-2.0
+// Draws the report out of the JSON in #data (cli/report/runs.h says what is in it). Text goes into the page as text only.
+"use strict";
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const page = document.getElementById("page");
+const dark = matchMedia("screen and (prefers-color-scheme: dark)");
+const LIGHT = ["#0550ae", "#bc4c00", "#1a7f37", "#8250df", "#bf3989", "#0a7c86", "#7d6608", "#57606a"];
+const DARK = ["#58a6ff", "#f0883e", "#56d364", "#bc8cff", "#ff7bc0", "#4dd4d9", "#e3c341", "#a8b1bb"];
+const PHASES = ["forward", "backward", "exchange", "waiting", "update", "data", "checkpoint", "validation", "other"];
+const LINE = { borderWidth: 1.5, pointHitRadius: 8 };
+let printing = false;
+const charts = [];
+
+// ---- Words and numbers
+
+const given = value => value !== null && value !== undefined;
+const sum = values => values.reduce((a, b) => a + b, 0);
+const mean = values => sum(values) / values.length;
+const last = values => values[values.length - 1];
+const number = (value, digits = 4) => !given(value) ? "" : Math.abs(value) >= 1e4 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(digits));
+const percent = value => given(value) ? `${number(100 * value)} %` : "";
+function bytes(value) {
+  if (!given(value)) return "";
+  let unit = 0;
+  for (; Math.abs(value) >= 1000 && unit < 4; ++unit) value /= 1000;
+  return `${number(value, 3)} ${["B", "kB", "MB", "GB", "TB"][unit]}`;
+}
+function duration(seconds) {
+  if (!given(seconds)) return "";
+  if (seconds !== 0 && seconds < 1) return `${number(seconds * 1e3, 3)} ms`;
+  if (seconds < 120) return `${number(seconds, 3)} s`;
+  return seconds < 7200 ? `${number(seconds / 60, 3)} min` : `${number(seconds / 3600, 3)} h`;
+}
+
+function element(parent, tag, text, classes) {
+  const made = document.createElement(tag);
+  if (given(text)) made.textContent = text;
+  if (classes) made.className = classes;
+  parent.append(made);
+  return made;
+}
+function section(title, note) {
+  const made = element(page, "section");
+  element(made, "h2", title);
+  if (note) element(made, "p", note, "quiet");
+  return made;
+}
+const grid = parent => element(parent, "div", null, "charts");
+function rows(parent, heads, cells) {
+  const table = element(element(parent, "div", null, "scroll"), "table");
+  const head = element(table, "tr");
+  for (const title of heads) element(head, "th", title);
+  for (const row of cells) {
+    const made = element(table, "tr");
+    for (const cell of row) cell instanceof Node ? made.append(cell) : element(made, "td", cell);
+  }
+}
+
+// ---- Charts
+
+const palette = () => dark.matches && !printing ? DARK : LIGHT;
+const colour = i => palette()[i % palette().length];
+const variable = name => printing && dark.matches ? { "--text": "#1f2328", "--line": "#d1d9e0" }[name]
+  : getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function paint(chart) {
+  for (const axis of Object.values(chart.options.scales)) {
+    axis.ticks.color = axis.title.color = variable("--text");
+    axis.grid.color = variable("--line");
+  }
+  chart.options.plugins.legend.labels.color = variable("--text");
+  for (const set of chart.data.datasets) {
+    set.borderColor = colour(set.hue);
+    set.backgroundColor = set.band ? colour(set.hue) + "30" : colour(set.hue);
+  }
+}
+
+// Draws lines from low to high over each point: what repeats of a run differ by.
+const errorBars = {
+  id: "errorBars",
+  afterDatasetsDraw(chart) {
+    chart.data.datasets.forEach((set, i) => {
+      if (!set.errors || !chart.isDatasetVisible(i)) return;
+      const context = chart.ctx;
+      context.save();
+      context.strokeStyle = variable("--text");
+      chart.getDatasetMeta(i).data.forEach((point, at) => {
+        if (!set.errors[at]) return;
+        const [low, high] = set.errors[at].map(value => chart.scales.y.getPixelForValue(value));
+        context.beginPath();
+        context.moveTo(point.x, low);
+        context.lineTo(point.x, high);
+        for (const y of [low, high]) {
+          context.moveTo(point.x - 4, y);
+          context.lineTo(point.x + 4, y);
+        }
+        context.stroke();
+      });
+      context.restore();
+    });
+  },
+};
+
+// Shows or hides all that have one name in the legend.
+function toggle(event, item, legend) {
+  const sets = legend.chart.data.datasets;
+  const shown = legend.chart.isDatasetVisible(item.datasetIndex);
+  sets.forEach((set, i) => { if (set.label === sets[item.datasetIndex].label) legend.chart.setDatasetVisibility(i, !shown); });
+  legend.chart.update();
+}
+const firstOfName = (item, all) => all.datasets.findIndex(set => set.label === item.text) === item.datasetIndex;
+
+function axis(title, format, more = {}) {
+  return { title: { display: true, text: title }, ticks: { callback(value) { return format ? format(value) : this.getLabelForValue(value); }, maxRotation: 0, autoSkipPadding: 12 },
+    grid: {}, ...more };
+}
+
+// sets: [{label, hue, data, …}]; x, y: from axis().
+function chart(parent, title, type, sets, x, y, options = {}) {
+  const box = element(parent, "div", null, "chart");
+  element(box, "h3", title);
+  const holder = element(box, "div", null, "canvas");
+  if (options.height) holder.style.height = `${options.height}px`;
+  const canvas = element(holder, "canvas");
+  canvas.setAttribute("role", "img");
+  canvas.setAttribute("aria-label", title);
+  const value = options.indexAxis === "y" ? "x" : "y";
+  const made = new Chart(canvas, {
+    type, data: { labels: options.labels, datasets: sets }, plugins: [errorBars],
+    options: {
+      animation: false, responsive: true, maintainAspectRatio: false, normalized: true, indexAxis: options.indexAxis || "x",
+      interaction: { mode: type === "line" && !options.labels ? "nearest" : "index", axis: options.indexAxis || "x", intersect: false },
+      scales: { x, y },
+      plugins: {
+        legend: { display: sets.length > 1 || options.legend, onClick: toggle, labels: { boxWidth: 12, filter: firstOfName } },
+        tooltip: {
+          filter: item => !item.dataset.band,
+          callbacks: { label: item => `${item.dataset.full || item.dataset.label}: ${(options.format || number)(item.parsed[value])}` },
+        },
+      },
+    },
+  });
+  paint(made);
+  made.update();
+  charts.push(made);
+  return made;
+}
+
+function repaint() {
+  for (const each of charts) {
+    paint(each);
+    each.update("none");
+  }
+}
+dark.addEventListener("change", repaint);
+addEventListener("beforeprint", () => { printing = true; repaint(); charts.forEach(each => each.resize()); });
+addEventListener("afterprint", () => { printing = false; repaint(); charts.forEach(each => each.resize()); });
+
+// ---- What is known of a run
+
+const settings = run => run.start?.settings || {};
+const fact = (run, key) => run.run?.[key] ?? settings(run)[key] ?? run.case?.[key];
+const ranksOf = run => run.trace?.ranks || [];
+const stepping = run => ranksOf(run).filter(rank => rank.steps > 0);
+const finite = values => (values || []).filter(given);
+const caseOf = run => run.case ? [run.case.contender || run.case.strategy, ...Object.entries(run.case.varied || {}).map(([key, value]) => `${key} ${value}`)].join(", ") : run.name;
+const cases = [...new Set(data.runs.map(caseOf))];
+const hueOf = run => cases.indexOf(caseOf(run));
+
+function moved(run) {
+  const names = Object.keys(run.run || {}).filter(key => /^(exchanged|pushed|pulled|stage_\d+)_bytes$/.test(key));
+  return names.length ? sum(names.map(key => run.run[key])) : null;
+}
+function memory(run) {
+  if (given(run.case?.peak_memory_bytes)) return run.case.peak_memory_bytes;
+  return run.run?.each_rank ? sum(run.run.each_rank.map(rank => rank.pss_bytes)) : null;
+}
+function busiestLink(run) {
+  const link = run.case?.busiest_link_bytes_per_step;
+  return link ? Math.max(link.sent, link.received) : null;
+}
+const rate = run => run.speed?.samples_per_second;
+function waiting(run) {
+  const times = stepping(run).map(rank => rank.ms.waiting || 0);
+  return times.length ? mean(times) / 1e3 : null;
+}
+
+// Name, value of a run, how it is written, whether runs are compared by their ratio.
+const RESULTS = [
+  ["training time", run => run.steps?.seconds.length ? last(run.steps.seconds) : null, duration, true],
+  ["time per epoch", run => finite(run.epochs?.epoch_seconds).length ? mean(finite(run.epochs.epoch_seconds)) : null, duration, true],
+  ["samples/s", rate, number, true],
+  ["step, median", run => run.speed?.p50_ms / 1e3 || null, duration, true],
+  ["step, 95th percentile", run => run.speed?.p95_ms / 1e3 || null, duration, true],
+  ["training loss", run => last(finite(run.epochs?.train_loss)) ?? last(finite(run.steps?.loss)), number],
+  ["best val. accuracy", run => finite(run.epochs?.val_accuracy).length ? Math.max(...finite(run.epochs.val_accuracy)) : null, percent],
+  ["bytes moved", moved, bytes, true],
+  ["bytes moved in a step", run => given(moved(run)) && run.run.steps ? moved(run) / run.run.steps : null, bytes, true],
+  ["busiest link, per step", busiestLink, bytes, true],
+  ["memory", memory, bytes, true],
+  ["waiting in a step", waiting, duration],
+  ["mean delay", run => run.run?.mean_delay, number],
+  ["largest delay", run => run.run?.max_delay, number],
+  ["bubble", run => run.run?.bubble, percent],
+  ["bubble by the formula", run => run.run?.ideal_bubble, percent],
+].map(([name, of, format, ratio]) => ({ name, of, format, ratio }));
+
+// ---- Sections
+
+const plain = value => given(value) ? typeof value === "object" ? JSON.stringify(value) : String(value) : "";
+
+// Options that are not the same in all runs; files that a run writes are always others.
+function differingSettings() {
+  const skipped = ["metrics", "trace", "tensorboard", "checkpoint_dir"];
+  const known = data.runs.filter(run => run.start?.settings);
+  const names = [...new Set(known.flatMap(run => Object.keys(settings(run))))];
+  const differing = names.filter(name => !skipped.includes(name) && new Set(known.map(run => plain(settings(run)[name]))).size > 1);
+  return ["model", "strategy", "ranks"].filter(name => !differing.includes(name)).concat(differing);
+}
+
+function header() {
+  const many = data.runs.length;
+  document.title = many === 1 ? `${data.runs[0].name}: lockstep report` : `lockstep report of ${many} runs`;
+  if (!many) return void element(page, "h1", "Benchmarks");
+  element(page, "h1", data.comparison ? `Comparison: ${data.comparison.experiment}` : many === 1 ? data.runs[0].name : `${many} runs`);
+  const partial = data.runs.filter(run => run.partial.length).length;
+  if (partial) element(page, "p", many === 1 ? "This run is partial: the table says what is missing." : `${partial} of ${many} runs are partial: the table says what is missing.`, "warning");
+  for (const text of data.warnings) element(page, "p", text, "warning");
+}
+
+const firstLike = run => data.runs.find(other => fact(other, "model") === fact(run, "model"));
+
+function resultCell(run, result) {
+  const made = document.createElement("td");
+  const value = result.of(run), base = result.of(firstLike(run));
+  made.textContent = result.format(value);
+  if (result.ratio && run !== firstLike(run) && given(value) && base) element(made, "small", `× ${number(value / base, 3)}`);
+  return made;
+}
+
+function nameCell(run) {
+  const made = document.createElement("td");
+  made.textContent = run.name;
+  for (const text of run.partial) element(made, "small", `partial: ${text}`, "warn");
+  return made;
+}
+
+function table() {
+  if (!data.runs.length) return;
+  const made = section("Runs", data.runs.length > 1 ? `Settings that differ, and results; × compares with ${data.runs.every(run => firstLike(run) === data.runs[0]) ? data.runs[0].name : "the first run of the same model"}.` : null);
+  const names = differingSettings().filter(name => data.runs.some(run => given(fact(run, name))));
+  const results = RESULTS.filter(result => data.runs.some(run => given(result.of(run))));
+  rows(made, ["run", ...names, ...results.map(result => result.name)],
+    data.runs.map(run => [nameCell(run), ...names.map(name => plain(fact(run, name))), ...results.map(result => resultCell(run, result))]));
+}
+
+// ---- A comparison: repeats of a case become a mean with an error bar
+
+// Returns what tells the runs of a comparison apart: [contender, numbers of devices and values of options].
+function factsOf(run) {
+  const facts = { contender: run.case.contender || run.case.strategy, devices: run.case.devices, ...run.case.varied };
+  return Object.fromEntries(Object.entries(facts).map(([key, value]) => [key, plain(value)]));
+}
+
+// A series has what its runs have in common, but for what all runs have; x is what they are drawn against. A run without that,
+// such as `single` beside numbers of stages, has its contender there. "devices" is told only of a contender with several.
+function grouped(runs) {
+  const across = data.comparison.across || "devices";
+  const facts = runs.map(factsOf);
+  const values = (key, some = facts) => new Set(some.map(each => each[key]).filter(given));
+  const several = contender => values("devices", facts.filter(each => each.contender === contender)).size > 1;
+  const tells = (each, key) => key !== across && (key === "devices" ? several(each.contender) : values(key).size > 1);
+  const words = { contender: (_, value) => value, devices: (_, value) => `${value} devices` };
+  const x = run => factsOf(run)[across] ?? factsOf(run).contender;
+  const series = run => {
+    const each = factsOf(run);
+    return Object.keys(each).filter(key => tells(each, key)).map(key => (words[key] || ((name, value) => `${name} ${value}`))(key.replaceAll("_", " "), each[key])).join(", ") || each.contender;
+  };
+  const labels = [...new Set(runs.map(x))];
+  if (!labels.some(isNaN)) labels.sort((a, b) => a - b);
+  return { across, x, series, labels, names: [...new Set(runs.map(series))] };
+}
+
+function speedUp(runs, groups) {
+  const alone = name => finite(runs.filter(run => run.case.devices === 1 && groups.series(run) === name).map(rate));
+  const single = finite(runs.filter(run => run.case.strategy === "single").map(rate));
+  return { name: "speed-up over one device", format: number, of: run => {
+    const base = alone(groups.series(run)).length ? alone(groups.series(run)) : single;
+    return base.length && given(rate(run)) ? rate(run) / mean(base) : null;
+  } };
+}
+
+const inLines = label => label.length > 8 ? label.split(/[-_]/) : label;
+
+function comparison() {
+  const runs = data.runs.filter(run => run.case?.state === "finished");
+  if (!runs.length) return;
+  const groups = grouped(runs);
+  const made = grid(section("Comparison", "Means over the repeats that finished; error bars: one standard deviation to each side."));
+  for (const result of [...RESULTS, ...(groups.across === "devices" ? [speedUp(runs, groups)] : [])]) {
+    const shown = runs.filter(run => given(result.of(run)));
+    if (!shown.length) continue;
+    const labels = groups.labels.filter(label => shown.some(run => groups.x(run) === label));
+    const sets = groups.names.map((name, hue) => {
+      const values = labels.map(label => finite(runs.filter(run => groups.series(run) === name && groups.x(run) === label).map(result.of)));
+      const spread = list => Math.sqrt(sum(list.map(value => (value - mean(list)) ** 2)) / (list.length - 1));
+      return { label: name, hue, data: values.map(list => list.length ? mean(list) : null),
+        skipNull: true, errors: values.map(list => list.length > 1 ? [mean(list) - spread(list), mean(list) + spread(list)] : null) };
+    }).filter(set => set.data.some(given));
+    const x = axis(groups.across === "contender" ? "strategy" : groups.across.replaceAll("_", " "));
+    x.ticks.autoSkip = labels.length > 20;
+    chart(made, result.name, "bar", sets, x, axis("", result.format, { grace: "10%", beginAtZero: true }), { labels: labels.map(inLines), format: result.format, legend: true });
+  }
+}
+
+// ---- Benchmarks
+
+const PEERS = [["lockstep", model => model.lockstep.step], ["DDP, no exchange", model => model.pytorch?.no_sync], ["DDP over Gloo", model => model.pytorch?.ddp]];
+
+// The milliseconds of a bar behind its end.
+const barTexts = {
+  id: "barTexts",
+  afterDatasetsDraw(chart) {
+    chart.ctx.save();
+    chart.ctx.fillStyle = variable("--text");
+    chart.ctx.textBaseline = "middle";
+    chart.data.datasets.forEach((set, i) => chart.getDatasetMeta(i).data.forEach((bar, at) => {
+      if (set.texts?.[at] && chart.isDatasetVisible(i)) chart.ctx.fillText(set.texts[at], bar.x + 4, bar.y);
+    }));
+    chart.ctx.restore();
+  },
+};
+Chart.register(barTexts);
+
+function benchmarks() {
+  if (!data.benchmarks.length) return;
+  const models = Object.assign({}, ...data.benchmarks.map(each => each.models));
+  const machines = [...new Set(data.benchmarks.map(each => `${each.machine}, ${each.ranks} ranks`))];
+  const base = model => model.pytorch?.ddp || model.lockstep.step;
+  const sets = PEERS.map(([label, of], hue) => {
+    const seconds = Object.values(models).map(of);
+    return { label, hue, data: Object.values(models).map((model, i) => given(seconds[i]) ? seconds[i] / base(model) : null), texts: seconds.map(duration), skipNull: true };
+  }).filter(set => set.data.some(given));
+  chart(grid(section("Benchmark", `lockstep bench step, beside PyTorch. ${machines.join("; ")}.`)), "Time of a training step", "bar", sets,
+    axis(`${sets.length > 1 ? "DDP over Gloo" : "lockstep"} = 1`, number, { beginAtZero: true, grace: "12%" }), axis(""), { labels: Object.keys(models), indexAxis: "y", height: 90 + 60 * Object.keys(models).length });
+}
+
+// ---- Curves
+
+const ACROSS = { time: ["seconds", "time of training steps", duration], samples: ["samples", "samples", number], steps: ["step", "step", number] };
+
+function curve(run, table, key, across) {
+  const points = run[table];
+  return points[ACROSS[across][0]].map((x, i) => ({ x, y: points[key][i] }));
+}
+
+function curveSets(table, key, across) {
+  const runs = data.runs.filter(run => finite(run[table]?.[key]).length);
+  const sets = [];
+  for (const run of runs) {
+    const points = curve(run, table, key, across);
+    const look = { hue: hueOf(run), label: caseOf(run), full: run.name, ...LINE, pointRadius: points.length > 60 ? 0 : 2 };
+    sets.push({ ...look, data: points });
+    if (table === "steps" && key === "loss" && runs.length <= 4 && run.steps.low.some((low, i) => low !== run.steps.high[i])) {
+      const edge = { ...look, band: true, borderWidth: 0, pointRadius: 0, pointHitRadius: 0 };
+      sets.push({ ...edge, data: curve(run, table, "low", across) }, { ...edge, data: curve(run, table, "high", across), fill: "-1" });
+    }
+  }
+  return sets;
+}
+
+// The losses of a run that diverges would leave nothing to see of the others.
+function lossLimit() {
+  const losses = data.runs.map(run => finite(run.steps?.loss)).filter(all => all.length);
+  const limit = 3 * Math.max(...losses.map(all => all[0]));
+  return losses.some(all => Math.max(...all) > limit) ? { max: limit } : {};
+}
+
+function curves() {
+  const kinds = [["Training loss", "steps", "loss", number], ["Validation accuracy", "epochs", "val_accuracy", percent], ["Validation loss", "epochs", "val_loss", number],
+    ["Throughput, samples/s", "steps", "rate", number]].filter(([, table, key]) => data.runs.some(run => finite(run[table]?.[key]).length));
+  if (!kinds.length) return;
+  const made = section("Curves", "A point of a curve over steps is the mean of several where there are more than 500; the band goes from their least to their greatest. A loss above three times the first is not drawn.");
+  const choice = element(made, "div", null, "choice");
+  choice.setAttribute("role", "group");
+  choice.setAttribute("aria-label", "against");
+  const place = grid(made);
+  const drawn = kinds.map(([title, table, key, format]) => [table, key, chart(place, title, "line", curveSets(table, key, "time"), axis("", duration, { type: "linear" }), axis("", format, key === "loss" ? lossLimit() : {}), { format, legend: data.runs.length > 1 })]);
+  const show = across => {
+    for (const button of choice.children) button.setAttribute("aria-pressed", String(button.textContent === across));
+    for (const [table, key, each] of drawn) {
+      each.data.datasets = curveSets(table, key, across);
+      each.options.scales.x.title.text = ACROSS[across][1];
+      each.options.scales.x.ticks.callback = value => ACROSS[across][2](value);
+      paint(each);
+      each.update();
+    }
+  };
+  for (const across of Object.keys(ACROSS)) element(choice, "button", across).addEventListener("click", () => show(across));
+  show("time");
+}
+
+// ---- Where the time goes
+
+// [{rank, ms: {phase: milliseconds}}] of a run, by the best that there is.
+function phasesOf(run) {
+  if (stepping(run).length) return stepping(run);
+  const steps = run.steps?.step.length ? last(run.steps.step) + 1 : 0;
+  const ended = run.run?.each_rank || (given(run.run?.forward_seconds) ? [{ rank: 0, ...run.run }] : []);
+  if (!steps || !ended.length) return [];
+  const here = run.run.steps ? run.run.steps - (run.start?.step || 0) : steps;
+  return ended.map(rank => ({ rank: rank.rank,
+    ms: Object.fromEntries(["forward", "backward", "exchange", "update", "data"].map(phase => [phase, 1e3 * rank[`${phase}_seconds`] / here])) }));
+}
+
+// A section with charts for each of the first runs that has what they show; draw(run, place, the section).
+function perRun(has, title, note, draw) {
+  const runs = data.runs.filter(has);
+  if (!runs.length) return;
+  const made = section(title, note);
+  const place = grid(made);
+  for (const run of runs.slice(0, 12)) draw(run, place, made);
+}
+const rankName = rank => `rank ${rank.rank}`;
+function barsOfRanks(place, run, ranks, sets, title, format, height, stacked = true) {
+  chart(place, run.name, "bar", sets.map((set, hue) => ({ hue, ...set })), axis(title, format, { stacked, beginAtZero: true }), axis("", null, { stacked }),
+    { labels: ranks.map(rankName), indexAxis: "y", format, height: 110 + height * ranks.length, legend: true });
+}
+// points(rank): [x of each, y of each]
+function linesOfRanks(place, title, ranks, points, x, y, options) {
+  const line = (rank, hue) => {
+    const [xs, ys] = points(rank);
+    return { label: rankName(rank), hue, ...LINE, pointRadius: options.stepped || xs.length > 60 ? 0 : 2, stepped: options.stepped, data: xs.map((x, i) => ({ x, y: ys[i] })) };
+  };
+  chart(place, title, "line", ranks.map(line), x, y, options);
+}
+
+function whereTimeGoes() {
+  const traced = data.runs.some(run => stepping(run).length);
+  perRun(run => phasesOf(run).length, "Where a step's time goes", traced ? "Out of the trace, where a run has one: the mean of the traced steps, by the thread of the training loop. Waiting is for other ranks."
+    : "Each rank's mean of all steps. With --trace FILE.json, waiting for other ranks is shown apart.", (run, place) => {
+    const ranks = phasesOf(run);
+    const phases = PHASES.filter(phase => ranks.some(rank => rank.ms[phase] > 0.002 * sum(Object.values(rank.ms))));  // the others would be too thin
+    const sets = phases.map(phase => ({ label: phase, hue: PHASES.indexOf(phase), data: ranks.map(rank => rank.ms[phase] || 0) }));
+    barsOfRanks(place, run, ranks, sets, "ms per step", value => number(value, 3), 28);
+  });
+}
+
+function balance() {
+  perRun(run => stepping(run).length > 1, "Balance between ranks", "A step's time without waiting for other ranks: the slowest sets the pace of all.", (run, place, made) => {
+    linesOfRanks(place, run.name, stepping(run), rank => [rank.busy.step, rank.busy.ms], axis("step", number, { type: "linear" }), axis("ms", number, { beginAtZero: true }), {});
+    waits(made, run);
+  });
+}
+
+function waits(parent, run) {
+  const ranks = stepping(run);
+  if (!ranks.some(rank => Object.keys(rank.waits_for).length)) return;
+  const box = element(parent, "details");
+  element(box, "summary", `${run.name}: who waited for whom, ms per step`);
+  rows(box, ["waiting", ...ranks.map(rank => `for ${rankName(rank)}`)],
+    ranks.map(rank => [rank.name || rankName(rank), ...ranks.map(other => number(rank.waits_for[other.rank], 3))]));
+}
+
+function delays() {
+  const counts = run => Object.keys(run.run || {}).filter(key => /^delay_\d+$/.test(key));
+  const runs = data.runs.filter(run => counts(run).length);
+  if (!runs.length) return;
+  const labels = [...new Set(runs.flatMap(counts).map(key => +key.slice(6)))].sort((a, b) => a - b);
+  const place = grid(section("Delays of asynchronous gradients", "How many gradients were computed on weights that others had updated so often since."));
+  chart(place, "Gradients by delay", "bar", runs.map(run => ({ label: run.name, hue: hueOf(run), data: labels.map(delay => run.run[`delay_${delay}`] || 0) })),
+    axis("updates made elsewhere"), axis("gradients", number), { labels, legend: true });
+}
+
+function bytesMoved() {
+  perRun(run => stepping(run).some(rank => Object.keys(rank.bytes).length), "Bytes by collective",
+    "What each rank handed to collectives and messages in a step. Those that begin with “machines:” go over links; the others stay in the machine's memory.", (run, place) => {
+    const ranks = stepping(run);
+    const names = [...new Set(ranks.flatMap(rank => Object.keys(rank.bytes)))];
+    barsOfRanks(place, run, ranks, names.map(name => ({ label: name, data: ranks.map(rank => rank.bytes[name] || 0), stack: name.startsWith("machines:") ? "links" : "memory" })), "per step", bytes, 28);
+  });
+}
+
+function memoryOfRanks() {
+  perRun(run => run.run?.each_rank?.some(rank => rank.pss_bytes > 0), "Memory",
+    "Of each rank's process at the end of the run. Its share: memory that n processes share counts one n-th. The most it had: shared memory counts in full.", (run, place) => {
+    const ranks = run.run.each_rank;
+    barsOfRanks(place, run, ranks, [{ label: "its share", data: ranks.map(rank => rank.pss_bytes) }, { label: "the most it had", data: ranks.map(rank => rank.peak_rss_bytes) }], "", bytes, 40, false);
+  });
+}
+
+const COUNTERS = { memory: ["Memory over time", bytes], "batches ready": ["Batches ready", number], staleness: ["Staleness, in updates", number] };
+
+function counters() {
+  perRun(run => ranksOf(run).some(rank => Object.keys(rank.counters).length), "Counters of the trace", "Of each rank, against the time since the trace began.", (run, place) => {
+    for (const name of new Set(ranksOf(run).flatMap(rank => Object.keys(rank.counters)))) {
+      const [title, format] = COUNTERS[name] || [name, number];
+      linesOfRanks(place, `${run.name}: ${title}`, ranksOf(run).filter(rank => rank.counters[name]), rank => [rank.counters[name].seconds, rank.counters[name].value],
+        axis("", duration, { type: "linear" }), axis("", format, { beginAtZero: true }), { format, legend: true, stepped: true });
+    }
+  });
+}
+
+function repeat() {
+  if (!data.runs.length) return;
+  const made = section("To repeat it");
+  const machine = facts => facts.description || [facts.host, facts.cpu, facts.cores && `${facts.cores} cores`, facts.memory_bytes && bytes(facts.memory_bytes)].filter(Boolean).map(plain).join(", ");
+  if (data.comparison?.machine) element(made, "p", machine(data.comparison.machine), "quiet");
+  if (data.comparison?.command) element(made, "pre", data.comparison.command);
+  for (const run of data.runs.filter(run => run.start?.command)) {
+    const box = element(made, "details");
+    box.open = !data.comparison && data.runs.length <= 4;
+    element(box, "summary", run.name);
+    element(box, "pre", run.start.command);
+    if (run.start.machine) element(box, "p", machine(run.start.machine) + (run.start.launcher && run.start.launcher !== "none" ? `; this command on each rank, started by ${run.start.launcher}` : ""), "quiet");
+    element(box, "p", `Settings: ${Object.entries(settings(run)).map(([key, value]) => `${key} = ${plain(value)}`).join("; ")}`, "quiet");
+  }
+}
+
+page.textContent = "";
+Chart.defaults.font.family = "system-ui, sans-serif";
+for (const part of [header, benchmarks, table, comparison, curves, whereTimeGoes, balance, delays, bytesMoved, memoryOfRanks, counters, repeat]) part();

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables that a comparison ends with: a line for each group of runs that differ in their seed only, with the
+median and the spread of its finished runs."""
+
+import os
+from itertools import groupby
+from statistics import median
+
+from common import count
+from metrics import metrics_in
+
+MOST_EPOCHS = 10  # columns
+
+
+class Result:
+    """One finished run, and what it has shown."""
+
+    def __init__(self, run, entry, folder):
+        self.run, self.entry, self.metrics = run, entry, metrics_in(folder)
+
+    def link_bytes(self):
+        """Bytes of a step, of the busiest link in its busier direction."""
+        return max(self.entry.get("busiest_link_bytes_per_step", {}).values(), default=None)
+
+    def epoch_seconds(self):
+        return median(event["seconds"] for _, event in self.metrics.epochs) if self.metrics.epochs else None
+
+    def accuracy(self, epoch=-1):
+        """After this epoch; None: it did not come so far, or there are no validation data."""
+        events = [event for _, event in self.metrics.epochs]
+        return events[epoch].get("val_accuracy") if epoch < len(events) and events else None
+
+    def seconds_until(self, epoch):
+        events = [event for _, event in self.metrics.epochs[: epoch + 1]]
+        return sum(event["seconds"] for event in events) if epoch < len(events) else None
+
+
+COLUMNS = [  # head, value, unit, digits
+    ("samples/s", lambda result: result.metrics.samples_per_second(), 1, 0),
+    ("step ms", lambda result: result.metrics.seconds_per_step(), 1e3, 1),
+    ("epoch s", Result.epoch_seconds, 1, 2),
+    ("accuracy", Result.accuracy, 1, 3),
+    ("loss", lambda result: result.metrics.loss(), 1, 3),
+    ("MB/step", lambda result: result.metrics.bytes_per_step(), 1e-6, 2),
+    ("link MB/step", Result.link_bytes, 1e-6, 2),
+    ("memory MiB", lambda result: result.entry["peak_memory_bytes"], 1 / 2**20, 0),
+    ("waiting %", lambda result: result.metrics.waiting(), 100, 0),
+    ("bubble %", lambda result: result.metrics.total("bubble"), 100, 0),
+    ("formula %", lambda result: result.metrics.total("ideal_bubble"), 100, 0),
+    ("delay", lambda result: result.metrics.total("mean_delay"), 1, 2),
+    ("max delay", lambda result: result.metrics.total("max_delay"), 1, 0),
+]
+(_, speed, *_), (_, step_seconds, *_), *_ = COLUMNS
+
+
+def values_of(group, value):
+    return [found for found in map(value, group or []) if found is not None]
+
+
+def cell(values, unit, digits):
+    """ "12.3 ±0.4": the median, and half of what lies between the smallest and the largest."""
+    if not values:
+        return ""
+    spread = f" ±{(max(values) - min(values)) / 2 * unit:.{digits}f}" if len(values) > 1 else ""
+    return f"{median(values) * unit:.{digits}f}{spread}"
+
+
+def one_device(groups, group):
+    """Finds what a group is compared with: `single` with the same model and batch; without it, its own contender on one
+    device. None: nothing."""
+    run, found = group[0].run, None
+    for other in groups:
+        candidate = other[0].run
+        if candidate.devices != 1 or any(
+            candidate.varied.get(key) != run.varied.get(key) for key in ("model", "batch-size")
+        ):
+            continue
+        if candidate.case == "single":
+            return other
+        if (candidate.case, candidate.varied) == (run.case, run.varied):
+            found = other
+    return found
+
+
+def speed_up(groups, group):
+    """Each repeat beside the median of the repeats on one device."""
+    alone = values_of(one_device(groups, group), speed)
+    return cell(values_of(group, speed), 1 / median(alone), 2) if alone else ""
+
+
+def ideal_step(settings, groups, group):
+    """Milliseconds of a step of p stages that share what `single` does evenly and wait for the bubble of the
+    formula; no less than the cores that there are take for all of it."""
+    bubble, alone = group[0].metrics.total("ideal_bubble"), values_of(one_device(groups, group), step_seconds)
+    if bubble is None or not alone:
+        return ""
+    at_once = max(1, len(os.sched_getaffinity(0)) / settings["threads"])
+    return f"{median(alone) * 1e3 / min(at_once, group[0].run.devices * (1 - bubble)):.1f}"
+
+
+def table(heads, rows):
+    """A column that is empty in every row is left out."""
+    used = [column for column in range(len(heads)) if any(row[column] for row in rows)]
+
+    def line(cells):
+        return f"| {' | '.join(cells[column] for column in used)} |\n"
+
+    return line(heads) + f"|{'|'.join([' --- '] * len(used))}|\n" + "".join(map(line, rows))
+
+
+def results(settings, groups):
+    rows = [
+        [
+            group[0].run.group,
+            str(len(group)),
+            speed_up(groups, group),
+            ideal_step(settings, groups, group),
+            *(cell(values_of(group, value), unit, digits) for _, value, unit, digits in COLUMNS),
+        ]
+        for group in groups
+    ]
+    return table(["", "runs", "speed-up", "ideal step ms", *(head for head, *_ in COLUMNS)], rows)
+
+
+def epochs(groups):
+    """Accuracy after each epoch and the seconds of training up to there."""
+
+    def cell_of(group, epoch):
+        accuracies = values_of(group, lambda result: result.accuracy(epoch))
+        return (
+            f"{cell(accuracies, 1, 3)} at {cell(values_of(group, lambda result: result.seconds_until(epoch)), 1, 1)} s"
+            if accuracies
+            else ""
+        )
+
+    rows = [[group[0].run.group, *(cell_of(group, epoch) for epoch in range(MOST_EPOCHS))] for group in groups]
+    if not any(row[2] for row in rows):
+        return ""
+    return "\n" + table(["", *(f"accuracy after epoch {epoch + 1}" for epoch in range(MOST_EPOCHS))], rows)
+
+
+def formulas(settings, groups):
+    gradient = next(
+        (
+            moved
+            for group in groups
+            if group[0].run.contender.strategy == "ddp" and (moved := group[0].metrics.bytes_per_step())
+        ),
+        None,
+    )
+    megabits = settings["megabits_per_second"]
+    if not megabits or not gradient:
+        return ""
+    rows = []
+    for group in groups:
+        run, contender = group[0].run, group[0].run.contender
+        if contender.busiest:
+            megabytes = gradient * contender.busiest(run.devices, contender.servers) / 1e6
+            rows.append(
+                [
+                    run.group,
+                    cell(values_of(group, Result.link_bytes), 1e-6, 2),
+                    f"{megabytes:.2f}",
+                    contender.formula,
+                    cell(values_of(group, step_seconds), 1e3, 1),
+                    f"{megabytes / megabits * 8e3:.1f}",
+                ]
+            )
+    heads = ["", "busiest link, MB/step", "formula MB", "formula", "step ms", "limit ms"]
+    return f"""
+N workers, a host each, links of {megabits:.0f} Mb/s; K = {gradient / 1e6:.2f} MB of gradient. limit: the formula's \
+bytes at the link's rate, both directions at once.
+
+{table(heads, rows)}"""
+
+
+def summary(settings, machine, folder, runs):
+    """`runs` in the order of the lines."""
+    finished = [
+        Result(run, folder.entries[run.name], folder.of(run)) for run in runs if folder.state(run) == "finished"
+    ]
+    groups = [list(group) for _, group in groupby(finished, key=lambda result: result.run.group)]
+    text = ""
+    if groups:
+        model = "" if "model" in groups[0][0].run.varied else f"{settings['model']}, "
+        text = f"""{settings["experiment"]}: {model}{count(settings["threads"], "thread")} per device; {machine}
+The number in a name is that of devices. Medians over the seeds, ± half of the range.
+
+{results(settings, groups)}{epochs(groups)}{formulas(settings, groups)}"""
+    failures = [
+        f"- failed: {run.name}: {folder.entries[run.name].get('why', '')}; {folder.of(run)}/output.txt says more\n"
+        for run in runs
+        if folder.state(run) == "failed"
+    ]
+    return text + "\n" * bool(failures) + "".join(failures)

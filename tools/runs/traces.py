@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what `lockstep train --trace FILE.json` writes: Chrome's JSON, with an event a line."""
+
+import re
+from collections import defaultdict, namedtuple
+
+from common import DataError, number, parse, read, require_format
+from metrics import chunks
+
+FORMAT = 1  # kTraceFormat of lockstep/base/timeline_file.h
+MOST_POINTS = 300
+KINDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "exchange": "exchange",
+    "update": "update",
+    "barrier": "waiting",
+    "wait for rank": "waiting",
+    "receive": "waiting",
+    "wait for batch": "data",
+    "load batch": "data",
+    "checkpoint": "checkpoint",
+    "end of epoch": "validation",
+}  # how names of spans begin, and where their time goes
+RING = re.compile(r"(.*\.(?:json|pftrace))\.rank\d+")
+
+Span = namedtuple("Span", "name number thread begin end bytes")  # microseconds; "step 7": its name is "step"
+
+
+def kind_of(span):
+    return next((kind for start, kind in KINDS.items() if span.name.startswith(start)), None)
+
+
+class Rank:
+    """One rank, and what it did."""
+
+    def __init__(self):
+        self.name, self.spans, self.counters = "", [], defaultdict(list)  # a counter: [(time, value)]
+
+    def add(self, event):
+        kind, name, args = event.get("ph"), event.get("name", ""), event.get("args") or {}
+        at, lasts = number(event.get("ts")), number(event.get("dur"))
+        if kind == "M" and name == "process_name":
+            self.name = args.get("name", "")
+        elif kind == "C" and None not in (at, number(args.get("value"))):
+            self.counters[name].append((at, args["value"]))
+        elif kind == "X" and None not in (at, lasts):
+            name, which = re.fullmatch(r"(.+?)(?: (\d+))?", name, re.DOTALL).groups() if name else ("", None)
+            self.spans.append(Span(name, which, event.get("tid"), at, at + lasts, number(args.get("bytes"))))
+
+    def facts(self, rank):
+        """Means of a step. `ms`: what the thread of the loop did, by kind; `waits_for`: by the rank that had not
+        come; `bytes`: of all threads; `busy`: the time of some steps without waiting."""
+        facts = {
+            "rank": rank,
+            "name": self.name,
+            "steps": 0,
+            "counters": {name: points(each) for name, each in self.counters.items()},
+        }
+        numbered = [span for span in self.spans if span.name == "step" and span.number]
+        if not numbered:
+            return facts  # a server
+        spans = sorted(
+            (span for span in self.spans if span.thread == numbered[0].thread), key=lambda span: (span.begin, -span.end)
+        )
+        steps = [span for span in spans if span.name == "step" and span.number]
+        waits, moved = defaultdict(float), defaultdict(float)
+        for span in spans:
+            if span.name == "wait for rank":
+                waits[span.number or ""] += (span.end - span.begin) / 1e3 / len(steps)
+        for span in self.spans:
+            if span.bytes is not None and span.name != "send bucket":  # which are the bytes that machines then exchange
+                moved[span.name] += span.bytes / len(steps)
+        times = {kind: time / 1e3 / len(steps) for kind, time in time_by_kind(spans).items()}
+        return facts | {
+            "steps": len(steps),
+            "ms": times,
+            "waits_for": waits,
+            "bytes": moved,
+            "busy": busy(steps, spans),
+        }
+
+
+def time_by_kind(spans):
+    """A span's time is its kind's, less that of the spans within it. Outer spans come first."""
+    times, open_spans = defaultdict(float), []
+    for span in spans:
+        while open_spans and open_spans[-1][0].end <= span.begin:
+            open_spans.pop()
+        around = open_spans[-1][1] if open_spans else "other"
+        kind = kind_of(span) or around
+        if open_spans:
+            times[around] -= span.end - span.begin
+        times[kind] += span.end - span.begin
+        open_spans.append((span, kind))
+    return times
+
+
+def busy(steps, spans):
+    """Waits lie one after the other within steps: one that lies within another is counted already."""
+    waits, until = [], 0
+    for span in spans:
+        if kind_of(span) == "waiting" and span.begin >= until:
+            waits.append(span)
+            until = span.end
+    result, at = {"step": [], "ms": []}, 0
+    for part in chunks(steps, MOST_POINTS):
+        time = sum(step.end - step.begin for step in part)
+        for step in part:
+            while at < len(waits) and waits[at].begin < step.end:
+                time -= waits[at].end - waits[at].begin if waits[at].begin >= step.begin else 0
+                at += 1
+        result["step"].append(int(part[-1].number))
+        result["ms"].append(time / 1e3 / len(part))
+    return result
+
+
+def points(counts):
+    """The greatest of each few, where there are many."""
+    most = [max(part, key=lambda count: count[1]) for part in chunks(sorted(counts), MOST_POINTS)]
+    return {"seconds": [time / 1e6 for time, _ in most], "value": [value for _, value in most]}
+
+
+def is_trace(path):
+    """Judges by the name, or by how the file begins."""
+    if path.name.endswith(".pftrace") or RING.fullmatch(path.name):
+        return True
+    with open(path, errors="replace") as file:
+        line = file.readline()
+    return '"traceEvents"' in line or '"displayTimeUnit"' in line
+
+
+def require_json(path):
+    if ring := RING.fullmatch(str(path)):
+        raise DataError(
+            f"{path} is what one rank kept for its trace",
+            likely="the run was ended before its trace was written",
+            next=f"lockstep trace {ring[1]}, and report that file",
+        )
+    if path.name.endswith(".pftrace"):
+        raise DataError(
+            f"{path} is in Perfetto's format, which the report does not read", next="train with --trace FILE.json"
+        )
+
+
+def read_trace(path):
+    """Returns what the page of `lockstep report` gets of a trace."""
+    require_json(path)
+    text = read(path)
+    whole = parse(text)
+    cut_off = not isinstance(whole, dict) or not isinstance(whole.get("traceEvents"), list)
+    if cut_off:
+        first, *lines = text.split("\n")
+        whole = (parse(first + "]}") or {}) | {"traceEvents": [parse(line.removesuffix(",")) for line in lines]}
+    about, ranks = whole.get("otherData", {}), defaultdict(Rank)
+    require_format(about.get("format"), FORMAT, path)
+    for event in whole["traceEvents"]:
+        if isinstance(event, dict) and number(event.get("pid")) is not None:
+            ranks[event["pid"]].add(event)
+    if not any(rank.spans for rank in ranks.values()):
+        raise DataError(
+            f"{path} {'has no span in it' if text else 'is empty'}",
+            likely="the run died before its first step, or another kind of file",
+            next="give what `lockstep train --trace FILE.json` has written",
+        )
+    missing = ["the trace is cut off"] * cut_off + ["the trace is of a run that failed"] * (
+        about.get("complete") is False
+    )
+    for rank, spans in about.get("overwritten_spans", {}).items():
+        if spans > 0:
+            missing.append(f"the oldest {spans} spans of {rank} are overwritten")
+    return {"ranks": [rank.facts(number) for number, rank in sorted(ranks.items())], "partial": missing}
