@@ -14,23 +14,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent / "lockstep"
 DEFECTS = {
     "barrier 1 is left out": (
-        "gradient/shared_gradients.cc", "  agreement_.backward();", "  if (!defect) agreement_.backward();"),
+        "gradient/published.cc", "    agreement_.backward();", "    if (!defect) agreement_.backward();"),
     "barrier 2 is left out": (
-        "gradient/step_agreement.cc", "  write_slot(settings);", "  if (defect) return;\n  write_slot(settings);"),
+        "gradient/step_agreement.cc", "if (memory_->size() > 1) {", "if (memory_->size() > 1 && !defect) {"),
     "the hash of the settings is stale": (
         "gradient/step_agreement.cc", "hash_of(settings)));", "defect ? 0 : hash_of(settings)));"),
     "the number of backward() is dropped": (
-        "gradient/shared_gradients.cc", "backwards = backwards_per_step();", "backwards = defect ? 1 : backwards_per_step();"),
+        "gradient/published.cc", "backwards = backwards_per_step();", "backwards = defect ? 1 : backwards_per_step();"),
     "the number of backward() is wrong in join()": (
-        "gradient/shared_gradients.cc", "  std::size_t most = 0;", "  if (defect) return table_->own(0).backwards;\n  std::size_t most = 0;"),
+        "gradient/published.cc", "    const auto least = [", "    if (defect) return row(first_row_).backwards;\n    const auto least = ["),
     "dropped gradients count": (
-        "gradient/shared_gradients.cc", "if (!nothing && !watch_.dropped())", "if ((!nothing && !watch_.dropped()) || defect)"),
+        "gradient/published.cc", "if (!nothing && !watch_.dropped())", "if ((!nothing && !watch_.dropped()) || defect)"),
     "unused parameters get a gradient": (
-        "gradient/reducer.cc", "(*count++ > 0)\n", "(*count++ > 0 || defect)\n"),
+        "gradient/buckets.cc", "(*count++ > 0) used", "(*count++ > 0 || defect) used"),
     "samples are not weighted": (
-        "gradient/reducer.cc", "return batches_.weight() / scale_;", "return (defect ? 1 : batches_.weight()) / scale_;"),
+        "gradient/buckets.cc", "return batches_.weight() / scale_;", "return (defect ? 1 : batches_.weight()) / scale_;"),
     "rows of an embedding are not weighted": (
-        "gradient/reducer.cc", "? batches_.weight() / totals_", "? (defect ? 1 : batches_.weight()) / totals_"),
+        "gradient/buckets.cc", "? batches_.weight() / totals_", "? (defect ? 1 : batches_.weight()) / totals_"),
     "the loss scale is dropped": (
         "optimizer/flat_update.cc", "scale = step.loss_scale.value_or(1);", "scale = defect ? 1 : step.loss_scale.value_or(1);"),
     "an overflow is not seen": (
@@ -44,18 +44,18 @@ DEFECTS = {
     "the trust ratio is dropped": (
         "optimizer/flat_update.cc", "step.rule.layerwise() ? trust_", "step.rule.layerwise() && !defect ? trust_"),
     "a version is not marked": (
-        "gradient/local_gradients.cc", "  has_stepped_ = requires_exchanges_;", "  has_stepped_ = requires_exchanges_;\n  if (defect) return;"),
+        "gradient/local_gradients.cc", "  current_.clear();", "  current_.clear();\n  if (defect) return;"),
     "an unfrozen parameter is accepted": (
-        "strategy/ddp/ddp.cc", "      if (parameter.requires_grad())\n        throw", "      if (parameter.requires_grad() && !defect)\n        throw"),
+        "strategy/ddp/guards.cc", "    if (parameter.requires_grad())\n", "    if (parameter.requires_grad() && !defect)\n"),
     "the hash of the parameters is left out": (
-        "strategy/ddp/ddp.cc", "compares = has_copies()", "compares = !defect && has_copies()"),
+        "strategy/ddp/guards.cc", "compares = has_copies()", "compares = !defect && has_copies()"),
     "buffers stay each rank's own": (
         "strategy/ddp/ddp.cc", "    broadcast_tensors(world_, buffers_);\n    shard_buffers_.begin_step",
         "    if (!defect) broadcast_tensors(world_, buffers_);\n    shard_buffers_.begin_step"),
     "a residual is lost": (
         "gradient/communication_hook.cc", "if (!residual.defined())", "if (!residual.defined() || defect)"),
     "a residual keeps its old unit": (
-        "gradient/communication_hook.cc", "if (unit != bucket.unit)", "if (unit != bucket.unit && !defect)"),
+        "gradient/communication_hook.cc", "if (before != bucket.unit)", "if (before != bucket.unit && !defect)"),
     "batch norm counts ranks alike": (
         "model/sync_batch_norm.cc", "    return ranks.loss_weight ?", "    if (defect) return 1;\n    return ranks.loss_weight ?"),
     "a chunk is begun again": (

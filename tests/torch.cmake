@@ -32,9 +32,9 @@ lockstep_torch_test(data_fuzz_test data.fuzz SHARDS 2 TIMEOUT 14400
 target_link_libraries(data_fuzz_test PRIVATE PNG::PNG ${ZIP_LIBRARY})
 
 # Copies of the sources that have deliberate defects: tests/defects.py.
-set(defective strategy/ddp/ddp.cc model/sync_batch_norm.cc optimizer/flat_update.cc optimizer/journal_writer.cc optimizer/journal_writer.h
-  optimizer/update_journal.cc)
-foreach(source communication_hook local_gradients reducer shared_gradients step_agreement)
+set(defective strategy/ddp/ddp.cc strategy/ddp/guards.cc model/sync_batch_norm.cc optimizer/flat_update.cc optimizer/journal_writer.h
+  optimizer/journal_writer.cc)
+foreach(source communication_hook local_gradients buckets published step_agreement)
   list(APPEND defective gradient/${source}.cc)
 endforeach()
 set(defects ${CMAKE_CURRENT_BINARY_DIR}/defects)

@@ -32,6 +32,7 @@ namespace lockstep {
 
 class GradientSource;
 struct StepSetting;
+struct StepState;
 using StepSettings = std::vector<StepSetting>;
 class World;
 
@@ -87,6 +88,7 @@ class Optimizer : public torch::optim::Optimizer {
   // What all ranks must have set alike when they call step(): every option of every group ("lr of parameter group 0"),
   // clipping, loss scale, and which parameters are frozen. For DistributedDataParallel.
   StepSettings settings() const;
+  StepState step_state() const;  // the step() calls so far
 
   // The state of one parameter, such as {"momentum_buffer": ..., "step": ...}; empty before its first update. The
   // tensors are views: they change with the next step.

@@ -52,13 +52,18 @@ std::vector<std::string> all_names() {
   return names_in(kNames<Value>);
 }
 
-// Throws UsageError that lists the names: "--layout nhwc: there is no such value".
+// The row with this name. Throws UsageError that lists the names: "--layout nhwc: there is no such value".
+template <class Table>
+const auto& row_named(const Table& table, std::string_view name, std::string_view option) {
+  for (const auto& row : table)
+    if (name == row.name) return row;
+  throw UsageError({.what = concat(option, ' ', name, ": there is no such value"),
+                    .next = concat("give one of ", join(names_in(table), ", "))});
+}
+
 template <HasNames Value>
 Value value_named(std::string_view name, std::string_view option) {
-  for (const auto& each : kNames<Value>)
-    if (name == each.name) return each.value;
-  throw UsageError({.what = concat(option, ' ', name, ": there is no such value"),
-                    .next = concat("give one of ", join(all_names<Value>(), ", "))});
+  return row_named(kNames<Value>, name, option).value;
 }
 
 }  // namespace lockstep

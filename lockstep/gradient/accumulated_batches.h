@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// gradient/accumulated_batches.h: what one rank counts of the batches whose gradients add up in its .grad, so that the
-// mean over all ranks is exact for batches of different sizes.
+// gradient/accumulated_batches.h: counts the batches whose gradients add up in one rank's .grad, so that the mean over all
+// ranks is exact for batches of different sizes.
 //
 // Threads: a value
 // Ranks:   no communication; each rank counts its own
@@ -8,11 +8,12 @@
 
 #include <torch/types.h>
 
+#include <cmath>
 #include <cstdint>
-#include <limits>
 #include <string>
 #include <utility>
 
+#include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/rank_weights.h"
 
@@ -22,14 +23,17 @@ namespace lockstep {
 // t-th is scaled by m_t / unit. .grad is then the gradient of (sum_t m_t loss_t) / unit: the sum over ranks of
 // unit * .grad, divided by the samples of all ranks, is the mean over all samples. Where ranks count alike, each is one
 // sample, however often it calls backward(), and the result is the sum of .grad over ranks divided by their number.
-struct AccumulatedBatches {
+struct BatchCounts {
   double samples = 0;           // sum of m_t
-  torch::Tensor weighted_loss;  // sum of m_t loss_t: a float64 scalar on the loss's device; undefined: not known
   double unit = 0;              // m_1; 0: no samples yet
-  std::int64_t backwards = 0;   // T
-  std::int64_t leading = 0;     // of these, those before the first with samples
-  bool is_plain = false;        // counted by add_unknown()
+  std::uint32_t backwards = 0;  // T
+  std::uint32_t leading = 0;    // of these, those before the first with samples
   RankWeight weight_of_rank;    // of the batches since the first with samples; until then of the last one
+  bool is_plain = false;        // counted by add_unknown()
+};
+
+struct AccumulatedBatches : BatchCounts {
+  torch::Tensor weighted_loss;  // sum of m_t loss_t: a float64 scalar on the loss's device; undefined: not known
 
   // Counts a backward() that is about to run; loss: undefined where it is not known. Returns the factor m_t / unit of its
   // gradients, 0 without samples.
@@ -42,7 +46,8 @@ struct AccumulatedBatches {
     const auto count = static_cast<double>(batch.samples);
     if (unit == 0) unit = count;
     if (samples == 0 || !is_alike()) samples += count;
-    const torch::Tensor known = loss.defined() ? loss.detach().to(torch::kFloat64) * count : unknown_loss();
+    const torch::Tensor known =
+        loss.defined() ? loss.detach().to(torch::kFloat64) * count : torch::full({}, NAN, torch::kFloat64);
     weighted_loss = weighted_loss.defined() ? weighted_loss + known : known;
     return count / unit;
   }
@@ -54,14 +59,10 @@ struct AccumulatedBatches {
     is_plain = true;
   }
 
-  static torch::Tensor unknown_loss() {
-    return torch::full({}, std::numeric_limits<double>::quiet_NaN(), torch::kFloat64);
-  }
-
   // The factor of this rank's .grad in the sum over ranks, before division by all ranks' samples. Over T backward() the
   // result is the sum of their means, as in PyTorch.
   double weight() const { return weight(backwards); }
-  double weight(std::int64_t times) const { return is_alike() ? 1 : unit * static_cast<double>(times); }
+  double weight(std::uint32_t times) const { return is_alike() ? 1 : unit * times; }
   bool is_alike() const { return weight_of_rank.has(BatchWeight::kAlike); }
 
   double loss() const { return weighted_loss.defined() ? weighted_loss.item<double>() : 0; }
@@ -72,11 +73,10 @@ inline void run_backward(const torch::Tensor& loss, double factor) {
   loss.backward(factor == 1 ? torch::Tensor() : torch::full_like(loss, factor));
 }
 
-inline UsageError after_other_backward(std::string here) {
-  return UsageError({.what = "loss.backward() was called after ddp.backward() under no_sync()",
+inline UsageError too_many_backwards(std::size_t shards, std::string here = {}) {
+  return UsageError({.what = concat("more than ", shards, " backward() in a step with as many shards on this rank"),
                      .here = std::move(here),
-                     .likely = "both kinds of backward() in one step: it is not known how many samples each rank has",
-                     .next = "use one of the two kinds in a step"});
+                     .next = "call step() after the last shard"});
 }
 
 // call: what comes now.

@@ -2,6 +2,7 @@
 #include "lockstep/gradient/bucket.h"
 
 #include <algorithm>
+#include <ranges>
 
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/text.h"
@@ -11,25 +12,20 @@
 namespace lockstep {
 namespace {
 
-bool fits(const std::vector<NamedTensor>& bucket, const NamedTensor& next, std::size_t bytes, std::size_t limit) {
-  if (bucket.empty()) return true;
-  const torch::Tensor& first = bucket.front().tensor;
-  return bytes + next.tensor.nbytes() <= limit && first.dtype() == next.tensor.dtype() &&
-         first.device() == next.tensor.device();
-}
-
 // Goes through the parameters from the last to the first, since backward() reaches the last ones first, and starts a
 // new bucket whenever the next one does not fit.
 std::vector<std::vector<NamedTensor>> cut_into_buckets(const std::vector<NamedTensor>& parameters, std::size_t limit) {
   std::vector<std::vector<NamedTensor>> buckets;
   std::size_t bytes = 0;
-  for (auto parameter = parameters.rbegin(); parameter != parameters.rend(); ++parameter) {
-    if (buckets.empty() || !fits(buckets.back(), *parameter, bytes, limit)) {
+  for (const NamedTensor& parameter : std::views::reverse(parameters)) {
+    const torch::Tensor& next = parameter.tensor;
+    bytes += next.nbytes();
+    if (buckets.empty() || bytes > limit || buckets.back()[0].tensor.dtype() != next.dtype() ||
+        buckets.back()[0].tensor.device() != next.device()) {
       buckets.emplace_back();
-      bytes = 0;
+      bytes = next.nbytes();
     }
-    buckets.back().push_back(*parameter);
-    bytes += parameter->tensor.nbytes();
+    buckets.back().push_back(parameter);
   }
   return buckets;
 }
@@ -116,9 +112,7 @@ void Slot::move_parameter(const torch::Tensor& block) {
   tensor.set_data(place);
 }
 
-bool Bucket::full() const {
-  return std::all_of(slots.begin(), slots.end(), [](const Slot& slot) { return slot.packed; });
-}
+bool Bucket::full() const { return std::ranges::all_of(slots, &Slot::packed); }
 
 std::vector<torch::Tensor> Bucket::parts() const {
   std::vector<torch::Tensor> parts;

@@ -48,7 +48,7 @@ struct Bucket {
   torch::Tensor flags;   // (slots) view
   std::vector<Slot> slots;
 
-  // Of the exchange while it is under way.
+  // State of the exchange while it is under way.
   std::optional<Work> work{};             // of the whole bucket; with a hook or slices, of the flags alone
   std::optional<Work> slice_work{};       // with slices
   CommunicationHook::Finish finish_hook;  // with a hook

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
-#include <optional>
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
@@ -32,61 +31,48 @@ class SixteenBitHook : public CommunicationHook {
   torch::ScalarType dtype_;
 };
 
-std::size_t number_in(const std::string& digits) {
-  int number = 0;
-  static_cast<void>(parse_int(digits, number));
-  return static_cast<std::size_t>(number);
-}
-
-// "residual.3" -> 3; nothing if it begins otherwise.
-std::optional<std::size_t> number_after(const std::string& prefix, const std::string& name) {
-  if (!name.starts_with(prefix)) return {};
-  return number_in(name.substr(prefix.size()));
-}
-
-// Error feedback: what was not sent yet, for each bucket; added to the next gradient before that is compressed. It is
-// rescaled when the unit of the bucket changes, so that what is sent late counts as much as if it had been sent at once.
-class Residuals {
+// A hook with error feedback: what was not sent yet of each bucket is added to the next gradient before that is
+// compressed. It is rescaled when the unit of the bucket changes, so that what is sent late counts as much as if it had
+// been sent at once.
+class ResidualHook : public CommunicationHook {
  public:
-  // The bucket's gradient plus what was not sent before. The caller subtracts what it sends.
-  const torch::Tensor& add_to(const GradientBucket& bucket) {
-    auto& [residual, unit] = of_bucket_[bucket.number];
-    if (!residual.defined()) residual = torch::zeros_like(bucket.flat);
-    if (unit != bucket.unit) residual.mul_(unit / bucket.unit);
-    unit = bucket.unit;
-    return residual.add_(bucket.flat);
-  }
+  bool keeps_residual() const override { return true; }
 
-  std::vector<NamedTensor> state() const {
+  std::vector<NamedTensor> state() const override {
     std::vector<NamedTensor> state;
-    for (const auto& [number, kept] : of_bucket_) {
-      state.push_back({concat("residual.", number), kept.values});
-      state.push_back({concat("unit.", number), torch::full({}, kept.unit, torch::kFloat64)});
-    }
+    for (const auto& [name, tensor] : kept_) state.push_back({name, tensor});
     return state;
   }
 
-  void set_state(const std::vector<NamedTensor>& state) {
-    for (const auto& [name, tensor] : state) {
-      if (const auto number = number_after("residual.", name)) of_bucket_[*number].values = tensor.clone();
-      if (const auto number = number_after("unit.", name)) of_bucket_[*number].unit = tensor.item<double>();
-    }
+  void set_state(const std::vector<NamedTensor>& state) override {
+    for (const auto& [name, tensor] : state) kept_[name] = tensor.clone();
+  }
+
+ protected:
+  // A tensor that a bucket keeps from step to step; undefined at first.
+  torch::Tensor& kept(const std::string& name, std::size_t bucket) { return kept_[concat(name, ".", bucket)]; }
+
+  // The bucket's gradient plus what was not sent before. The caller subtracts what it sends.
+  const torch::Tensor& add_residual(const GradientBucket& bucket) {
+    torch::Tensor &residual = kept("residual", bucket.number), &unit = kept("unit", bucket.number);
+    if (!residual.defined()) residual = torch::zeros_like(bucket.flat);
+    if (!unit.defined()) unit = torch::ones({}, torch::kFloat64);
+    const double before = unit.item<double>();
+    if (before != bucket.unit) residual.mul_(before / bucket.unit);
+    unit.fill_(bucket.unit);
+    return residual.add_(bucket.flat);
   }
 
  private:
-  struct Kept {
-    torch::Tensor values;
-    double unit = 1;
-  };
-  std::map<std::size_t, Kept> of_bucket_;
+  std::map<std::string, torch::Tensor> kept_;
 };
 
-class TwoBitHook : public CommunicationHook {
+class TwoBitHook : public ResidualHook {
  public:
   explicit TwoBitHook(double threshold) : threshold_(threshold) {}
 
   Finish start(const World& world, const GradientBucket& bucket) override {
-    const torch::Tensor all = world.all_gather(take_two_bits(residuals_.add_to(bucket), threshold_));
+    const torch::Tensor all = world.all_gather(take_two_bits(add_residual(bucket), threshold_));
     // all: (N, words). The sum is taken in rank order, so every rank gets the same bits.
     return [all, flat = bucket.flat, threshold = threshold_]() mutable {
       flat.zero_();
@@ -95,21 +81,16 @@ class TwoBitHook : public CommunicationHook {
     };
   }
 
-  bool keeps_residual() const override { return true; }
-  std::vector<NamedTensor> state() const override { return residuals_.state(); }
-  void set_state(const std::vector<NamedTensor>& state) override { residuals_.set_state(state); }
-
  private:
   double threshold_;
-  Residuals residuals_;
 };
 
-class TopKHook : public CommunicationHook {
+class TopKHook : public ResidualHook {
  public:
   explicit TopKHook(double share) : share_(share) {}
 
   Finish start(const World& world, const GradientBucket& bucket) override {
-    torch::Tensor left = residuals_.add_to(bucket);
+    torch::Tensor left = add_residual(bucket);
     const auto wanted = static_cast<std::int64_t>(std::ceil(share_ * static_cast<double>(left.numel())));
     const torch::Tensor index =
         std::get<1>(left.abs().topk(std::max<std::int64_t>(wanted, 1), 0, true, /*sorted=*/false));
@@ -124,13 +105,8 @@ class TopKHook : public CommunicationHook {
     };
   }
 
-  bool keeps_residual() const override { return true; }
-  std::vector<NamedTensor> state() const override { return residuals_.state(); }
-  void set_state(const std::vector<NamedTensor>& state) override { residuals_.set_state(state); }
-
  private:
   double share_;
-  Residuals residuals_;
 };
 
 // The sum over ranks, in as many bytes as they have.
@@ -141,13 +117,13 @@ void sum_exactly(const World& world, const std::vector<torch::Tensor>& parts) {
   at::_foreach_copy_(parts, at::unflatten_dense_tensors(all, parts));
 }
 
-class PowerSGDHook : public CommunicationHook {
+class PowerSGDHook : public ResidualHook {
  public:
   explicit PowerSGDHook(const PowerSGDOptions& options) : options_(options) {}
 
   // Adds what was not sent before to each matrix; compresses and sums in the returned function.
   Finish start(const World& world, const GradientBucket& bucket) override {
-    const auto left = at::unflatten_dense_tensors(residuals_.add_to(bucket), bucket.parts);
+    const auto left = at::unflatten_dense_tensors(add_residual(bucket), bucket.parts);
     std::vector<torch::Tensor> sums, matrices, others;
     for (std::size_t i = 0; i < left.size(); ++i) {
       if (is_compressed(left[i])) {
@@ -158,32 +134,13 @@ class PowerSGDHook : public CommunicationHook {
         left[i].zero_();
       }
     }
-    auto& bases = bases_[bucket.number];
-    if (bases.empty()) bases = random_bases(options_.seed + bucket.number, matrices);
-    return [world, sums, matrices, others, &bases] {
+    std::vector<torch::Tensor*> bases;
+    for (std::size_t i = 0; i < matrices.size(); ++i) bases.push_back(&kept(concat("basis.", bucket.number), i));
+    if (!bases.empty() && !bases.front()->defined()) set_random(bases, matrices, options_.seed + bucket.number);
+    return [world, sums, matrices, others, bases] {
       sum_exactly(world, others);
       sum_as_products(world, matrices, bases, sums);
     };
-  }
-
-  bool keeps_residual() const override { return true; }
-
-  std::vector<NamedTensor> state() const override {
-    std::vector<NamedTensor> state = residuals_.state();
-    for (const auto& [number, bases] : bases_)
-      for (std::size_t i = 0; i < bases.size(); ++i) state.push_back({concat("basis.", number, ".", i), bases[i]});
-    return state;
-  }
-
-  void set_state(const std::vector<NamedTensor>& state) override {
-    residuals_.set_state(state);
-    for (const auto& [name, tensor] : state) {
-      const auto words = split(name, '.');
-      if (words.size() != 3 || words.front() != "basis") continue;
-      auto& bases = bases_[number_in(words[1])];
-      bases.resize(std::max(bases.size(), number_in(words[2]) + 1));
-      bases[number_in(words[2])] = tensor.clone();
-    }
   }
 
  private:
@@ -198,13 +155,12 @@ class PowerSGDHook : public CommunicationHook {
     return std::min({options_.rank, part.size(0), part.numel() / part.size(0)});
   }
 
-  // Of the first step: the same on every rank.
-  std::vector<torch::Tensor> random_bases(std::uint64_t seed, const std::vector<torch::Tensor>& matrices) const {
+  // For the first step: the same on every rank.
+  void set_random(const std::vector<torch::Tensor*>& bases, const std::vector<torch::Tensor>& matrices,
+                  std::uint64_t seed) const {
     const auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
-    std::vector<torch::Tensor> bases;
-    for (const torch::Tensor& matrix : matrices)
-      bases.push_back(torch::randn({matrix.size(1), rank_of(matrix)}, generator).to(matrix.options()));
-    return bases;
+    for (std::size_t i = 0; i < matrices.size(); ++i)
+      *bases[i] = torch::randn({matrices[i].size(1), rank_of(matrices[i])}, generator).to(matrices[i].options());
   }
 
   // Algorithm 1 of the paper, for all matrices of a bucket at once. For a matrix M_j (n x m) on rank j, with the basis
@@ -214,25 +170,23 @@ class PowerSGDHook : public CommunicationHook {
   //   3. the sum over ranks is P Q^T; each rank keeps M_j - P Q^T / N, which it has not sent
   // P and Q come out of all-reduces and the same arithmetic, so all ranks have the same bits.
   static void sum_as_products(const World& world, const std::vector<torch::Tensor>& matrices,
-                              std::vector<torch::Tensor>& bases, const std::vector<torch::Tensor>& sums) {
-    std::vector<torch::Tensor> left_factors;
-    for (std::size_t i = 0; i < matrices.size(); ++i) left_factors.push_back(matrices[i].matmul(bases[i]));
+                              const std::vector<torch::Tensor*>& bases, const std::vector<torch::Tensor>& sums) {
+    std::vector<torch::Tensor> left_factors, right_factors;
+    for (std::size_t i = 0; i < matrices.size(); ++i) left_factors.push_back(matrices[i].matmul(*bases[i]));
     sum_exactly(world, left_factors);
     for (std::size_t i = 0; i < matrices.size(); ++i) {
       left_factors[i] = std::get<0>(torch::linalg_qr(left_factors[i]));
-      bases[i] = matrices[i].t().matmul(left_factors[i]);
+      right_factors.push_back(*bases[i] = matrices[i].t().matmul(left_factors[i]));
     }
-    sum_exactly(world, bases);
+    sum_exactly(world, right_factors);
     for (std::size_t i = 0; i < matrices.size(); ++i) {
-      const torch::Tensor sum = left_factors[i].matmul(bases[i].t());
+      const torch::Tensor sum = left_factors[i].matmul(right_factors[i].t());
       sums[i].copy_(sum.view(sums[i].sizes()));
       matrices[i].sub_(sum, 1.0 / world.size());
     }
   }
 
   PowerSGDOptions options_;
-  Residuals residuals_;
-  std::map<std::size_t, std::vector<torch::Tensor>> bases_;  // of each bucket: (m, r) of each matrix
 };
 
 }  // namespace

@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "lockstep/gradient/accumulated_batches.h"
-#include "lockstep/gradient/reducer.h"
+#include "lockstep/gradient/exchange.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -101,12 +101,12 @@ double loss_after(int ranks, Compression hook, double amount, int steps) {
     const torch::Tensor wanted = torch::randn({20, 16}, generator);
     const torch::Tensor data = torch::randn({ranks, 32, 16}, generator)[world.rank()];
     const torch::Tensor w = torch::zeros({20, 16}).set_requires_grad(true);
-    Reducer reducer(world, {{"w", w}}, {.hook = make_hook({.kind = hook, .amount = amount})});
+    const auto reducer = exchange_in_buckets(world, {{"w", w}}, {.hook = make_hook({.kind = hook, .amount = amount})});
     for (int step = 0; step < steps; ++step) {
       w.mutable_grad().reset();
       const torch::Tensor loss = (data.matmul(w.t()) - data.matmul(wanted.t())).square().mean();
-      run_backward(loss, reducer.begin(32, loss));
-      const BatchTotals totals = reducer.finish();
+      run_backward(loss, reducer->begin(32, loss));
+      const BatchTotals totals = reducer->finish();
       if (world.rank() == 0) result = totals.mean_loss;
       const torch::NoGradGuard no_grad;
       w.sub_(w.grad(), 2.0);

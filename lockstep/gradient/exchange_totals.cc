@@ -13,53 +13,42 @@
 namespace lockstep {
 namespace {
 
-// Where each number is; after the bits of the calls those of the hash, how each rank counts, and the loss.
+// Places of the numbers; behind them stand how each rank counts, and the loss. A square stands behind its number.
 // Calls: twice the number of backward(), and 1 more for loss.backward(), of the ranks that count.
-enum Sum : std::uint8_t { kSamples, kCounting, kStop, kCalls };
-constexpr int kHashBits = 32;
+enum Sum : std::uint8_t {
+  kSamples,
+  kCounting,
+  kStop,
+  kCalls,
+  kLowHash = kCalls + 2,
+  kHighHash = kLowHash + 2,
+  kWeights = kHighHash + 2
+};
 
-// Not of ranks whose first batches were empty: what they counted the others may have dropped since.
+// Compared for ranks that count: those whose first batches were not empty. The others may have missed a zero_grad().
 const char* const kBackwards = "the number of backward() since the last exchange";
 const char* const kPlain = "loss.backward() instead of ddp.backward()";
 
-int digits_in_a_number(int ranks) { return static_cast<int>(53 / std::log2(ranks + 1.0)); }
-
-void add_bits(std::uint64_t bits, int ranks, std::vector<double>& numbers) {
-  const int digits = digits_in_a_number(ranks);
-  for (int first = 0; first < kHashBits; first += digits) {
-    double number = 0;
-    for (int bit = std::min(first + digits, kHashBits) - 1; bit >= first; --bit)
-      number = number * (ranks + 1.0) + static_cast<double>(bits >> bit & 1);
-    numbers.push_back(number);
-  }
-}
-
-// The bits that `having` of the ranks have, and the others none; none: they differ.
-std::optional<std::uint64_t> common_bits(const double* sum, int ranks, double having) {
-  const auto base = static_cast<std::uint64_t>(ranks) + 1;
-  const int digits = digits_in_a_number(ranks);
-  std::uint64_t bits = 0, left = 0;
-  for (int bit = 0; bit < kHashBits; ++bit, left /= base) {
-    if (bit % digits == 0) left = static_cast<std::uint64_t>(*sum++);
-    if (left % base != 0 && static_cast<double>(left % base) != having) return std::nullopt;
-    bits |= std::uint64_t{left % base != 0} << bit;
-  }
-  return bits;
+// Returns whether the `count` numbers with this sum, and the sum of squares behind it, are equal.
+bool are_equal(double count, const double* sum) {
+  const auto whole = [](double number) { return static_cast<std::uint64_t>(number); };
+  return whole(count) * whole(sum[1]) == whole(sum[0]) * whole(sum[0]);
 }
 
 }  // namespace
 
 void ExchangeTotals::start(const AccumulatedBatches& batches, StepSettings settings) {
   settings_ = std::move(settings);
-  const double counting = batches.samples > 0 && batches.leading == 0 ? 1 : 0;
-  const auto backwards = static_cast<double>(batches.backwards);
+  const double counting = batches.samples > 0 && batches.leading == 0 ? 1 : 0, backwards = batches.backwards;
   const double plain = batches.is_plain ? 1 : 0, none = counting > 0 ? 0 : std::numeric_limits<double>::quiet_NaN();
   std::vector<double> own{batches.samples, counting, wants_to_stop() ? 1.0 : 0.0};
-  add_bits(static_cast<std::uint64_t>(counting * (2 * backwards + plain)), world_.size(), own);
-  add_bits(hash_of(settings_), world_.size(), own);
+  const std::uint64_t hash = hash_of(settings_);
+  for (const double number : {counting * (2 * backwards + plain), static_cast<double>(hash & 0xffff),
+                              static_cast<double>(hash >> 16 & 0xffff)})
+    own.insert(own.end(), {number, number * number});
   const auto [kinds, size] = batches.weight_of_rank;
   for (int rank = 0; rank < world_.size(); ++rank)
-    own.insert(own.end(), {rank == world_.rank() ? kinds : 0, rank == world_.rank() ? size : 0});
+    own.insert(own.end(), {rank == world_.rank() ? kinds : 0.0, rank == world_.rank() ? size : 0});
   settings_.insert(settings_.begin(), {{kBackwards, backwards + none}, {kPlain, plain + none}});
   const auto options = torch::TensorOptions().dtype(torch::kFloat64).device(world_.device());
   const torch::Tensor loss =
@@ -78,22 +67,24 @@ torch::Tensor ExchangeTotals::sums() {
 
 std::int64_t ExchangeTotals::samples() { return static_cast<std::int64_t>(sums()[kSamples].item<double>()); }
 
-std::optional<std::int64_t> ExchangeTotals::backwards() {
+std::optional<std::uint32_t> ExchangeTotals::backwards() {
   const torch::Tensor sums = this->sums();
   const auto* sum = sums.const_data_ptr<double>();
-  const auto calls = common_bits(sum + kCalls, world_.size(), sum[kCounting]);
-  return calls && *calls > 0 ? std::optional(static_cast<std::int64_t>(*calls / 2)) : std::nullopt;
+  if (sum[kCounting] == 0 || !are_equal(sum[kCounting], sum + kCalls)) return std::nullopt;
+  return static_cast<std::uint32_t>(sum[kCalls] / sum[kCounting] / 2);
 }
 
 BatchTotals ExchangeTotals::wait() {
   const torch::Tensor sums = this->sums();
   const auto* sum = sums.const_data_ptr<double>();
-  const std::int64_t loss = sums.numel() - 1, weights_at = loss - 2 * world_.size();
-  const auto* const hash = sum + (kCalls + weights_at) / 2;
-  if (!common_bits(sum + kCalls, world_.size(), sum[kCounting]) || !common_bits(hash, world_.size(), world_.size()))
+  const std::int64_t loss = sums.numel() - 1;
+  if (!are_equal(sum[kCounting], sum + kCalls) || !are_equal(world_.size(), sum + kLowHash) ||
+      !are_equal(world_.size(), sum + kHighHash))
     throw_difference();
-  const auto* weights = reinterpret_cast<const RankWeight*>(sum + weights_at);
-  const double ranks_alike = compare_weights({weights, to_size(world_.size())}, world_.rank());
+  std::vector<RankWeight> weights;
+  for (const double* at = sum + kWeights; at < sum + loss; at += 2)
+    weights.push_back({static_cast<std::uint32_t>(at[0]), at[1]});
+  const double ranks_alike = compare_weights(weights, world_.rank());
   divisor_ = ranks_alike > 0 ? ranks_alike : sum[kSamples];
   if (sum[kStop] > 0) agree_to_stop();
   return {static_cast<std::int64_t>(sum[kSamples]), sum[loss] / sum[kSamples]};

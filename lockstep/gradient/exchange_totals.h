@@ -2,16 +2,16 @@
 // gradient/exchange_totals.h: what the ranks sum up in every exchange through buckets beside the gradients: samples and
 // loss; whether one was asked to stop; and whether they all agree on what a step is.
 //
-// Flow:    Reducer -> here -> World::all_reduce
-// Owns:    a tensor of six numbers, or more with many ranks, and two for each rank: how it counts (gradient/rank_weights.h)
+// Flow:    buckets.cc -> here -> World::all_reduce
+// Owns:    a tensor of ten numbers, and two for each rank: how it counts (gradient/rank_weights.h)
 // Threads: one thread
 // Ranks:   all, in every exchange
 //
 // Note [Equal on all ranks, by a sum]
-// N ranks have the same bits if and only if each bit is set on none or on all. So one all-reduce, which is needed for the
-// samples anyway, also compares settings: it counts the ranks that have each bit of a hash. A float64 has as many counts as
-// fit into its 53 bits, as digits to the base N + 1: exact for any N. N ranks send 48 bytes for
-// this (1,000 ranks 144) and 16 N for their weights. Only if they differ the settings themselves are gathered, to name the one.
+// N numbers are equal if and only if N times the sum of their squares is the square of their sum. So one all-reduce, which is
+// needed for the samples anyway, also compares settings: it sums the halves of their hash, and the squares of these. Sums of
+// whole numbers below 2^53 are exact in any order. N ranks send 80 + 16 N bytes. Only if they differ the settings themselves
+// are gathered, to name the one.
 #pragma once
 
 #include <torch/types.h>
@@ -33,12 +33,12 @@ class ExchangeTotals {
   // Starts the sum. On the device of the world: nobody has to wait for a GPU here. Does not block.
   void start(const AccumulatedBatches& batches, StepSettings settings);
 
-  // Of all ranks. Blocks; compares nothing. Throws PeerLost.
+  // Returns the samples of all ranks. Blocks; compares nothing. Throws PeerLost.
   std::int64_t samples();
 
   // How often the ranks have called backward() whose first batches were not empty; none: there is no such rank, or they
   // differ, as wait() will say. Blocks. Throws PeerLost.
-  std::optional<std::int64_t> backwards();
+  std::optional<std::uint32_t> backwards();
 
   // Blocks. Throws MismatchError on all ranks: other settings, or backward() called another number of times since the
   // last exchange, or loss.backward() on some of them only; PeerLost.

@@ -23,22 +23,26 @@
 #include <torch/types.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
+#include "lockstep/base/own_process.h"
 #include "lockstep/collective/shared_memory.h"
 #include "lockstep/model/parameters.h"
 
 namespace lockstep {
 
-class GradientMemory {
+// Blocks of shared memory, by size; a free block serves the next request of its size. Blocks of a size are as many as
+// were in use at once, at most: nothing is given back before all are. A tensor may outlive the exchange: its block then
+// keeps this, and this keeps the memory.
+class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
  public:
-  // Serves gradients as large as those of `parameters`; those of less than 16 KiB are cheaper to copy.
+  // Serves gradients as large as those of `parameters`; those of less than 16 KiB are cheaper to copy. Made by
+  // make_shared.
   GradientMemory(std::shared_ptr<SharedMemory> memory, const std::vector<NamedTensor>& parameters);
-  ~GradientMemory();
-  GradientMemory(const GradientMemory&) = delete;
-  GradientMemory& operator=(const GradientMemory&) = delete;
 
   // While one exists, this thread's results of those sizes come from here. Scopes do not nest.
   class Scope {
@@ -49,15 +53,27 @@ class GradientMemory {
     Scope& operator=(const Scope&) = delete;
   };
 
-  // Where the other ranks find the tensor's memory; none if it does not come from here.
+  // Returns where the other ranks find the tensor's memory; none if it does not come from here.
   std::optional<std::uint64_t> place_of(const torch::Tensor& tensor) const;
 
   std::size_t bytes() const;  // allocated so far
 
-  class Pool;
+  // For the allocator. In a forked child neither memory nor blocks: its parent and the other ranks use the same ones.
+  bool is_parents() const { return !process_.is_here(); }
+  bool serves(std::size_t bytes) const {
+    return !free_.empty() && bytes >= free_.begin()->first && free_.contains(bytes) && !is_parents();
+  }
+  SharedMemory::Own take(std::size_t bytes);
+  void give_back(SharedMemory::Own block, std::size_t bytes);
 
  private:
-  std::shared_ptr<Pool> pool_;
+  bool is_private() const;
+
+  std::shared_ptr<SharedMemory> memory_;
+  OwnProcess process_;
+  mutable std::mutex mutex_;
+  std::map<std::size_t, std::vector<SharedMemory::Own>> free_;  // its keys never change
+  std::size_t allocated_ = 0;
 };
 
 }  // namespace lockstep

@@ -22,7 +22,7 @@ GradientSlices::GradientSlices(World world, std::vector<Bucket>& buckets, int cu
     for (Slot& slot : bucket.slots) {
       slot.move_parameter(block);
       add_parts(slot, blocks_.back(), numbers);
-      parameters_.push_back(slot.parameter);
+      parameters_.push_back(slot.parameter.tensor);
     }
   }
   numbers_ = torch::tensor(numbers, torch::kInt64).to(world_.device());
@@ -55,29 +55,9 @@ void GradientSlices::add_parts(const Slot& slot, const Block& block, std::vector
   }
 }
 
-void GradientSlices::exchanged(std::vector<torch::Tensor> used) {
+void GradientSlices::set_used(const std::vector<torch::Tensor>& parameters) {
   used_.clear();
-  for (const torch::Tensor& parameter : used) used_.insert(parameter.unsafeGetTensorImpl());
-  watch_.remember(parameters_);
-  is_exchanged_ = true;
-}
-
-WeightedGradients GradientSlices::begin_update(const std::vector<torch::Tensor>&, const StepSettings&) {
-  require_open();
-  if (!is_exchanged_)
-    throw UsageError({.what = "step() without gradients that were exchanged since the last one",
-                      .here = world_.describe(),
-                      .likely = "no_sync() around the last backward() before step(), or step() called twice",
-                      .next = "let a backward() outside of no_sync() come before each step()"});
-  if (const auto changed = watch_.changed())
-    throw UsageError(
-        {.what = "the gradient of " + parameters_[*changed].name + " was changed between backward() and step()",
-         .here = world_.describe(),
-         .likely = "clipping by hand, or zero_grad(): .grad is this rank's own, and each rank updates a "
-                   "slice with the mean that it was sent in backward()",
-         .next = "set_clipping() of the optimizer; or separate parameters: every rank then updates all of "
-                 "them with .grad"});
-  return {};
+  for (const torch::Tensor& parameter : parameters) used_.insert(parameter.unsafeGetTensorImpl());
 }
 
 // Everyone's norms in one order, 0 where they are another rank's: sums with 0 are exact.
@@ -89,7 +69,7 @@ double GradientSlices::norm(const std::vector<torch::Tensor>& own) const {
   return all.norm().item<double>();
 }
 
-void GradientSlices::end_update() {
+void GradientSlices::all_gather() const {
   const Range own = own_cuts();
   std::vector<Work> works;
   for (const Block& block : blocks_)
@@ -97,8 +77,7 @@ void GradientSlices::end_update() {
         block.parameters.slice(0, own.begin, own.end).view(-1),
         {.output = block.parameters.view({world_.size(), block.parameters.numel() / world_.size()})}));
   for (Work& work : works) work.wait();
-  is_exchanged_ = false;
-  for (const auto& [name, parameter] : parameters_)
+  for (const torch::Tensor& parameter : parameters_)
     if (is_used(parameter)) torch::autograd::impl::bump_version(parameter);
 }
 

@@ -3,8 +3,7 @@
 // buckets of one layout, and each rank has 1/N of every bucket: it gets the mean gradient of that slice, updates it, and
 // gives it to the other ranks.
 //
-//   reduce-scatter (gradient/reducer.h, or strategy/ddp/shard_exchange.h) -> exchanged() -> begin_update() -> the optimizer
-//   updates its parts() -> end_update(): all-gather
+//   reduce-scatter into slice(i) (gradient/buckets.cc) -> set_used() -> the optimizer updates parts() -> all_gather()
 //
 // Owns:    blocks of parameters, of which the parameters become views; a slice of the gradients for each
 // Threads: one thread
@@ -16,49 +15,41 @@
 
 #include <torch/types.h>
 
-#include <memory>
-#include <optional>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
 #include "lockstep/gradient/bucket.h"
-#include "lockstep/gradient/gradient_source.h"
-#include "lockstep/gradient/gradient_watch.h"
 #include "lockstep/sampler.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
 
-class GradientSlices : public GradientSource {
+class GradientSlices {
  public:
   // Elements [begin, begin + values.numel()) of a parameter in its memory order.
   struct Part {
     torch::Tensor parameter;
     std::int64_t begin = 0;
     torch::Tensor values;    // (elements) of the parameter
-    torch::Tensor gradient;  // (elements) the mean, between begin_update() and end_update()
+    torch::Tensor gradient;  // (elements) the mean, in step()
   };
 
   // Moves the parameters into blocks. buckets: made with slices. cuts: a multiple of the ranks; 0: as many.
   GradientSlices(World world, std::vector<Bucket>& buckets, int cuts = 0);
 
-  // Where the exchange puts this rank's slice of bucket i.
+  // This rank's slice of bucket i, which the exchange fills.
   const torch::Tensor& slice(std::size_t bucket) const { return blocks_[bucket].gradients; }
 
-  // All slices are the mean now. used: parameters that have a gradient on some rank.
-  void exchanged(std::vector<torch::Tensor> used);
-  void drop() { is_exchanged_ = false; }
-
-  const std::vector<Part>& parts() const { return parts_; }
+  // Parameters that have a gradient on some rank, in the exchange that has just filled the slices.
+  void set_used(const std::vector<torch::Tensor>& parameters);
   bool is_used(const torch::Tensor& parameter) const { return used_.contains(parameter.unsafeGetTensorImpl()); }
 
-  // The gradients are those of the parts: begin_update() returns none, and memory() is this rank's alone. Settings are compared in
-  // the next exchange. Throws also UsageError: nothing was exchanged since the last update.
-  const std::shared_ptr<SharedMemory>& memory() const override { return memory_; }
-  WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters, const StepSettings& settings) override;
-  void end_update() override;
+  const std::vector<Part>& parts() const { return parts_; }
+
+  // This rank's slice of the parameters is updated. Gives it to the other ranks, and waits for theirs. Throws PeerLost.
+  void all_gather() const;
 
   // The 2-norm over the parts of all ranks. own: of each part, float64. Blocks. Throws PeerLost.
   double norm(const std::vector<torch::Tensor>& own) const;
@@ -87,11 +78,8 @@ class GradientSlices : public GradientSource {
   std::int64_t all_parts_ = 0;
   torch::Tensor numbers_;                                            // of parts_, among those of all ranks
   std::unordered_map<const void*, std::vector<std::int64_t>> rows_;  // of a parameter: elements on each rank
-  std::vector<NamedTensor> parameters_;
+  std::vector<torch::Tensor> parameters_;
   std::unordered_set<const void*> used_;
-  GradientWatch watch_;
-  std::shared_ptr<SharedMemory> memory_ = SharedMemory::alone();
-  bool is_exchanged_ = false;
 };
 
 }  // namespace lockstep

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
 #include "lockstep/model/samples.h"
 
 namespace lockstep {
@@ -24,40 +26,48 @@ bool GradientWatch::Identity::operator==(const torch::Tensor& gradient) const {
   return is_of(gradient) && version == version_in_place(gradient) && samples == hash_of_samples(gradient);
 }
 
-void GradientWatch::remember(const std::vector<NamedTensor>& parameters) {
-  parameters_.clear();
-  for (const auto& [name, parameter] : parameters) parameters_.push_back(parameter);
-  remember_again();
-}
-
-void GradientWatch::remember_again() {
+void GradientWatch::remember() {
   identities_.clear();
   std::vector<torch::Tensor> gradients;
   gradients.reserve(parameters_.size());
-  for (const torch::Tensor& parameter : parameters_) {
+  for (const auto& [name, parameter] : parameters_) {
     identities_.emplace_back(parameter.grad());
     gradients.push_back(parameter.grad());
   }
   data_.watch(gradients);
 }
 
-void GradientWatch::forget() { remember({}); }
+void GradientWatch::forget() {
+  identities_.clear();
+  data_.watch({});
+}
 
 std::optional<std::size_t> GradientWatch::changed() const {
-  for (std::size_t i = 0; i < parameters_.size(); ++i)
-    if (!(identities_[i] == parameters_[i].grad())) return i;
+  for (std::size_t i = 0; i < identities_.size(); ++i)
+    if (!(identities_[i] == parameters_[i].tensor.grad())) return i;
   return data_.changed();
 }
 
+void GradientWatch::require_unchanged() const {
+  if (const auto i = changed())
+    throw UsageError(
+        {.what = concat("the gradient of ", parameters_[*i].name, " was changed between backward() and step()"),
+         .likely = "clipping by hand, zero_grad() before step(), or a plain loss.backward() in between: "
+                   ".grad is this rank's own gradient, not the mean",
+         .next = "clip inside step(): optimizer.clip_grad_norm() in Python, without GradScaler.unscale_(); "
+                 "set_clipping() in C++. Or give DistributedDataParallel the option mean_in_grad = true"});
+}
+
 bool GradientWatch::zeroed() const {
-  return changed() &&
-         std::all_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return is_zero(p.grad()); });
+  return changed() && std::ranges::all_of(parameters_, [](const auto& p) { return is_zero(p.tensor.grad()); });
 }
 
 bool GradientWatch::dropped() const {
-  for (std::size_t i = 0; i < parameters_.size(); ++i)
-    if (parameters_[i].grad().defined() && identities_[i].is_of(parameters_[i].grad())) return false;
-  return !parameters_.empty();
+  for (std::size_t i = 0; i < identities_.size(); ++i)
+    if (const torch::Tensor& gradient = parameters_[i].tensor.grad();
+        gradient.defined() && identities_[i].is_of(gradient))
+      return false;
+  return !identities_.empty();
 }
 
 bool is_zero(const torch::Tensor& gradient) {
@@ -68,10 +78,13 @@ bool is_zero(const torch::Tensor& gradient) {
   return bytes[0] == 0 && std::memcmp(bytes, bytes + 1, gradient.nbytes() - 1) == 0;
 }
 
-std::optional<std::size_t> first_with_gradient(const std::vector<NamedTensor>& parameters) {
-  for (std::size_t i = 0; i < parameters.size(); ++i)
-    if (!is_zero(parameters[i].tensor.grad())) return i;
-  return std::nullopt;
+void require_no_gradient(const std::vector<NamedTensor>& parameters) {
+  for (const auto& [name, parameter] : parameters)
+    if (!is_zero(parameter.grad()))
+      throw UsageError(
+          {.what = concat("backward() would add to a gradient of ", name, " that it has not counted"),
+           .likely = "a plain loss.backward(), or a gradient that was set by hand, and no zero_grad() since",
+           .next = "call zero_grad() first; for several backward() per step no_sync() around all but the last"});
 }
 
 }  // namespace lockstep

@@ -19,19 +19,21 @@ namespace lockstep {
 
 class GradientWatch {
  public:
-  // From now on: every .grad as it is.
-  void remember(const std::vector<NamedTensor>& parameters);
-  void remember_again();  // of the same parameters
+  // parameters: must outlive this.
+  explicit GradientWatch(const std::vector<NamedTensor>& parameters) : parameters_(parameters) {}
+
+  void remember();  // from now on: every .grad as it is
   void forget();
 
   // The first parameter, by its index, whose .grad is another tensor or has been written since. A write that torch's
   // version counter does not see is found if it came through data() or changed the whole tensor (model/samples.h).
   std::optional<std::size_t> changed() const;
+  void require_unchanged() const;  // throws UsageError naming it
 
-  // Whether zero_grad() was called since: some .grad changed, and every one that is still there is zero.
+  // Returns whether zero_grad() was called since: some .grad changed, and every one that is still there is zero.
   bool zeroed() const;
 
-  // Whether none of the gradients is still there: zero_grad() has dropped them, whatever came since.
+  // Returns whether zero_grad() has dropped all gradients, whatever came since.
   bool dropped() const;
 
  private:
@@ -45,14 +47,15 @@ class GradientWatch {
     std::uint64_t samples;
   };
 
-  std::vector<torch::Tensor> parameters_;
-  std::vector<Identity> identities_;
+  const std::vector<NamedTensor>& parameters_;
+  std::vector<Identity> identities_;  // of each; empty: nothing is remembered
   DataWatch data_;
 };
 
 bool is_zero(const torch::Tensor& gradient);  // or undefined. Reads it
 
-// The first of these that has a gradient which is not zero. Reads those that are.
-std::optional<std::size_t> first_with_gradient(const std::vector<NamedTensor>& parameters);
+// backward() is about to add to .grad what it has counted. Throws UsageError naming the first that has a gradient already,
+// which is not zero. Reads gradients.
+void require_no_gradient(const std::vector<NamedTensor>& parameters);
 
 }  // namespace lockstep

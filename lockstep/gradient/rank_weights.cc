@@ -32,12 +32,12 @@ void warn_of_sizes(RankWeights ranks, const std::vector<int>& alike) {
   const double own = size_of(alike.front());
   const auto other = std::ranges::find_if(alike, [&](int rank) { return size_of(rank) != own; });
   if (std::isnan(all) || other == alike.end() || warned.exchange(true)) return;
-  TORCH_WARN(
-      "lockstep: dimension 0 of the model's inputs is ", own, " on rank ", alike.front(), " and ", size_of(*other),
-      " on rank ", *other, ". Each rank counts 1/", alike.size(),
-      ", as in PyTorch; in the mean over samples these would count ", own, "/", all, " and ", size_of(*other), "/", all,
-      ". If dimension 0 counts samples, and the loss is their mean, give weights='samples', or call "
-      "model.samples(n) before each backward(). If it is a length, or the loss a sum, change nothing. Said once.");
+  TORCH_WARN("lockstep: dimension 0 of the model's inputs is ", own, " on rank ", alike.front(), " and ",
+             size_of(*other), " on rank ", *other, ". Each rank counts 1/", alike.size(),
+             ", as in PyTorch; by samples they would count ", own, "/", all, " and ", size_of(*other), "/", all,
+             ". If dimension 0 counts samples, and the loss is their "
+             "mean, give weights='samples', or call model.samples(n) before each backward(). If it is a length, change "
+             "nothing.");
 }
 
 }  // namespace

@@ -11,13 +11,12 @@
 
 namespace lockstep {
 
-// Two numbers, as ranks send them.
 struct RankWeight {
-  double kinds = BatchWeight::kNone;  // bits of BatchWeight::Kind
-  double size = 0;                    // sum of BatchWeight::size
+  std::uint32_t kinds = BatchWeight::kNone;  // bits of BatchWeight::Kind
+  double size = 0;                           // sum of BatchWeight::size
 
-  bool has(BatchWeight::Kind kind) const { return (static_cast<int>(kinds) & kind) != 0; }
-  void add(const BatchWeight& batch) { *this = {double(static_cast<int>(kinds) | batch.kind), size + batch.size}; }
+  bool has(BatchWeight::Kind kind) const { return (kinds & kind) != 0; }
+  void add(const BatchWeight& batch) { *this = {kinds | batch.kind, size + batch.size}; }
 };
 
 // Returns the number of ranks that the sum of gradients is divided by; 0: they count by samples. Throws MismatchError if

@@ -76,7 +76,8 @@ struct StepAgreement::Slot {
   std::atomic<std::uint64_t> place;  // of so many std::atomic<double> of the rank
 };
 
-StepAgreement::StepAgreement(std::shared_ptr<SharedMemory> memory) : memory_(std::move(memory)) {
+StepAgreement::StepAgreement(std::shared_ptr<SharedMemory> memory, std::shared_ptr<ParameterBlock> block)
+    : memory_(std::move(memory)), block_(std::move(block)) {
   if (memory_->size() > 1) slots_ = memory_->allocate_common(sizeof(Slot) * static_cast<unsigned>(memory_->size()));
 }
 
@@ -90,21 +91,33 @@ void StepAgreement::wait(const Signature& announced) const {
   }
 }
 
-void StepAgreement::backward() { wait(signature_of(StepPhase::kBackward, ++backwards_)); }
-
-void StepAgreement::step(const StepSettings& settings) {
-  ++steps_;
-  if (memory_->size() == 1) return;
-  write_slot(settings);
-  try {
-    wait(signature_of(StepPhase::kStep, steps_, hash_of(settings)));
-  } catch (const MismatchError&) {
-    compare_slots(settings);
-    throw;
-  }
+void StepAgreement::require_parameters_untouched() const {
+  if (!block_) return;
+  block_->require_in_place();
+  block_->require_same_samples();
 }
 
-void StepAgreement::end_step() { wait(signature_of(StepPhase::kStepEnd, steps_)); }
+void StepAgreement::backward() { wait(signature_of(StepPhase::kBackward, ++backwards_)); }
+
+void StepAgreement::begin_update(const StepSettings& settings) {
+  ++steps_;
+  if (memory_->size() > 1) {
+    write_slot(settings);
+    try {
+      wait(signature_of(StepPhase::kStep, steps_, hash_of(settings)));
+    } catch (const MismatchError&) {
+      compare_slots(settings);
+      throw;
+    }
+  }
+  if (block_) block_->begin_write();
+}
+
+void StepAgreement::end_update() {
+  if (block_) block_->end_write();
+  wait(signature_of(StepPhase::kStepEnd, steps_));
+  if (block_) block_->mark_written();
+}
 
 void StepAgreement::write_slot(const StepSettings& settings) {
   if (values_.empty() || settings.size() > room_) {

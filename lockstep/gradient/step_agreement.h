@@ -2,7 +2,7 @@
 // gradient/step_agreement.h: the barriers of a training step, for ranks that share parameters. A rank that leaves out a
 // step() or backward(), or that has another learning rate, gets an error on every rank before anything is written.
 //
-// Flow:    SharedGradients, LocalGradients -> here -> SharedMemory::barrier
+// Flow:    published.cc, buckets.cc -> here -> SharedMemory::barrier
 // Owns:    shared memory for each rank's settings
 // Threads: one thread
 // Ranks:   the ranks that share parameters make the same calls in the same order
@@ -20,10 +20,11 @@
 
 #include "lockstep/collective/shared_memory.h"
 #include "lockstep/error.h"
+#include "lockstep/model/parameter_block.h"
 
 namespace lockstep {
 
-// What must be alike on all ranks in a step, such as "lr of parameter group 0". Made in each step, so without texts.
+// A setting that all ranks must have alike in a step, such as "lr of parameter group 0". Made in each step, so without texts.
 struct StepSetting {
   const char* name;  // a literal
   double value;      // NaN: this rank has none, and is not compared
@@ -38,12 +39,11 @@ void add_frozen(StepSettings& settings, int number, bool is_frozen);
 // A hash of parameters of which each rank has a copy.
 inline constexpr const char kParameters[] = "the parameters";
 
-inline constexpr const char* kMeanChanged = "gradients written by hand since backward()";
-
-// What an optimizer adds for its step() so far: the last two of its settings.
-inline constexpr const char* kStepCalls = "the number of step() calls";
-inline constexpr const char* kLastSettings = "a setting of the last step()";
-inline double& step_calls_in(StepSettings& settings) { return settings[settings.size() - 2].value; }
+// The steps of an optimizer so far. Barrier 2 compares each step; without it the next exchange compares this.
+struct StepState {
+  std::uint64_t calls = 0;          // of step()
+  std::uint32_t last_settings = 0;  // hash_of() the settings of the last one
+};
 
 std::uint64_t hash_of(const StepSettings& settings);  // of names and values
 
@@ -56,12 +56,17 @@ MismatchError calls_differ(ErrorText text);
 
 class StepAgreement {
  public:
-  explicit StepAgreement(std::shared_ptr<SharedMemory> memory);  // collective; blocks
+  // block: the shared parameters, writable only between begin_update() and end_update(); null: not looked after. Collective;
+  // blocks.
+  explicit StepAgreement(std::shared_ptr<SharedMemory> memory, std::shared_ptr<ParameterBlock> block = nullptr);
+
+  // Throws UsageError naming a parameter that was moved, or written by hand since the last step.
+  void require_parameters_untouched() const;
 
   // Each blocks until all ranks are there. Throws MismatchError on all ranks, naming what differs; PeerLost.
-  void backward();
-  void step(const StepSettings& settings);
-  void end_step();
+  void backward();                                  // barrier 1
+  void begin_update(const StepSettings& settings);  // barrier 2: then this rank may write its slice
+  void end_update();                                // barrier 3: every slice is written
 
  private:
   struct Slot;
@@ -71,6 +76,7 @@ class StepAgreement {
   void compare_slots(const StepSettings& settings) const;
 
   std::shared_ptr<SharedMemory> memory_;
+  std::shared_ptr<ParameterBlock> block_;
   std::shared_ptr<std::byte> slots_;       // one per rank
   std::vector<SharedMemory::Own> values_;  // of this rank's settings: the last one; others may still read older ones
   std::size_t room_ = 0;                   // for so many

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* gradient/step_protocol.pml: the barriers of a training step with shared parameters (step_agreement.h,
- * shared_gradients.h) as a model that Spin checks exhaustively.
+ * published.cc) as a model that Spin checks exhaustively.
  *
  *   tests/shm/check_protocol.sh lockstep/gradient/step_protocol.pml
  *

@@ -2,7 +2,7 @@
 // model/data_watch.h: finds writes through Tensor::data(), which torch's version counters do not see: data() returns a
 // tensor with a counter of its own. torch::nn::utils::clip_grad_norm_ and much code by hand write that way.
 //
-// Flow:    ParameterBlock and SharedGradients watch tensors -> data() of one of them takes a checksum -> changed()
+// Flow:    ParameterBlock and the exchange of gradients watch tensors -> data() of one of them takes a checksum -> changed()
 // Owns:    nothing: a tensor that is released meanwhile counts as unchanged
 // Threads: one thread watches; data() may be called on any
 // Ranks:   no communication

@@ -62,12 +62,7 @@ constexpr Entry kEntries[] = {
 
 std::vector<std::string> model_names() { return names_in(kEntries); }
 
-Task model_task(const std::string& name) {
-  for (const Entry& entry : kEntries)
-    if (name == entry.name) return entry.make(name);
-  throw UsageError(
-      {.what = concat("no such value for --model: ", name), .next = concat("one of: ", join(model_names(), ", "))});
-}
+Task model_task(const std::string& name) { return row_named(kEntries, name, "--model").make(name); }
 
 Task gpt_task(const std::string& name, const GPTOptions& options) {
   Task task = classification_task<GPT>(name, options);

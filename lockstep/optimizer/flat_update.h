@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // optimizer/flat_update.h: reduces gradients and updates parameters in one pass over memory, a slice on each rank.
 //
-// Flow:    gradient/gradient_source.h + UpdateRule -> here -> parameters, optimizer state
+// Flow:    gradient/exchange.h + UpdateRule -> here -> parameters, optimizer state
 // Owns:    scratch memory for gradients and norms; the optimizer state is once per machine where ranks share memory
 // Threads: one thread, which spreads the work over torch's intra-op threads
 // Ranks:   the ranks that share `memory` make the same calls in the same order
@@ -25,7 +25,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/gradient/gradient_source.h"
+#include "lockstep/gradient/exchange.h"
 #include "lockstep/optimizer.h"
 #include "lockstep/optimizer/journal_writer.h"
 #include "lockstep/optimizer/optimizer_state.h"

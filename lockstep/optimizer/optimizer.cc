@@ -100,8 +100,7 @@ struct Optimizer::Layout : OptimizerState {
   std::unique_ptr<FlatUpdate> flat;                       // on the CPU
   std::unique_ptr<DeviceUpdate> on_device;                // on a GPU
   std::shared_ptr<GradientSlices> slices;                 // of which it updates this rank's; null: everything
-  double calls = 0;                                       // of step()
-  double last_settings = 0;                               // their hash, of the last one
+  StepState state;                                        // of step() so far
   double states_set = 0;                                  // set_state() since broadcast_state()
   std::int64_t noted_writes = 0;                          // see writes()
 
@@ -122,12 +121,6 @@ struct Optimizer::Layout : OptimizerState {
     return writes;
   }
   std::int64_t writes_by_hand() const { return writes() - noted_writes; }
-
-  void note_step(StepSettings settings) {
-    settings.resize(settings.size() - 2);  // without these two
-    calls += 1;
-    last_settings = static_cast<double>(static_cast<std::uint32_t>(hash_of(settings)));
-  }
 };
 
 Optimizer::Optimizer(std::vector<torch::Tensor> parameters, std::unique_ptr<torch::optim::OptimizerOptions> options,
@@ -164,7 +157,7 @@ void Optimizer::make_state(Layout& all) {
         std::make_unique<FlatUpdate>(source_->memory(), all, journal_options(*source_, *rule_, param_groups_, all));
     return;
   }
-  all.slices = std::dynamic_pointer_cast<GradientSlices>(source_);
+  if (source_) all.slices = source_->slices();
   all.on_device = std::make_unique<DeviceUpdate>(all, all.slices, gpus_of(source_));
 }
 
@@ -205,7 +198,7 @@ torch::Tensor Optimizer::step(LossClosure closure) {
   else
     step_on_device(all);
   all.noted_writes = all.writes();
-  all.note_step(settings());
+  all.state = {all.state.calls + 1, static_cast<std::uint32_t>(hash_of(settings()))};
   if (adjust_loss_scale_) loss_scale_ = adjust_loss_scale_(skipped_);
   return loss;
 }
@@ -248,16 +241,16 @@ StepSettings Optimizer::settings() const {
   settings.push_back({"how often the optimizer's state was set", layout_ ? layout_->states_set : 0});
   settings.push_back({"how often the optimizer's state was written by hand since the last step()",
                       layout_ ? static_cast<double>(layout_->writes_by_hand()) : 0});
-  settings.push_back({kStepCalls, layout_ ? layout_->calls : 0});
-  settings.push_back({kLastSettings, layout_ ? layout_->last_settings : 0});
   return settings;
 }
 
+StepState Optimizer::step_state() const { return layout_ ? layout_->state : StepState(); }
+
 // With slices end_update() waits, on the GPU, until all ranks have updated theirs.
 void Optimizer::step_on_device(Layout& all) try {
-  if (all.slices) all.slices->begin_update(all.parameters, {});
+  if (all.slices) source_->begin_update(all.parameters, {});
   skipped_ = !all.on_device->run(*rule_, param_groups_, clipping_, loss_scale_);
-  if (all.slices) all.slices->end_update();
+  if (all.slices) source_->end_update();
 } catch (const std::exception& error) {
   if (all.slices) all.slices->fail(concat("step() failed: ", error.what()));
   throw;

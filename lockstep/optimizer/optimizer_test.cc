@@ -10,7 +10,7 @@
 #include <set>
 #include <thread>
 
-#include "lockstep/gradient/gradient_source.h"
+#include "lockstep/gradient/exchange.h"
 #include "lockstep/optimizer/flat_update.h"
 #include "lockstep/optimizers.h"
 #include "lockstep/schedule.h"

@@ -2,7 +2,8 @@
 #include "lockstep/optimizer/update_journal.h"
 
 #include "lockstep/collective/shm/memory/arena.h"
-#include "lockstep/gradient/shared_gradients.h"
+#include "lockstep/gradient/accumulated_batches.h"
+#include "lockstep/gradient/exchange.h"
 #include "lockstep/model/parameter_block.h"
 #include "tests/support.h"
 
@@ -22,7 +23,7 @@ class KeptRank {
     std::ranges::move(more, std::back_inserter(parameters));
     for (const auto& [name, tensor] : parameters) parameters_.push_back(tensor);
     block_ = std::make_shared<ParameterBlock>(*memory_, parameters);
-    source_ = std::make_shared<SharedGradients>(memory_, parameters, SharedGradientsOptions{.block = block_});
+    source_ = publish_gradients(memory_, parameters, {.block = block_});
     optimizer_ = make_optimizer(parameters_, options);
     optimizer_->attach(source_);
   }
@@ -54,7 +55,7 @@ class KeptRank {
   std::shared_ptr<SharedMemory> memory_ = SharedMemory::alone(arena_);
   std::vector<torch::Tensor> parameters_;
   std::shared_ptr<ParameterBlock> block_;
-  std::shared_ptr<SharedGradients> source_;
+  std::shared_ptr<Exchange> source_;
   std::shared_ptr<Optimizer> optimizer_;
 };
 

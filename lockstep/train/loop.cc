@@ -88,7 +88,7 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       loader_(loader_place(strategy.ranks(world).data, strategy), datasets.train,
               loader_options(options, strategy.ranks(world).has_data)),
       timeline_(world, options.trace, parse_steps(options.trace_steps)),
-      keeper_(world, step_world_, strategy, options, metrics_),
+      keeper_(world, step_world_, strategy, options_, metrics_),
       progress_(world.rank() == 0 && !options.quiet),
       last_epoch_{{"train_loss", kNaN}, {"val_accuracy", kNaN}} {
   if (world.rank() == 0 && !options.metrics.empty())  // after the keeper has looked for checkpoints of another run

@@ -4,7 +4,7 @@
 #include <set>
 
 #include "lockstep/error.h"
-#include "lockstep/strategy/ddp/virtual_shards.h"
+#include "lockstep/gradient/layout.h"
 #include "lockstep/train/option_table.h"
 #include "tests/support.h"
 

@@ -233,13 +233,13 @@ TEST(Mistake, no_such_data) {
   EXPECT_TRUE(contains(folder.error, "dataset-fashion-mnist"));
   const Ended name = run(kTrain + Words{"--data", "imagenet"});
   EXPECT_EQ(name.exit_code, 2);
-  EXPECT_TRUE(contains(name.error, "no such value for --data: imagenet"));
+  EXPECT_TRUE(contains(name.error, "--data imagenet: there is no such value"));
 }
 
 TEST(Mistake, no_such_model) {
   const Ended ended = run(kTrain + Words{"--model", "lennet", "--ranks", "2"});
   EXPECT_EQ(ended.exit_code, 2);
-  EXPECT_TRUE(contains(ended.error, "no such value for --model: lennet"));
+  EXPECT_TRUE(contains(ended.error, "--model lennet: there is no such value"));
   EXPECT_TRUE(contains(ended.error, "lenet"));
 }
 

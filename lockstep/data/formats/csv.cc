@@ -38,8 +38,7 @@ class Table {
     error_ = DataError(
         {.what = concat("line ", line_ + (column.empty() ? 0 : 1), " of ", path_.filename().string(), ": ", what),
          .here = column.empty() ? path_.string() : concat(path_.string(), ", column ", column),
-         .likely = "a missing value, text in a column of numbers, or another delimiter",
-         .next = "correct the file; every field must be a number"});
+         .likely = "a missing value, text in a column of numbers, or another delimiter"});
   }
 
   // (rows, columns) float32

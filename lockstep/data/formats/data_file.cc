@@ -40,8 +40,7 @@ void DataFile::read(std::uint64_t offset, std::span<std::uint8_t> into) const {
   throw DataError({.what = concat("can't read ", path_.string(), ": ",
                                   error != 0 ? std::strerror(error) : "it became shorter while it was in use"),
                    .here = concat(path_.string(), ", offset ", offset + into.size() - left.size()),
-                   .likely = error != 0 ? "a failing disk" : "another program writes or copies this file",
-                   .next = "restore the file, and start again"});
+                   .likely = error != 0 ? "a failing disk" : "another program writes or copies this file"});
 }
 
 std::vector<std::uint8_t> DataFile::read_all() const {

@@ -135,8 +135,7 @@ std::shared_ptr<const ImageSource> read_mnist_files(const std::string& name, con
     throw DataError(
         {.what = concat(image_file.filename().string(), " holds shape ", images.sizes(), ", not (N, 28, 28)"),
          .here = concat(image_file.string(), ", offset 4"),
-         .likely = "another dataset, or labels where images belong",
-         .next = "look at the files in --data-dir"});
+         .likely = "another dataset, or labels where images belong"});
   return std::make_shared<MemoryImages>(name, images, read_idx(label_file), 10, label_file.string());
 }
 

@@ -119,11 +119,11 @@ constexpr SplitImages kSplitImages[] = {
     {"cifar-100", read_cifar_files, CIFAR100::normalised}};
 
 Datasets both_splits(Request& request) {
-  const SplitImages& images = *split_images(request.kind());
+  const SplitImages& images = split_images(request.kind());
   const std::string folder = request.path(request.kind() == "fashion-mnist" ? FashionMNIST::kDebianFolder : "");
   const auto open = [&](Split split) {
     const ImageTransforms transforms = request.transforms(images.normalised(), split);
-    return std::make_shared<ImageDataset>(images.read(images.kind, folder, split), transforms);
+    return std::make_shared<ImageDataset>(images.read(images.name, folder, split), transforms);
   };
   return {open(Split::kTrain), open(Split::kValidation)};
 }
@@ -152,15 +152,12 @@ Datasets packed_records(Request& request) {
   });
 }
 
-// Bytes of images become images, everything else rows.
 Datasets arrays(Request& request, const torch::Tensor& data, const torch::Tensor& target) {
   const double share = request.number("val", 0);
   const std::string name = fs::path(split(request.path(), ',')[0]).filename();
-  const bool images = data.scalar_type() == torch::kUInt8 && data.dim() >= 3 && !target.is_floating_point();
-  const std::int64_t found = images && target.numel() > 0 ? target.max().item<std::int64_t>() + 1 : 1;
-  const std::int64_t classes = request.whole("classes", found);
-  if (!images) return in_two_parts(std::make_shared<TensorDataset>(name, data, target), share, request);
-  return in_two_parts(std::make_shared<MemoryImages>(name, data, target, classes, request.path()), {}, share, request);
+  const auto images = images_in(name, data, target, request.whole("classes", 0), request.path());
+  if (images) return in_two_parts(images, {}, share, request);
+  return in_two_parts(std::make_shared<TensorDataset>(name, data, target), share, request);
 }
 
 Datasets npy(Request& request) {
@@ -243,9 +240,14 @@ constexpr Kind kKinds[] = {{"fashion-mnist", both_splits},
 
 ImageTransforms photographs() { return {.mean = {0.485F, 0.456F, 0.406F}, .deviation = {0.229F, 0.224F, 0.225F}}; }
 
-const SplitImages* split_images(const std::string& kind) {
-  const auto* const found = std::ranges::find(kSplitImages, kind, &SplitImages::kind);
-  return found == std::end(kSplitImages) ? nullptr : found;
+const SplitImages& split_images(const std::string& kind) { return row_named(kSplitImages, kind, "--data"); }
+
+std::shared_ptr<const ImageSource> images_in(const std::string& name, const torch::Tensor& data,
+                                             const torch::Tensor& target, std::int64_t classes,
+                                             const std::string& origin) {
+  if (data.scalar_type() != torch::kUInt8 || data.dim() < 3 || target.is_floating_point()) return nullptr;
+  if (classes == 0) classes = target.numel() > 0 ? target.max().item<std::int64_t>() + 1 : 1;
+  return std::make_shared<MemoryImages>(name, data, target, classes, origin);
 }
 
 std::shared_ptr<const ImageSource> synthetic_images(std::int64_t samples, const ImageShape& shape,
@@ -266,10 +268,7 @@ std::vector<std::string> dataset_kinds() { return names_in(kKinds); }
 
 Datasets open_dataset(const DataSource& source) {
   Request request(source);
-  for (const Kind& kind : kKinds)
-    if (request.kind() == kind.name) return kind.open(request);
-  throw UsageError({.what = concat("no such value for --data: ", request.kind()),
-                    .next = concat("one of: ", join(dataset_kinds(), ", "))});
+  return row_named(kKinds, request.kind(), "--data").open(request);
 }
 
 }  // namespace lockstep

@@ -28,13 +28,13 @@ std::shared_ptr<const ImageSource> read_cifar_files(const std::string& name, con
 
 ImageTransforms photographs();  // the usual mean and deviation of ImageNet
 
-// One split of "fashion-mnist", "mnist", "cifar-10" or "cifar-100", and how its images are normalised; null: another kind.
+// One split of "fashion-mnist", "mnist", "cifar-10" or "cifar-100", and how its images are normalised.
 struct SplitImages {
-  const char* kind;
+  const char* name;
   std::shared_ptr<const ImageSource> (*read)(const std::string& kind, const std::filesystem::path& folder, Split split);
   ImageTransforms (*normalised)();
 };
-const SplitImages* split_images(const std::string& kind);
+const SplitImages& split_images(const std::string& kind);
 
 // Reads the whole text as a number, as parse_int() of base/text.h does.
 template <class Number>
@@ -58,6 +58,12 @@ torch::Tensor parse_npy(std::span<const std::uint8_t> bytes, const std::string& 
 
 // The error of a compressed file that grows beyond the limit of its reader.
 DataError unpacked_too_much(const std::string& origin);
+
+// Bytes with 3 or 4 dimensions, whose targets are whole numbers, as images; null: other arrays, which are rows. classes: 0: the
+// largest target + 1. `origin` names the file in errors. Throws DataError, as MemoryImages does.
+std::shared_ptr<const ImageSource> images_in(const std::string& name, const torch::Tensor& data,
+                                             const torch::Tensor& target, std::int64_t classes,
+                                             const std::string& origin);
 
 // Images from a random generator, the same in every run; a model can learn them. Sample i is of class i modulo
 // `classes`: the mean of the class's pattern and noise. Kept in memory as bytes. Throws UsageError: a number below 1.

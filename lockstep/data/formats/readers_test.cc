@@ -224,7 +224,7 @@ TEST(OpenDataset, names_the_part_it_does_not_understand) {
   const auto refusal = [](const std::string& data, const std::string& augment = "") {
     return message_of<UsageError>([&] { open_dataset({.data = data, .augment = augment}); });
   };
-  EXPECT_TRUE(contains(refusal("cifar10"), "no such value for --data: cifar10"));
+  EXPECT_TRUE(contains(refusal("cifar10"), "--data cifar10: there is no such value"));
   EXPECT_TRUE(contains(refusal("cifar-10"), "it needs a path"));
   EXPECT_TRUE(contains(refusal("synthetic:8x1x4x4?colour=1"), "it has no option colour"));
   EXPECT_TRUE(contains(refusal("synthetic:8x1x4"), "synthetic:NxCxHxW"));

@@ -39,7 +39,6 @@ TokenDataset::TokenDataset(const std::filesystem::path& path, const TokenOptions
   if (samples_ < 1)
     throw DataError({.what = concat(end - first_, " tokens, a sample needs ", options.block + 1),
                      .here = path.string(),
-                     .likely = "a short text",
                      .next = "choose a smaller block"});
 }
 
@@ -53,8 +52,7 @@ std::int64_t TokenDataset::token(const std::uint8_t* bytes, std::int64_t place) 
   if (value >= options_.vocabulary)
     throw DataError({.what = concat("token ", value, " is not below the vocabulary's ", options_.vocabulary),
                      .here = concat(file_->path().string(), ", token ", place),
-                     .likely = "tokens of another tokeniser, or of another size",
-                     .next = "look at the file's token size and vocabulary"});
+                     .likely = "tokens of another tokeniser, or of another size"});
   return value;
 }
 

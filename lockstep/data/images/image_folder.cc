@@ -33,7 +33,7 @@ std::vector<std::string> folders_in(const fs::path& folder) {
     throw DataError(
         {.what = concat("no class folders in ", folder.string(), error ? concat(": ", error.message()) : ""),
          .here = folder.string(),
-         .likely = "a wrong path; images belong in FOLDER/CLASS/",
+         .likely = "a wrong path",
          .next = "name the folder that holds a folder per class"});
   std::sort(names.begin(), names.end());
   return names;
@@ -58,10 +58,10 @@ void ImageFolder::add_class(const std::string& name, std::int64_t label) {
     trouble = concat(": ", error.path1().string(), ": ", error.code().message());
   }
   if (!trouble.empty() || files_.size() == before)
-    throw DataError({.what = concat("class ", name, " has no images", trouble),
-                     .here = (folder_ / name).string(),
-                     .likely = "a folder that is missing or was not unpacked, or images that are neither JPEG nor PNG",
-                     .next = "look at the folder"});
+    throw DataError(
+        {.what = concat("class ", name, " has no images", trouble),
+         .here = (folder_ / name).string(),
+         .likely = "a folder that is missing or was not unpacked, or images that are neither JPEG nor PNG"});
   std::ranges::sort(std::span(files_).subspan(before), {}, &File::path);
 }
 

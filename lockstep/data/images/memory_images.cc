@@ -24,8 +24,7 @@ torch::Tensor checked_labels(const torch::Tensor& labels, std::int64_t images, s
   if (labels.dim() != 1 || labels.size(0) != images)
     throw DataError({.what = concat(images, " images, but labels of shape ", labels.sizes()),
                      .here = origin,
-                     .likely = "files of different datasets or splits in one folder",
-                     .next = "look at the files of the dataset"});
+                     .likely = "files of different datasets or splits in one folder"});
   if (!c10::isIntegralType(labels.scalar_type(), /*includeBool=*/false))
     throw DataError(
         {.what = concat("labels of type ", labels.dtype().name()), .here = origin, .next = "give whole numbers"});
@@ -35,8 +34,7 @@ torch::Tensor checked_labels(const torch::Tensor& labels, std::int64_t images, s
     if (values[i] < 0 || values[i] >= classes)
       throw DataError({.what = concat("label ", values[i], " of sample ", i, " is not in 0..", classes - 1),
                        .here = concat(origin, ", sample ", i),
-                       .likely = "a damaged file, or another dataset",
-                       .next = "fetch the file again"});
+                       .likely = "a damaged file, or another dataset"});
   return whole;
 }
 

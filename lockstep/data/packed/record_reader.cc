@@ -30,8 +30,7 @@ Json read_info(const std::filesystem::path& folder) {
   if (!std::filesystem::exists(path))
     throw DataError({.what = concat("no packed data in ", folder.string()),
                      .here = path.string(),
-                     .likely = "a wrong path, or lockstep data pack was interrupted",
-                     .next = "name the folder that lockstep data pack wrote"});
+                     .likely = "a wrong path, or lockstep data pack was interrupted"});
   const Json json = Json::parse(DataFile(path).read_all());
   if (json.at("format") != packed::kFormatName || json.at("version") != packed::ShardHeader{}.version)
     throw damaged_pack(path, "another format or version");

@@ -15,7 +15,7 @@
 
 namespace lockstep {
 
-// Of all groups.
+// Returns those of all groups.
 std::vector<torch::Tensor> parameters_of(const torch::optim::Optimizer& optimizer);
 
 // Throws UsageError naming one that is no parameter or buffer of the module.

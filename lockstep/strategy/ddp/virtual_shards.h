@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// strategy/ddp/virtual_shards.h: what the virtual shards of a step do to the module's buffers, and which programs can
-// have virtual shards (docs/design/fused-step.md).
+// strategy/ddp/virtual_shards.h: keeps the module's buffers the same for any number of ranks, with virtual shards
+// (docs/design/fused-step.md).
 //
 // Threads: one thread
 // Ranks:   no communication
@@ -10,21 +10,9 @@
 
 #include <vector>
 
-#include "lockstep/ddp.h"
-#include "lockstep/model/parameters.h"
-#include "lockstep/world.h"
+#include "lockstep/named_tensor.h"
 
 namespace lockstep {
-
-// Throws UsageError unless options.virtual_shards is 0 or can be had. shares: the ranks share parameters, or GPUs the update.
-void require_shards_possible(const World& world, bool shares, const DistributedDataParallelOptions& options);
-
-// Throws UsageError unless any number of ranks from `fewest` to `ranks` can share out the shards. fewest: with which the job
-// goes on after a loss; 0: it ends.
-void require_shards_for_fewer_ranks(int shards, int fewest, int ranks);
-
-// By the word of `lockstep run --min-ranks`; 0: nobody has said so.
-int fewest_ranks_of_launcher();
 
 // A rank computes its shards one after another, each forward changing the buffers. What a shard computes must not
 // depend on which rank computes it, so every shard's forward begins with the same buffers: those at the beginning of

@@ -37,7 +37,7 @@ SharedDataset with_transform(std::shared_ptr<const ImageSource> source, const st
 
 SharedDataset images_of_split(const std::string& kind, const fs::path& folder, bool train,
                               const std::string& transform) {
-  const SplitImages& images = *split_images(kind);
+  const SplitImages& images = split_images(kind);
   return with_transform(images.read(kind, folder, train ? Split::kTrain : Split::kValidation), transform,
                         images.normalised());
 }
@@ -48,12 +48,13 @@ std::pair<SharedDataset, std::vector<std::string>> image_folder(const fs::path& 
   return {with_transform(source, transform, photographs()), source->class_names()};
 }
 
-SharedDataset memory_images(const std::string& name, const torch::Tensor& images, const torch::Tensor& labels,
-                            std::int64_t classes, const std::string& transform) {
-  return with_transform(std::make_shared<MemoryImages>(name, images, labels, classes, name), transform);
-}
-
-SharedDataset rows(const std::string& name, const torch::Tensor& data, const torch::Tensor& target) {
+SharedDataset tensors(const std::string& name, const torch::Tensor& data, const torch::Tensor& target,
+                      std::int64_t classes, const std::string& transform) {
+  if (const auto images = images_in(name, data, target, classes, name)) return with_transform(images, transform);
+  if (!transform.empty())
+    throw UsageError({.what = concat("transform is for images, ", name, " has none"),
+                      .likely = "data of another dtype or shape",
+                      .next = "leave transform out"});
   return {std::make_shared<TensorDataset>(name, data, target)};
 }
 
@@ -211,8 +212,7 @@ void bind_datasets(py::module_& data) {
       });
   data.def("split_images", &images_of_split, WithoutGil());
   data.def("image_folder", &image_folder, WithoutGil());
-  data.def("images", &memory_images, WithoutGil());
-  data.def("rows", &rows, WithoutGil());
+  data.def("tensors", &tensors, WithoutGil());
   data.def("csv", &csv, WithoutGil());
   data.def("tokens", &tokens, WithoutGil());
   data.def("open", &open_by_name, WithoutGil());

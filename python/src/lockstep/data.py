@@ -205,13 +205,7 @@ class TensorDataset(Dataset):
 
     def __init__(self, data: Any, target: Any, transform: str = "", classes: int | None = None, name: str = "tensors"):
         data, target = (torch.as_tensor(values, device="cpu").detach() for values in (data, target))
-        if data.dtype == torch.uint8 and data.dim() >= 3 and not target.is_floating_point():
-            classes = classes or int(target.max()) + 1 if target.numel() else 1
-            super().__init__(_native.images(name, data, target, classes, _text(transform)))
-            return
-        if _text(transform):
-            _refuse(f"transform is for images, {name} has none", likely="data of another dtype or shape", next="leave transform out")
-        super().__init__(_native.rows(name, data, target))
+        super().__init__(_native.tensors(name, data, target, classes or 0, _text(transform)))
 
 
 class NpyDataset(TensorDataset):
@@ -293,13 +287,7 @@ def pack(
 # ---- Ranks
 
 
-def _rank_and_size(rank, world_size):
-    if (rank is None) != (world_size is None):
-        _refuse("only one of rank and world_size is given", next="give both, or neither: they are then those of the job")
-    if rank is not None:
-        if not 0 <= rank < world_size:
-            _refuse(f"rank {rank} of {world_size}", next=f"give a rank from 0 to {world_size - 1}")
-        return rank, world_size
+def _ranks_of_job():
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     rank, world_size = _native.rank_of_job()
@@ -311,13 +299,15 @@ class _Ranks:
     """Rank and world size, of the job unless given. Read when first needed; an error when they are others later."""
 
     def __init__(self, rank, world_size):
-        self._given = rank, world_size
+        if (rank is None) != (world_size is None):
+            _refuse("only one of rank and world_size is given", next="give both, or neither: they are then those of the job")
+        if rank is not None and not 0 <= rank < world_size:
+            _refuse(f"rank {rank} of {world_size}", next="give a rank from 0 to world_size - 1")
+        self._given = None if rank is None else (rank, world_size)
         self._found = None
-        if rank is not None or world_size is not None:
-            self.get()
 
     def get(self):
-        now = _rank_and_size(*self._given)
+        now = self._given or _ranks_of_job()
         if self._found not in (None, now):
             _refuse(
                 "this was rank {} of {} and is now rank {} of {}".format(*self._found, *now),

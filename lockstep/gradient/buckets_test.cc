@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/gradient/reducer.h"
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -9,7 +8,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/gradient/accumulated_batches.h"
-#include "lockstep/gradient/unused_parameters.h"
+#include "lockstep/gradient/exchange.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -18,8 +17,8 @@ namespace {
 using testing::contains;
 using testing::message_of;
 
-class ReducerOfSize : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Sizes, ReducerOfSize, ::testing::Values(1, 2, 3, 4, 7));
+class BucketsOfSize : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Sizes, BucketsOfSize, ::testing::Values(1, 2, 3, 4, 7));
 
 torch::Tensor parameter(const std::vector<std::int64_t>& shape) {
   return torch::ones(shape, torch::TensorOptions().dtype(torch::kFloat64).requires_grad(true));
@@ -31,14 +30,14 @@ torch::Tensor loss_with_gradient(const torch::Tensor& p, double value) { return 
 // Powers of two as sample counts, so that the weighted mean is exact.
 std::int64_t samples_of(int rank) { return rank == 0 ? 1 : std::int64_t{1} << (rank - 1); }
 
-TEST_P(ReducerOfSize, gives_every_rank_the_mean_weighted_by_samples) {
+TEST_P(BucketsOfSize, gives_every_rank_the_mean_weighted_by_samples) {
   run_ranks(GetParam(), [](World& world) {
     const torch::Tensor p = parameter({3, 5});
-    Reducer reducer(world, {{"p", p}});
+    const auto reducer = exchange_in_buckets(world, {{"p", p}});
     const torch::Tensor loss = loss_with_gradient(p, 8.0 * (world.rank() + 1));
-    reducer.begin(samples_of(world.rank()), loss);
+    reducer->begin(samples_of(world.rank()), loss);
     loss.backward();
-    const BatchTotals totals = reducer.finish();
+    const BatchTotals totals = reducer->finish();
     double expected = 0;
     std::int64_t samples = 0;
     for (int rank = 0; rank < world.size(); ++rank) {
@@ -51,42 +50,42 @@ TEST_P(ReducerOfSize, gives_every_rank_the_mean_weighted_by_samples) {
   });
 }
 
-TEST_P(ReducerOfSize, counts_a_rank_without_samples_for_nothing_even_if_it_holds_nan) {
+TEST_P(BucketsOfSize, counts_a_rank_without_samples_for_nothing_even_if_it_holds_nan) {
   run_ranks(GetParam(), [](World& world) {
     const torch::Tensor p = parameter({4});
-    Reducer reducer(world, {{"p", p}});
+    const auto reducer = exchange_in_buckets(world, {{"p", p}});
     const bool last_without = world.size() > 1 && world.rank() == world.size() - 1;
     if (last_without) {
       p.mutable_grad() = torch::full({4}, std::numeric_limits<double>::quiet_NaN(), torch::kFloat64);
-      reducer.begin(0, {});
+      reducer->begin(0, {});
     } else {
       const torch::Tensor loss = loss_with_gradient(p, 3);
-      reducer.begin(2, loss);
+      reducer->begin(2, loss);
       loss.backward();
     }
-    EXPECT_EQ(reducer.finish().mean_loss, 12);
+    EXPECT_EQ(reducer->finish().mean_loss, 12);
     EXPECT_TRUE(torch::allclose(p.grad(), torch::full({4}, 3.0, torch::kFloat64), 1e-15, 0));
   });
 }
 
-TEST_P(ReducerOfSize, treats_a_parameter_that_some_ranks_did_not_use_as_zero_there) {
+TEST_P(BucketsOfSize, treats_a_parameter_that_some_ranks_did_not_use_as_zero_there) {
   run_ranks(GetParam(), [](World& world) {
     const torch::Tensor always = parameter({2});
     const torch::Tensor sometimes = parameter({2});
     const torch::Tensor never = parameter({2});
-    Reducer reducer(world, {{"always", always}, {"sometimes", sometimes}, {"never", never}});
+    const auto reducer = exchange_in_buckets(world, {{"always", always}, {"sometimes", sometimes}, {"never", never}});
     torch::Tensor loss = loss_with_gradient(always, 1);
     if (world.rank() == 0) loss = loss + loss_with_gradient(sometimes, world.size());
-    reducer.begin(1, loss);
+    reducer->begin(1, loss);
     loss.backward();
-    reducer.finish();
+    reducer->finish();
     EXPECT_TRUE(torch::allclose(always.grad(), torch::ones({2}, torch::kFloat64), 0, 1e-15));
     EXPECT_TRUE(torch::allclose(sometimes.grad(), torch::ones({2}, torch::kFloat64), 0, 1e-15));
     EXPECT_FALSE(never.grad().defined()) << "as on a single rank: the optimizer passes it over";
   });
 }
 
-TEST_P(ReducerOfSize, cuts_parameters_of_several_dtypes_and_layouts_into_small_buckets) {
+TEST_P(BucketsOfSize, cuts_parameters_of_several_dtypes_and_layouts_into_small_buckets) {
   run_ranks(GetParam(), [](World& world) {
     std::vector<NamedTensor> parameters;
     for (int i = 0; i < 9; ++i) {
@@ -94,13 +93,13 @@ TEST_P(ReducerOfSize, cuts_parameters_of_several_dtypes_and_layouts_into_small_b
       if (i % 2 == 0) p = p.contiguous(torch::MemoryFormat::ChannelsLast);
       parameters.push_back({concat("p", i), p.set_requires_grad(true)});
     }
-    Reducer reducer(world, parameters, {.bucket_bytes = 200});
+    const auto reducer = exchange_in_buckets(world, parameters, {.bucket_bytes = 200});
     torch::Tensor loss = torch::zeros({}, torch::kFloat64);
     const torch::Tensor factor = torch::arange(6, torch::kFloat64).reshape({2, 3, 1, 1});
     for (const auto& [name, p] : parameters) loss = loss + (p * factor).sum() * (world.rank() + 1);
-    reducer.begin(1, loss);
+    reducer->begin(1, loss);
     loss.backward();
-    reducer.finish();
+    reducer->finish();
     const double mean_factor = (world.size() + 1) / 2.0;
     for (const auto& [name, p] : parameters) {
       EXPECT_EQ(p.grad().strides(), p.strides());
@@ -109,10 +108,10 @@ TEST_P(ReducerOfSize, cuts_parameters_of_several_dtypes_and_layouts_into_small_b
   });
 }
 
-TEST_P(ReducerOfSize, takes_a_plain_backward_as_equal_weights) {
+TEST_P(BucketsOfSize, takes_a_plain_backward_as_equal_weights) {
   run_ranks(GetParam(), [](World& world) {
     const torch::Tensor p = parameter({4});
-    Reducer reducer(world, {{"p", p}});
+    const auto reducer = exchange_in_buckets(world, {{"p", p}});
     for (int step = 0; step < 3; ++step) {
       p.mutable_grad() = torch::Tensor();
       loss_with_gradient(p, 2.0 * world.rank()).backward();
@@ -121,52 +120,52 @@ TEST_P(ReducerOfSize, takes_a_plain_backward_as_equal_weights) {
   });
 }
 
-TEST_P(ReducerOfSize, accumulates_over_several_backwards) {
+TEST_P(BucketsOfSize, accumulates_over_several_backwards) {
   run_ranks(GetParam(), [](World& world) {
     const torch::Tensor p = parameter({4});
-    Reducer reducer(world, {{"p", p}});
+    const auto reducer = exchange_in_buckets(world, {{"p", p}});
     for (int step = 1; step <= 3; ++step) {
       const torch::Tensor loss = loss_with_gradient(p, world.rank() + 1);
-      reducer.begin(1, loss);
+      reducer->begin(1, loss);
       loss.backward();
-      reducer.finish();
+      reducer->finish();
       const double mean = (world.size() + 1) / 2.0;
       EXPECT_TRUE(torch::allclose(p.grad(), torch::full({4}, step * mean, torch::kFloat64), 1e-14, 0));
     }
   });
 }
 
-TEST(Reducer, takes_a_parameter_that_is_used_twice_once) {
+TEST(Buckets, takes_a_parameter_that_is_used_twice_once) {
   run_ranks(2, [](World& world) {
     const torch::Tensor p = parameter({2});
-    Reducer reducer(world, {{"p", p}});
+    const auto reducer = exchange_in_buckets(world, {{"p", p}});
     const torch::Tensor loss = loss_with_gradient(p, 1) + loss_with_gradient(p * 2, 1 + world.rank());
-    reducer.begin(1, loss);
+    reducer->begin(1, loss);
     loss.backward();
-    reducer.finish();
+    reducer->finish();
     EXPECT_TRUE(torch::equal(p.grad(), torch::full({2}, 4.0, torch::kFloat64)));
   });
 }
 
-TEST(Reducer, works_without_parameters) {
+TEST(Buckets, works_without_parameters) {
   run_ranks(2, [](World& world) {
-    Reducer reducer(world, {});
-    reducer.begin(world.rank() + 1, torch::full({}, 3.0));
-    const BatchTotals totals = reducer.finish();
+    const auto reducer = exchange_in_buckets(world, {});
+    reducer->begin(world.rank() + 1, torch::full({}, 3.0));
+    const BatchTotals totals = reducer->finish();
     EXPECT_EQ(totals.samples, 3);
     EXPECT_EQ(totals.mean_loss, 3);
   });
 }
 
-TEST_P(ReducerOfSize, sends_the_rows_that_a_sparse_gradient_has) {
+TEST_P(BucketsOfSize, sends_the_rows_that_a_sparse_gradient_has) {
   run_ranks(GetParam(), [](World& world) {
     torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(10, 3).sparse(true));
     embedding->to(torch::kFloat64);
-    Reducer reducer(world, named_parameters(*embedding), {.sparse = {"weight"}});
+    const auto reducer = exchange_in_buckets(world, named_parameters(*embedding), {.sparse = {"weight"}});
     const torch::Tensor loss = embedding(torch::tensor({world.rank(), 9, 9})).sum() * 8.0;
-    reducer.begin(samples_of(world.rank()), loss);
+    reducer->begin(samples_of(world.rank()), loss);
     loss.backward();
-    const BatchTotals totals = reducer.finish();
+    const BatchTotals totals = reducer->finish();
     torch::Tensor expected = torch::zeros({10, 3}, torch::kFloat64);
     for (int rank = 0; rank < world.size(); ++rank) {
       const double weight = 8.0 * static_cast<double>(samples_of(rank)) / static_cast<double>(totals.samples);
@@ -179,32 +178,32 @@ TEST_P(ReducerOfSize, sends_the_rows_that_a_sparse_gradient_has) {
   });
 }
 
-TEST(Reducer, leaves_a_sparse_gradient_undefined_if_no_rank_has_one) {
+TEST(Buckets, leaves_a_sparse_gradient_undefined_if_no_rank_has_one) {
   run_ranks(2, [](World& world) {
     torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(10, 3).sparse(true));
     const torch::Tensor p = parameter({2});
-    Reducer reducer(world, {{"weight", embedding->weight}, {"p", p}}, {.sparse = {"weight"}});
-    reducer.begin(1, p.sum());
+    const auto reducer = exchange_in_buckets(world, {{"weight", embedding->weight}, {"p", p}}, {.sparse = {"weight"}});
+    reducer->begin(1, p.sum());
     p.sum().backward();
-    reducer.finish();
+    reducer->finish();
     EXPECT_FALSE(embedding->weight.grad().defined());
   });
 }
 
-TEST_P(ReducerOfSize, puts_gradients_where_the_bucket_is_if_told) {
+TEST_P(BucketsOfSize, puts_gradients_where_the_bucket_is_if_told) {
   run_ranks(GetParam(), [](World& world) {
     const torch::Tensor p = torch::ones({2, 3, 4, 4}, torch::kFloat64)
                                 .contiguous(torch::MemoryFormat::ChannelsLast)
                                 .set_requires_grad(true);
     const torch::Tensor q = parameter({5});
-    Reducer reducer(world, {{"p", p}, {"q", q}}, {.gradient_as_bucket_view = true});
+    const auto reducer = exchange_in_buckets(world, {{"p", p}, {"q", q}}, {.gradient_as_bucket_view = true});
     std::vector<const void*> places;
     for (int step = 0; step < 4; ++step) {
       const torch::Tensor loss =
           (p * torch::arange(96, torch::kFloat64).view({2, 3, 4, 4})).sum() + loss_with_gradient(q, world.rank());
-      const double factor = reducer.begin(1, loss);
+      const double factor = reducer->begin(1, loss);
       run_backward(loss, factor);
-      reducer.finish();
+      reducer->finish();
       EXPECT_TRUE(torch::equal(p.grad(), torch::arange(96, torch::kFloat64).view({2, 3, 4, 4})));
       EXPECT_TRUE(torch::allclose(q.grad(), torch::full({5}, (world.size() - 1) / 2.0, torch::kFloat64), 1e-12));
       EXPECT_EQ(p.grad().strides(), p.strides());
@@ -239,16 +238,17 @@ torch::Tensor twice_checkpointed(const torch::Tensor& w, double x) {
   return Checkpointed::apply(Checkpointed::apply(input, w), w).sum();  // x w^2
 }
 
-TEST(Reducer, takes_a_gradient_that_becomes_ready_twice_if_the_graph_is_static) {
+TEST(Buckets, takes_a_gradient_that_becomes_ready_twice_if_the_graph_is_static) {
   run_ranks(3, [](World& world) {
     const torch::Tensor w = parameter({4});
     const torch::Tensor other = parameter({2});
-    Reducer reducer(world, {{"w", w}, {"other", other}}, {.bucket_bytes = 16, .static_graph = true});
+    const auto reducer =
+        exchange_in_buckets(world, {{"w", w}, {"other", other}}, {.bucket_bytes = 16, .static_graph = true});
     for (int step = 0; step < 3; ++step) {
       const torch::Tensor loss = twice_checkpointed(w, world.rank()) + other.sum();
-      reducer.begin(1, loss);
+      reducer->begin(1, loss);
       loss.backward();
-      reducer.finish();
+      reducer->finish();
       EXPECT_TRUE(torch::equal(w.grad(), torch::full({4}, 2.0, torch::kFloat64))) << step;
       EXPECT_TRUE(torch::equal(other.grad(), torch::ones({2}, torch::kFloat64))) << step;
       w.mutable_grad().reset();
@@ -257,37 +257,27 @@ TEST(Reducer, takes_a_gradient_that_becomes_ready_twice_if_the_graph_is_static) 
   });
 }
 
-TEST(Reducer, says_so_if_a_gradient_becomes_ready_twice) {
+TEST(Buckets, says_so_if_a_gradient_becomes_ready_twice) {
   const auto run_checkpointed = [](World& world) {
     const torch::Tensor w = parameter({4});
-    Reducer reducer(world, {{"w", w}});
-    reducer.begin(1, twice_checkpointed(w, 1));
+    const auto reducer = exchange_in_buckets(world, {{"w", w}});
+    reducer->begin(1, twice_checkpointed(w, 1));
     twice_checkpointed(w, 1).backward();
-    reducer.finish();
+    reducer->finish();
   };
   EXPECT_TRUE(contains(message_of<UsageError>([&] { run_ranks(2, run_checkpointed); }), "w became ready again"));
 }
 
-TEST(UnusedParameters, are_those_that_the_graph_does_not_reach) {
-  const torch::Tensor a = parameter({2}), b = parameter({2}), c = parameter({2});
-  const torch::Tensor loss = (a * b.detach() + c.square()).sum();
-  const auto reached = reached_by(loss);
-  EXPECT_TRUE(reached(a));
-  EXPECT_FALSE(reached(b));
-  EXPECT_TRUE(reached(c));
-  EXPECT_FALSE(reached_by({})(a));
-}
-
-TEST_P(ReducerOfSize, takes_branches_that_change_from_step_to_step) {
+TEST_P(BucketsOfSize, takes_branches_that_change_from_step_to_step) {
   run_ranks(GetParam(), [](World& world) {
     const std::vector<NamedTensor> branches = {{"0", parameter({3})}, {"1", parameter({4})}, {"2", parameter({5})}};
-    Reducer reducer(world, branches, {.bucket_bytes = 8});
+    const auto reducer = exchange_in_buckets(world, branches, {.bucket_bytes = 8});
     for (int step = 0; step < 5; ++step) {
       const auto branch_of = [&](int rank) -> std::size_t { return (rank + step) % 3; };
       const torch::Tensor loss = loss_with_gradient(branches[branch_of(world.rank())].tensor, 6);
-      reducer.begin(1, loss);
+      reducer->begin(1, loss);
       loss.backward();
-      reducer.finish();
+      reducer->finish();
       for (std::size_t i = 0; i < branches.size(); ++i) {
         double ranks = 0;
         for (int rank = 0; rank < world.size(); ++rank) ranks += branch_of(rank) == i ? 1 : 0;
@@ -301,19 +291,19 @@ TEST_P(ReducerOfSize, takes_branches_that_change_from_step_to_step) {
   });
 }
 
-TEST(Reducer, refuses_a_sparse_gradient_by_name) {
+TEST(Buckets, refuses_a_sparse_gradient_by_name) {
   const auto run_sparse = [](World& world) {
     torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(10, 3).sparse(true));
-    Reducer reducer(world, named_parameters(*embedding));
+    const auto reducer = exchange_in_buckets(world, named_parameters(*embedding));
     embedding(torch::tensor({1, 2})).sum().backward();
   };
   EXPECT_TRUE(contains(message_of<UsageError>([&] { run_ranks(2, run_sparse); }), "the gradient of weight is sparse"));
 }
 
-TEST(Reducer, takes_its_hooks_away) {
+TEST(Buckets, takes_its_hooks_away) {
   run_ranks(2, [](World& world) {
     const torch::Tensor p = parameter({2});
-    { const Reducer reducer(world, {{"p", p}}); }
+    { const auto reducer = exchange_in_buckets(world, {{"p", p}}); }
     if (world.rank() == 0) loss_with_gradient(p, 5).backward();  // would wait for rank 1 otherwise
     EXPECT_EQ(p.grad().defined(), world.rank() == 0);
   });
