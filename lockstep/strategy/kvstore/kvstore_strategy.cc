@@ -292,8 +292,9 @@ std::vector<NamedTensor> trained_parameters(const torch::nn::Module& model) {
   return parameters;
 }
 
-// A worker has the parameters three times: the model, and what it sends and receives. The servers have them as often, and
-// two more for each worker; they are on the machines in turn. Unless workers go in step, each has a state of its own.
+// A worker has the parameters three times: the model, and what it sends and receives. The servers have them as often,
+// and two more for each worker; they are on the machines in turn. Unless workers go in step, each has a state of its
+// own.
 HeldBytes bytes_of_kvstore(const PlannedRun& run) {
   const KVStoreOptions& store = run.options.kvstore;
   if (!has_servers(store.kind)) return bytes_of_data_parallel(run);

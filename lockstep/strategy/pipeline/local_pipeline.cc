@@ -148,6 +148,7 @@ class LocalPipeline : public Pipeline {
       work->back().device = devices_->where(i);
       work->back().waits = true;
     }
+    // The last replica has the most micro-batches.
     const auto links = thread_links(devices_->size(), stages_, work->back().micro_batches.elements().size());
     const auto results = std::make_shared<IntVector<StageResult>>(devices_->size());
     // `parts` keeps alive what the pieces point to, should a device be left behind.
