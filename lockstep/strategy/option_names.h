@@ -35,8 +35,7 @@ inline constexpr std::array kNames<Compression> = {
     Named{"2bit", Compression::kTwoBit},   Named{"topk", Compression::kTopK}};
 
 template <>
-inline constexpr std::array kNames<UpdateOn> = {Named{"device", UpdateOn::kDevice},
-                                                   Named{"cpu", UpdateOn::kCpu}};
+inline constexpr std::array kNames<UpdateOn> = {Named{"device", UpdateOn::kDevice}, Named{"cpu", UpdateOn::kCpu}};
 
 template <>
 inline constexpr std::array kNames<KVStoreKind> = {Named{"local", KVStoreKind::kLocal},

@@ -192,7 +192,7 @@ class LocalPipeline : public Pipeline {
     const auto generator = hold_generator();
     const PartialModel partial(task_.make_model);
     for (int i = 0; i < devices_->size(); ++i) {
-      const ModulePtr part = partial.make_part(0, [](torch::nn::Module&) { return Tensors(); });
+      const ModulePtr part = partial.make_part(options_.seed, [](torch::nn::Module&) { return Tensors(); });
       name_modules(named_parameters(*part));
       parts_.push_back({part, pieces_of(task_, *part), parameters_then_buffers(*part)});
     }
