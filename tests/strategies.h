@@ -126,7 +126,7 @@ inline Batch part_of(const Batch& batch, const World& world) {
 
 // The same where some ranks train on nothing; `workers`: those that do.
 inline Batch part_of(const Batch& batch, const Strategy& strategy, const World& workers) {
-  if (strategy.has_data()) return part_of(batch, workers);
+  if (strategy.ranks(workers).has_data) return part_of(batch, workers);
   return {batch.data.slice(0, 0, 0), batch.target.slice(0, 0, 0)};
 }
 

@@ -12,9 +12,9 @@
 // Threads: any; backward runs the function on the thread of autograd
 // Ranks:   no communication of its own. A function that communicates does so twice
 //
-// Gradients are the same bit for bit as without it. A parameter that is used both inside and outside is the exception: its
-// contributions are added in another order. Dropout draws the same numbers again, and the generators are afterwards where
-// they would be. Autocast is as it was. Works with DistributedDataParallel, in every strategy, inside another
+// Gradients are the same bit for bit as without it. A parameter that is used both inside and outside is the exception:
+// its contributions are added in another order. Dropout draws the same numbers again, and the generators are afterwards
+// where they would be. Autocast is as it was. Works with DistributedDataParallel, in every strategy, inside another
 // checkpoint(), and with torch::autograd::grad.
 //
 // The function runs twice: what it changes besides (running statistics of batch normalisation) is changed twice, as
@@ -30,8 +30,9 @@ namespace lockstep {
 
 // Returns function(inputs). Where no gradient is needed, that is all. Tensors that the function uses and that require
 // gradients must be among the inputs, or leaves such as parameters.
-// Throws UsageError: the function uses a tensor that was computed outside, changes an input in place (if the input requires
-// gradients, c10::Error), or returns an undefined tensor. Backward throws UsageError: the function returned something else the second time, or create_graph.
+// Throws UsageError: the function uses a tensor that was computed outside, changes an input in place (if the input
+// requires gradients, c10::Error), or returns an undefined tensor. Backward throws UsageError: the function returned
+// something else the second time, or create_graph.
 std::vector<torch::Tensor> checkpoint(
     const std::function<std::vector<torch::Tensor>(const std::vector<torch::Tensor>&)>& function,
     const std::vector<torch::Tensor>& inputs);

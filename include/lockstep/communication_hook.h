@@ -28,6 +28,9 @@
 
 namespace lockstep {
 
+// Size of a bucket: of gradients that are all-reduced at once (Li et al., "PyTorch Distributed", VLDB 2020).
+inline constexpr std::size_t kBucketBytes = std::size_t{25} << 20;
+
 struct GradientBucket {
   std::size_t number = 0;            // the same in every step
   torch::Tensor flat;                // (n) the weighted gradients of this rank; afterwards their sum over ranks

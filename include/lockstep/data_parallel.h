@@ -31,8 +31,8 @@ namespace lockstep {
 
 class DataParallel {
  public:
-  // make_module: returns a torch::nn::ModuleHolder such as Net, with forward(Tensor); called once per device, with torch's
-  // generator seeded by `seed`: modules can't be cloned in C++.
+  // make_module: returns a torch::nn::ModuleHolder such as Net, with forward(Tensor); called once per device, with
+  // torch's generator seeded by `seed`: modules can't be cloned in C++.
   template <class MakeModule>
   DataParallel(MakeModule make_module, Devices& devices, std::uint64_t seed = 0)
       : DataParallel(Task{.make_model = [make_module] { return make_module().ptr(); },
@@ -47,7 +47,8 @@ class DataParallel {
   DataParallel(const DataParallel&) = delete;
   DataParallel& operator=(const DataParallel&) = delete;
 
-  // Device 0's module: its parameters are those that count, for an optimizer of any kind, checkpoints, train() and eval().
+  // Device 0's module: its parameters are those that count, for an optimizer of any kind, checkpoints, train() and
+  // eval().
   torch::nn::Module& module() const;
 
   // The outputs for a whole batch, (B, ...), on device 0. data: (B, ...), on any device, B > 0; its own gradient is not
@@ -55,8 +56,8 @@ class DataParallel {
   torch::Tensor forward(const torch::Tensor& data);
 
   // Adds the gradients of everything that forward() has returned since the last backward() to .grad of device 0's
-  // parameters. loss: a scalar made from these outputs. Blocks. Throws what backward() and Devices::run() throw. A plain
-  // loss.backward() throws UsageError: it would end at the outputs.
+  // parameters. loss: a scalar made from these outputs. Blocks. Throws what backward() and Devices::run() throw. A
+  // plain loss.backward() throws UsageError: it would end at the outputs.
   void backward(const torch::Tensor& loss);
 
  private:

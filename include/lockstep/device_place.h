@@ -26,11 +26,11 @@ struct DevicePlace {
 // "cpu:0-3,cpu:4-7": these cores. Throws UsageError: anything else, and GPUs beside cores.
 std::vector<DevicePlace> parse_device_places(const std::string& text);
 
-// What messages call each of them: "cuda:1", "cpu:0" for the first set of cores. A GPU that is named before is
+// The name of each in messages: "cuda:1", "cpu:0" for the first set of cores. A GPU that is named before is
 // "cuda:1 (device 3)".
 std::vector<std::string> names_of(const std::vector<DevicePlace>& places);
 
-// Of the process's cores, or the GPUs 0 ... count-1. Throws DeviceError: fewer GPUs than that.
+// Even shares of the process's cores, or the GPUs 0 ... count-1. Throws DeviceError: fewer GPUs than that.
 std::vector<DevicePlace> even_places(torch::DeviceType type, int count);
 
 }  // namespace lockstep

@@ -4,8 +4,8 @@
 //   scheduling thread (the caller's) --run(body)--> body on N device threads at the same time --> back to the caller
 //
 // Flow:    towers, data_parallel, averaging, pipeline, kvstore -> here -> a model's forward, backward and update
-// Owns:    N threads, each pinned to its own cores: cpu:0 ... cpu:N-1; where devices are GPUs, each thread has one as its
-//          current device, and works on that GPU's default stream
+// Owns:    N threads, each pinned to its own cores: cpu:0 ... cpu:N-1; where devices are GPUs, each thread has one as
+//          its current device, and works on that GPU's default stream
 // Threads: call Devices from one thread; use a Device only on its own thread
 // Ranks:   inside one process; World connects processes
 //
@@ -32,21 +32,23 @@
 
 #include "lockstep/collective_types.h"
 #include "lockstep/cores.h"
+#include "lockstep/deadline.h"
 #include "lockstep/device_place.h"
 
 namespace lockstep {
 
 class DevicesState;
+struct Call;
 
 struct DevicesOptions {
   int count = 1;
   CoreSet cores = {};  // to be divided among the devices; empty: all cores that this process may use
-  std::chrono::milliseconds timeout = std::chrono::minutes(5);
+  std::chrono::milliseconds timeout = kDefaultTimeout;
   int teams = 1;  // collectives are between the devices of a team: device i belongs to team i % teams
   std::vector<DevicePlace> places{};  // one for each of `count`; empty: cores
 };
 
-// What a function sees of the device that it runs on. Collectives are called by all devices of a team, in the same
+// The device that a function runs on. Collectives are called by all devices of a team, in the same
 // order, with dense tensors of the same shape, strides and dtype, which are read and written in place. They block until
 // the team is done, and throw PeerLost (another device failed or is late) or MismatchError (different calls).
 class Device {
@@ -67,6 +69,7 @@ class Device {
  private:
   friend class DevicesState;
   Device(DevicesState& state, int index) : state_(state), index_(index) {}
+  void run(Call call, const torch::Tensor& tensor);
 
   DevicesState& state_;
   int index_;

@@ -30,8 +30,8 @@ struct LoaderOptions {
   int prefetch = 4;           // batches that may be ready; memory is bounded by these and by what you hold
   std::int64_t skip_bad = 0;  // unreadable samples that may be left out per epoch and rank; one more is an error
   bool empty = false;         // batches without samples: for a rank that trains on nothing itself
-  std::shared_ptr<const SampleOrder> order{};                   // replaces shuffle, such as weighted_order
-  std::chrono::milliseconds timeout = std::chrono::minutes(5);  // for one batch
+  std::shared_ptr<const SampleOrder> order{};           // replaces shuffle, such as weighted_order
+  std::chrono::milliseconds timeout = kDefaultTimeout;  // for one batch
   // Called by the thread that waits for a batch, about ten times a second. What it throws ends the wait and the epoch.
   std::function<void()> while_waiting{};
 };

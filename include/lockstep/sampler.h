@@ -82,6 +82,7 @@ struct Range {
   std::int64_t begin = 0;
   std::int64_t end = 0;
   std::int64_t size() const { return end - begin; }
+  bool operator==(const Range&) const = default;
 };
 Range even_part(std::int64_t total, int index, int parts);
 

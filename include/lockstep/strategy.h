@@ -18,6 +18,7 @@
 #include "lockstep/batch_totals.h"
 #include "lockstep/communication_hook.h"
 #include "lockstep/device_place.h"
+#include "lockstep/devices.h"
 #include "lockstep/layout.h"
 #include "lockstep/named_tensor.h"
 #include "lockstep/optimizers.h"
@@ -39,13 +40,14 @@ struct PhaseTimes {
 
 enum class StrategyKind { kSingle, kDdp, kTowers, kDataParallel, kKVStore, kAveraging, kPipeline };
 
-// What forward and backward compute in; parameters, gradients and the update stay in float32.
+// The dtype of forward and backward; parameters, gradients and the update stay in float32.
 enum class Precision { kFloat32, kBFloat16 };
 
 struct DdpOptions {
   bool share_parameters = true;  // one copy per machine (lockstep/ddp.h)
-  int bucket_mib = 25;           // of gradients that are exchanged at once, where they are (lockstep/ddp.h)
-  int virtual_shards = 0;        // the same bits on any number of ranks that divides this (lockstep/ddp.h); 0: off
+  int bucket_mib =
+      static_cast<int>(kBucketBytes >> 20);  // of gradients that are exchanged at once, where they are (lockstep/ddp.h)
+  int virtual_shards = 0;  // the same bits on any number of ranks that divides this (lockstep/ddp.h); 0: off
 };
 
 enum class UpdateOn {
@@ -64,7 +66,7 @@ struct AveragingOptions {
   double outer_momentum = 0;  // Nesterov's; with it this is DiLoCo (Douillard et al., 2023)
 };
 
-// Where pushed gradients are summed and who updates; docs/strategies/kvstore.md compares them.
+// The place where pushed gradients are summed, and who updates; docs/strategies/kvstore.md compares them.
 enum class KVStoreKind {
   kLocal,  // one of the next three, whichever suits the model
   kLocalUpdateCpu,
@@ -104,12 +106,12 @@ struct StrategyOptions {
   double ema_decay = 0;    // 0: no moving average of the parameters
   std::uint64_t seed = 0;  // of the initial parameters
   Precision precision = Precision::kFloat32;
-  std::optional<Layout> layout{};                               // none: preferred_layout()
-  int devices = 1;                                              // threads of this process; `single` and `ddp` have one
-  std::vector<DevicePlace> places{};                            // where each of these is; empty: cores
-  std::chrono::milliseconds timeout = std::chrono::minutes(5);  // how long any wait for a device may take
-  Algorithm algorithm = Algorithm::kDirect;                     // towers, ddp: how gradients are summed
-  CompressionOptions compression{};                             // ddp, kvstore dist_*: of gradients between ranks
+  std::optional<Layout> layout{};                       // none: preferred_layout()
+  int devices = 1;                                      // threads of this process; `single` and `ddp` have one
+  std::vector<DevicePlace> places{};                    // where each of these is; empty: cores
+  std::chrono::milliseconds timeout = kDefaultTimeout;  // how long any wait for a device may take
+  Algorithm algorithm = Algorithm::kDirect;             // towers, ddp: how gradients are summed
+  CompressionOptions compression{};                     // ddp, kvstore dist_*: of gradients between ranks
   DdpOptions ddp{};
   TowersOptions towers{};
   AveragingOptions averaging{};
@@ -121,9 +123,24 @@ struct StrategyOptions {
 
 using Report = std::vector<std::pair<std::string, double>>;  // what a strategy measured, by name
 
+// Which ranks of the job do what together.
+struct StrategyRanks {
+  World data;            // those that share out the batches: each loads its part of them
+  World validation;      // those that share out the batches of validation
+  World step;            // those that take each step at the same time: all of them validate and save. World::single():
+                         // every rank goes at its own pace, and the first rank of the job validates and saves alone
+  bool has_data = true;  // false: this rank's batches are empty
+};
+
 class Strategy {
  public:
   virtual ~Strategy() = default;
+
+  // world: all ranks of the job.
+  virtual StrategyRanks ranks(const World& world) const { return {.data = world, .validation = world, .step = world}; }
+
+  // This rank's devices, where it has several.
+  virtual const Devices* devices() const { return nullptr; }
 
   // Forward, backward and exchange for this rank's part of the global batch (which may be empty). The parameters stay
   // as they are. Returns the samples and the mean loss of the global batch: the same on every rank.
@@ -132,54 +149,44 @@ class Strategy {
   // Called before forward_backward(), with the batch after that: begins to bring it to the devices while the step runs.
   // Does not block. Only where prefetches(): the loop then asks for batches in pinned memory.
   virtual void prefetch(const Batch& /*next*/) {}
-  virtual bool prefetches() const { return false; }
+  bool prefetches() const { return devices() != nullptr && devices()->on_gpus(); }
 
   // Applies what forward_backward() found.
   virtual void update() = 0;
 
-  // With the current parameters, for validation. Undefined where another rank has the output (a pipeline of ranks: the
-  // last stage has it); then all ranks of loop_world() call it, those of a pipeline's replica with the same data.
+  // Returns the output with the current parameters, for validation. It is undefined where another rank has it (a
+  // pipeline of ranks: the last stage); then all ranks of StrategyRanks::step call it, those of a pipeline's replica
+  // with the same data.
   virtual torch::Tensor forward(const torch::Tensor& data) = 0;
 
-  // A pipeline of ranks: parameters and buffers of other stages are meta tensors.
+  // In a pipeline of ranks, parameters and buffers of other stages are meta tensors.
   virtual torch::nn::Module& model() = 0;
   virtual Optimizer& optimizer() = 0;  // the one whose learning rate and state count; others follow it
   virtual const PhaseTimes& phases() const = 0;
 
-  // Where replicas may differ for a while: makes them one model. All ranks call it, before model() is validated or
-  // saved.
+  // Makes replicas that may differ for a while one model. All ranks call it, before model() is validated or saved.
   virtual void synchronise() {}
 
-  // What this rank alone has beside state(), such as residuals of compressed gradients: kept in memory for whoever takes its
-  // place, and not in checkpoints. Neither call waits for other ranks.
+  // Tensors that this rank alone has beside state(), such as residuals of compressed gradients: kept in memory for the
+  // rank that takes its place, and not in checkpoints. Neither call waits for other ranks.
   virtual std::vector<NamedTensor> own_state() { return {}; }
   virtual void set_own_state(const std::vector<NamedTensor>& state) { static_cast<void>(state); }
 
   // False while replicas may differ, so that synchronise() would change them. The same on every rank.
-  virtual bool is_one_model() const { return true; }
+  bool is_one_model() const { return is_one_model_; }
 
   // After every rank has put the same checkpoint, of `step`, into model(), optimizer() and state(): other replicas
   // follow, and random numbers that depend on the step go on from there. All ranks call it; blocks until all have.
   virtual void restored(std::int64_t /*step*/) {}
 
-  // What a checkpoint has to keep beside model() and optimizer(); restored in place.
+  // Tensors that a checkpoint keeps beside model() and optimizer(); restored in place.
   virtual std::vector<NamedTensor> state() { return {}; }
 
-  // The ranks that share out the batches, where that is not every rank of `world`: each loads its part of them. Without
-  // data, a rank's batches are empty.
-  virtual World data_world(const World& world) const { return world; }
-  virtual bool has_data() const { return true; }
-
-  // The ranks that share out the batches of validation.
-  virtual World validation_world(const World& world) const { return world; }
-
-  // The ranks that take each step at the same time: validation and checkpoints are calls of all of them.
-  // World::single() where every rank goes at its own pace; the first rank of `world` then validates and saves alone.
-  virtual World loop_world(const World& world) const { return world; }
-
-  virtual std::vector<std::string> devices() const { return {}; }  // of this rank, where a rank has several
-  virtual Report report() const { return {}; }      // for the metrics of the run; all ranks of loop_world() call it
+  virtual Report report() const { return {}; }      // for the metrics of the run; all of StrategyRanks::step call it
   virtual std::string table() const { return {}; }  // the same for people: lines; empty: nothing to show
+
+ protected:
+  bool is_one_model_ = true;
 };
 
 struct StrategyInfo {

@@ -7,9 +7,9 @@
 //   share_variables -> a model on every device, with the variables of the first
 //   each batch: split_and_load -> tower_losses -> backward -> combine_gradients -> step() of the first one's optimizer
 //
-// examples/towers.cc and examples/shared_variables.cc are such programs; the strategy `towers` makes the same calls. The
-// names are those of the multi-GPU chapter of Zhang et al., "Dive into Deep Learning", and of TensorFlow's multi-tower
-// CIFAR-10 example.
+// examples/towers.cc and examples/shared_variables.cc are such programs; the strategy `towers` makes the same calls.
+// The names are those of the multi-GPU chapter of Zhang et al., "Dive into Deep Learning", and of TensorFlow's
+// multi-tower CIFAR-10 example.
 //
 // The gradient is the mean over all samples of the batch: the mean loss of a device with m of n samples has weight m/n.
 //
@@ -83,8 +83,8 @@ void backward(Devices& devices, const std::vector<torch::Tensor>& losses, const 
 // without a gradient on any device keeps none. Sets of cores copy nothing: each reads the others' memory.
 void all_reduce_gradients(Devices& devices, const Replicas& replicas, Algorithm algorithm = Algorithm::kDirect);
 
-// tensors[i] belongs to device i; afterwards each is the sum of all. Same shapes, strides and dtypes. Throws UsageError:
-// not one tensor per device; DeviceError: one is elsewhere.
+// tensors[i] belongs to device i; afterwards each is the sum of all. Same shapes, strides and dtypes. Throws
+// UsageError: not one tensor per device; DeviceError: one is elsewhere.
 void all_reduce(Devices& devices, const std::vector<torch::Tensor>& tensors, Algorithm algorithm = Algorithm::kDirect);
 
 // The optimizer's step on every device.
@@ -95,19 +95,20 @@ struct TrainBatchOptions {
   Algorithm algorithm = Algorithm::kDirect;  // of the gradients' all-reduce
 };
 
-// One step of training: all of the above, from split_and_load to update. Returns the samples and mean loss of the batch.
+// One step of training: all of the above, from split_and_load to update. Returns the samples and mean loss of the
+// batch.
 BatchTotals train_batch(Devices& devices, const Task& task, const Replicas& replicas, const Batch& batch,
                         const TrainBatchOptions& options = {});
 
 // ---- Towers with shared variables
 
-// As get_params(), but the variables exist once, on the CPU: every model uses the parameters of the first, and the first
-// one's optimizer updates them, on the cores of all devices. `devices` must outlive it. Throws UsageError: devices that
-// are GPUs (KVStore::create("local_update_cpu") has the variables on the CPU for those).
+// As get_params(), but the variables exist once, on the CPU: every model uses the parameters of the first, and the
+// first one's optimizer updates them, on the cores of all devices. `devices` must outlive it. Throws UsageError:
+// devices that are GPUs (KVStore::create("local_update_cpu") has the variables on the CPU for those).
 Replicas share_variables(Devices& devices, const Task& task, const StrategyOptions& options = {});
 
-// The synchronisation point after backward(): the first one's optimizer takes the sum of all gradients in its next step().
-// Throws UsageError: replicas that share no variables.
+// The synchronisation point after backward(): the first one's optimizer takes the sum of all gradients in its next
+// step(). Throws UsageError: replicas that share no variables.
 void combine_gradients(const Replicas& replicas);
 
 }  // namespace lockstep

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// lockstep/verify.h: trains the same model on one rank and on several, and compares the results: a quick check whether a
-// task can be trained on many ranks, before days are spent on it.
+// lockstep/verify.h: trains the same model on one rank and on several, and compares the results: a quick check whether
+// a task can be trained on many ranks, before days are spent on it.
 //
 // Flow:    a Task -> two short runs -> VerifyReport
 // Owns:    nothing

@@ -33,8 +33,8 @@ class Group;
 }
 
 struct WorldOptions {
-  torch::DeviceType device = torch::kCPU;                       // kCUDA: GPU local_rank of those that are visible
-  std::chrono::milliseconds timeout = std::chrono::minutes(5);  // how long any one wait may take; at most 24 days
+  torch::DeviceType device = torch::kCPU;               // kCUDA: GPU local_rank of those that are visible
+  std::chrono::milliseconds timeout = kDefaultTimeout;  // how long any one wait may take; at most 24 days
 };
 
 // A call that was started. Copies refer to the same call.

@@ -143,7 +143,7 @@ std::shared_ptr<Exchange> publish_gradients(std::shared_ptr<SharedMemory> memory
                                             PublishedOptions options = {});
 
 struct BucketOptions {
-  std::size_t bucket_bytes = std::size_t{25} << 20;   // Li et al., "PyTorch Distributed" (VLDB 2020)
+  std::size_t bucket_bytes = kBucketBytes;
   std::shared_ptr<CommunicationHook> hook = nullptr;  // how a bucket is summed; none: all-reduced as it is
   Algorithm algorithm = Algorithm::kDirect;           // of that all-reduce
 

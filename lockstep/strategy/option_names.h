@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// strategy/option_names.h: the names of the options' enumerators on the command line, in errors and in metrics. Those of
-// the strategies are in strategies() (lockstep/strategy.h), those of the optimizers in lockstep/optimizers.h.
+// strategy/option_names.h: the names of the options' enumerators on the command line, in errors and in metrics. Those
+// of the strategies are in strategies() (lockstep/strategy.h), those of the optimizers in lockstep/optimizers.h.
 //
 // Threads: constants
 #pragma once
@@ -35,8 +35,7 @@ inline constexpr std::array kNames<Compression> = {
     Named{"2bit", Compression::kTwoBit},   Named{"topk", Compression::kTopK}};
 
 template <>
-inline constexpr std::array kNames<UpdateOn> = {Named{"device", UpdateOn::kDevice},
-                                                   Named{"cpu", UpdateOn::kCpu}};
+inline constexpr std::array kNames<UpdateOn> = {Named{"device", UpdateOn::kDevice}, Named{"cpu", UpdateOn::kCpu}};
 
 template <>
 inline constexpr std::array kNames<KVStoreKind> = {Named{"local", KVStoreKind::kLocal},

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy.h"
 
-#include <ATen/autocast_mode.h>
-
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/strategy/autograd.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/strategies.h"
 
@@ -17,21 +16,37 @@ std::unique_ptr<Strategy> make_single(const World& world, const Task& task, cons
                     .next = "leave out --ranks, or choose --strategy ddp"});
 }
 
+HeldBytes bytes_of_single(const PlannedRun& run) {
+  PlannedRun alone = run;
+  alone.devices = alone.machines = 1;
+  return bytes_of_ddp(alone);
+}
+
 struct Entry {
   StrategyInfo info;
   std::unique_ptr<Strategy> (*make)(const World&, const Task&, const StrategyOptions&);
+  HeldBytes (*bytes)(const PlannedRun&);
 };
 
-// Every strategy, once: the command line, its help, the metrics and make_strategy() read this table.
+// Every strategy, once: the command line, its help, the metrics, forecasts and make_strategy() read this table.
 constexpr Entry kEntries[] = {
-    {{StrategyKind::kSingle, "single", "one device, nothing to exchange"}, make_single},
-    {{StrategyKind::kDdp, "ddp", "gradients exchanged after or during backward"}, make_ddp},
-    {{StrategyKind::kTowers, "towers", "gradients combined in steps; --algorithm, --update", true}, make_towers},
+    {{StrategyKind::kSingle, "single", "one device, nothing to exchange"}, make_single, bytes_of_single},
+    {{StrategyKind::kDdp, "ddp", "gradients exchanged after or during backward"}, make_ddp, bytes_of_ddp},
+    {{StrategyKind::kTowers, "towers", "gradients combined in steps; --algorithm, --update", true},
+     make_towers,
+     bytes_of_towers},
     {{StrategyKind::kDataParallel, "data_parallel", "outputs, loss and gradients meet on device 0", true},
-     make_data_parallel},
-    {{StrategyKind::kKVStore, "kvstore", "a store on servers, in step or not; --kvstore", true}, make_kvstore_strategy},
-    {{StrategyKind::kAveraging, "averaging", "separate replicas, averaged; --average-every", true}, make_averaging},
-    {{StrategyKind::kPipeline, "pipeline", "layers on different devices; --stages", true}, make_pipeline},
+     make_data_parallel,
+     bytes_of_data_parallel},
+    {{StrategyKind::kKVStore, "kvstore", "a store on servers, in step or not; --kvstore", true},
+     make_kvstore_strategy,
+     bytes_of_kvstore},
+    {{StrategyKind::kAveraging, "averaging", "separate replicas, averaged; --average-every", true},
+     make_averaging,
+     bytes_of_averaging},
+    {{StrategyKind::kPipeline, "pipeline", "layers on different devices; --stages", true},
+     make_pipeline,
+     bytes_of_pipeline},
 };
 
 const Entry& entry_of(StrategyKind kind) {
@@ -40,36 +55,10 @@ const Entry& entry_of(StrategyKind kind) {
   throw UsageError({.what = "StrategyOptions::kind is no strategy", .next = "take one of StrategyKind"});
 }
 
-// Autocast on this thread, for the device of `data`, as torch.autocast does it in Python.
-class Autocast {
- public:
-  explicit Autocast(at::DeviceType device)
-      : device_(device),
-        enabled_(at::autocast::is_autocast_enabled(device)),
-        dtype_(at::autocast::get_autocast_dtype(device)) {
-    at::autocast::increment_nesting();
-    at::autocast::set_autocast_enabled(device, true);
-    at::autocast::set_autocast_dtype(device, at::kBFloat16);
-  }
-  ~Autocast() {
-    at::autocast::set_autocast_enabled(device_, enabled_);
-    at::autocast::set_autocast_dtype(device_, dtype_);
-    if (at::autocast::decrement_nesting() == 0)
-      at::autocast::clear_cache();  // parameters change before the next forward
-  }
-  Autocast(const Autocast&) = delete;
-  Autocast& operator=(const Autocast&) = delete;
-
- private:
-  at::DeviceType device_;
-  bool enabled_;
-  at::ScalarType dtype_;
-};
-
-// Computes in bfloat16 while parameters, their gradients and the update stay in float32: matrix products and convolutions
-// take bfloat16; sums that need more take float32, as autocast's lists say (PyTorch's torch.amp); the output becomes
-// float32, so the loss is computed in it. Micikevicius et al., "Mixed Precision Training" (2018); bfloat16 has float32's
-// range and needs no loss scaling (Kalamkar et al., 2019).
+// Computes in bfloat16 while parameters, their gradients and the update stay in float32: matrix products and
+// convolutions take bfloat16; sums that need more take float32, as autocast's lists say (PyTorch's torch.amp); the
+// output becomes float32, so the loss is computed in it. Micikevicius et al., "Mixed Precision Training" (2018);
+// bfloat16 has float32's range and needs no loss scaling (Kalamkar et al., 2019).
 Task in_precision(Task task, const StrategyOptions& options) {
   if (options.precision == Precision::kFloat32) return task;
   if (options.kind == StrategyKind::kPipeline)
@@ -77,7 +66,9 @@ Task in_precision(Task task, const StrategyOptions& options) {
         {.what = "strategy pipeline runs the pieces of a model, which compute in the precision of their parameters",
          .next = "leave precision float32, or choose another strategy"});
   task.forward = [forward = task.forward](torch::nn::Module& model, const torch::Tensor& data) {
-    const Autocast autocast(data.device().type());
+    AutocastSetting setting = AutocastSetting::now();
+    setting.of_device[data.device().type()] = {true, at::kBFloat16};
+    const AutocastGuard guard(setting);
     return forward(model, data).to(torch::kFloat32);
   };
   return task;
@@ -95,6 +86,8 @@ const std::vector<StrategyInfo>& strategies() {
 }
 
 const StrategyInfo& strategy_info(StrategyKind kind) { return entry_of(kind).info; }
+
+HeldBytes held_bytes(const PlannedRun& run) { return entry_of(run.options.kind).bytes(run); }
 
 std::unique_ptr<Strategy> make_strategy(const World& world, const Task& task, const StrategyOptions& options) {
   return entry_of(options.kind).make(world, in_precision(task, options), options);

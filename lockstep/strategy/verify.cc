@@ -17,32 +17,27 @@ namespace {
 
 using BatchOf = std::function<Batch(int step)>;
 
-Task in_precision(Task task, bool double_precision) {
-  if (!double_precision) return task;
-  task.make_model = [make = task.make_model] {
-    ModulePtr model = make();
-    model->to(torch::kFloat64);
-    return model;
-  };
-  return task;
-}
-
-Batch in_precision(Batch batch, bool double_precision) {
-  for (torch::Tensor* tensor : {&batch.data, &batch.target})
-    if (double_precision && tensor->is_floating_point()) *tensor = tensor->to(torch::kFloat64);
-  return batch;
+torch::Tensor in_float64(const torch::Tensor& tensor) {
+  return tensor.is_floating_point() ? tensor.to(torch::kFloat64) : tensor;
 }
 
 // Rank 0's parameters after training on `ranks` ranks with one thread each.
-std::vector<NamedTensor> trained(int ranks, const Task& task, const BatchOf& batch_of, const VerifyOptions& options) {
+std::vector<NamedTensor> trained(int ranks, Task task, const BatchOf& batch_of, const VerifyOptions& options) {
   std::vector<NamedTensor> parameters;
+  if (options.double_precision)
+    task.make_model = [make = task.make_model] {
+      ModulePtr model = make();
+      model->to(torch::kFloat64);
+      return model;
+    };
   run_ranks(ranks, [&](World& world) {
     at::set_num_threads(1);
-    const auto strategy = make_strategy(world, in_precision(task, options.double_precision), options.strategy);
+    const auto strategy = make_strategy(world, task, options.strategy);
     if (options.strategy.ddp.virtual_shards == 0) strategy->model().eval();
     for (int step = 0; step < options.steps; ++step) {
       const Batch part = part_of(batch_of(step), world.rank(), world.size());
-      strategy->forward_backward(in_precision(part, options.double_precision));
+      strategy->forward_backward(options.double_precision ? Batch{in_float64(part.data), in_float64(part.target)}
+                                                          : part);
       strategy->update();
     }
     if (world.rank() == 0)
@@ -83,11 +78,11 @@ VerifyReport verify(const Task& task, const VerifyOptions& options) {
     const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(step));
     std::vector<std::int64_t> shape = sample.sizes;
     shape.insert(shape.begin(), options.batch_size);
-    if (sample.tokens)
-      return {torch::randint(sample.classes, shape, generator, torch::kInt64),
-              torch::randint(sample.classes, shape, generator, torch::kInt64)};
-    return {torch::randn(shape, generator),
-            torch::randint(sample.classes, {options.batch_size}, generator, torch::kInt64)};
+    const auto classes = [&](at::IntArrayRef sizes) {
+      return torch::randint(sample.classes, sizes, generator, torch::kInt64);
+    };
+    if (sample.tokens) return {classes(shape), classes(shape)};
+    return {torch::randn(shape, generator), classes({options.batch_size})};
   };
   return verify(task, random_batch, options);
 }

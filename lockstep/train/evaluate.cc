@@ -32,7 +32,7 @@ Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
   const PhaseScope validating(Phase::kValidating);
   strategy.synchronise();
   strategy.model().eval();
-  const World sharing = strategy.validation_world(world);
+  const World sharing = strategy.ranks(world).validation;
   options.batch_size *= sharing.size();
   options.shuffle = false;
   Loader loader(sharing, dataset, options);

@@ -54,6 +54,10 @@ LoaderPlace loader_place(const World& world, const Strategy& strategy) {
   return {world.rank(), world.size(), world.device(), world.cores(), strategy.prefetches()};
 }
 
+std::vector<std::string> device_names(const Strategy& strategy) {
+  return strategy.devices() == nullptr ? std::vector<std::string>() : strategy.devices()->names();
+}
+
 std::vector<NamedTensor> gradients_of(const torch::nn::Module& model) {
   std::vector<NamedTensor> gradients;
   for (const auto& [name, parameter] : named_parameters(model))
@@ -75,13 +79,13 @@ std::string headline(const World& world, const Loader& loader, const std::vector
 TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets& datasets, Strategy& strategy,
                            const TrainOptions& options)
     : world_(world),
-      step_world_(strategy.loop_world(world)),
+      step_world_(strategy.ranks(world).step),
       task_(task),
       validation_(datasets.validation),
       strategy_(strategy),
       options_(options),
-      loader_(loader_place(strategy.data_world(world), strategy), datasets.train,
-              loader_options(options, strategy.has_data())),
+      loader_(loader_place(strategy.ranks(world).data, strategy), datasets.train,
+              loader_options(options, strategy.ranks(world).has_data)),
       timeline_(world, options.trace, parse_steps(options.trace_steps)),
       keeper_(world, step_world_, strategy, options_, metrics_),
       progress_(world.rank() == 0 && !options.quiet),
@@ -95,7 +99,7 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
 Json TrainingLoop::run() {
   observe::enter(Phase::kOwnCode);
   const Stopwatch watch;
-  progress_.begin_run(headline(world_, loader_, strategy_.devices(), options_),
+  progress_.begin_run(headline(world_, loader_, device_names(strategy_), options_),
                       {options_.epochs, loader_.steps_per_epoch(), last_step()});
   metrics_.write(start_event(options_, position_.step));
   while (has_more() && !stopped_) train_epoch();
@@ -263,13 +267,13 @@ void TrainingLoop::finish_epoch() {
 
 // The number of ranks, or of the devices of all where a rank has several.
 std::int64_t TrainingLoop::ranks() const {
-  return world_.size() * std::max(std::ssize(strategy_.devices()), std::ptrdiff_t{1});
+  return world_.size() * std::max(std::ssize(device_names(strategy_)), std::ptrdiff_t{1});
 }
 
 Json TrainingLoop::summary(double seconds) const {
   const PhaseTimes& phases = strategy_.phases();
   const LoadingStatistics loading = loader_.statistics();
-  const auto devices = strategy_.devices();
+  const auto devices = device_names(strategy_);
   Json run = {{"event", "run"},
               {"strategy", strategy_info(options_.strategy.kind).name},
               {"model", options_.model},

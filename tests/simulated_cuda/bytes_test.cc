@@ -172,7 +172,7 @@ std::map<int, BytesOfRank> bytes_between_ranks(int ranks, const StrategyOptions&
   std::mutex mutex;
   run_ranks_on_gpus(ranks, [&](World& world) {
     const auto strategy = make_strategy(world, even_task(), options);
-    const Batch whole = even_batch(), mine = part_of(whole, strategy->data_world(world));
+    const Batch whole = even_batch(), mine = part_of(whole, strategy->ranks(world).data);
     const Batch batch{mine.data.to(world.device()), mine.target.to(world.device())};
     train_step(*strategy, batch);
     train_step(*strategy, batch);
@@ -206,7 +206,8 @@ TEST(BytesOfRanks, in_ddp_with_clipping_are_norms_besides) {
   for (const int ranks : {2, 3, 4})
     for (const auto& [rank, each] :
          bytes_between_ranks(ranks, {.optimizer = SGDOptions{.lr = 0.1}, .clipping = {.max_norm = 1}, .seed = 4})) {
-      EXPECT_EQ(each.exchanged, kK + kK / ranks + (4 + totals(ranks) + 4 + ranks - 1) * kNumber) << rank << " of " << ranks;
+      EXPECT_EQ(each.exchanged, kK + kK / ranks + (4 + totals(ranks) + 4 + ranks - 1) * kNumber)
+          << rank << " of " << ranks;
       EXPECT_EQ(each.bytes, (Bytes{.up = (totals(ranks) - 1) * kNumber, .down = (4 + totals(ranks) + 1) * kNumber}))
           << rank << " of " << ranks;
     }
@@ -245,7 +246,7 @@ std::map<int, Bytes> bytes_over_hosts(int ranks, int servers, StrategyOptions op
     const int gpu = world.rank() - servers;
     if (gpu >= 0) mine.places = {{.device = {torch::kCUDA, static_cast<c10::DeviceIndex>(gpu)}}};
     const auto strategy = make_strategy(world, even_task(), mine);
-    const World share = strategy->data_world(world);
+    const World share = strategy->ranks(world).data;
     const auto step = [&] { train_step(*strategy, part_of(even_batch(), *strategy, share)); };
     step();
     world.barrier();

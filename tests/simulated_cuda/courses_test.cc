@@ -38,7 +38,7 @@ Course course_of_servers(const StrategyOptions& options, int workers, int gpus) 
     for (int i = 0; worker >= 0 && i < gpus; ++i)
       mine.places.push_back({.device = gpu(worker * gpus + i)}), mine.devices = gpus;
     const auto strategy = make_strategy(world, small_task(), mine);
-    const World share = strategy->data_world(world);
+    const World share = strategy->ranks(world).data;
     for (int step = 0; step < kSteps; ++step) train_step(*strategy, part_of(batch_of(step), *strategy, share));
     strategy->synchronise();
     if (world.rank() == 0) course.parameters = values_of(strategy->model());
@@ -98,7 +98,7 @@ TEST_P(AveragingOnGpus, of_processes_trains_as_one_device_does) {
     const auto strategy = make_strategy(world, small_task(), mine);
     Course course;
     for (int step = 0; step < kSteps; ++step)
-      course.losses.push_back(train_step(*strategy, part_of(batch_of(step), strategy->data_world(world))));
+      course.losses.push_back(train_step(*strategy, part_of(batch_of(step), strategy->ranks(world).data)));
     strategy->synchronise();
     course.parameters = values_of(strategy->model());
     expect_same_course(course, one);
@@ -199,7 +199,7 @@ TEST_P(StagesOnGpus, train_as_one_device_does_with_every_schedule) {
       const auto strategy = make_strategy(world, small_task(), options);
       Course own, expected;
       for (int step = 0; step < kSteps; ++step) {
-        const Batch batch = part_of(batch_of(step), strategy->data_world(world));
+        const Batch batch = part_of(batch_of(step), strategy->ranks(world).data);
         own.losses.push_back(train_step(*strategy, {batch.data.to(world.device()), batch.target.to(world.device())}));
       }
       const auto parameters = strategy->model().parameters();

@@ -418,7 +418,7 @@ Course run_rank(const StrategyProgram& program, const World& world, Turns& turns
   const int worker = is_asynchronous(program) ? world.rank() - options.kvstore.servers : -1;
   if (worker >= 0) options.places = places_of_worker(worker, options.devices);
   const auto strategy = make_strategy(world, task_of(program), options);
-  const World share = strategy->data_world(world);
+  const World share = strategy->ranks(world).data;
   Course course;
   for (std::size_t step = 0; step < program.batches.size(); ++step) {
     set_learning_rate(strategy->optimizer(), program.rates[step]);

@@ -10,6 +10,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
+#include "lockstep/strategy/strategies.h"
 
 namespace lockstep::plan {
 namespace {
@@ -70,43 +71,20 @@ double memory_of_connections(const Profile& profile, const Target& target, const
   return (processes * (processes - 1) + in_step * (machines - 1) + 4 * links) * profile.connection_bytes / machines;
 }
 
-// A process has what one has of its own that trains with no samples, without its replica. A replica has parameters, gradients
-// and state; where the replicas share a copy, all but the gradients exist once.
+// A process has what one has of its own that trains with no samples, without its replica.
 double memory_of_processes(const Profile& profile, const Target& target, const Choice& choice) {
   const Line rank = memory_by_samples(profile);
-  const double gradients = static_cast<double>(profile.parameter_bytes), parameters = gradients;
-  const double state = static_cast<double>(profile.state_bytes), once = parameters + state;
-  const double process = std::max(profile.idle_bytes, rank.fixed - gradients - once);
-  const double batch = static_cast<double>(target.batch), d = target.devices;
-  const double activations = rank.per_byte * batch / target.machines;
-  switch (choice.method) {
-    case Method::kSingle: return process + once + gradients + activations;
-    case Method::kDdp:
-      return d * process + once + d * gradients + activations + (target.machines > 1 ? d * gradients : 0);
-    case Method::kTowers: return process + (choice.update_on_cpu ? once : d * once) + d * gradients + activations;
-    case Method::kDataParallel:
-    case Method::kStoreLocal: return process + once + d * gradients + activations;
-    case Method::kAveraging: return process + d * (once + gradients) + activations;
-    case Method::kStoreSync:
-    case Method::kStoreAsync: {
-      const double workers = target.all_devices();
-      const double states = choice.method == Method::kStoreSync ? state : workers * state;
-      const double servers = choice.servers * process + (3 + 2 * workers) * parameters + states;
-      return d * (process + 3 * parameters + gradients) + activations + servers / target.machines;
-    }
-    case Method::kPipeline: {
-      const double micro = choice.parts_of_batch();
-      double in_flight = micro;
-      if (choice.order == PipelineSchedule::k1F1B) {
-        in_flight = 0;
-        for (int stage = 0; stage < choice.stages; ++stage)
-          in_flight += std::min<double>(choice.stages - stage, micro) / choice.stages;
-      }
-      const double processes = target.machines > 1 ? d : 1;
-      return processes * process + (once + gradients) / target.machines + activations * in_flight / micro;
-    }
-  }
-  return 0;
+  const auto parameters = static_cast<double>(profile.parameter_bytes);
+  const auto state = static_cast<double>(profile.state_bytes);
+  return held_bytes({.options = choice.options({}),
+                     .machines = target.machines,
+                     .devices = target.devices,
+                     .stages = choice.stages,
+                     .process = std::max(profile.idle_bytes, rank.fixed - 2 * parameters - state),
+                     .parameters = parameters,
+                     .state = state,
+                     .activations = rank.per_byte * static_cast<double>(target.batch) / target.machines})
+      .sum();
 }
 
 // With what they share, libraries above all.

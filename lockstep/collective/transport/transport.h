@@ -70,7 +70,7 @@ struct TransportOptions {
   int size = 1;
   std::string describe;               // "rank 2 of 4 on gpu-a", for messages
   std::string address = "127.0.0.1";  // of this machine, as the other ranks reach it; GLOO_SOCKET_IFNAME goes first
-  std::chrono::milliseconds timeout = std::chrono::minutes(5);
+  std::chrono::milliseconds timeout = kDefaultTimeout;
   std::shared_ptr<GlooNetwork> network{};  // that a group shares with its World; none: a new one
   bool message_headers = true;  // a message between machines begins with its dtype and length (gloo_messages.h)
 };

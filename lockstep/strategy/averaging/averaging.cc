@@ -131,8 +131,6 @@ class Averaging : public ReplicaStrategy {
     follow_first(replicas_);
   }
 
-  bool is_one_model() const override { return is_one_model_; }
-
   void restored(std::int64_t) override {
     is_one_model_ = true;
     follow_first(replicas_);
@@ -193,10 +191,17 @@ class Averaging : public ReplicaStrategy {
   std::optional<OuterStep> outer_;     // none: the average is taken as it is
   std::int64_t batches_since_average_ = 0;
   std::int64_t averages_ = 0;
-  bool is_one_model_ = true;  // also in the optimizers' state, which averages leave alone
 };
 
 }  // namespace
+
+// Every device has a replica of its own.
+HeldBytes bytes_of_averaging(const PlannedRun& run) {
+  HeldBytes bytes = bytes_of_data_parallel(run);
+  bytes.parameters *= run.devices;
+  bytes.state *= run.devices;
+  return bytes;
+}
 
 std::unique_ptr<Strategy> make_averaging(const World& world, const Task& task, const StrategyOptions& options) {
   return std::make_unique<Averaging>(world, task, options);

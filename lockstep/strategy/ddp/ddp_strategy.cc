@@ -102,6 +102,17 @@ class DdpStrategy : public ReplicaStrategy {
 
 }  // namespace
 
+// The ranks of a machine share parameters and state. Between machines each has buckets.
+HeldBytes bytes_of_ddp(const PlannedRun& run) {
+  const double ranks = run.devices;
+  return {.processes = ranks * run.process,
+          .parameters = run.parameters,
+          .state = run.state,
+          .gradients = ranks * run.parameters,
+          .activations = run.activations,
+          .buckets = run.machines > 1 ? ranks * run.parameters : 0};
+}
+
 std::unique_ptr<Strategy> make_ddp(const World& world, const Task& task, const StrategyOptions& options) {
   return std::make_unique<DdpStrategy>(world, task, options);
 }

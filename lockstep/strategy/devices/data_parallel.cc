@@ -26,14 +26,6 @@
 namespace lockstep {
 namespace {
 
-// A new leaf on `device`: each device's graph ends at its own outputs.
-torch::Tensor gather(const Tensors& outputs, torch::Device device) {
-  Tensors defined;
-  for (const torch::Tensor& output : outputs)
-    if (output.defined()) defined.push_back(output.detach().to(device));
-  return torch::cat(defined).requires_grad_();
-}
-
 struct Loss {
   double value = 0;
   torch::Tensor gradient;  // of the gathered outputs
@@ -50,19 +42,11 @@ Loss loss_on_device_0(Devices& devices, const Task& task, const torch::Tensor& g
   return *found;
 }
 
-// gradient: of the gathered outputs; each device takes its part.
-void parallel_backward(Devices& devices, const Tensors& outputs, const torch::Tensor& gradient) {
-  devices.run([outputs, gradient, parts = devices.size()](Device& device) {
-    const torch::Tensor& output = for_device(outputs, device);
-    if (output.defined()) output.backward(part_of({gradient, gradient}, device.index(), parts).data.to(device.where()));
-  });
-}
-
 class DataParallelStrategy : public ReplicaStrategy {
  public:
   DataParallelStrategy(const World& world, const Task& task, const StrategyOptions& options)
       : ReplicaStrategy(task, make_replicas(devices_of(options), task, options), make_devices(world, options)) {
-    if (!devices_->on_gpus()) gradients_ = share_parameters(*devices_, replicas_);  // replicates once and for all
+    if (!devices_->on_gpus()) share_parameters(*devices_, replicas_);  // replicates once and for all
     seed_steps(options.seed + 1);
   }
 
@@ -72,11 +56,11 @@ class DataParallelStrategy : public ReplicaStrategy {
       outputs = run_replicas(
           *devices_, replicas_, parts_for_devices(batch),
           [task = task_](const Replica& replica, const Batch& part) { return replica.forward(task, part.data); });
-      const torch::Tensor gathered = gather(outputs, devices_->where(0));
+      const torch::Tensor gathered = gather(outputs, devices_->where(0)).requires_grad_();
       gathered_bytes_ = std::max(gathered_bytes_, gathered.nbytes());
       return loss_on_device_0(*devices_, task_, gathered, batch.target);
     });
-    in_phase(Phase::kBackward, [&] { parallel_backward(*devices_, outputs, loss.gradient); });
+    in_phase(Phase::kBackward, [&] { scatter_and_run_backward(*devices_, outputs, loss.gradient); });
     return {.samples = batch.size(), .mean_loss = loss.value};
   }
 
@@ -84,21 +68,21 @@ class DataParallelStrategy : public ReplicaStrategy {
   // gradients are summed on device 0, which updates; its parameters are copied to the others.
   void update() override {
     in_phase(Phase::kUpdate, [&] {
-      if (!gradients_) return update_on_gpus();
-      gradients_->set(gradients_of(replicas_));
+      if (devices_->on_gpus()) return update_on_gpus();
+      combine_gradients(replicas_);
       optimizer().step();
     });
   }
 
   void restored(std::int64_t) override { follow_model(replicas_); }
 
-  // Every device holds gradients, a GPU parameters too. Device 0 also holds the parameters, the optimizer's state, and the
-  // gathered outputs with their gradient.
+  // Every device holds gradients, a GPU parameters too. Device 0 also holds the parameters, the optimizer's state, and
+  // the gathered outputs with their gradient.
   Report report() const override {
     const Replica& first = replicas_.front();
     std::size_t gradients = 0, alone = 2 * gathered_bytes_;
     for (const auto& [name, parameter] : named_parameters(*first.model)) {
-      (gradients_ ? alone : gradients) += parameter.nbytes();
+      (devices_->on_gpus() ? gradients : alone) += parameter.nbytes();
       if (parameter.grad().defined()) gradients += parameter.grad().nbytes();
       for (const auto& [key, state] : first.optimizer->state_of(parameter))
         if (state.dim() > 0) alone += state.nbytes();  // without the number of steps
@@ -121,11 +105,19 @@ class DataParallelStrategy : public ReplicaStrategy {
     });
   }
 
-  std::shared_ptr<LocalGradients> gradients_;  // where devices are cores, which share the parameters
   std::size_t gathered_bytes_ = 0;
 };
 
 }  // namespace
+
+// The devices share parameters and state.
+HeldBytes bytes_of_data_parallel(const PlannedRun& run) {
+  return {.processes = run.process,
+          .parameters = run.parameters,
+          .state = run.state,
+          .gradients = run.devices * run.parameters,
+          .activations = run.activations};
+}
 
 std::unique_ptr<Strategy> make_data_parallel(const World& world, const Task& task, const StrategyOptions& options) {
   require_one_process(world, options);

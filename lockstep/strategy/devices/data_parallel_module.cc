@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/data_parallel.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/grad_mode.h>
 
 #include "lockstep/error.h"
-#include "lockstep/model/parameters.h"
 #include "lockstep/strategy/devices/replica.h"
-#include "lockstep/strategy/devices/thread_generator.h"
 
 namespace lockstep {
 
@@ -17,7 +16,7 @@ class DataParallel::Impl {
  public:
   Impl(Task task, Devices& devices, std::uint64_t seed) : task_(std::move(task)), devices_(devices) {
     replicas_ = get_params(devices_, task_, {.seed = seed});
-    if (!devices_.on_gpus()) share_with_first();
+    if (!devices_.on_gpus()) share_memory(replicas_);
   }
 
   torch::nn::Module& module() const { return *replicas_.front().model; }
@@ -25,8 +24,14 @@ class DataParallel::Impl {
   torch::Tensor forward(const torch::Tensor& data) {
     if (data.size(0) == 0) throw UsageError({.what = "DataParallel::forward() of no samples"});
     replicate();
-    const Tensors outputs = outputs_of(data);
-    torch::Tensor gathered = gather(outputs);
+    const auto forward_as_caller = [task = task_, grad = at::GradMode::is_enabled()](const Replica& replica,
+                                                                                     const Batch& part) {
+      const torch::AutoGradMode mode(grad);
+      return replica.forward(task, part.data);
+    };
+    const Tensors outputs = run_replicas(devices_, replicas_, split_and_load({data, data}, devices_), forward_as_caller,
+                                         /*clears_gradients=*/false);
+    torch::Tensor gathered = gather(outputs, devices_.where(0));
     if (!at::GradMode::is_enabled()) return gathered;
     gathered.requires_grad_();
     gathered.register_hook([in_backward = in_backward_](const torch::Tensor&) {
@@ -35,7 +40,8 @@ class DataParallel::Impl {
                           .likely = "a loop for one module: the gradient would end at the gathered outputs",
                           .next = "call DataParallel::backward(loss)"});
     });
-    passes_.push_back({outputs, gathered});
+    const auto is_trained = [](const torch::Tensor& output) { return output.defined() && output.requires_grad(); };
+    if (std::ranges::any_of(outputs, is_trained)) passes_.push_back({outputs, gathered});
     return gathered;
   }
 
@@ -50,7 +56,7 @@ class DataParallel::Impl {
     }
     *in_backward_ = false;
     for (const Pass& pass : passes)
-      if (pass.gathered.grad().defined()) scatter_and_run_backward(pass);
+      if (pass.gathered.grad().defined()) scatter_and_run_backward(devices_, pass.outputs, pass.gathered.grad());
     reduce_onto_first();
   }
 
@@ -60,59 +66,13 @@ class DataParallel::Impl {
     torch::Tensor gathered;  // a leaf: each device's graph ends at its own outputs
   };
 
-  // As share_parameters() in replica.h, but for any optimizer.
-  void share_with_first() {
-    const auto first = replicas_.front().model->parameters();
-    for (std::size_t r = 1; r < replicas_.size(); ++r) {
-      auto parameters = replicas_[r].model->parameters();
-      for (std::size_t i = 0; i < first.size(); ++i) parameters[i].set_data(first[i].detach());
-    }
-  }
-
-  // Not by a write that autograd sees: the graphs of earlier forward()s stay valid while the values are the same. If they
-  // are not, device 0's own graph is refused by autograd.
+  // Not by a write that autograd sees: the graphs of earlier forward()s stay valid while the values are the same. If
+  // they are not, device 0's own graph is refused by autograd.
   void replicate() {
-    const torch::NoGradGuard no_grad;
-    for (const auto tensors_of : {named_parameters, named_buffers}) {
-      const auto first = tensors_of(module());
-      for (const Replica& replica : replicas_) {
-        const auto mine = tensors_of(*replica.model);
-        for (std::size_t i = 0; i < first.size(); ++i)
-          if (!mine[i].tensor.is_alias_of(first[i].tensor)) mine[i].tensor.variable_data().copy_(first[i].tensor);
-      }
-    }
-    for (const Replica& replica : replicas_)
+    for (const Replica& replica : replicas_) {
+      copy_model(module(), *replica.model, /*is_seen=*/false);
       if (replica.model->is_training() != module().is_training()) replica.model->train(module().is_training());
-  }
-
-  Tensors outputs_of(const torch::Tensor& data) {
-    const auto parts = split_and_load({data, data}, devices_);
-    const auto outputs = std::make_shared<Tensors>(parts.size());
-    devices_.run([outputs, parts, task = task_, replicas = replicas_, grad = at::GradMode::is_enabled(),
-                  seed = draw_seed()](Device& device) {
-      const torch::AutoGradMode as_caller(grad);
-      const Batch& part = for_device(parts, device);
-      if (part.size() == 0) return;
-      device.seed(seed_of(seed, device.index()));
-      for_device(*outputs, device) = for_device(replicas, device).forward(task, part.data);
-    });
-    return *outputs;
-  }
-
-  torch::Tensor gather(const Tensors& outputs) const {
-    Tensors defined;
-    for (const torch::Tensor& output : outputs)
-      if (output.defined()) defined.push_back(output.detach().to(devices_.where(0)));
-    return torch::cat(defined);
-  }
-
-  void scatter_and_run_backward(const Pass& pass) {
-    devices_.run([outputs = pass.outputs, gradient = pass.gathered.grad()](Device& device) {
-      const torch::Tensor& output = for_device(outputs, device);
-      if (!output.defined() || !output.requires_grad()) return;
-      const Batch part = part_of({gradient, gradient}, device.index(), static_cast<int>(outputs.size()));
-      output.backward(part.data.to(device.where()));
-    });
+    }
   }
 
   void reduce_onto_first() {

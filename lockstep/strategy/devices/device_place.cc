@@ -52,14 +52,10 @@ std::vector<DevicePlace> parse_device_places(const std::string& text) {
 
 std::vector<std::string> names_of(const std::vector<DevicePlace>& places) {
   std::vector<std::string> names;
-  for (std::size_t i = 0; i < places.size(); ++i) {
-    const torch::Device device = places[i].device;
-    const bool again = std::any_of(places.begin(), std::next(places.begin(), static_cast<std::ptrdiff_t>(i)),
-                                   [&](const DevicePlace& before) { return before.device == device; });
-    if (device.is_cpu())
-      names.push_back(concat("cpu:", i));
-    else
-      names.push_back(again ? concat(device.str(), " (device ", i, ")") : device.str());
+  for (const auto& [device, cores] : places) {
+    const std::string name = device.is_cpu() ? concat("cpu:", names.size()) : device.str();
+    const bool again = std::ranges::find(names, name) != names.end();
+    names.push_back(again ? concat(name, " (device ", names.size(), ")") : name);
   }
   return names;
 }
@@ -67,11 +63,8 @@ std::vector<std::string> names_of(const std::vector<DevicePlace>& places) {
 std::vector<DevicePlace> even_places(torch::DeviceType type, int count) {
   std::vector<DevicePlace> places(to_size(count));
   if (type == torch::kCPU) return places;
-  for (int i = 0; i < count; ++i) {
-    const auto index = static_cast<c10::DeviceIndex>(i);
-    places[to_size(i)].device = {type, index};
-  }
-  require_gpus(places.empty() ? -1 : count - 1);
+  for (int i = 0; i < count; ++i) places[to_size(i)].device = {type, static_cast<c10::DeviceIndex>(i)};
+  require_gpus(count - 1);
   return places;
 }
 

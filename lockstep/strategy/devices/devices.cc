@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/devices.h"
 
-#include <atomic>
+#include <mutex>
+#include <shared_mutex>
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/collective/gpus.h"
-#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/calls/tensor_call.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/parallel_for.h"
 #include "lockstep/model/parameters.h"
@@ -19,24 +19,6 @@
 #include "lockstep/world.h"
 
 namespace lockstep {
-namespace {
-
-DType dtype_of(const torch::Tensor& tensor) {
-  if (const auto dtype = to_dtype(tensor.scalar_type())) return *dtype;
-  throw UsageError({.what = concat("tensors of ", c10::toString(tensor.scalar_type()), " can't be exchanged")});
-}
-
-std::size_t elements_of(const torch::Tensor& tensor) { return to_size(tensor.numel()); }
-
-// Throws DeviceError: it is elsewhere.
-torch::Tensor own_flat(const Device& device, const torch::Tensor& tensor) {
-  require_device(tensor, device.where(), concat("the tensor given to a collective on ", device.name()));
-  static_cast<void>(dtype_of(tensor));
-  return dense_view(tensor);
-}
-
-}  // namespace
-
 std::string Device::name() const { return state_.name(index_); }
 
 torch::Device Device::where() const { return state_.where(index_); }
@@ -47,34 +29,31 @@ void Device::seed(std::uint64_t seed) {
 }
 
 void Device::all_reduce(const torch::Tensor& tensor, Algorithm algorithm) {
-  const torch::Tensor flat = own_flat(*this, tensor);
-  const Waiting waiting(state_.seat(index_));
-  if (state_.on_gpus()) return GpuTeam(state_.group(index_), state_.table(index_)).all_reduce(flat, algorithm);
-  state_.group(index_).all_reduce({.input = flat.const_data_ptr(),
-                                   .output = flat.mutable_data_ptr(),
-                                   .count = elements_of(flat),
-                                   .dtype = dtype_of(flat),
-                                   .algorithm = algorithm});
+  run({.operation = Operation::kAllReduce, .algorithm = algorithm}, tensor);
 }
 
 void Device::reduce(const torch::Tensor& tensor, int root) {
-  const torch::Tensor flat = own_flat(*this, tensor);
-  const Waiting waiting(state_.seat(index_));
-  if (state_.on_gpus()) return GpuTeam(state_.group(index_), state_.table(index_)).reduce(flat, root);
-  shm::Group& team = state_.group(index_);
-  team.reduce({.input = flat.const_data_ptr(),
-               .output = team.rank() == root ? flat.mutable_data_ptr() : nullptr,
-               .count = elements_of(flat),
-               .dtype = dtype_of(flat),
-               .root = root});
+  run({.operation = Operation::kReduce, .root = root}, tensor);
 }
 
 void Device::broadcast(const torch::Tensor& tensor, int root) {
-  const torch::Tensor flat = own_flat(*this, tensor);
+  run({.operation = Operation::kBroadcast, .root = root}, tensor);
+}
+
+void Device::run(Call call, const torch::Tensor& tensor) {
+  require_device(tensor, where(), concat("the tensor given to a collective on ", name()));
+  const auto dtype = to_dtype(tensor.scalar_type());
+  if (!dtype)
+    throw UsageError({.what = concat("tensors of ", c10::toString(tensor.scalar_type()), " can't be exchanged")});
+  const torch::Tensor flat = dense_view(tensor);
+  shm::Group& team = state_.group(index_);
+  call.count = to_size(flat.numel());
+  call.dtype = *dtype;
   const Waiting waiting(state_.seat(index_));
-  if (state_.on_gpus()) return GpuTeam(state_.group(index_), state_.table(index_)).broadcast(flat, root);
-  state_.group(index_).broadcast(
-      {.output = flat.mutable_data_ptr(), .count = elements_of(flat), .dtype = dtype_of(flat), .root = root});
+  if (state_.on_gpus()) return run_between_gpus(team, state_.table(index_), call, flat);
+  call.input = flat.const_data_ptr();
+  if (call.operation != Operation::kReduce || team.rank() == call.root) call.output = flat.mutable_data_ptr();
+  team.run(call);
 }
 
 void Device::barrier() {
@@ -121,50 +100,34 @@ std::vector<std::string> Devices::names() const {
 
 torch::Device Devices::where(int index) const { return state_->where(index); }
 
-void Devices::run(Body body) {
-  state_->post(std::move(body));
-  state_->wait_for_all();
-}
+void Devices::run(Body body) { state_->run(std::move(body)); }
 
-namespace {
-
-// Shared between a parallel_for and its devices, which may come late. A device first counts itself in, then looks
-// whether the loop was given up; the caller first gives the loop up, then waits for the count to be 0. All are
-// sequentially consistent, so that a late device either leaves `part` alone or is waited for.
-struct Loop {
-  struct Inside {
-    explicit Inside(Loop& of) : loop(of) { ++loop.inside; }
-    ~Inside() { --loop.inside; }
-    Inside(const Inside&) = delete;
-    Inside& operator=(const Inside&) = delete;
-    Loop& loop;
-  };
-  std::atomic<int> inside{0};
-  std::atomic<bool> given_up{false};
-};
-
-}  // namespace
-
+// Devices that come late must leave `part` alone once the loop was given up. They hold the lock while they use it, so
+// that giving up waits for them.
 void Devices::parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
                            const std::function<void(std::int64_t, std::int64_t)>& part) {
+  struct Loop {
+    std::shared_mutex mutex;
+    bool given_up = false;
+  };
   const auto loop = std::make_shared<Loop>();
   try {
     run([begin, count = end - begin, grain, part, devices = size(), loop](Device& device) {
-      const Loop::Inside inside(*loop);
+      const std::shared_lock lock(loop->mutex);
       if (loop->given_up) return;
       const Range mine = even_part(count, device.index(), devices);
       on_own_cores(begin + mine.begin, begin + mine.end, grain, part);
     });
   } catch (...) {
+    const std::unique_lock lock(loop->mutex);
     loop->given_up = true;
-    while (loop->inside > 0) std::this_thread::yield();
     throw;
   }
 }
 
 std::vector<double> Devices::busy_seconds() const {
   std::vector<double> seconds;
-  for (int i = 0; i < size(); ++i) seconds.push_back(state_->seat(i).busy.load(std::memory_order_relaxed));
+  for (int i = 0; i < size(); ++i) seconds.push_back(state_->busy_seconds(i));
   return seconds;
 }
 

@@ -7,55 +7,44 @@
 #include <algorithm>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/to_size.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
+#include "lockstep/collective/shm/memory/flag.h"
+#include "lockstep/deadline.h"
 #include "lockstep/observe/trace.h"
 #include "lockstep/strategy/devices/thread_generator.h"
 
 namespace lockstep {
 namespace {
 
-constexpr int kDeviceSpins = 200;
-constexpr int kSchedulerSpins = 100;  // few: while the scheduling thread spins, a device lacks its core
-constexpr std::chrono::milliseconds kLongestSleep{10};
 constexpr std::chrono::milliseconds kLastChance{100};  // for a device that was late to end by itself
 
 std::atomic<int> threads_left_behind{0};
 
+// Waits for a moment before a thread sleeps: waking it takes longer than a short job.
 template <class Done>
-bool spin_until(int spins, const Done& done) {
-  for (int i = 0; i < spins; ++i) {
-    if (done()) return true;
-    shm::pause();
-  }
-  return false;
-}
-
-// Asleep on `flag`, which is raised or rung after done() has become true. false: not done, and goes_on() was false.
-template <class Done, class GoesOn>
-bool sleep_until(shm::Flag& flag, std::chrono::nanoseconds longest, const Done& done, const GoesOn& goes_on) {
-  while (true) {
-    const std::uint32_t seen = flag.load();
-    if (done()) return true;
-    if (!goes_on()) return false;
-    flag.sleep_while(seen, longest);
-  }
+void spin_until(int spins, const Done& done) {
+  for (int i = 0; i < spins && !done(); ++i) shm::pause();
 }
 
 }  // namespace
 
 int Devices::left_behind() { return threads_left_behind.load(); }
 
-DevicesState::DevicesState(const DevicesOptions& options) : options_(options), most_threads_(at::get_num_threads()) {
+DevicesState::DevicesState(const DevicesOptions& options)
+    : options_(options), most_threads_(at::get_num_threads()), seats_(to_size(options.count)) {
   if (options_.cores.empty()) options_.cores = usable_cores();
   if (options_.places.empty()) options_.places = even_places(torch::kCPU, count());
   for (std::string& each : names_of(options_.places)) names_.push_back(std::move(each));
-  for (int i = 0; i < count(); ++i) seats_.push_back(std::make_unique<DeviceSeat>());
-  for (int team = 0; team < options.teams; ++team)
+  for (int team = 0; team < options.teams; ++team) {
     teams_.push_back(shm::make_thread_group(count() / options.teams, {.timeout = options.timeout}));
-  for (int team = 0; team < options.teams; ++team) tables_.emplace_back(to_size(count() / options.teams));
-  stoppable_.emplace([this](const std::string& reason) { fail_as_stopped(reason); });
+    tables_.emplace_back(to_size(count() / options.teams));
+  }
+  stoppable_.emplace([this](const std::string& reason) {
+    fail("stop()", std::make_exception_ptr(PeerLost({.what = concat("the devices were stopped: ", reason)})));
+    const std::lock_guard lock(mutex_);
+    stopped_ = true;
+  });
 }
 
 // The thread's cores, and its current device. It has a thread for each core, but not more than the thread that made the
@@ -74,26 +63,27 @@ void DevicesState::serve(int index) {
     settle(index);
     const ThreadGenerator generator(seed_of(0, index));
     Device device(*this, index);
-    for (std::uint32_t job = 1; wait_for_job(job); ++job) {
-      do_job(device);
-      seat(index).done.raise(job);
-      all_done_.ring();
-    }
+    while (wait_for_job(index)) do_job(device);
     group(index).leave();
   } catch (...) {
     fail(name(index), std::current_exception());
   }
-  if (seat(index).thread.exchange(DeviceSeat::Thread::kEnded) == DeviceSeat::Thread::kLeftBehind) --threads_left_behind;
-  all_done_.ring();
+  const std::lock_guard lock(mutex_);
+  if (std::exchange(seat(index).thread, DeviceSeat::Thread::kEnded) == DeviceSeat::Thread::kLeftBehind)
+    --threads_left_behind;
+  done_.notify_all();
 }
 
 // An idle device waits as long as its Devices live: their destructor calls stop().
-bool DevicesState::wait_for_job(std::uint32_t job) {
-  const auto ready = [&] { return stopping_.load(std::memory_order_acquire) || posted_.reached(job); };
-  if (!spin_until(kDeviceSpins, ready)) sleep_until(posted_, std::chrono::seconds(1), ready, [] { return true; });
-  return !stopping_.load(std::memory_order_acquire);
+bool DevicesState::wait_for_job(int index) {
+  const auto is_posted = [&] { return stopping_ || seat(index).done < jobs_; };
+  spin_until(200, is_posted);
+  std::unique_lock lock(mutex_);
+  posted_.wait(lock, is_posted);
+  return !stopping_;
 }
 
+// body_ does not change until all devices are done with it, and never again if one is left behind.
 void DevicesState::do_job(Device& device) {
   const trace::Span span("device", device.index());
   const Stopwatch watch;
@@ -103,65 +93,68 @@ void DevicesState::do_job(Device& device) {
   } catch (...) {
     fail(device.name(), current_error_on(device.where().str()));
   }
-  auto& busy = seat(device.index()).busy;
-  busy.store(busy.load(std::memory_order_relaxed) + watch.seconds(), std::memory_order_relaxed);
+  std::unique_lock lock(mutex_);
+  seat(device.index()).busy += watch.seconds();
+  ++seat(device.index()).done;
+  const bool was_last = --at_work_ == 0;
+  lock.unlock();
+  if (was_last) done_.notify_all();
 }
 
-void DevicesState::post(Devices::Body body) {
-  throw_if_stopped();
-  if (failed())
+void DevicesState::run(Devices::Body body) {
+  std::unique_lock lock(mutex_);
+  if (stopped_) std::rethrow_exception(error_);
+  if (error_)
     throw UsageError({.what = "devices are used after one of them failed",
                       .likely = "an exception of an earlier step was caught and training went on",
                       .next = "make new devices, or resume from a checkpoint"});
   body_ = std::move(body);
-  posted_.raise(++jobs_);
-}
-
-void DevicesState::wait_for_all() {
-  if (!wait_until(Deadline::after(options_.timeout), [this] { return first_at_work() < 0; })) fail_as_late();
-  if (failed()) {
-    const std::lock_guard lock(mutex_);
-    std::rethrow_exception(error_);
+  at_work_ = count();
+  ++jobs_;
+  lock.unlock();
+  posted_.notify_all();
+  const auto is_done = [this] { return at_work_ == 0; };
+  spin_until(100, is_done);  // few: while the scheduling thread spins, a device lacks its core
+  lock.lock();
+  if (!done_.wait_for(lock, Deadline::after(options_.timeout).left(), is_done)) {
+    late_ = true;
+    const int late = who_is_late();
+    lock.unlock();
+    fail(name(late), std::make_exception_ptr(late_error(late, "the scheduling thread")));
+    lock.lock();
   }
+  if (error_) std::rethrow_exception(error_);
   body_ = nullptr;
 }
 
 void DevicesState::stop() {
-  stopping_.store(true, std::memory_order_release);
-  posted_.ring();
+  const std::lock_guard lock(mutex_);
+  stopping_ = true;
+  posted_.notify_all();
 }
 
 bool DevicesState::wait_for_end(int index) {
-  return wait_until(Deadline::after(late_ ? kLastChance : options_.timeout),
-                    [&] { return seat(index).thread.load() == DeviceSeat::Thread::kEnded; });
+  std::unique_lock lock(mutex_);
+  return done_.wait_for(lock, Deadline::after(late_ ? kLastChance : options_.timeout).left(),
+                        [&] { return seat(index).thread == DeviceSeat::Thread::kEnded; });
 }
 
-// The thread may end at the same time: whoever comes second takes it off the count.
+// The thread may have ended in the meantime.
 void DevicesState::leave_behind(int index) {
+  const std::lock_guard lock(mutex_);
+  if (seat(index).thread == DeviceSeat::Thread::kEnded) return;
+  seat(index).thread = DeviceSeat::Thread::kLeftBehind;
   ++threads_left_behind;
-  auto serves = DeviceSeat::Thread::kServes;
-  if (!seat(index).thread.compare_exchange_strong(serves, DeviceSeat::Thread::kLeftBehind)) --threads_left_behind;
 }
 
-bool DevicesState::wait_until(const Deadline& deadline, const std::function<bool()>& done) {
-  return spin_until(kSchedulerSpins, done) ||
-         sleep_until(all_done_, kLongestSleep, done, [&] { return !deadline.passed(); });
-}
-
-void DevicesState::wait_on(Device& device, shm::Flag& flag, const std::string& what,
-                           const std::function<bool()>& done) {
-  if (spin_until(kDeviceSpins, done)) return;
-  const Deadline deadline = Deadline::after(options_.timeout);
+void DevicesState::wait_on(Device& device, const std::string& what, const std::function<bool()>& done) {
+  std::unique_lock lock(mutex_);
+  if (done()) return;
   const Waiting waiting(seat(device.index()));
-  sleep_until(flag, kLongestSleep, done, [&] {  // short: a failure elsewhere does not ring this flag
-    throw_if_hopeless(device, deadline, what);
-    return true;
-  });
-}
-
-void DevicesState::throw_if_hopeless(const Device& device, const Deadline& deadline, const std::string& what) {
-  if (failed()) throw PeerLost({.what = concat("another device failed while ", device.name(), " waited for ", what)});
-  if (deadline.passed()) throw late_error(who_is_late(), concat(device.name(), ", which waits for ", what));
+  changed_.wait_for(lock, Deadline::after(options_.timeout).left(), [&] { return done() || error_; });
+  if (done()) return;
+  if (error_) throw PeerLost({.what = concat("another device failed while ", device.name(), " waited for ", what)});
+  throw late_error(who_is_late(), concat(device.name(), ", which waits for ", what));
 }
 
 // The first error counts. Poisoning the groups makes devices that wait in a collective give up.
@@ -171,26 +164,18 @@ void DevicesState::fail(const std::string& who, std::exception_ptr error) {
     if (error_) return;
     error_ = std::move(error);
   }
-  failed_.store(true, std::memory_order_release);
+  changed_.notify_all();
   for (auto& team : teams_) team.front()->poison(concat(who, " failed"));
 }
 
-void DevicesState::fail_as_late() {
-  const int late = who_is_late();
-  if (late < 0) return;  // the last one has just finished
-  late_ = true;
-  fail(name(late), std::make_exception_ptr(late_error(late, "the scheduling thread")));
+bool DevicesState::failed() {
+  const std::lock_guard lock(mutex_);
+  return error_ != nullptr;
 }
 
-void DevicesState::fail_as_stopped(const std::string& reason) {
-  fail("stop()", std::make_exception_ptr(PeerLost({.what = concat("the devices were stopped: ", reason)})));
+double DevicesState::busy_seconds(int index) {
   const std::lock_guard lock(mutex_);
-  stopped_ = true;
-}
-
-void DevicesState::throw_if_stopped() {
-  const std::lock_guard lock(mutex_);
-  if (stopped_) std::rethrow_exception(error_);
+  return seat(index).busy;
 }
 
 PeerLost DevicesState::late_error(int late, const std::string& here) const {
@@ -201,18 +186,13 @@ PeerLost DevicesState::late_error(int late, const std::string& here) const {
                    .next = "look at the task's functions, or give a longer --timeout"});
 }
 
-// -1: none.
-int DevicesState::first_at_work() {
-  for (int i = 0; i < count(); ++i)
-    if (!seat(i).done.reached(jobs_)) return i;
-  return -1;
-}
-
-// Who is to blame for a wait that took too long: the first device at work that does not wait for another one.
+// The one to blame for a wait that took too long: the first device at work that does not wait for another one; else the
+// first at work.
 int DevicesState::who_is_late() {
-  for (int i = 0; i < count(); ++i)
-    if (!seat(i).done.reached(jobs_) && !seat(i).waits.load(std::memory_order_relaxed)) return i;
-  return first_at_work();
+  int late = -1;
+  for (int i = count() - 1; i >= 0; --i)
+    if (seat(i).done < jobs_ && (late < 0 || !seat(i).waits || seat(late).waits)) late = i;
+  return late;
 }
 
 }  // namespace lockstep

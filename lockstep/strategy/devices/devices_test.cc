@@ -140,11 +140,10 @@ TEST(Devices, end_all_with_the_exception_of_one) {
 
 TEST(Devices, stop_waiting_when_another_device_throws) {
   Devices devices({.count = 2});
-  shm::Flag never;
   const Stopwatch watch;
   const auto body = [&](Device& device) {
     if (device.index() == 1) throw DataError({.what = "thrown on a device"});
-    DevicesState::of(device).wait_on(device, never, "a signal", [&] { return never.reached(1); });
+    DevicesState::of(device).wait_on(device, "a signal", [] { return false; });
   };
   EXPECT_TRUE(contains(message_of<DataError>([&] { devices.run(body); }), "thrown on a device"));
   EXPECT_LT(watch.seconds(), testing::kAtOnce);
@@ -216,7 +215,7 @@ TEST(Devices, stop_at_once_when_idle) {
   EXPECT_LT(watch.seconds(), testing::kAtOnce);
 }
 
-// What dropout keeps, as a number.
+// The elements that dropout keeps, as a number.
 double pattern() {
   const auto options = torch::nn::functional::DropoutFuncOptions().p(0.5);
   const torch::Tensor kept = torch::nn::functional::dropout(torch::ones({50}, torch::kFloat64), options).gt(0);
@@ -249,7 +248,7 @@ TEST(ThreadGenerator, leaves_torchs_own_generator_alone) {
   EXPECT_EQ(pattern(), before);
 }
 
-// In a process of its own: the first ThreadGenerator reads the variable.
+// Runs in a process of its own: the first ThreadGenerator reads the variable.
 TEST(ThreadGenerator, can_be_switched_off) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const auto draw_with_torchs_generator = [] {

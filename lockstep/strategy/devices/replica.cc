@@ -15,15 +15,6 @@
 namespace lockstep {
 namespace {
 
-// Ranks that are threads share torch's generator: held from the seed to the last parameter of a model.
-std::mutex generator_in_use;
-
-ModulePtr make_seeded_model(const Task& task, std::uint64_t seed) {
-  const std::lock_guard lock(generator_in_use);
-  torch::manual_seed(seed);
-  return task.make_model();
-}
-
 // A parameter that has two names once, as in an optimizer.
 ParameterLists parameters_of(const Replicas& replicas) {
   ParameterLists all;
@@ -36,12 +27,14 @@ ParameterLists parameters_of(const Replicas& replicas) {
 
 }  // namespace
 
-void copy_model(const torch::nn::Module& from, const torch::nn::Module& into) {
+void copy_model(const torch::nn::Module& from, const torch::nn::Module& into, bool is_seen) {
   const torch::NoGradGuard no_grad;
   for (const auto tensors_of : {named_parameters, named_buffers}) {
     const auto source = tensors_of(from), target = tensors_of(into);
-    for (std::size_t i = 0; i < source.size(); ++i)
-      if (!target[i].tensor.is_alias_of(source[i].tensor)) torch::Tensor(target[i].tensor).copy_(source[i].tensor);
+    for (std::size_t i = 0; i < source.size(); ++i) {
+      const torch::Tensor& tensor = target[i].tensor;
+      if (!tensor.is_alias_of(source[i].tensor)) (is_seen ? tensor : tensor.variable_data()).copy_(source[i].tensor);
+    }
   }
 }
 
@@ -58,7 +51,12 @@ std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters,
 
 Replica make_replica(const Task& task, const StrategyOptions& options, torch::Device device) {
   return on_device(device, [&] {
-    Replica replica{.model = make_seeded_model(task, options.seed), .device = device};
+    Replica replica{.device = device};
+    {
+      const auto generator = hold_generator();
+      torch::manual_seed(options.seed);
+      replica.model = task.make_model();
+    }
     replica.model->to(device);
     replica.layout = options.layout.value_or(preferred_layout(*replica.model, device));
     set_layout(*replica.model, replica.layout);
@@ -78,10 +76,6 @@ Replicas make_replicas(const std::vector<torch::Device>& where, const Task& task
   return replicas;
 }
 
-Replicas make_replicas(int count, const Task& task, const StrategyOptions& options) {
-  return make_replicas(std::vector<torch::Device>(to_size(count), torch::kCPU), task, options);
-}
-
 std::vector<torch::Device> devices_of(const StrategyOptions& options) {
   std::vector<torch::Device> where;
   for (const DevicePlace& place : options.places) where.push_back(place.device);
@@ -89,10 +83,13 @@ std::vector<torch::Device> devices_of(const StrategyOptions& options) {
   return where;
 }
 
-std::unique_lock<std::mutex> hold_generator() { return std::unique_lock(generator_in_use); }
+std::unique_lock<std::mutex> hold_generator() {
+  static std::mutex in_use;
+  return std::unique_lock(in_use);
+}
 
 void seed_steps(std::uint64_t seed) {
-  const std::lock_guard lock(generator_in_use);
+  const auto generator = hold_generator();
   torch::manual_seed(seed);
 }
 
@@ -129,15 +126,18 @@ ParameterLists gradients_of(const ParameterLists& all) {
 ParameterLists with_gradients(const Replicas& replicas) { return with_gradients(parameters_of(replicas)); }
 ParameterLists gradients_of(const Replicas& replicas) { return gradients_of(parameters_of(replicas)); }
 
-std::shared_ptr<LocalGradients> share_parameters(Devices& devices, const Replicas& replicas) {
+void share_memory(const Replicas& replicas) {
   const auto first = replicas.front().model->parameters();
   for (std::size_t r = 1; r < replicas.size(); ++r) {
     auto parameters = replicas[r].model->parameters();
     for (std::size_t i = 0; i < first.size(); ++i) parameters[i].set_data(first[i].detach());
   }
-  auto gradients = std::make_shared<LocalGradients>(on_all(devices));
-  replicas.front().optimizer->attach(gradients);
-  return gradients;
+}
+
+void share_parameters(Devices& devices, Replicas& replicas) {
+  share_memory(replicas);
+  replicas.front().combined = std::make_shared<LocalGradients>(on_all(devices));
+  replicas.front().optimizer->attach(replicas.front().combined);
 }
 
 void follow_model(const Replicas& replicas) {
@@ -167,9 +167,13 @@ void require_one_process(const World& world, const StrategyOptions& options) {
                     .next = "give --ranks without a launcher, or choose --strategy ddp or averaging"});
 }
 
+torch::Tensor part_of(const torch::Tensor& tensor, int index, int parts) {
+  const Range part = even_part(tensor.size(0), index, parts);
+  return tensor.slice(0, part.begin, part.end);
+}
+
 Batch part_of(const Batch& batch, int index, int parts) {
-  const Range part = even_part(batch.size(), index, parts);
-  return {batch.data.slice(0, part.begin, part.end), batch.target.slice(0, part.begin, part.end)};
+  return {part_of(batch.data, index, parts), part_of(batch.target, index, parts)};
 }
 
 std::vector<Batch> parts_of(const Batch& batch, int parts) {
@@ -195,18 +199,32 @@ std::vector<Batch> receive_parts(std::vector<CopiedBatch> parts) {
   return received;
 }
 
-std::vector<torch::Tensor> run_replicas(Devices& devices, const Replicas& replicas, const std::vector<Batch>& parts,
-                                        const ReplicaWork& work) {
-  const auto results = std::make_shared<std::vector<torch::Tensor>>(parts.size());
-  devices.run([results, replicas, parts, work, seed = draw_seed()](Device& device) {
+Tensors run_replicas(Devices& devices, const Replicas& replicas, const std::vector<Batch>& parts,
+                     const ReplicaWork& work, bool clears_gradients) {
+  const auto results = std::make_shared<Tensors>(parts.size());
+  devices.run([=, seed = draw_seed()](Device& device) {
     const Replica& replica = for_device(replicas, device);
     const Batch& part = for_device(parts, device);
-    replica.optimizer->zero_grad();
+    if (clears_gradients) replica.optimizer->zero_grad();
     if (part.size() == 0) return;
     device.seed(seed_of(seed, device.index()));
     for_device(*results, device) = work(replica, part);
   });
   return *results;
+}
+
+torch::Tensor gather(const Tensors& outputs, torch::Device device) {
+  Tensors defined;
+  for (const torch::Tensor& output : outputs)
+    if (output.defined()) defined.push_back(output.detach().to(device));
+  return torch::cat(defined);
+}
+
+void scatter_and_run_backward(Devices& devices, const Tensors& outputs, const torch::Tensor& gradient) {
+  devices.run([outputs, gradient, parts = devices.size()](Device& device) {
+    const torch::Tensor& output = for_device(outputs, device);
+    if (output.defined()) output.backward(part_of(gradient, device.index(), parts).to(device.where()));
+  });
 }
 
 BatchTotals mean_of(const std::vector<torch::Tensor>& losses, const std::vector<Batch>& parts) {

@@ -31,11 +31,10 @@ std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters,
 // Throws UsageError.
 Replica make_replica(const Task& task, const StrategyOptions& options, torch::Device device = torch::kCPU);
 
-// One for each place, or as many on the CPU, all with the parameters and buffers of the first.
+// One for each place, all with the parameters and buffers of the first.
 Replicas make_replicas(const std::vector<torch::Device>& where, const Task& task, const StrategyOptions& options);
-Replicas make_replicas(int count, const Task& task, const StrategyOptions& options);
 
-// Where options.devices are.
+// The places of options.devices.
 std::vector<torch::Device> devices_of(const StrategyOptions& options);
 
 // Ranks that are threads share torch's generator: held from its seed to the last parameter of a model.
@@ -54,11 +53,15 @@ void require_one_process(const World& world, const StrategyOptions& options);
 
 // Makes all replicas use the memory of the first one's parameters: devices that are sets of cores gain nothing from
 // copies. The first one's optimizer then updates for all, on the cores of all devices, with the sum of the gradients
-// that the result was given before step() (gradients_of()). `devices` must outlive the optimizer's last step.
-[[nodiscard]] std::shared_ptr<LocalGradients> share_parameters(Devices& devices, const Replicas& replicas);
+// that combine_gradients() took before step(). `devices` must outlive the optimizer's last step.
+void share_parameters(Devices& devices, Replicas& replicas);
 
-// Copies parameters and buffers where the memory is not the same. Models of one structure.
-void copy_model(const torch::nn::Module& from, const torch::nn::Module& into);
+// The same without an optimizer.
+void share_memory(const Replicas& replicas);
+
+// Copies parameters and buffers where the memory is not the same. Models of one structure. is_seen: by autograd, so
+// that graphs of the old values can't be used any more.
+void copy_model(const torch::nn::Module& from, const torch::nn::Module& into, bool is_seen = true);
 
 // After a checkpoint was read into the first replica: copies its parameters and buffers, or these and the optimizer's
 // state, to the others.
@@ -86,13 +89,15 @@ ParameterLists gradients_of(const Replicas& replicas);
 
 // ---- Batches and losses
 
-// A part for every device, on its way to it on a stream of its own. Does not block where the batch lies in pinned memory.
+// A part for every device, on its way to it on a stream of its own. Does not block where the batch lies in pinned
+// memory.
 std::vector<CopiedBatch> start_parts(const Devices& devices, const Batch& batch);
 
-// For what the calling thread, or the devices' from now on, put on the GPUs' default streams.
+// Returns parts that work may use which is queued from now on, on the GPUs' default streams.
 std::vector<Batch> receive_parts(std::vector<CopiedBatch> parts);
 
-// Part `index` of `parts`: contiguous, as even as possible, maybe empty; a view of the batch.
+// Part `index` of `parts`: contiguous in dimension 0, as even as possible, maybe empty; a view.
+torch::Tensor part_of(const torch::Tensor& tensor, int index, int parts);
 Batch part_of(const Batch& batch, int index, int parts);
 std::vector<Batch> parts_of(const Batch& batch, int parts);
 
@@ -102,11 +107,18 @@ decltype(auto) for_device(Vector& per_device, const Device& device) {
   return per_device[to_size(device.index())];
 }
 
-// Runs work on every device whose part is not empty, after it has cleared the gradients and begun a new sequence of random
-// numbers. Returns what each device's work returned; undefined where a part is empty. Blocks. Throws as Devices::run does.
+// Runs work on every device whose part is not empty, after it has cleared the gradients and begun a new sequence of
+// random numbers. Returns what each device's work returned; undefined where a part is empty. Blocks. Throws as
+// Devices::run does.
 using ReplicaWork = std::function<torch::Tensor(const Replica& replica, const Batch& part)>;
-std::vector<torch::Tensor> run_replicas(Devices& devices, const Replicas& replicas, const std::vector<Batch>& parts,
-                                        const ReplicaWork& work);
+Tensors run_replicas(Devices& devices, const Replicas& replicas, const std::vector<Batch>& parts,
+                     const ReplicaWork& work, bool clears_gradients = true);
+
+// The defined outputs of all devices as one tensor on `device`, without their graphs.
+torch::Tensor gather(const Tensors& outputs, torch::Device device);
+
+// gradient: of the gathered outputs; each device takes its part. Blocks.
+void scatter_and_run_backward(Devices& devices, const Tensors& outputs, const torch::Tensor& gradient);
 
 // The mean loss over all parts. losses: undefined where a part is empty.
 BatchTotals mean_of(const std::vector<torch::Tensor>& losses, const std::vector<Batch>& parts);

@@ -28,19 +28,15 @@ class ReplicaStrategy : public Strategy {
   torch::nn::Module& model() override { return *replicas_.front().model; }
   Optimizer& optimizer() override { return *replicas_.front().optimizer; }
   const PhaseTimes& phases() const override { return phases_; }
-  std::vector<std::string> devices() const override {
-    return devices_ ? devices_->names() : std::vector<std::string>();
-  }
-
-  bool prefetches() const override { return devices_ && devices_->on_gpus(); }
+  const Devices* devices() const override { return devices_.get(); }
   void prefetch(const Batch& next) override { ahead_.push_back({next, start_copies(next)}); }
 
  protected:
   ReplicaStrategy(Task task, Replicas replicas, std::unique_ptr<Devices> devices = nullptr)
       : task_(std::move(task)), devices_(std::move(devices)), replicas_(std::move(replicas)) {}
 
-  // The batch's parts, each on its device. What prefetch() has begun to bring is taken from there; what it brought for a step
-  // before is dropped.
+  // The batch's parts, each on its device. What prefetch() has begun to bring is taken from there; what it brought for
+  // a step before is dropped.
   std::vector<Batch> parts_for_devices(const Batch& batch) {
     constexpr std::size_t kAhead = 2;  // this batch and the next: what is older was never asked for
     while (ahead_.size() > kAhead) ahead_.pop_front();
@@ -100,8 +96,8 @@ Number sum_over(const World& world, Number number) {
   return sum.item<Number>();
 }
 
-// Totals of a batch over all ranks of `world`, in one all-reduce; more: further numbers, which become their sums. All ranks agree to
-// stop if one was asked to.
+// Totals of a batch over all ranks of `world`, in one all-reduce; more: further numbers, which become their sums. All
+// ranks agree to stop if one was asked to.
 inline BatchTotals sum_totals(const World& world, const BatchTotals& own, std::vector<double>* more = nullptr) {
   const auto samples = static_cast<double>(own.samples);
   std::vector<double> values{samples, own.mean_loss * samples, wants_to_stop() ? 1.0 : 0.0};

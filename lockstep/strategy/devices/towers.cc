@@ -46,7 +46,7 @@ Replicas share_variables(Devices& devices, const Task& task, const StrategyOptio
     throw UsageError({.what = "variables on the CPU that GPUs compute with",
                       .next = "take KVStore::create(\"local_update_cpu\"), or a copy on every GPU: get_params()"});
   Replicas replicas = get_params(devices, task, options);
-  replicas.front().combined = share_parameters(devices, replicas);
+  share_parameters(devices, replicas);
   return replicas;
 }
 

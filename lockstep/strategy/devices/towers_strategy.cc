@@ -21,49 +21,48 @@ class Towers : public ReplicaStrategy {
   Towers(const World& world, const Task& task, const StrategyOptions& options)
       : ReplicaStrategy(task, make_replicas(devices_of(options), task, options), make_devices(world, options)),
         uneven_(options.towers.refuse_uneven ? Uneven::kRefuse : Uneven::kSplit),
-        algorithm_(options.algorithm),
-        update_on_cpu_(options.towers.update == UpdateOn::kCpu) {
-    if (update_on_cpu_) gradients_ = share_parameters(*devices_, replicas_);
+        algorithm_(options.algorithm) {
+    if (options.towers.update == UpdateOn::kCpu) share_parameters(*devices_, replicas_);
     seed_steps(options.seed + 1);
   }
 
   BatchTotals forward_backward(const Batch& batch) override {
     require_even(batch, *devices_, uneven_);
     const auto shards = parts_for_devices(batch);
-    const auto losses = in_phase(Phase::kForward, [&] { return tower_losses(*devices_, task_, replicas_, shards); });
+    const auto losses =
+        in_phase(Phase::kForward, [&] { return tower_losses(*devices_, task_, replicas_, shards); });
     in_phase(Phase::kBackward, [&] { backward(*devices_, losses, shards); });
-    in_phase(Phase::kExchange, [&] { combine_gradients(); });
+    in_phase(Phase::kExchange, [&] {
+      if (update_on_cpu())
+        combine_gradients(replicas_);
+      else
+        all_reduce_gradients(*devices_, replicas_, algorithm_);
+    });
     return mean_of(losses, shards);
   }
 
   void update() override {
     in_phase(Phase::kUpdate, [&] {
-      if (update_on_cpu_) {
-        optimizer().step();
-        return;
-      }
+      if (update_on_cpu()) return static_cast<void>(optimizer().step());
       follow_learning_rate(replicas_);
       lockstep::update(*devices_, replicas_);
     });
   }
 
-  void restored(std::int64_t) override { update_on_cpu_ ? follow_model(replicas_) : follow_first(replicas_); }
+  void restored(std::int64_t) override { update_on_cpu() ? follow_model(replicas_) : follow_first(replicas_); }
 
  private:
-  void combine_gradients() {
-    if (update_on_cpu_)
-      gradients_->set(gradients_of(replicas_));
-    else
-      all_reduce_gradients(*devices_, replicas_, algorithm_);
-  }
+  bool update_on_cpu() const { return replicas_.front().combined != nullptr; }
 
   Uneven uneven_;
   Algorithm algorithm_;
-  bool update_on_cpu_;
-  std::shared_ptr<LocalGradients> gradients_;  // with update_on_cpu_
 };
 
 }  // namespace
+
+HeldBytes bytes_of_towers(const PlannedRun& run) {
+  return run.options.towers.update == UpdateOn::kCpu ? bytes_of_data_parallel(run) : bytes_of_averaging(run);
+}
 
 std::unique_ptr<Strategy> make_towers(const World& world, const Task& task, const StrategyOptions& options) {
   require_one_process(world, options);

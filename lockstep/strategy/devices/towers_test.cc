@@ -83,13 +83,13 @@ TEST(Towers, sum_each_gradient_on_all_devices) {
 
 TEST(Towers, share_one_set_of_parameters) {
   Devices devices({.count = 2});
-  const Replicas replicas = get_params(devices, small_task());
-  const auto gradients = share_parameters(devices, replicas);
+  Replicas replicas = get_params(devices, small_task());
+  share_parameters(devices, replicas);
   const auto parameters = replicas[1].model->parameters();
   EXPECT_TRUE(parameters[0].is_alias_of(replicas[0].model->parameters()[0]));
   const torch::Tensor before = parameters[0].detach().clone();
   for (const Replica& replica : replicas) replica.model->parameters()[0].mutable_grad() = torch::ones_like(before);
-  gradients->set(gradients_of(replicas));
+  combine_gradients(replicas);
   replicas[0].optimizer->step();
   EXPECT_TRUE(torch::allclose(parameters[0], before - 2 * SGDOptions{}.lr));
 }

@@ -53,7 +53,7 @@ Trained train(
       mine.places = test_places(mine.devices);
     }
     const auto strategy = make_strategy(world, task, mine);
-    const World share = strategy->data_world(world);
+    const World share = strategy->ranks(world).data;
     Course course;
     for (int step = 0; step < steps; ++step) {
       before(world, *strategy, step);
@@ -143,7 +143,7 @@ TEST(DistSync, keeps_buffers_equal) {
   std::vector<torch::Tensor> means;
   run_ranks(3, [&](World& world) {
     const auto strategy = make_strategy(world, task, dist("dist_sync"));
-    const World share = strategy->data_world(world);
+    const World share = strategy->ranks(world).data;
     for (int step = 0; step < 3; ++step) {
       strategy->forward_backward(part_of(batch_of(step), *strategy, share));
       strategy->update();
@@ -219,13 +219,13 @@ TEST_P(DistBoundedBy, applies_no_gradient_older_than_the_bound_when_a_worker_is_
   double oldest = 0;  // on any server
   run_ranks(servers + 3, [&, servers = servers](World& world) {
     const auto strategy = make_strategy(world, small_task(), options);
-    const World share = strategy->data_world(world);
+    const World share = strategy->ranks(world).data;
     for (int step = 0; step < 30; ++step) {
       slow_first_worker(servers)(world, *strategy, step);
       strategy->forward_backward(part_of(batch_of(step), *strategy, share));
       strategy->update();
     }
-    if (strategy->has_data()) return;
+    if (strategy->ranks(world).has_data) return;
     const Report report = strategy->report();
     const std::map<std::string, double> numbers(report.begin(), report.end());
     EXPECT_EQ(numbers.at("updates"), 90);
@@ -245,11 +245,11 @@ TEST_P(DistBoundedBy, lets_every_worker_finish) {
   std::vector<std::size_t> turns;  // while both are there
   run_ranks(servers + 2, [&, servers = servers](World& world) {
     const auto strategy = make_strategy(world, small_task(), options);
-    const World share = strategy->data_world(world);
+    const World share = strategy->ranks(world).data;
     for (int step = 0; step < kSteps; ++step) {
       strategy->forward_backward(part_of(batch_of(step), *strategy, share));
       strategy->update();
-      if (!strategy->has_data()) continue;
+      if (!strategy->ranks(world).has_data) continue;
       const std::lock_guard lock(mutex);
       const std::size_t worker = world.rank() - servers;
       ++done[worker];
@@ -270,10 +270,10 @@ TEST(DistAsync, with_several_servers_trains_for_longer_than_the_timeout) {
   std::atomic<bool> enough{false};
   run_ranks(3, [&](World& world) {
     const auto strategy = make_strategy(world, small_task(), options);
-    const World share = strategy->data_world(world);
+    const World share = strategy->ranks(world).data;
     const Stopwatch watch;
     std::int64_t steps = 0;
-    for (; strategy->has_data() ? !enough : steps < 1; ++steps) {
+    for (; strategy->ranks(world).has_data ? !enough : steps < 1; ++steps) {
       strategy->forward_backward(part_of(batch_of(0), *strategy, share));
       strategy->update();
       if (watch.seconds() > 1.5 * std::chrono::duration<double>(options.timeout).count()) enough = true;
@@ -337,7 +337,7 @@ TEST_P(ResumedWithServers, trains_on_with_the_same_bits) {
   const auto run = [&](int from, int to, Course* result) {
     run_ranks(servers + 2, [&, servers = servers](World& world) {
       const auto strategy = make_strategy(world, odd_task(), options);
-      const World share = strategy->data_world(world);
+      const World share = strategy->ranks(world).data;
       if (from > 0) {
         const torch::NoGradGuard no_grad;
         const auto into = strategy->model().parameters();

@@ -15,6 +15,7 @@
 #include "lockstep/strategy/kvstore/worker.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
+#include "lockstep/strategy/strategies.h"
 
 namespace lockstep {
 namespace {
@@ -203,8 +204,9 @@ class WorkerStrategy : public StoreStrategy {
     setting_.world.barrier();  // the servers have theirs
   }
 
-  World data_world(const World&) const override { return workers_; }
-  World loop_world(const World& world) const override { return setting_.loop_world(world); }
+  StrategyRanks ranks(const World& world) const override {
+    return {.data = workers_, .validation = world, .step = setting_.loop_world(world)};
+  }
 
   Report report() const override {
     return {{"pushed_bytes", static_cast<double>(store_->bytes_pushed())},
@@ -287,6 +289,21 @@ std::vector<NamedTensor> trained_parameters(const torch::nn::Module& model) {
   std::vector<NamedTensor> parameters = named_parameters(model);
   std::erase_if(parameters, [](const NamedTensor& each) { return !each.tensor.requires_grad(); });
   return parameters;
+}
+
+// A worker has the parameters three times: the model, and what it sends and receives. The servers have them as often,
+// and two more for each worker; they are on the machines in turn. Unless workers go in step, each has a state of its
+// own.
+HeldBytes bytes_of_kvstore(const PlannedRun& run) {
+  const KVStoreOptions& store = run.options.kvstore;
+  if (!has_servers(store.kind)) return bytes_of_data_parallel(run);
+  const double devices = run.devices, machines = run.machines, workers = machines * devices;
+  const double states = store.kind == KVStoreKind::kDistSync ? 1 : workers;
+  return {.processes = (devices + store.servers / machines) * run.process,
+          .parameters = (3 * devices + (3 + 2 * workers) / machines) * run.parameters,
+          .state = states * run.state / machines,
+          .gradients = devices * run.parameters,
+          .activations = run.activations};
 }
 
 // A layerwise rule takes norms over whole keys, which a server that has only a part of a key does not know.

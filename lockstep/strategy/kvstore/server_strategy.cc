@@ -116,9 +116,9 @@ class ServerStrategy : public ReplicaStrategy {
     setting_.world.barrier();
   }
 
-  bool has_data() const override { return false; }
-  World data_world(const World&) const override { return World::single(); }  // it has no part in the batches
-  World loop_world(const World& world) const override { return setting_.loop_world(world); }
+  StrategyRanks ranks(const World& world) const override {
+    return {.data = World::single(), .validation = world, .step = setting_.loop_world(world), .has_data = false};
+  }
   Report report() const override { return server_->statistics().report(); }
   std::string table() const override { return server_->statistics().table(); }
 

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // strategy/pipeline/add_in_place.h: adds the gradients of large weights to .grad without a second tensor of their size.
 //
-// autograd makes the gradient of each micro-batch as a tensor of its own and adds it to .grad. For a large embedding that is
-// as much memory again as its gradient. While a LargeWeights guard lives, torch::linear, torch::embedding and torch::conv2d
-// with a large weight get a backward that adds to .grad in place, from the second micro-batch on ("gradient accumulation
-// fusion" in Megatron-LM); that of a convolution is made in parts. Weights with hooks are left to autograd, which calls them.
+// autograd makes the gradient of each micro-batch as a tensor of its own and adds it to .grad. For a large embedding
+// that is as much memory again as its gradient. While a LargeWeights guard lives, torch::linear, torch::embedding and
+// torch::conv2d with a large weight get a backward that adds to .grad in place, from the second micro-batch on
+// ("gradient accumulation fusion" in Megatron-LM); that of a convolution is made in parts. Weights with hooks are left
+// to autograd, which calls them.
 //
 // Threads: as OperatorHandlerGuard; a weight's backward runs on one thread at a time
 // Ranks:   no communication
@@ -23,7 +24,6 @@ class LargeWeights : public OperatorHandler {
 
  private:
   bool is_large(const at::Tensor& weight, std::int64_t dimensions) const;
-  bool is_large_convolution(const c10::OperatorHandle& op, const Stack& stack) const;
 
   std::int64_t large_;
 };

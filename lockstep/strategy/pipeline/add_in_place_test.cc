@@ -51,7 +51,7 @@ TEST(LargeWeights, have_the_gradients_of_plain_autograd) {
     EXPECT_TRUE(torch::allclose(found[i], expected[i], 1e-12, 1e-14)) << i;
 }
 
-// Of 40 output channels, 16, 16 and 8 at a time.
+// Makes the gradient of 40 output channels, 16, 16 and 8 at a time.
 std::vector<torch::Tensor> gradients_of(torch::nn::Conv2d& convolution, bool in_place, const torch::Tensor& images) {
   LargeWeights large(1);
   torch::Tensor input = images.detach().clone().requires_grad_();

@@ -5,6 +5,7 @@
 #include <limits>
 #include <numeric>
 
+#include "lockstep/base/median.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
@@ -14,43 +15,46 @@
 namespace lockstep {
 namespace {
 
-constexpr int kRuns = 3;
+// Reads --stages of a model with so many pieces.
+struct StagesText {
+  const std::string& text;
+  int pieces;
 
-UsageError bad_stages(const std::string& text, const std::string& why, int pieces) {
-  return UsageError({.what = concat("--stages ", text, ": ", why),
-                     .next = concat("the model has the pieces 0-", pieces - 1,
-                                    ": give a number of stages, or the pieces of each, such as 0-", (pieces - 1) / 2,
-                                    ",", (pieces - 1) / 2 + 1, "-", pieces - 1)});
-}
-
-int number_in(const std::string& word, const std::string& text, int pieces) {
-  int number = 0;
-  if (!parse_int(word, number) || number < 0) throw bad_stages(text, concat("\"", word, "\" is not a number"), pieces);
-  return number;
-}
-
-// "3-5" or "4" out of a list of ranges, or "2" out of a list of counts.
-Range range_in(const std::string& word, std::int64_t begin, bool counts, const std::string& text, int pieces) {
-  if (counts) return {begin, begin + number_in(word, text, pieces)};
-  const auto ends = split(word, '-');
-  if (ends.size() > 2) throw bad_stages(text, concat("\"", word, "\" is not a range"), pieces);
-  return {number_in(ends.front(), text, pieces), number_in(ends.back(), text, pieces) + 1};
-}
-
-Cut parse_cut(const std::string& text, int pieces) {
-  const bool counts = text.find('-') == std::string::npos;
-  Cut cut;
-  std::int64_t next = 0;
-  for (const std::string& word : split(text, ',')) {
-    cut.push_back(range_in(word, next, counts, text, pieces));
-    if (cut.back().begin != next || cut.back().size() < 1)
-      throw bad_stages(text, concat("stage ", cut.size() - 1, " does not begin with piece ", next, ", or has none"),
-                       pieces);
-    next = cut.back().end;
+  UsageError error(const std::string& why) const {
+    const int half = (pieces - 1) / 2;
+    return UsageError({.what = concat("--stages ", text, ": ", why),
+                       .next = concat("the model has the pieces 0-", pieces - 1,
+                                      ": give a number of stages, or the pieces of each, such as 0-", half, ",",
+                                      half + 1, "-", pieces - 1)});
   }
-  if (next != pieces) throw bad_stages(text, concat("it ends with piece ", next - 1), pieces);
-  return cut;
-}
+
+  int number(const std::string& word) const {
+    int number = 0;
+    if (!parse_int(word, number) || number < 0) throw error(concat("\"", word, "\" is not a number"));
+    return number;
+  }
+
+  // "3-5" or "4" out of a list of ranges, or "2" out of a list of counts.
+  Range range(const std::string& word, std::int64_t begin) const {
+    if (text.find('-') == std::string::npos) return {begin, begin + number(word)};
+    const auto ends = split(word, '-');
+    if (ends.size() > 2) throw error(concat("\"", word, "\" is not a range"));
+    return {number(ends.front()), number(ends.back()) + 1};
+  }
+
+  Cut cut() const {
+    Cut cut;
+    std::int64_t next = 0;
+    for (const std::string& word : split(text, ',')) {
+      cut.push_back(range(word, next));
+      if (cut.back().begin != next || cut.back().size() < 1)
+        throw error(concat("stage ", cut.size() - 1, " does not begin with piece ", next, ", or has none"));
+      next = cut.back().end;
+    }
+    if (next != pieces) throw error(concat("it ends with piece ", next - 1));
+    return cut;
+  }
+};
 
 // Forward and backward of a piece, from gradients of ones; afterwards `tensors` are the inputs of the next piece.
 double seconds_of(const Piece& piece, Tensors& tensors) {
@@ -78,22 +82,22 @@ std::vector<Piece> pieces_of(const Task& task, torch::nn::Module& model) {
 }
 
 StagesOption parse_stages(const std::string& text, int devices, int pieces) {
+  const StagesText given{text, pieces};
   StagesOption option{.stages = devices, .cut = {}};
   if (text.find_first_of(",-") != std::string::npos) {
-    option.cut = parse_cut(text, pieces);
+    option.cut = given.cut();
     option.stages = option.cut.size();
   } else if (!text.empty()) {
-    option.stages = number_in(text, text, pieces);
+    option.stages = given.number(text);
   }
   if (option.stages < 1 || devices % option.stages != 0)
-    throw bad_stages(text, concat(option.stages, " stages on ", devices, " devices: ranks are stages x replicas"),
-                     pieces);
-  if (option.stages > pieces) throw bad_stages(text, concat(option.stages, " stages of ", pieces, " pieces"), pieces);
+    throw given.error(concat(option.stages, " stages on ", devices, " devices: ranks are stages x replicas"));
+  if (option.stages > pieces) throw given.error(concat(option.stages, " stages of ", pieces, " pieces"));
   return option;
 }
 
-// Dynamic programming over prefixes: best[s][end] is the smallest possible cost of the dearest of s stages that share the
-// pieces before `end`. The last of them begins at some `begin`, so best[s][end] is the minimum over `begin` of
+// Dynamic programming over prefixes: best[s][end] is the smallest possible cost of the dearest of s stages that share
+// the pieces before `end`. The last of them begins at some `begin`, so best[s][end] is the minimum over `begin` of
 // max(best[s-1][begin], cost of the pieces begin ... end-1). O(stages * pieces^2).
 Cut balanced_cut(const std::vector<double>& costs, int stages) {
   const auto pieces = static_cast<int>(costs.size());
@@ -114,17 +118,16 @@ Cut balanced_cut(const std::vector<double>& costs, int stages) {
         }
       }
   Cut cut(stages);
-  int end = pieces;
-  for (int s = stages; s > 0; --s) {
-    const int begin = begin_of_last[s][end];
-    cut[s - 1] = {begin, end};
-    end = begin;
+  for (int s = stages, end = pieces; s > 0; --s) {
+    cut[s - 1] = {begin_of_last[s][end], end};
+    end = begin_of_last[s][end];
   }
   return cut;
 }
 
 std::vector<double> measure_pieces(const std::vector<Piece>& pieces, torch::nn::Module& model, Tensors& tensors) {
   model.eval();
+  constexpr int kRuns = 3;
   std::vector<std::vector<double>> runs(pieces.size());
   const Tensors inputs = std::move(tensors);
   for (int run = 0; run < kRuns; ++run) {
@@ -134,15 +137,17 @@ std::vector<double> measure_pieces(const std::vector<Piece>& pieces, torch::nn::
   model.train();
   model.zero_grad();
   std::vector<double> medians;
-  for (std::vector<double>& times : runs) {
-    std::nth_element(times.begin(), times.begin() + kRuns / 2, times.end());
-    medians.push_back(times[kRuns / 2]);
-  }
+  for (const std::vector<double>& times : runs) medians.push_back(median(times));
   return medians;
 }
 
 std::vector<Piece> pieces_in(const std::vector<Piece>& pieces, const Range& range) {
   return {pieces.begin() + range.begin, pieces.begin() + range.end};
+}
+
+Tensors through(const std::vector<Piece>& pieces, Tensors tensors) {
+  for (const Piece& piece : pieces) tensors = piece.forward(tensors);
+  return tensors;
 }
 
 std::string to_string(const Cut& cut) {

@@ -18,7 +18,7 @@ using Cut = IntVector<Range>;  // of pieces, one range per stage, without gaps
 // The model's pieces: Task::stages, or the modules of a Sequential. Throws UsageError: a model that can't be cut.
 std::vector<Piece> pieces_of(const Task& task, torch::nn::Module& model);
 
-// What --stages says: how many there are, and the cut if it names one.
+// The meaning of --stages: how many there are, and the cut if it names one.
 struct StagesOption {
   int stages = 0;
   Cut cut;  // empty: to be balanced
@@ -32,11 +32,14 @@ StagesOption parse_stages(const std::string& text, int devices, int pieces);
 Cut balanced_cut(const std::vector<double>& costs, int stages);
 
 // Seconds of each piece, forward and backward, on these inputs of the first: the median of three runs, in evaluation
-// mode, so that neither running statistics nor random numbers change. Clears the model's gradients. Afterwards `tensors`
-// are what the last piece returned.
+// mode, so that neither running statistics nor random numbers change. Clears the model's gradients. Afterwards
+// `tensors` are what the last piece returned.
 std::vector<double> measure_pieces(const std::vector<Piece>& pieces, torch::nn::Module& model, Tensors& tensors);
 
 std::vector<Piece> pieces_in(const std::vector<Piece>& pieces, const Range& range);
+
+// Runs the pieces one after the other.
+Tensors through(const std::vector<Piece>& pieces, Tensors tensors);
 
 std::string to_string(const Cut& cut);  // "0-3,4-9"
 

@@ -2,6 +2,7 @@
 #include "lockstep/strategy/pipeline/links.h"
 
 #include <atomic>
+#include <deque>
 
 #include "lockstep/collective/traced_messages.h"
 #include "lockstep/observe/trace.h"
@@ -12,23 +13,18 @@
 namespace lockstep {
 namespace {
 
-// A bounded queue from one device's thread to another's.
-//
-// A ring of places and two counters: only the sender raises `sent_`, only the receiver raises `taken_`. Message k lies in
-// place k % capacity. The sender fills it before it raises sent_ to k + 1 (release), and the receiver reads it after it
-// has seen that (acquire); in the same way a place is filled again only after taken_ says that it was emptied.
+// A bounded queue from one device's thread to another's. The mutex of the devices' state guards it.
 class Channel {
  public:
-  Channel(std::size_t capacity, int from, int to) : places_(capacity), from_(from), to_(to) {}
+  Channel(std::size_t capacity, int from, int to) : capacity_(capacity), from_(from), to_(to) {}
 
   // Blocks while the channel is full. Throws PeerLost.
   void send(Device& from, Tensors tensors) {
-    const std::uint32_t sent = sent_.load();
+    const std::uint32_t sent = sent_++;
     const std::int64_t began = trace::now_if_recording(), bytes = began == 0 ? 0 : bytes_of(tensors);
-    DevicesState::of(from).wait_on(from, taken_, "room in a channel",
-                                   [&] { return sent - taken_.load() < places_.size(); });
-    places_[sent % places_.size()] = std::move(tensors);
-    sent_.raise(sent + 1);
+    DevicesState& state = DevicesState::of(from);
+    state.wait_on(from, "room in a channel", [&] { return queue_.size() < capacity_; });
+    state.change([&] { queue_.push_back(std::move(tensors)); });
     trace::write(began, [&] {
       return trace::Event{.name = "send to device", .number = to_, .bytes = bytes, .flow = flow_of(sent)};
     });
@@ -36,11 +32,15 @@ class Channel {
 
   // Blocks while the channel is empty. Throws PeerLost.
   Tensors receive(Device& at) {
-    const std::uint32_t taken = taken_.load();
+    const std::uint32_t taken = taken_++;
     const std::int64_t began = trace::now_if_recording();
-    DevicesState::of(at).wait_on(at, sent_, "what another stage sends", [&] { return sent_.load() != taken; });
-    Tensors tensors = std::exchange(places_[taken % places_.size()], {});
-    taken_.raise(taken + 1);
+    DevicesState& state = DevicesState::of(at);
+    state.wait_on(at, "what another stage sends", [&] { return !queue_.empty(); });
+    Tensors tensors;
+    state.change([&] {
+      tensors = std::move(queue_.front());
+      queue_.pop_front();
+    });
     trace::write(began, [&] {
       return trace::Event{.name = "receive from device",
                           .number = from_,
@@ -65,12 +65,13 @@ class Channel {
 
   std::uint64_t flow_of(std::uint32_t message) const { return mix_numbers(id_, message) | 1U; }
 
-  std::vector<Tensors> places_;
+  const std::size_t capacity_;
+  std::deque<Tensors> queue_;
   const int from_;
   const int to_;
   const std::uint64_t id_ = next_id();  // of this process's channels
-  alignas(64) shm::Flag sent_;          // messages sent so far
-  alignas(64) shm::Flag taken_;         // messages taken so far
+  std::uint32_t sent_ = 0;              // messages, counted by the sender
+  std::uint32_t taken_ = 0;             // by the receiver
 };
 
 struct Channels {

@@ -30,11 +30,12 @@ struct StageLinks {
   std::optional<StageLink> behind;  // none for the last stage
 };
 
-// What a stage gets of another, on its own device: leaves, which require gradients as before. What lies on the host stays there.
+// Brings tensors of another stage to this one's device, as leaves, which require gradients as before. Tensors on the
+// host stay there.
 Tensors received_on(torch::Device device, const Tensors& tensors);
 
-// Between devices that are threads: device i has stage i % stages. The result gives each device its links, which are valid
-// as long as it is. capacity: messages in each direction.
+// Between devices that are threads: device i has stage i % stages. The result gives each device its links, which are
+// valid as long as it is. capacity: messages in each direction.
 std::function<StageLinks(Device&)> thread_links(int devices, int stages, std::size_t capacity);
 
 // Between ranks: rank i of both worlds has stage i. Activations go over `forward`, gradients over `back`.

@@ -47,7 +47,7 @@ Course course_of_ranks(Fabric fabric, int ranks, const Task& task, const Strateg
   std::mutex mutex;
   run_over(fabric, ranks, [&](World& world) {
     const auto strategy = make_strategy(world, task, options);
-    const World data_world = strategy->data_world(world);
+    const World data_world = strategy->ranks(world).data;
     Course mine;
     for (int step = 0; step < kSteps; ++step) {
       const Batch part = lockstep::testing::part_of(make_batch(step), data_world);
@@ -186,8 +186,8 @@ TEST(PipelineRanks, have_the_output_on_the_last_stage) {
   });
 }
 
-// The first arrangement goes by bytes: the second layer is on the second stage. The other one goes by time: the last layer
-// is slow, and has a stage for itself.
+// The first arrangement goes by bytes: the second layer is on the second stage. The other one goes by time: the last
+// layer is slow, and has a stage for itself.
 TEST(PipelineRanks, take_their_pieces_and_state_along_when_the_measured_cut_is_another) {
   Task task = small_task();
   task.make_model = [] {

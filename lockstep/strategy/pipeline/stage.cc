@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <map>
-#include <optional>
 
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
@@ -20,12 +19,16 @@
 
 namespace lockstep {
 
+int most_in_flight(PipelineSchedule schedule, int stage, int stages, int micro_batches) {
+  return schedule == PipelineSchedule::k1F1B ? std::min(stages - stage, micro_batches) : micro_batches;
+}
+
 // Three phases. First `ahead` forward steps fill the stages behind: with 1f1b, stage s of p may be p - s micro-batches
 // ahead, because that many fit between it and the end of the pipeline and back. Then one backward and one forward step
-// in turn, so that `ahead` micro-batches stay in flight. Last, the remaining backward steps. gpipe and naive are the case
-// of ahead = m: all forward, then all backward.
+// in turn, so that `ahead` micro-batches stay in flight. Last, the remaining backward steps. gpipe and naive are the
+// case of ahead = m: all forward, then all backward.
 std::vector<PipelineStep> steps_of_stage(PipelineSchedule schedule, int stage, int stages, int micro_batches) {
-  const int ahead = schedule == PipelineSchedule::k1F1B ? std::min(stages - stage, micro_batches) : micro_batches;
+  const int ahead = most_in_flight(schedule, stage, stages, micro_batches);
   std::vector<PipelineStep> steps;
   for (int i = 0; i < ahead; ++i) steps.push_back({.forward = true, .micro_batch = i});
   for (int i = 0; i < micro_batches; ++i) {
@@ -33,13 +36,6 @@ std::vector<PipelineStep> steps_of_stage(PipelineSchedule schedule, int stage, i
     if (i + ahead < micro_batches) steps.push_back({.forward = true, .micro_batch = i + ahead});
   }
   return steps;
-}
-
-Tensors as_leaves(const Tensors& tensors) {
-  Tensors leaves;
-  for (const torch::Tensor& each : tensors)
-    leaves.push_back(each.defined() ? each.detach().requires_grad_(each.requires_grad()) : each);
-  return leaves;
 }
 
 Edges edges_of(const Tensors& outputs) {
@@ -51,8 +47,8 @@ Edges edges_of(const Tensors& outputs) {
 
 namespace {
 
-// Where backward begins: it gives gradients to the nodes that the edges lead to, and keeps none. torch's own backward() would
-// keep them until it ends.
+// The root of a backward: gives gradients to the nodes that the edges lead to, and keeps none. torch's own backward()
+// would keep them until it ends.
 struct Handover : torch::autograd::Node {
   Handover(torch::autograd::edge_list edges, Tensors gradients)
       : Node(std::move(edges)), gradients_(std::move(gradients)) {}
@@ -94,9 +90,9 @@ class StageRun {
   StageRun(const Task& task, const StageWork& work, const StageLinks& links)
       : task_(task), work_(work), links_(links) {}
 
-  // Neighbours can't wait for each other: both take their forward steps, and their backward steps, in the order 0, 1, ...
-  // (steps_of_stage), so that messages arrive in the order in which they are asked for; and no send blocks, because a
-  // channel has room for all micro-batches and messages between ranks are sent in the background.
+  // Neighbours can't wait for each other: both take their forward steps, and their backward steps, in the order 0, 1,
+  // ... (steps_of_stage), so that messages arrive in the order in which they are asked for; and no send blocks, because
+  // a channel has room for all micro-batches and messages between ranks are sent in the background.
   StageResult run() {
     const AllocationMeter meter(work_.device);
     for (const PipelineStep& step : work_.steps) step.forward ? forward(step.micro_batch) : backward(step.micro_batch);
@@ -132,8 +128,7 @@ class StageRun {
 
   Tensors through_pieces(Tensors tensors, int micro_batch) {
     int index = work_.first_piece;
-    std::optional<OperatorHandlerGuard> guard;
-    if (work_.is_alone) guard.emplace(large_weights_);
+    const OperatorHandlerGuard guard(large_weights_);
     for (const Piece& piece : work_.pieces) {
       const std::uint64_t seed = seed_of(seed_of(work_.seed, index++), micro_batch);
       ThreadGenerator::seed(seed);
@@ -145,8 +140,8 @@ class StageRun {
 
   void backward(int micro_batch) {
     InFlight kept = std::move(in_flight_[micro_batch]);
-    // A neighbour that is late would have this stage keep more and more gradients. No deadlock: until it has received the
-    // last gradient, the stage before needs nothing that this stage does from here on.
+    // A neighbour that is late would have this stage keep more and more gradients. No deadlock: until it has received
+    // the last gradient, the stage before needs nothing that this stage does from here on.
     if (links_.before && work_.device.is_cpu()) links_.before->finish();
     Tensors gradients = links_.behind ? links_.behind->receive() : std::move(kept.seeds);
     const trace::Span span("backward", micro_batch);

@@ -16,6 +16,7 @@
 #include "lockstep/base/int_vector.h"
 #include "lockstep/dataset.h"
 #include "lockstep/strategy.h"
+#include "lockstep/strategy/autograd.h"
 #include "lockstep/strategy/pipeline/links.h"
 #include "lockstep/task.h"
 
@@ -36,20 +37,22 @@ struct PipelineStep {
   bool operator==(const PipelineStep&) const = default;
 };
 
-// What stage `stage` of `stages` does, in order.
+// Micro-batches between forward and backward on stage `stage` of `stages`.
+int most_in_flight(PipelineSchedule schedule, int stage, int stages, int micro_batches);
+
+// The steps of the stage, in order.
 std::vector<PipelineStep> steps_of_stage(PipelineSchedule schedule, int stage, int stages, int micro_batches);
 
 struct StageWork {
-  std::vector<Piece> pieces;
+  std::vector<Piece> pieces{};     // no other stage of this process uses their parameters (add_in_place.h)
   IntVector<Batch> micro_batches;  // the first stage reads the data, the last one the targets
   std::vector<PipelineStep> steps;
   std::int64_t samples = 0;  // of the whole batch, over all replicas
   std::uint64_t seed = 0;    // of the step and the replica. Each piece and micro-batch gets a seed of its own from it,
   int first_piece = 0;       // so that dropout is the same wherever the model is cut
   torch::Device device = torch::kCPU;
-  std::chrono::milliseconds timeout = std::chrono::minutes(5);  // of a wait for the device
-  bool waits = false;     // for the device after each step: times are those of the work, and a GPU that hangs is named
-  bool is_alone = false;  // no other stage of this process uses its parameters (add_in_place.h)
+  std::chrono::milliseconds timeout = kDefaultTimeout;  // of a wait for the device
+  bool waits = false;  // for the device after each step: times are those of the work, and a GPU that hangs is named
 };
 
 struct StageResult {
@@ -62,15 +65,12 @@ struct StageResult {
 // Blocks until all steps are done. Throws what the pieces throw; PeerLost.
 StageResult run_stage(const Task& task, const StageWork& work, const StageLinks& links);
 
-// The same values without the graph that made them, as the next stage gets them. They require gradients as before.
-Tensors as_leaves(const Tensors& tensors);
-
-// Where backward from each of these tensors begins; it does not need their values.
+// The places in the graph where backward from each of these tensors begins; it does not need their values.
 using Edges = std::vector<torch::autograd::Edge>;
 Edges edges_of(const Tensors& outputs);
 
-// Backward from the outputs whose gradient is defined. A gradient that the caller has moved here is freed as soon as backward
-// is done with it.
+// Backward from the outputs whose gradient is defined. A gradient that the caller has moved here is freed as soon as
+// backward is done with it.
 void backward_from(Edges outputs, Tensors gradients);
 
 // The micro-batches of a batch, at most `most`: as even as possible, none of them empty; none at all of an empty batch.

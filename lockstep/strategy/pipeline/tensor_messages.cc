@@ -98,7 +98,7 @@ void TensorSender::send(const Tensors& tensors) {
       under_way_.push_back(world_.send_async(tensor.detach().contiguous(tensor.suggest_memory_format()), to_, tag_));
 }
 
-// What has been received need not stay in memory until finish().
+// Tensors that have been received need not stay in memory until finish().
 void TensorSender::forget_received() {
   while (!under_way_.empty() && under_way_.front().done()) {
     under_way_.front().wait();  // throws its error

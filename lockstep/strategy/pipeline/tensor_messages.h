@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// strategy/pipeline/tensor_messages.h: lists of tensors from one rank to another, whose shapes the receiver does not know.
+// strategy/pipeline/tensor_messages.h: lists of tensors from one rank to another, whose shapes the receiver does not
+// know.
 //
 // A message is a header of fixed length (how many; of each dtype, shape, whether it requires gradients, and memory
 // format), then each tensor. An undefined tensor stays one.

@@ -87,7 +87,7 @@ class DistributedDataParallel(nn.Module):
         find_unused_parameters: bool = True,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = False,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | None = None,
         share_parameters: bool = True,
         mean_in_grad: bool = False,
         hook: str | None = None,
@@ -126,7 +126,8 @@ class DistributedDataParallel(nn.Module):
         for name, value in self._arguments.items():
             if hasattr(options, name):
                 setattr(options, name, value)
-        options.bucket_bytes = max(1, int(self._arguments["bucket_cap_mb"] * 2**20))
+        if (mebibytes := self._arguments["bucket_cap_mb"]) is not None:
+            options.bucket_bytes = max(1, int(mebibytes * 2**20))
         options.ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
         options.sparse_parameters = _sparse_parameters(self.module)
         options.set_algorithm(self._arguments["algorithm"])
