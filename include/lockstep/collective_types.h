@@ -33,7 +33,7 @@ inline constexpr int kDTypes = 10;
 enum class ReduceOp : std::uint8_t { kSum, kMean, kProduct, kMin, kMax, kBitAnd, kBitOr, kBitXor };
 inline constexpr int kReduceOps = 8;
 
-// How all_reduce works inside a machine. Use kDirect; the others are there for comparison.
+// The algorithm of all_reduce inside a machine. Use kDirect; the others are there for comparison.
 enum class Algorithm : std::uint8_t {
   kDirect,   // rank r reduces slice r of everybody's buffer: the same bits as kCentral
   kCentral,  // rank 0 reduces everything, the others copy it

@@ -47,11 +47,11 @@ class CommunicationHook {
   using Finish = std::function<void()>;
   virtual Finish start(const World& world, const GradientBucket& bucket) = 0;
 
-  // Whether it adds what it has not sent to the next step's gradient. Then no gradient may be infinite, as a scaled loss
+  // Tells whether it adds what it has not sent to the next step's gradient. Then no gradient may be infinite, as a scaled loss
   // can make it: a loss scale is refused.
   virtual bool keeps_residual() const { return false; }
 
-  // What it keeps from step to step, of this rank; and in a new hook with the same options and buckets, before its first
+  // Its state on this rank, kept from step to step; and in a new hook with the same options and buckets, before its first
   // step. The tensors of state() are those that the next step writes to.
   virtual std::vector<NamedTensor> state() const { return {}; }
   virtual void set_state(const std::vector<NamedTensor>& state) { static_cast<void>(state); }

@@ -72,7 +72,7 @@ struct DistributedDataParallelOptions {
   // gradients go through buckets on every rank, also within a machine.
   std::shared_ptr<CommunicationHook> hook = nullptr;
 
-  // How a bucket is all-reduced. Any other than kDirect is for study and makes gradients go through buckets. Between
+  // The algorithm that all-reduces a bucket. Any other than kDirect is for study and makes gradients go through buckets. Between
   // machines: kDirect or kRing.
   Algorithm algorithm = Algorithm::kDirect;
 
@@ -138,10 +138,10 @@ class DistributedDataParallel {
   World world() const;
   torch::nn::Module& module() const;
 
-  // Of the last exchange, over all ranks: the same values on every rank.
+  // Returns the totals of the last exchange over all ranks: the same values on every rank.
   const BatchTotals& last_batch() const;
 
-  // Whether .grad is the mean over all ranks between backward() and step(), or this rank's own gradient.
+  // Tells whether .grad is the mean over all ranks between backward() and step(), or this rank's own gradient.
   bool mean_in_grad() const;
 
   // Since the start, on this rank.

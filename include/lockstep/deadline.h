@@ -13,7 +13,7 @@
 
 namespace lockstep {
 
-// How long one wait for another rank, device or batch may take, unless the options say otherwise.
+// The longest that one wait for another rank, device or batch may take, unless the options say otherwise.
 inline constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
 
 class Deadline {

@@ -47,7 +47,7 @@ class GradientScaler {
   std::string state() const;
   void set_state(const std::string& state);
 
-  // Whether a GradientScaler has stepped this optimizer, and so sets its loss scale.
+  // Tells whether a GradientScaler has stepped this optimizer, and so sets its loss scale.
   static bool scales(const Optimizer& optimizer);
 
  private:

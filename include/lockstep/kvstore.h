@@ -53,7 +53,7 @@ struct PushOptions {
   double learning_rate = std::numeric_limits<double>::quiet_NaN();  // of this update; NaN: the optimizer's own
 };
 
-// How a store updates. Sent to servers as raw bytes.
+// The optimizer of a store. Sent to servers as raw bytes.
 struct UpdateOptions {
   OptimizerOptions optimizer{};
   ClippingOptions clipping{};

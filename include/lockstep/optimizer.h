@@ -85,7 +85,7 @@ class Optimizer : public torch::optim::Optimizer {
 
   bool skipped() const { return skipped_; }
 
-  // What all ranks must have set alike when they call step(): every option of every group ("lr of parameter group 0"),
+  // The settings that all ranks must have alike when they call step(): every option of every group ("lr of parameter group 0"),
   // clipping, loss scale, and which parameters are frozen. For DistributedDataParallel.
   StepSettings settings() const;
   StepState step_state() const;  // the step() calls so far
@@ -107,7 +107,7 @@ class Optimizer : public torch::optim::Optimizer {
 
   bool layerwise() const { return rule_->layerwise(); }
 
-  // Where parameters, state and the record of the step under way lie, in memory that outlives the ranks: for
+  // The place of parameters, state and the record of the step under way, in memory that outlives the ranks: for
   // lockstep/optimizer/update_journal.h. "": they are not in such memory.
   std::string manifest() const;
 
@@ -166,7 +166,7 @@ const Values& options_of(const torch::optim::OptimizerParamGroup& group) {
   return options->values;
 }
 
-// What add_param_group() takes: parameters with options of their own, such as SGDOptions{.lr = 0.01}.
+// The argument of add_param_group(): parameters with options of their own, such as SGDOptions{.lr = 0.01}.
 template <class Values>
 torch::optim::OptimizerParamGroup parameter_group(std::vector<torch::Tensor> parameters, const Values& options) {
   return {std::move(parameters), std::make_unique<GroupOptions<Values>>(options)};

@@ -23,12 +23,12 @@ namespace lockstep {
 // SIGUSR1. Throws UsageError (a signal that can't be caught), SystemError.
 void catch_stop_signals(const std::vector<int>& signals = {});
 
-// Whether a rank had such a signal before its part of the last exchange of gradients: DistributedDataParallel's, or a
+// Tells whether a rank had such a signal before its part of the last exchange of gradients: DistributedDataParallel's, or a
 // Strategy's forward_backward(). The same on all ranks that made this exchange. In a job of one rank: whether this
 // process had one. The first call catches the signals, as catch_stop_signals() does; before it they end the process.
 bool stop_requested();
 
-// Whether this process itself had such a signal, and which: the number of the first; 0: none. For jobs whose ranks agree in
+// Tells whether this process itself had such a signal, and which: the number of the first; 0: none. For jobs whose ranks agree in
 // another way, such as an all_reduce of this.
 int stop_signal();
 

@@ -66,7 +66,7 @@ struct Task {
   std::function<torch::Tensor(torch::nn::Module& model, const torch::Tensor& data)> forward;
   // output and (B, ...) target -> the mean loss over the B samples, a scalar
   std::function<torch::Tensor(const torch::Tensor& output, const torch::Tensor& target)> loss;
-  // How many of the samples the output has right, a scalar; empty: no accuracy is reported.
+  // Counts the samples that the output has right, a scalar; empty: no accuracy is reported.
   std::function<torch::Tensor(const torch::Tensor& output, const torch::Tensor& target)> correct = nullptr;
   // The data to train on, from --data-dir; empty: --data chooses one of lockstep's.
   std::function<Datasets(const std::string& data_dir)> make_data = nullptr;

@@ -319,7 +319,7 @@ class Buckets : public Exchange {
     });
   }
 
-  // How often a gradient becomes ready in one backward(). With a static graph the first exchange counts, and waits for
+  // Counts how often a gradient becomes ready in one backward(). With a static graph the first exchange counts, and waits for
   // the end of backward(); later ones know.
   int times_expected(const Slot& slot) const {
     if (!options_.static_graph) return 1;

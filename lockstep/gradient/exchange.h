@@ -63,7 +63,7 @@ class GradientSource {
   // The ranks that share the parameters: each updates a slice.
   virtual const std::shared_ptr<SharedMemory>& memory() const = 0;
 
-  // How many sources its gradients have in each step, where they are in memory that outlives the ranks; else 0.
+  // The number of sources of each gradient, where gradients are in memory that outlives the ranks; else 0.
   virtual std::size_t kept_sources() const { return 0; }
 
   // This rank's slice of parameters on GPUs; null: it updates all of them.

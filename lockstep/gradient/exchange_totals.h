@@ -36,7 +36,7 @@ class ExchangeTotals {
   // Returns the samples of all ranks. Blocks; compares nothing. Throws PeerLost.
   std::int64_t samples();
 
-  // How often the ranks have called backward() whose first batches were not empty; none: there is no such rank, or they
+  // The number of backward() calls of the ranks whose first batches were not empty; none: there is no such rank, or they
   // differ, as wait() will say. Blocks. Throws PeerLost.
   std::optional<std::uint32_t> backwards();
 

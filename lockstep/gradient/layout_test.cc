@@ -12,7 +12,7 @@ using testing::contains;
 using testing::message_of;
 using enum StepLayout;
 
-// Where a program runs: two ranks that share a machine, one on each of two machines, and so on.
+// Places to run in: two ranks that share a machine, one on each of two machines, and so on.
 constexpr LayoutInput kMachine{.ranks = 2, .ranks_on_machine = 2, .is_fused = true};
 constexpr LayoutInput kMachines{.ranks = 4, .ranks_on_machine = 2, .is_fused = true};
 constexpr LayoutInput kGpus{.ranks = 2, .ranks_on_machine = 2, .is_on_gpus = true, .is_fused = true};

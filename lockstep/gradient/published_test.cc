@@ -32,7 +32,7 @@ void backward(Exchange& gradients, const torch::Tensor& loss, std::int64_t sampl
   gradients.end();
 }
 
-// What an optimizer would read of the first parameter.
+// Returns the mean that an optimizer would read for the first parameter.
 torch::Tensor mean_of(Exchange& gradients, const torch::Tensor& p) {
   const WeightedGradients step = gradients.begin_update({p}, {});
   std::vector<Term> terms;

@@ -109,7 +109,7 @@ struct Optimizer::Layout : OptimizerState {
     if (is_16_bit(parameters[i])) call("master", masters);
   }
 
-  // How often the state was written, by its tensors' version counters: step() itself does not raise them.
+  // Counts the writes to the state, by its tensors' version counters: step() itself does not raise them.
   std::int64_t writes() const {
     std::int64_t writes = 0;
     if (flat)

@@ -45,7 +45,7 @@ struct SGDRule : RuleWith<SGDOptions, SGDRule> {
   static void apply(const SGDOptions& options, const Elements<T>& elements) {
     if (options.momentum == 0) return descend(options, elements);
     if (elements.state[0] == nullptr)
-      throw UsageError({.what = "a parameter group with momentum in an SGD that was made without",
+      throw UsageError({.what = "a parameter group sets momentum, but the optimizer was made with momentum 0",
                         .next = "make the SGD with momentum, and the group that needs none with momentum 0"});
     descend_with_momentum(options, elements);
   }

@@ -49,7 +49,7 @@
 
 namespace lockstep {
 
-// How far a chunk is: which step and phase, and how many of its elements have gone through that. Marks only grow.
+// The progress of a chunk: its step and phase, and how many of its elements have gone through that. Marks only grow.
 enum class ChunkPhase : std::uint64_t { kDirected = 0, kUpdated = 1 };
 class ChunkMark {
  public:

@@ -178,7 +178,7 @@ void Builder::add_machine(int machine) {
   for (int i = 0; i < target_.devices; ++i) made_.seats.push_back(seats[to_size(i) % seats.size()]);
 }
 
-// How much longer computing takes while that many work than alone. A machine with more cores than the profile's is taken to
+// The factor by which computing takes longer while that many work than alone. A machine with more cores than the profile's is taken to
 // hinder them as much as that one.
 double Builder::slowdown(int at_once) const {
   const double samples = std::max(1.0, static_cast<double>(target_.batch) / devices());

@@ -42,7 +42,7 @@ const Forecast& best_of(const std::vector<Forecast>& forecasts, bool inexact = f
 // One line: why it is that one.
 std::string reason(const std::vector<Forecast>& forecasts, bool inexact = false);
 
-// What devices, networks and servers do in three steps, as a timeline that write_timeline() takes.
+// The work of devices, networks and servers in three steps, as a timeline that write_timeline() takes.
 Recordings timeline_of(const Profile& profile, const Target& target, const Choice& choice);
 
 }  // namespace lockstep::plan

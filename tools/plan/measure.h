@@ -25,7 +25,7 @@ struct Subject {
   std::function<Datasets()> data;  // called in the processes that measure
 };
 
-// What a profile says it is of: the names and shapes of all parameters, and what else changes the time of a step.
+// Names what a profile is of: the names and shapes of all parameters, and what else changes the time of a step.
 std::string model_text(const Task& task, const StrategyOptions& strategy);
 std::string machine_text();
 

@@ -53,7 +53,7 @@ struct SizedMemory {
 };
 
 struct Profile {
-  // What was measured. Another model, or another machine, has another text.
+  // Names what was measured. Another model, or another machine, has another text.
   std::string model;    // "lenet: 129,068 parameters (9f3a...), sgd"
   std::string machine;  // "2 cores, AMD EPYC"
   std::string data;     // "cifar-10:/data, flip"

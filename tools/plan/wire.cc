@@ -14,7 +14,7 @@ double encrypted(double bytes) { return bytes + std::ceil(bytes / kRecord) * kOf
 
 double segments(double bytes) { return std::ceil(encrypted(bytes) / kSegment); }
 
-// What one write to the connection becomes.
+// The packets of one write to the connection.
 double written(double bytes) { return encrypted(bytes) + segments(bytes) * kOfSegment; }
 
 }  // namespace

@@ -154,7 +154,7 @@ TEST(Ddp, works_on_a_module_without_parameters) {
   });
 }
 
-// What breaks shared parameters is an error that names them.
+// A write that breaks shared parameters is an error that names them.
 template <class Break>
 std::string after(Break do_break) {
   return message_of<UsageError>([&] {

@@ -112,7 +112,7 @@ TEST(Ddp, lets_ranks_run_out_of_batches_at_different_times) {
   }
 }
 
-// What a hook keeps back must survive an exchange in which no rank has samples.
+// The residual of a hook must survive an exchange in which no rank has samples.
 TEST(Ddp, gives_nothing_to_a_hook_at_the_end_of_join) {
   for (const auto make_hook : {+[] { return top_k_hook(0.4); }, +[] { return two_bit_hook(0.5); }})
     run_ranks(2, [&](World& world) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the pages do, and whole programs under LOCKSTEP_CHECK: tests/train/unusual_loop_test.cc.
+// Tests of the pages; whole programs under LOCKSTEP_CHECK: tests/train/unusual_loop_test.cc.
 #include "lockstep/strategy/ddp/step_check.h"
 
 #include <atomic>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step counts: batches and samples of every rank since the last zero_grad().
+// Counts of a step: batches and samples of every rank since the last zero_grad().
 #include "tests/step_programs.h"
 
 namespace lockstep {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What needs no ranks: where keys lie, who may go on, what a checkpoint keeps, and what was measured.
+// Tests without ranks: where keys lie, who may go on, what a checkpoint keeps, and what was measured.
 #include <random>
 
 #include "lockstep/strategy/kvstore/key_plan.h"

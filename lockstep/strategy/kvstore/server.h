@@ -23,7 +23,7 @@
 // Threads: all functions from any
 // Ranks:   a server
 //
-// Who is lost: links have connections of their own, so each client's loss is noticed by its thread alone: within 100 ms
+// Losses: links have connections of their own, so each client's loss is noticed by its thread alone: within 100 ms
 // if it was killed, after its link's timeout if it is silent. dist_sync: everything ends with PeerLost, here and at the
 // workers. dist_async and dist_bounded: the others go on; without any worker left it ends with PeerLost.
 #pragma once

@@ -261,7 +261,7 @@ struct Loss : std::runtime_error {
   Loss() : std::runtime_error("lost on purpose") {}
 };
 
-// What run_cluster throws, and how long it takes.
+// The error that run_cluster throws, and the time it takes.
 std::string trouble_of(const std::function<void()>& run, double longest) {
   const Stopwatch watch;
   std::string text;

@@ -42,7 +42,7 @@ class TensorSender {
 // machine's memory.
 Tensors receive_tensors(const World& world, int from, int tag);
 
-// Whether a number that was received stands for a dtype that tensors of a message can have.
+// Tells whether a received number stands for a dtype that tensors of a message can have.
 bool is_dtype(std::int64_t number);
 
 // An optimizer's state of one parameter as a message: names and values in turn, a name as its bytes.
