@@ -330,7 +330,7 @@ TEST(StepOfTorch, after_another_learning_rate_that_the_ranks_were_not_told_of_is
       UntoldTrainer trainer(world, world.rank() == 1 ? 0.2 : 0.1);
       trainer.train(2);
     });
-    expect_refused(refused, "the parameters of rank 0 and rank 1 differ");
+    expect_refused(refused, "the ranks differ: the parameters of rank");
   }
 }
 
@@ -344,7 +344,7 @@ TEST(StepOfTorch, after_a_state_that_one_rank_alone_has_loaded_is_refused) {
           static_cast<torch::optim::SGDParamState&>(*state).momentum_buffer().mul_(2);
       trainer.train(2);
     });
-    expect_refused(refused, "the parameters of rank 0 and rank 1 differ");
+    expect_refused(refused, "the ranks differ: the parameters of rank");
   }
 }
 
@@ -360,7 +360,7 @@ TEST(StepOfTorch, finds_a_single_byte_within_a_hundred_steps) {
       sgd.step();
     }
   });
-  expect_refused(refused, "the parameters of rank 0 and rank 1 differ");
+  expect_refused(refused, "the ranks differ: the parameters of rank");
 }
 
 TEST(StepOfTorch, goes_on_where_all_ranks_load_the_same_state) {
@@ -385,7 +385,7 @@ TEST(SharedStepThroughBuckets, finds_a_copy_that_one_machine_alone_has_written) 
     trainer.ddp.write_parameters([&] { trainer.net->parameters()[1].fill_(world.rank() < 2 ? 1 : 2); });
     trainer.train(2);
   });
-  expect_refused(refused, "the parameters of rank 0 and rank 2 differ");
+  expect_refused(refused, "the ranks differ: the parameters of rank");
 }
 
 // Each rank goes its own way: local SGD.
