@@ -12,7 +12,7 @@
 
 #include "bench/harness.h"
 #include "bench/processes.h"
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
 #include "lockstep/data/images/encoded_image.h"

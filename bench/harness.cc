@@ -10,8 +10,8 @@
 #include <string_view>
 
 #include "lockstep/base/command_line.h"
-#include "lockstep/base/file.h"
-#include "lockstep/base/proc_file.h"
+#include "lockstep/base/files/file.h"
+#include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
 #include "lockstep/error.h"

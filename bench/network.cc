@@ -14,7 +14,7 @@
 #include <memory>
 
 #include "bench/tcp.h"
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"

@@ -19,7 +19,7 @@
 
 #include "bench/harness.h"
 #include "lockstep/base/int_vector.h"
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 
 namespace lockstep::bench {
 

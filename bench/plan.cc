@@ -11,7 +11,7 @@
 #include "bench/plan_cases.h"
 #include "bench/plan_measured.h"
 #include "bench/plan_rounds.h"
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 

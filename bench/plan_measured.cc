@@ -15,7 +15,7 @@
 #include "bench/network.h"
 #include "bench/plan_yardstick.h"
 #include "bench/processes.h"
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
 #include "lockstep/deadline.h"

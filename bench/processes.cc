@@ -6,8 +6,8 @@
 #include <cstdlib>
 #include <system_error>
 
-#include "lockstep/base/file.h"
-#include "lockstep/base/proc_file.h"
+#include "lockstep/base/files/file.h"
+#include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"

@@ -11,7 +11,7 @@
 
 #include "bench/harness.h"
 #include "bench/processes.h"
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"

@@ -7,7 +7,7 @@
 #include <functional>
 #include <string>
 
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 
 namespace lockstep::bench {
 

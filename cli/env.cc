@@ -7,7 +7,7 @@
 
 #include "cli/commands.h"
 #include "cli/installation.h"
-#include "lockstep/base/machine_gpus.h"
+#include "lockstep/base/process/machine_gpus.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/environment.h"

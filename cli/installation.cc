@@ -3,7 +3,7 @@
 
 #include <array>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 

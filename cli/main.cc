@@ -11,7 +11,7 @@
 #include "cli/commands.h"
 #include "cli/installation.h"
 #include "lockstep/base/command_line.h"
-#include "lockstep/base/process_title.h"
+#include "lockstep/base/process/process_title.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep {

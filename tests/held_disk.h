@@ -12,7 +12,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 
 extern "C" int fsync(int file) {
   const char* const pipe = std::getenv("LOCKSTEP_TEST_DISK");

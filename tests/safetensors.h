@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "tests/support.h"
 

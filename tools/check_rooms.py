@@ -21,6 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ["base", "observe", "launch", "collective", "data", "model", "gradient", "optimizer", "strategy", "checkpoint", "train"]
 SUB_ROOMS = {
+    "train": {"options", "reports", "state"},
+    "base": {"files", "process", "sockets"},
     "collective": {"world", "calls", "transport", "meet", "store", "shm", "shm/connect", "shm/memory", "machines", "c10d"},
     "data": {"formats", "images", "packed", "loader"},
     "strategy": {"ddp", "devices", "averaging", "pipeline", "kvstore"},

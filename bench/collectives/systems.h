@@ -18,7 +18,7 @@
 #include "bench/collectives/cases.h"
 #include "bench/processes.h"
 #include "lockstep/base/int_vector.h"
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 
 namespace lockstep::bench {
 

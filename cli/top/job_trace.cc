@@ -10,11 +10,11 @@
 #include <vector>
 
 #include "cli/top/jobs.h"
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/observe/timeline_file.h"

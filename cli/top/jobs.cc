@@ -10,7 +10,7 @@
 #include <filesystem>
 #include <map>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/observe/trace.h"

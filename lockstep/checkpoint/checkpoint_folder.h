@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/checkpoint.h"
 #include "lockstep/checkpoint/file_image.h"
 #include "lockstep/checkpoint/shards.h"

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <random>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/checkpoint/file_image.h"
 #include "lockstep/checkpoint/safetensors.h"

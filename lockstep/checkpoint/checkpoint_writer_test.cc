@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <functional>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/checkpoints.h"
 #include "lockstep/deadline.h"

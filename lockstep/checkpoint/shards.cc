@@ -5,7 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep {

@@ -18,10 +18,10 @@
 #include <thread>
 
 #include "lockstep/base/log.h"
-#include "lockstep/base/machine_gpus.h"
-#include "lockstep/base/poll.h"
+#include "lockstep/base/process/machine_gpus.h"
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/base/own_process.h"
+#include "lockstep/base/process/own_process.h"
 #include "lockstep/observe/trace.h"
 
 namespace lockstep {

@@ -6,7 +6,7 @@
 #include <new>
 
 #include "lockstep/base/cache_line.h"
-#include "lockstep/base/own_process.h"
+#include "lockstep/base/process/own_process.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/launch/job_memory.h"
 

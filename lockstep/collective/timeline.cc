@@ -10,9 +10,9 @@
 #include <optional>
 #include <vector>
 
-#include "lockstep/base/host_name.h"
+#include "lockstep/base/process/host_name.h"
 #include "lockstep/base/log.h"
-#include "lockstep/base/own_process.h"
+#include "lockstep/base/process/own_process.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/collective/trace_if_asked.h"

@@ -39,7 +39,7 @@
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "lockstep/base/in_autograd.h"
+#include "lockstep/base/process/in_autograd.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"

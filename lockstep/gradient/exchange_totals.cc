@@ -5,7 +5,7 @@
 #include <cmath>
 #include <limits>
 
-#include "lockstep/base/stop.h"
+#include "lockstep/base/process/stop.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"

@@ -10,7 +10,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
-#include "lockstep/base/page_guard.h"
+#include "lockstep/base/process/page_guard.h"
 
 namespace lockstep {
 namespace {

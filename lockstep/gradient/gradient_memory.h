@@ -29,7 +29,7 @@
 #include <optional>
 #include <vector>
 
-#include "lockstep/base/own_process.h"
+#include "lockstep/base/process/own_process.h"
 #include "lockstep/collective/shared_memory.h"
 #include "lockstep/model/parameters.h"
 

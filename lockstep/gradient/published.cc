@@ -19,8 +19,8 @@
 #include <utility>
 
 #include "lockstep/base/cache_line.h"
-#include "lockstep/base/page_guard.h"
-#include "lockstep/base/stop.h"
+#include "lockstep/base/process/page_guard.h"
+#include "lockstep/base/process/stop.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"

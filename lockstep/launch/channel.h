@@ -10,7 +10,7 @@
 #include <optional>
 #include <span>
 
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 
 namespace lockstep {
 

@@ -15,7 +15,7 @@
 #include <string>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/deadline.h"
 
 namespace lockstep {

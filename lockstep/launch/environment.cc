@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "lockstep/base/file.h"
-#include "lockstep/base/port.h"
+#include "lockstep/base/files/file.h"
+#include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/slurm.h"

@@ -10,7 +10,7 @@
 #include <functional>
 #include <optional>
 
-#include "lockstep/base/cgroup.h"
+#include "lockstep/base/process/cgroup.h"
 #include "lockstep/cores.h"
 
 namespace lockstep {

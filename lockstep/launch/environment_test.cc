@@ -8,7 +8,7 @@
 #include <map>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/error.h"
 
 namespace lockstep {

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <set>
 
-#include "lockstep/base/host_name.h"
+#include "lockstep/base/process/host_name.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 

@@ -9,7 +9,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "lockstep/base/poll.h"
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/launch/agreement.h"

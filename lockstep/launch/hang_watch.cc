@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <iostream>
 
-#include "lockstep/base/proc_file.h"
+#include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"

@@ -14,7 +14,7 @@
 #include <future>
 #include <thread>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/launch/stacks.h"

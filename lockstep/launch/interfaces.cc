@@ -11,7 +11,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "lockstep/base/port.h"
+#include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/endpoint.h"

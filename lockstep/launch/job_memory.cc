@@ -7,8 +7,8 @@
 #include <cstdlib>
 #include <optional>
 
-#include "lockstep/base/local_socket.h"
-#include "lockstep/base/poll.h"
+#include "lockstep/base/sockets/local_socket.h"
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 

@@ -5,7 +5,7 @@
 
 #include <cstdlib>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "tests/support.h"
 
 namespace lockstep {

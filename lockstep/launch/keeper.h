@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/launch/events.h"
 #include "lockstep/launch/keeper_message.h"
 

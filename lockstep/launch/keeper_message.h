@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/base/local_socket.h"
+#include "lockstep/base/sockets/local_socket.h"
 
 namespace lockstep {
 

@@ -11,7 +11,7 @@
 #include <iterator>
 #include <set>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
 #include "lockstep/deadline.h"

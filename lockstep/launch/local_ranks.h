@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "lockstep/base/int_vector.h"
-#include "lockstep/base/port.h"
+#include "lockstep/base/sockets/port.h"
 #include "lockstep/cores.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/launch/epoch.h"

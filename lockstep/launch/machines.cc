@@ -13,7 +13,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/write_all.h"
+#include "lockstep/base/files/write_all.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/endpoint.h"
 #include "lockstep/launch/secured_channel.h"

@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "lockstep/base/host_name.h"
+#include "lockstep/base/process/host_name.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 

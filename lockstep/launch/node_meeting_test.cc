@@ -11,10 +11,10 @@
 #include <set>
 #include <thread>
 
-#include "lockstep/base/poll.h"
-#include "lockstep/base/port.h"
+#include "lockstep/base/sockets/poll.h"
+#include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/endpoint.h"
 #include "tests/support.h"

@@ -10,7 +10,7 @@
 #include <array>
 #include <cstdlib>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "tests/launch/child.h"
 

@@ -5,7 +5,7 @@
 
 #include <cstdlib>
 
-#include "lockstep/base/poll.h"
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"

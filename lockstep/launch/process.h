@@ -16,7 +16,7 @@
 #include <span>
 
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/cores.h"
 
 namespace lockstep {

@@ -8,7 +8,7 @@
 #include <cerrno>
 #include <string_view>
 
-#include "lockstep/base/poll.h"
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/launch/tls_channel.h"
 
 namespace lockstep {

@@ -8,7 +8,7 @@
 #include <atomic>
 #include <mutex>
 
-#include "lockstep/base/own_process.h"
+#include "lockstep/base/process/own_process.h"
 
 namespace lockstep {
 namespace {

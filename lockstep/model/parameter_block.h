@@ -22,7 +22,7 @@
 #include <optional>
 #include <vector>
 
-#include "lockstep/base/page_guard.h"
+#include "lockstep/base/process/page_guard.h"
 #include "lockstep/collective/shared_memory.h"
 #include "lockstep/model/data_watch.h"
 #include "lockstep/model/parameters.h"

@@ -4,7 +4,7 @@
 #include <ATen/ops/batch_norm.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "lockstep/base/in_autograd.h"
+#include "lockstep/base/process/in_autograd.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"

@@ -19,7 +19,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/error.h"
 #include "lockstep/observe/rank_progress.h"
 

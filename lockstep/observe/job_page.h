@@ -19,7 +19,7 @@
 
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/names.h"
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 
 namespace lockstep {
 

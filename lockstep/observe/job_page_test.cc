@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/observe/phase_scope.h"

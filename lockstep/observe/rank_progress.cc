@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/host_name.h"
+#include "lockstep/base/process/host_name.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/observe/trace.h"

@@ -10,7 +10,7 @@
 #include <new>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/error.h"
 
 namespace lockstep::trace {

@@ -8,7 +8,7 @@
 #include <set>
 #include <thread>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "tests/support.h"
 
 namespace lockstep {

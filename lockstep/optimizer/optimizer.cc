@@ -7,7 +7,7 @@
 #include <typeinfo>
 #include <unordered_map>
 
-#include "lockstep/base/page_guard.h"
+#include "lockstep/base/process/page_guard.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"

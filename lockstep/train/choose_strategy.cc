@@ -8,7 +8,7 @@
 #include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
 #include "lockstep/train/builtin.h"
-#include "lockstep/train/ranks_and_devices.h"
+#include "lockstep/train/options/ranks_and_devices.h"
 #include "tools/plan/auto.h"
 
 namespace lockstep {

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "lockstep/task.h"
-#include "lockstep/train/options.h"
+#include "lockstep/train/options/options.h"
 
 namespace lockstep {
 

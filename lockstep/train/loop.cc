@@ -17,8 +17,8 @@
 #include "lockstep/stop.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/train/evaluate.h"
-#include "lockstep/train/run_facts.h"
-#include "lockstep/train/snapshot.h"
+#include "lockstep/train/reports/run_facts.h"
+#include "lockstep/train/state/snapshot.h"
 
 namespace lockstep {
 namespace {

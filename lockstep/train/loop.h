@@ -3,7 +3,7 @@
 //
 // Flow:    lockstep/loader.h -> Strategy::forward_backward -> finite? -> learning rate -> Strategy::update -> metrics,
 //          checkpoints
-// Owns:    the loader, the position in the run, and what is kept of it (train/state_keeper.h); the strategy is the caller's
+// Owns:    the loader, the position in the run, and what is kept of it (train/state/state_keeper.h); the strategy is the caller's
 // Threads: one thread
 // Ranks:   every rank runs it; rank 0 writes and shows
 #pragma once
@@ -15,17 +15,17 @@
 #include "lockstep/strategy.h"
 #include "lockstep/task.h"
 #include "lockstep/timeline.h"
-#include "lockstep/train/metrics.h"
-#include "lockstep/train/options.h"
-#include "lockstep/train/progress.h"
-#include "lockstep/train/state_keeper.h"
+#include "lockstep/train/reports/metrics.h"
+#include "lockstep/train/options/options.h"
+#include "lockstep/train/reports/progress.h"
+#include "lockstep/train/state/state_keeper.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
 
 class TrainingLoop {
  public:
-  // After the loss of a rank, goes on from what the ranks have kept in memory (train/loop_state.h). Else resumes from the
+  // After the loss of a rank, goes on from what the ranks have kept in memory (train/state/loop_state.h). Else resumes from the
   // checkpoint folder if options.resume; without that the folder must have no checkpoints yet. Throws UsageError,
   // CheckpointError.
   TrainingLoop(const World& world, const Task& task, const Datasets& datasets, Strategy& strategy,

@@ -19,12 +19,12 @@
 
 #include <nlohmann/json.hpp>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/train/evaluate.h"
-#include "lockstep/train/metrics.h"
-#include "lockstep/train/snapshot.h"
+#include "lockstep/train/reports/metrics.h"
+#include "lockstep/train/state/snapshot.h"
 #include "tests/support.h"
 
 namespace lockstep {

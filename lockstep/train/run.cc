@@ -20,7 +20,7 @@
 
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/log.h"
-#include "lockstep/base/process_title.h"
+#include "lockstep/base/process/process_title.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/collective/world/world_state.h"
@@ -40,9 +40,9 @@
 #include "lockstep/train/choose_strategy.h"
 #include "lockstep/train/end_process.h"
 #include "lockstep/train/loop.h"
-#include "lockstep/train/options.h"
-#include "lockstep/train/ranks_and_devices.h"
-#include "lockstep/train/run_facts.h"
+#include "lockstep/train/options/options.h"
+#include "lockstep/train/options/ranks_and_devices.h"
+#include "lockstep/train/reports/run_facts.h"
 
 namespace lockstep {
 namespace {

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/data/images/encoded_image.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/error.h"

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/collective/shared_memory.h"
 #include "lockstep/optimizer/flat_update.h"
 #include "lockstep/optimizer/update_journal.h"

@@ -9,9 +9,9 @@
 #include <cstdlib>
 #include <thread>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 

@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
 #include "lockstep/deadline.h"

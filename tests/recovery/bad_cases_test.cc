@@ -6,7 +6,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/deadline.h"
 #include "lockstep/launch/job_memory.h"
 #include "lockstep/launch/launcher.h"

@@ -17,7 +17,7 @@
 #include <random>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 #include "tests/shm/support.h"
 #include "tests/support.h"
 

@@ -3,7 +3,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "tests/launch/child.h"
 #include "tests/support.h"

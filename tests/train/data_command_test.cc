@@ -2,7 +2,7 @@
 // Starts `lockstep data`, and trains on what it wrote.
 #include <nlohmann/json.hpp>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "tests/launch/child.h"
 #include "tests/support.h"

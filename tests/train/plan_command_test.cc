@@ -6,7 +6,7 @@
 
 #include <set>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "tests/launch/child.h"
 #include "tests/support.h"
 #include "tests/train/command.h"

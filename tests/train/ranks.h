@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "lockstep/base/int_vector.h"
-#include "lockstep/base/port.h"
+#include "lockstep/base/sockets/port.h"
 #include "tests/launch/child.h"
 #include "tests/train/command.h"
 

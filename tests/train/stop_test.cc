@@ -8,7 +8,7 @@
 #include <fstream>
 #include <limits>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/to_size.h"
 #include "tests/support.h"
 #include "tests/train/ranks.h"

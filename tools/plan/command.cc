@@ -7,15 +7,15 @@
 
 #include "bench/harness.h"
 #include "lockstep/base/command_line.h"
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/models.h"
 #include "lockstep/observe/timeline_file.h"
 #include "lockstep/train/builtin.h"
 #include "lockstep/train/end_process.h"
-#include "lockstep/train/option_table.h"
-#include "lockstep/train/run_facts.h"
+#include "lockstep/train/options/option_table.h"
+#include "lockstep/train/reports/run_facts.h"
 #include "tools/plan/forecast.h"
 #include "tools/plan/measure.h"
 

@@ -9,11 +9,11 @@
 
 #include <ATen/Parallel.h>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/hash.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/median.h"
-#include "lockstep/base/proc_file.h"
+#include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"

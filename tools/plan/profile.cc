@@ -8,7 +8,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/median.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"

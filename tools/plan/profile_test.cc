@@ -7,7 +7,7 @@
 #include <functional>
 #include <limits>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/error.h"
 #include "lockstep/models.h"
 #include "tests/support.h"

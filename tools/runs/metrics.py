@@ -6,7 +6,7 @@ from statistics import median
 
 from common import DataError, count, number, parse, quotient, read, require_format
 
-FORMAT = 1  # kMetricsFormat of lockstep/train/run_facts.h
+FORMAT = 1  # kMetricsFormat of lockstep/train/reports/run_facts.h
 MOST_POINTS = 500
 WARM_UP = 3  # steps that connect, order buckets and grow memory
 EPOCH = {

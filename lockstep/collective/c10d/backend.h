@@ -36,7 +36,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/own_process.h"
+#include "lockstep/base/process/own_process.h"
 #include "lockstep/collective_types.h"
 
 namespace lockstep {

@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 
 namespace lockstep {
 

@@ -3,7 +3,7 @@
 
 #include <limits>
 
-#include "lockstep/base/received.h"
+#include "lockstep/base/sockets/received.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/gloo_connection.h"
 #include "lockstep/launch/insecure_network.h"

@@ -8,8 +8,8 @@
 #include <thread>
 
 #include "lockstep/base/hash.h"
-#include "lockstep/base/local_socket.h"
-#include "lockstep/base/port.h"
+#include "lockstep/base/sockets/local_socket.h"
+#include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/meet/job_store.h"
 #include "lockstep/collective/store/store_client.h"

@@ -10,7 +10,7 @@
 #include <future>
 #include <thread>
 
-#include "lockstep/base/local_socket.h"
+#include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/store/store_client.h"
 #include "lockstep/deadline.h"

@@ -13,8 +13,8 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "lockstep/base/host_name.h"
-#include "lockstep/base/port.h"
+#include "lockstep/base/process/host_name.h"
+#include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/meet/agent_store.h"
 #include "lockstep/collective/meet/job_store.h"

@@ -10,7 +10,7 @@
 #include <string_view>
 #include <thread>
 
-#include "lockstep/base/port.h"
+#include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/meet/job_store.h"
 #include "lockstep/deadline.h"

@@ -34,7 +34,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/own_process.h"
+#include "lockstep/base/process/own_process.h"
 #include "lockstep/collective/calls/call.h"
 #include "lockstep/collective/calls/future.h"
 #include "lockstep/collective/shm/waiting.h"

@@ -8,7 +8,7 @@
 
 #include <c10/util/Exception.h>
 
-#include "lockstep/base/poll.h"
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep {

@@ -17,7 +17,7 @@
 #include <memory>
 #include <thread>
 
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/collective/store/packet_stream.h"
 #include "lockstep/collective/store/store_table.h"
 #include "lockstep/deadline.h"

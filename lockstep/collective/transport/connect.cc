@@ -8,9 +8,9 @@
 #include <map>
 #include <optional>
 
-#include "lockstep/base/file.h"
-#include "lockstep/base/port.h"
-#include "lockstep/base/stop.h"
+#include "lockstep/base/files/file.h"
+#include "lockstep/base/sockets/port.h"
+#include "lockstep/base/process/stop.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/hierarchy.h"
 #include "lockstep/collective/meet/connecting_store.h"

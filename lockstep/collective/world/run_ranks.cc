@@ -5,7 +5,7 @@
 
 #include <ATen/Parallel.h>
 
-#include "lockstep/base/stop.h"
+#include "lockstep/base/process/stop.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/collective/transport/cpu_transport.h"

@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <iostream>
 
-#include "lockstep/base/port.h"
+#include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/stop_all.h"

@@ -6,7 +6,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "lockstep/base/host_name.h"
+#include "lockstep/base/process/host_name.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"

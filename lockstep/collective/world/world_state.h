@@ -16,8 +16,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "lockstep/base/int_vector.h"
-#include "lockstep/base/own_process.h"
-#include "lockstep/base/stoppable.h"
+#include "lockstep/base/process/own_process.h"
+#include "lockstep/base/process/stoppable.h"
 #include "lockstep/collective/traced_messages.h"
 #include "lockstep/collective/transport/transport.h"
 #include "lockstep/launch/environment.h"

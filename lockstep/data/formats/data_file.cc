@@ -8,7 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "lockstep/base/read_fully.h"
+#include "lockstep/base/files/read_fully.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"

@@ -6,7 +6,7 @@
 #include <fstream>
 #include <random>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "tests/support.h"
 
 namespace lockstep {

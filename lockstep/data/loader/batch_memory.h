@@ -14,7 +14,7 @@
 #include <mutex>
 #include <vector>
 
-#include "lockstep/base/own_process.h"
+#include "lockstep/base/process/own_process.h"
 
 namespace lockstep {
 

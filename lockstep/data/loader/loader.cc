@@ -7,7 +7,7 @@
 #include <optional>
 
 #include "lockstep/base/log.h"
-#include "lockstep/base/stoppable.h"
+#include "lockstep/base/process/stoppable.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/data/loader/batch_memory.h"

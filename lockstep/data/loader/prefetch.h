@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/base/own_process.h"
+#include "lockstep/base/process/own_process.h"
 #include "lockstep/cores.h"
 #include "lockstep/loader.h"
 

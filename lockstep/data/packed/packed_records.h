@@ -20,7 +20,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/file.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/data/formats/data_file.h"
 #include "lockstep/datasets.h"
 

@@ -7,13 +7,13 @@
 // Ranks:   all ranks make the same calls in the same order
 //
 // The parameters compared are those that the last step() left, in every layout: shared by the ranks of a machine or each
-// rank's own, on one machine or several. base/page_guard.h is the other half of LOCKSTEP_CHECK.
+// rank's own, on one machine or several. base/process/page_guard.h is the other half of LOCKSTEP_CHECK.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "lockstep/base/page_guard.h"
+#include "lockstep/base/process/page_guard.h"
 #include "lockstep/named_tensor.h"
 #include "lockstep/world.h"
 

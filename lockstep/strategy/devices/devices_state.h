@@ -20,8 +20,8 @@
 #include <vector>
 
 #include "lockstep/base/int_vector.h"
-#include "lockstep/base/own_process.h"
-#include "lockstep/base/stoppable.h"
+#include "lockstep/base/process/own_process.h"
+#include "lockstep/base/process/stoppable.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/devices.h"

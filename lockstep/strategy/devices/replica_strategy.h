@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/base/stop.h"
+#include "lockstep/base/process/stop.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
 #include "lockstep/observe/phase_scope.h"

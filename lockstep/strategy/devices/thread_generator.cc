@@ -7,7 +7,7 @@
 
 #include <optional>
 
-#include "lockstep/base/environment_switch.h"
+#include "lockstep/base/process/environment_switch.h"
 #include "lockstep/data/loader/random.h"
 
 namespace lockstep {

@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "lockstep/base/log.h"
-#include "lockstep/base/stop.h"
+#include "lockstep/base/process/stop.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"

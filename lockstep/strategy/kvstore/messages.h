@@ -29,7 +29,7 @@
 
 #include <cstdint>
 
-#include "lockstep/base/received.h"
+#include "lockstep/base/sockets/received.h"
 #include "lockstep/kvstore.h"
 #include "lockstep/strategy/kvstore/key_plan.h"
 #include "lockstep/strategy/kvstore/link.h"

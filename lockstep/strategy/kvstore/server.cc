@@ -15,7 +15,7 @@
 
 #include "lockstep/base/int_vector.h"
 #include "lockstep/base/log.h"
-#include "lockstep/base/stop.h"
+#include "lockstep/base/process/stop.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <thread>
 
-#include "lockstep/base/received.h"
+#include "lockstep/base/sockets/received.h"
 #include "lockstep/base/text.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy/devices/replica_strategy.h"

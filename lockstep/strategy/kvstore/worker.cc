@@ -5,7 +5,7 @@
 #include <array>
 #include <exception>
 
-#include "lockstep/base/stop.h"
+#include "lockstep/base/process/stop.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/gradient/two_bit.h"

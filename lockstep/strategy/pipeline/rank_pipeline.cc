@@ -2,7 +2,7 @@
 // A pipeline whose devices are ranks, on one machine or several: rank i has stage i % p of replica i / p. Activations
 // travel as messages. A rank has parameters, gradients and optimizer state of its own stage only, from the start
 // (model/partial_model.h): model() has meta tensors in place of the others, and checkpoints are gathered tensor by
-// tensor (train/snapshot.h).
+// tensor (train/state/snapshot.h).
 //
 // Owns:    this rank's part of the model
 // Threads: one
@@ -11,8 +11,8 @@
 #include <algorithm>
 #include <map>
 
-#include "lockstep/base/received.h"
-#include "lockstep/base/stop.h"
+#include "lockstep/base/sockets/received.h"
+#include "lockstep/base/process/stop.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"

@@ -5,7 +5,7 @@
 #include <limits>
 #include <span>
 
-#include "lockstep/base/received.h"
+#include "lockstep/base/sockets/received.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"

@@ -8,7 +8,7 @@
 #include <map>
 
 #include "bindings.h"
-#include "lockstep/base/in_autograd.h"
+#include "lockstep/base/process/in_autograd.h"
 
 namespace py = pybind11;
 

@@ -5,7 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings.h"
-#include "lockstep/train/loop_state.h"
+#include "lockstep/train/state/loop_state.h"
 
 extern "C" char** environ;
 

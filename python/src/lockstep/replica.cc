@@ -12,7 +12,7 @@
 #include <map>
 #include <set>
 
-#include "lockstep/base/in_autograd.h"
+#include "lockstep/base/process/in_autograd.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 

@@ -3,7 +3,7 @@
 
 #include <span>
 
-#include "lockstep/base/poll.h"
+#include "lockstep/base/sockets/poll.h"
 
 namespace lockstep::shm {
 namespace {

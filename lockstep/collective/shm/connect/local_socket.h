@@ -12,8 +12,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "lockstep/base/local_socket.h"
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/sockets/local_socket.h"
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/deadline.h"
 
 namespace lockstep::shm {

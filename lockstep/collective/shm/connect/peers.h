@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "lockstep/base/int_vector.h"
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/collective/shm/memory/arena.h"
 #include "lockstep/collective/shm/memory/control_block.h"
 

@@ -26,7 +26,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/collective/shm/connect/local_socket.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/deadline.h"

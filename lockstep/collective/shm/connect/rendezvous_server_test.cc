@@ -10,7 +10,7 @@
 #include <random>
 #include <thread>
 
-#include "lockstep/base/local_socket.h"
+#include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/collective/shm/connect/local_socket.h"
 #include "lockstep/observe/rank_progress.h"
 #include "tests/shm/support.h"

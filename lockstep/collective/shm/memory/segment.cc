@@ -8,7 +8,7 @@
 
 #include <cerrno>
 
-#include "lockstep/base/cgroup.h"
+#include "lockstep/base/process/cgroup.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/memory/control_block.h"
 #include "lockstep/error.h"

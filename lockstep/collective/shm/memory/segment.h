@@ -21,7 +21,7 @@
 #include <optional>
 #include <string>
 
-#include "lockstep/base/unique_fd.h"
+#include "lockstep/base/files/unique_fd.h"
 
 namespace lockstep::shm {
 

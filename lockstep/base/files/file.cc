@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/base/files/file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <array>
+#include <cerrno>
+#include <iomanip>
+#include <random>
+
+#include "lockstep/base/files/read_fully.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/base/files/write_all.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+void flush_to_disk(int fd, const std::filesystem::path& path) {
+  if (::fsync(fd) != 0) throw system_error("flush to disk", path);
+}
+
+// A rename is on the disk only when the folder that holds the name is.
+void flush_folder(const std::filesystem::path& file) {
+  const auto folder = file.has_parent_path() ? file.parent_path() : std::filesystem::path(".");
+  const UniqueFd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!fd) throw system_error("open the folder", folder);
+  flush_to_disk(fd.get(), folder);
+}
+
+UniqueFd open_to_read(const std::filesystem::path& path) {
+  // O_NONBLOCK: opening a named pipe would wait for its writer without limit; of a regular file it changes nothing.
+  UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  if (!fd) throw system_error("read", path);
+  return fd;
+}
+
+// Random, because processes on other machines may write the same path.
+std::string temporary_name(const std::filesystem::path& path) {
+  std::random_device random;
+  const std::uint64_t number = std::uint64_t{random()} << 32 | random();
+  return concat(path.string(), ".tmp-", std::hex, std::setw(16), std::setfill('0'), number);
+}
+
+}  // namespace
+
+AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), temporary_(temporary_name(path_)) {
+  fd_.reset(::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
+  if (!fd_) throw system_error("write", path_);
+}
+
+AtomicFile::~AtomicFile() {
+  if (fd_) ::unlink(temporary_.c_str());
+}
+
+void AtomicFile::write(const void* data, std::size_t bytes) {
+  if (!write_all(fd_.get(), {static_cast<const char*>(data), bytes})) throw system_error("write", path_);
+}
+
+void AtomicFile::overwrite(std::size_t at, const void* data, std::size_t bytes) {
+  const off_t end = ::lseek(fd_.get(), 0, SEEK_CUR);
+  if (end < 0 || ::lseek(fd_.get(), static_cast<off_t>(at), SEEK_SET) < 0) throw system_error("write", path_);
+  write(data, bytes);
+  if (::lseek(fd_.get(), end, SEEK_SET) < 0) throw system_error("write", path_);
+}
+
+void AtomicFile::commit() {
+  flush_to_disk(fd_.get(), path_);
+  if (::rename(temporary_.c_str(), path_.c_str()) != 0) throw system_error("rename a finished file to", path_);
+  fd_.reset();
+  flush_folder(path_);
+}
+
+void write_file(const std::filesystem::path& path, const std::string& content) {
+  AtomicFile file(path);
+  file.write(content.data(), content.size());
+  file.commit();
+}
+
+std::string read_file(const std::filesystem::path& path) {
+  const UniqueFd fd = open_to_read(path);
+  std::string content;
+  std::array<char, 64 * 1024> buffer;
+  for (;;) {
+    const ssize_t bytes = ::read(fd.get(), buffer.data(), buffer.size());
+    if (bytes == 0) return content;
+    if (bytes < 0 && errno != EINTR) throw system_error("read", path);
+    if (bytes > 0) content.append(buffer.data(), to_size(bytes));
+  }
+}
+
+ReadableFile::ReadableFile(std::filesystem::path path) : path_(std::move(path)), fd_(open_to_read(path_)) {
+  struct stat status {};
+  if (::fstat(fd_.get(), &status) != 0) throw system_error("read", path_);
+  size_ = to_size(status.st_size);
+}
+
+void ReadableFile::read(std::size_t at, void* into, std::size_t bytes) const {
+  if (read_fully(fd_.get(), at, {static_cast<std::byte*>(into), bytes}).empty()) return;
+  if (errno == 0) errno = EIO;  // shorter than it was
+  throw system_error("read", path_);
+}
+
+std::shared_ptr<const std::byte> ReadableFile::map() const {
+  void* const memory = size_ == 0 ? MAP_FAILED : ::mmap(nullptr, size_, PROT_READ, MAP_SHARED, fd_.get(), 0);
+  if (memory == MAP_FAILED) return nullptr;
+  return {static_cast<std::byte*>(memory), [bytes = size_](std::byte* mapped) { ::munmap(mapped, bytes); }};
+}
+
+}  // namespace lockstep

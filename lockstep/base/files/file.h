@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// base/files/file.h: writes files atomically: a reader sees the old file or the whole new one, even after a crash.
+//
+// Threads: any, on different paths
+// Ranks:   no communication; one rank writes a path
+#pragma once
+
+#include <cstddef>
+#include <filesystem>
+#include <memory>
+#include <string>
+
+#include "lockstep/base/files/unique_fd.h"
+
+namespace lockstep {
+
+// Writes to PATH.tmp- and 16 random hexadecimal digits: a new file, never through a link. commit() flushes to the disk and
+// renames. Without commit() nothing is left behind.
+// Every call throws SystemError naming the path: a full disk, no permission, a size limit.
+class AtomicFile {
+ public:
+  explicit AtomicFile(std::filesystem::path path);
+  ~AtomicFile();
+  AtomicFile(const AtomicFile&) = delete;
+  AtomicFile& operator=(const AtomicFile&) = delete;
+
+  void write(const void* data, std::size_t bytes);
+  void overwrite(std::size_t at, const void* data, std::size_t bytes);  // what was written before
+  void commit();                                                        // blocks until file and folder are on the disk
+
+ private:
+  std::filesystem::path path_;
+  std::filesystem::path temporary_;
+  UniqueFd fd_;
+};
+
+void write_file(const std::filesystem::path& path, const std::string& content);  // through an AtomicFile
+std::string read_file(const std::filesystem::path& path);
+
+// Reads parts of a file. Every call but map() throws SystemError naming the path.
+class ReadableFile {
+ public:
+  explicit ReadableFile(std::filesystem::path path);
+  std::size_t size() const { return size_; }
+  void read(std::size_t at, void* into, std::size_t bytes) const;
+
+  // All of it as memory, for as long as somebody holds it: all processes of a machine that map it share the kernel's copy. Null
+  // where it can't be mapped. An error of the disk is SIGBUS where the memory is read, and so is what is cut off later.
+  std::shared_ptr<const std::byte> map() const;
+
+ private:
+  std::filesystem::path path_;
+  UniqueFd fd_;
+  std::size_t size_ = 0;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/base/sockets/port.h"
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <optional>
+
+#include "lockstep/base/files/file.h"
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Listener {
+  std::string user;
+  std::string socket;  // as a descriptor's link names it
+};
+
+// A line of /proc/net/tcp: number, local address:port, remote one, state, queues, timer, retransmits, user, timeout, inode.
+std::optional<Listener> find_listener(const char* table, int port) {
+  constexpr unsigned kListens = 0x0A;
+  std::ifstream in(table);
+  for (std::string line; std::getline(in, line);) {
+    unsigned local = 0, state = 0;
+    unsigned long user = 0, inode = 0;
+    const int read =
+        std::sscanf(line.c_str(), "%*d: %*[^:]:%x %*s %x %*s %*s %*s %lu %*s %lu", &local, &state, &user, &inode);
+    if (read == 4 && state == kListens && static_cast<int>(local) == port)
+      return Listener{concat(user), concat("socket:[", inode, "]")};
+  }
+  return std::nullopt;
+}
+
+bool holds(const fs::path& process, const std::string& socket) {
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(process / "fd", ignored))
+    if (fs::read_symlink(entry, ignored) == socket) return true;
+  return false;
+}
+
+std::string command_of(const fs::path& process) try {
+  std::string command = read_file(process / "cmdline");
+  std::ranges::replace(command, '\0', ' ');
+  return command.substr(0, command.find_last_not_of(' ') + 1);
+} catch (const SystemError&) {
+  return "";  // it has ended
+}
+
+}  // namespace
+
+bool is_loopback(std::string_view host) { return host == "localhost" || host == "::1" || host.starts_with("127."); }
+
+std::string listener_of_port(int port) {
+  auto listener = find_listener("/proc/net/tcp", port);
+  if (!listener) listener = find_listener("/proc/net/tcp6", port);
+  if (!listener) return "";
+  std::error_code ignored;
+  for (const auto& process : fs::directory_iterator("/proc", ignored)) {
+    int pid = 0;
+    if (parse_int(process.path().filename().string(), pid) && holds(process, listener->socket))
+      return concat("pid ", pid, " (", command_of(process), ")");
+  }
+  return concat("a process of user ", listener->user);
+}
+
+ReservedPort::ReservedPort(const std::string& address) {
+  const int on = 1;
+  addrinfo hints{};
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  if (::getaddrinfo(address.c_str(), "0", &hints, &found) != 0)
+    throw SystemError({.what = concat("can't reserve a port on ", address, ", which is no address")});
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, &::freeaddrinfo);
+  sockaddr_storage bound{};
+  socklen_t size = sizeof bound;
+  auto* const generic = reinterpret_cast<sockaddr*>(&bound);
+  fd_.reset(::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (!fd_ || ::setsockopt(fd_.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0 ||
+      ::bind(fd_.get(), found->ai_addr, found->ai_addrlen) != 0 || ::getsockname(fd_.get(), generic, &size) != 0)
+    throw system_error("reserve", concat("a port on ", address));
+  number_ = ntohs(bound.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(generic)->sin6_port
+                                              : reinterpret_cast<sockaddr_in*>(generic)->sin_port);
+}
+
+}  // namespace lockstep

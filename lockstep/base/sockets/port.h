@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// base/sockets/port.h: reserves a port of this machine, says who listens at one, and which addresses are this machine's alone.
+//
+// Owns:    a ReservedPort a socket
+// Threads: any
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "lockstep/base/files/unique_fd.h"
+
+namespace lockstep {
+
+// Whether an address is of the loopback interface: "localhost", "::1", "127.0.1.1". Other names are not looked up.
+bool is_loopback(std::string_view host);
+
+// "pid 4711 (python train.py)"; "a process of user 1000" where this user may not look at it; "" where nobody listens.
+std::string listener_of_port(int port);
+
+// A port of an address of this machine, bound without listening: the kernel gives it to no program that asks for any port while this
+// lives, and rank 0 can still bind it, because it sets SO_REUSEADDR too.
+class ReservedPort {
+ public:
+  explicit ReservedPort(const std::string& address = "127.0.0.1");  // a number; throws SystemError
+  int number() const { return number_; }
+  int fd() const { return fd_.get(); }  // for a forked child that must close it
+
+ private:
+  UniqueFd fd_;
+  int number_ = 0;
+};
+
+}  // namespace lockstep

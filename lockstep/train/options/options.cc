@@ -1,0 +1,328 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/train/options/options.h"
+
+#include <signal.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <iomanip>
+#include <map>
+
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+#include "lockstep/observe/timeline_file.h"
+#include "lockstep/strategy/kvstore/kvstore_strategy.h"
+#include "lockstep/strategy/option_names.h"
+#include "lockstep/timeline.h"
+#include "lockstep/train/options/option_table.h"
+#include "lockstep/train/options/ranks_and_devices.h"
+
+namespace lockstep {
+
+namespace {
+
+void require(bool good, const std::string& what, const std::string& next) {
+  if (!good) throw UsageError({.what = what, .next = next});
+}
+
+Option unless(bool left_out, Option option) {
+  option.offered = !left_out;
+  return option;
+}
+
+std::vector<Option> data_table(TrainOptions& o, const Choices& choices) {
+  const bool own_model = choices.models.empty();
+  const bool own_data = choices.datasets.empty();
+  return {
+      unless(own_model, option("--model", o.model, kSame, concat("model to train: ", join(choices.models, ", ")))),
+      unless(own_data, option("--data", o.source.data, kSame,
+                              concat("dataset to train on, KIND[:PATH][?OPTIONS]: ", join(choices.datasets, ", ")))),
+      option("--data-dir", o.source.folder, kMayChange, "folder that holds the dataset"),
+      unless(own_data, option("--augment", o.source.augment, kSame,
+                              "transforms of training images, such as crop:4,flip; docs/data.md lists them")),
+      option("--workers", o.loader.workers, kMayChange, "threads per rank that load batches ahead; 0: none",
+             from_zero("0: the step waits while a batch is loaded")),
+      option("--prefetch", o.loader.prefetch, kMayChange, "batches that may lie ready per rank", kFromOne),
+      option("--skip-bad", o.loader.skip_bad, kMayChange, "unreadable samples of an epoch that each rank may leave out",
+             from_zero("0: a bad sample is an error")),
+      option("--epochs", o.epochs, same_if(o.learning_rate.schedule == ScheduleKind::kCosine),
+             "passes over the dataset", kFromOne),
+      option("--batch-size", o.loader.batch_size, kSame, "global batch, over all ranks", kFromOne),
+      option("--seed", o.strategy.seed, kSame, "of the initial weights and the order of the data"),
+  };
+}
+
+constexpr const char* kAuto = "auto";
+
+std::vector<std::string> strategy_names() {
+  std::vector<std::string> names = names_in(strategies());
+  names.emplace_back(kAuto);
+  return names;
+}
+
+void set_strategy(TrainOptions& options, const std::string& name) {
+  options.chooses_strategy = name == kAuto;
+  if (options.chooses_strategy) return;
+  const auto& all = strategies();
+  options.strategy.kind = std::ranges::find(all, name, &StrategyInfo::name)->kind;  // the parser has let it through
+}
+
+// Which ranks and devices there are, and what they compute in.
+std::vector<Option> device_table(TrainOptions& o) {
+  StrategyOptions& s = o.strategy;
+  return {
+      choice(
+          "--strategy", strategy_names(),
+          [&o] { return o.chooses_strategy ? std::string(kAuto) : strategy_info(o.strategy.kind).name; },
+          [&o](const std::string& name) { set_strategy(o, name); }, kMayChange,
+          "how the replicas stay one model, see below; auto: what lockstep plan recommends for this machine"),
+      option("--ranks", o.ranks, kMayChange,
+             "ranks to start on this machine, or auto: one per core or GPU. Without it: one, or one for each of "
+             "--devices"),
+      option("--devices-per-worker", o.devices_per_worker, kMayChange,
+             "devices in each rank, where devices are threads; 2,1,4: in the first, the second ..."),
+      option("--threads", o.threads, kMayChange,
+             "threads per rank, or per device where devices are threads; 0: one per core",
+             from_zero("give 0 for one per core")),
+      option("--devices", o.devices, kMayChange,
+             "of this machine: auto, cpu, cuda (all GPUs), cuda:0,cuda:1 or cores: cpu:0-3,cpu:4-7"),
+      option("--device", o.device, kMayChange, "the kind of device, where --devices does not say it"),
+      option("--precision", s.precision, kSame, "of forward and backward; parameters stay float32"),
+      option("--layout", s.layout, kSame, "memory order of images"),
+      seconds("--timeout", s.timeout, kMayChange, "seconds to wait for another rank"),
+      seconds("--hang-timeout", o.hang.timeout, kMayChange,
+              "seconds without progress of any rank after which their stacks are shown; 0: never", /*at_least=*/0),
+      option("--on-hang", o.hang.then, kMayChange,
+             "then: restart (kill the rank that holds up the others; it counts as failed), end the job, or report"),
+  };
+}
+
+// Options of one strategy or two.
+std::vector<Option> strategy_table(TrainOptions& o) {
+  StrategyOptions& s = o.strategy;
+  const bool kvstore = s.kind == StrategyKind::kKVStore;
+  return {
+      option("--algorithm", s.algorithm, kMayChange, "towers, ddp: how gradients are combined"),
+      option("--update", s.towers.update, kMayChange, "towers: on every device, or once on the cpu"),
+      flag("--refuse-uneven", s.towers.refuse_uneven, kMayChange,
+           "towers: a batch that does not divide evenly is an error"),
+      option("--average-every", s.averaging.every, kSame, "averaging: batches between averages", kFromOne),
+      option("--outer-lr", s.averaging.outer_lr, kSame, "averaging: 1 takes the average as it is"),
+      option("--outer-momentum", s.averaging.outer_momentum, kSame, "averaging: of the outer step"),
+      option("--kvstore", s.kvstore.kind, same_if(kvstore), "kvstore: its kind"),
+      option("--servers", s.kvstore.servers, kMayChange, "kvstore dist_*: servers, beside --ranks workers", kFromOne),
+      option("--update-on-kvstore", s.kvstore.update_on_kvstore, kMayChange,
+             "kvstore dist_sync: false: workers update"),
+      option("--staleness", s.kvstore.staleness, same_if(kvstore && s.kvstore.kind == KVStoreKind::kDistBounded),
+             "kvstore dist_bounded: largest delay of a gradient, in updates"),
+      option("--split-above", s.kvstore.split_above, kMayChange,
+             "kvstore: elements from which a weight is split over the servers"),
+      option("--stages", s.pipeline.stages, kMayChange, "pipeline: how many, or the pieces of each, such as 0-4,5-9"),
+      option("--micro-batches", s.pipeline.micro_batches, kMayChange, "pipeline: parts of each batch", kFromOne),
+      option("--pipeline-schedule", s.pipeline.schedule, kMayChange, "pipeline: order of the micro-batches"),
+      flag("--separate-parameters", s.ddp.share_parameters, kMayChange,
+           "a copy in every rank instead of one per machine",
+           /*on=*/false),
+      option("--bucket-mib", s.ddp.bucket_mib, kMayChange,
+             "ddp between machines and GPUs: MiB of gradients that are exchanged at once", kFromOne),
+      option("--compression", s.compression.kind, kSame, "of gradients between ranks"),
+      option("--compression-amount", s.compression.amount, kSame,
+             "powersgd: rank, 2bit: threshold, topk: share; 0: its default"),
+      option("--virtual-shards", s.ddp.virtual_shards, kSame,
+             "the same bits on any number of ranks that divides this; 0: off", from_zero("0: off")),
+  };
+}
+
+// A number that some optimizers have. --optimizer comes first in the table, so the parser has chosen one by then.
+template <class Value>
+Option of_optimizer(const std::string& name, const std::string& key, OptimizerOptions& optimizer,
+                    const std::string& help, Limits limits = {}) {
+  const auto get = [&optimizer, key]() -> Json {
+    const OptionValues values = values_of(optimizer);
+    const auto found = values.find(key);
+    return found == values.end() ? Json() : Json(static_cast<Value>(found->second));
+  };
+  const auto set = [&optimizer, key](const Value& value) {
+    OptionValues values = values_of(optimizer);
+    values[key] = static_cast<double>(value);
+    optimizer = optimizer_options(name_of(optimizer), values);
+  };
+  const Option row{.name = name, .help = help, .on_resume = kSame, .value = get, .limits = limits};
+  if constexpr (std::is_same_v<Value, bool>) return switched(row, set);
+  return typed<Value>(row, set, get().dump());
+}
+
+std::vector<Option> update_table(TrainOptions& o) {
+  StrategyOptions& s = o.strategy;
+  OptimizerOptions& optimizer = s.optimizer;
+  LearningRateOptions& rate = o.learning_rate;
+  const auto choose = [&optimizer](const std::string& name) {
+    optimizer = optimizer_options(name, values_of(optimizer));  // with the options that both have
+  };
+  return {
+      choice(
+          "--optimizer", optimizer_names(), [&optimizer] { return name_of(optimizer); }, choose, kSame, "update rule"),
+      of_optimizer<double>("--lr", "lr", optimizer, "learning rate", from_zero("give one such as 0.05")),
+      of_optimizer<double>("--momentum", "momentum", optimizer, "sgd and lars"),
+      of_optimizer<bool>("--nesterov", "nesterov", optimizer, "sgd only"),
+      of_optimizer<double>("--weight-decay", "weight_decay", optimizer, "shrinks the weights in each step"),
+      option("--clip-norm", s.clipping.max_norm, kSame, "largest 2-norm of all gradients together; 0: off",
+             from_zero("0: off")),
+      option("--clip-value", s.clipping.max_value, kSame, "largest element of a gradient; 0: off", from_zero("0: off")),
+      option("--ema-decay", s.ema_decay, kSame, "also keep a moving average of the weights; 0: off",
+             {.at_least = 0, .below = 1, .next = "such as 0.999"}),
+      option("--lr-scaling", rate.scaling, kSame, "how --lr grows with the batch"),
+      option("--lr-base-batch-size", rate.base_batch_size, kSame, "the batch that --lr suits", kFromOne),
+      option("--schedule", rate.schedule, kSame, "how --lr falls"),
+      option("--warmup-epochs", rate.warmup_epochs, kSame, "linear rise of --lr at the start"),
+      option("--drop-every-epochs", rate.drop_every_epochs, kSame, "schedule step only",
+             {.at_least = std::numeric_limits<double>::min(), .next = "give epochs, such as 30"}),
+      option("--drop-factor", rate.drop_factor, kSame, "schedule step only"),
+  };
+}
+
+std::vector<Option> output_table(TrainOptions& o) {
+  return {
+      option("--metrics", o.metrics, kMayChange, "file for one JSON object per step, epoch and run"),
+      option("--trace", o.trace, kMayChange, "file (.json) for a timeline of all ranks, for ui.perfetto.dev"),
+      option("--trace-steps", o.trace_steps, kMayChange, "with --trace: steps to record, such as 100:120"),
+      option("--checkpoint-dir", o.checkpoint_dir, kMayChange, "folder for checkpoints (safetensors)"),
+      option("--checkpoint-every", o.checkpoint_every, kMayChange, "steps; 0: each epoch", from_zero("0: each epoch")),
+      option("--checkpoint-shard-bytes", o.checkpoint_shard_bytes, kMayChange,
+             "a checkpoint above this becomes several files with an index, each of at most this or one tensor",
+             {.at_least = 1, .next = "the default is 5000000000"}),
+      flag("--resume", o.resume, kMayChange, "go on from the newest whole checkpoint of --checkpoint-dir"),
+      option("--from-step", o.from_step, kMayChange,
+             "with --resume: go back to the checkpoint of this step, also with another --lr; later ones are renamed",
+             from_zero("0: the newest")),
+      option("--preempt-signal", o.preemption.signals, kMayChange,
+             "signals after which the run finishes its step, saves and stops: SIGTERM, SIGUSR1, SIGUSR2"),
+      option("--on-stop", o.preemption.then, kMayChange,
+             "what it does then: exit with this code (Grid Engine: 99); requeue: scontrol requeue; wait: until killed"),
+      option("--max-restarts", o.max_restarts, kMayChange,
+             "how often a lost rank is replaced by a new process, which goes on at the same step; 0: it ends the job",
+             from_zero("0: a lost rank ends the job")),
+      option("--min-ranks", o.min_ranks, kMayChange,
+             "with no restart left, go on without a lost rank while so many are left; 0: end",
+             from_zero("0: a lost rank ends the job")),
+      option("--max-steps", o.max_steps, kMayChange, "stop after this many steps; 0: after the epochs",
+             from_zero("0: after the epochs")),
+      flag("--quiet", o.quiet, kMayChange, "no progress and no table"),
+      flag("--insecure-network", o.insecure_network, kMayChange,
+           "between machines ask nobody for the job's secret, and encrypt nothing"),
+  };
+}
+
+std::string strategy_help() {
+  const auto row = [](const char* name, const char* ranks, const char* description) {
+    return concat("  ", std::left, std::setw(15), name, std::setw(11), ranks, description, "\n");
+  };
+  std::string table = row("strategy", "--ranks", "what it does");
+  for (const StrategyInfo& info : strategies())
+    table += row(info.name, info.threads ? "devices" : "processes", info.description);
+  return table + "docs/strategies/ has a page for each.\n";
+}
+
+// "--batch-size" -> "batch_size"
+std::string key_of(const Option& option) {
+  std::string key = option.name.substr(2);
+  std::ranges::replace(key, '-', '_');
+  return key;
+}
+
+Json fingerprint_of(const Option& option) {
+  const Json value = option.value();
+  if (option.on_resume.used) return value;
+  return value.is_string() ? Json("") : Json(0);
+}
+
+void check_limits(const std::string& name, double value, const Limits& limits) {
+  if (value >= limits.at_least && value < limits.below) return;
+  const std::string trouble = value >= limits.below ? concat(" is not below ", limits.below)
+                              : limits.at_least > 0 ? " is not positive"
+                                                    : " is negative";
+  throw UsageError({.what = concat(name, ' ', value, trouble), .next = limits.next});
+}
+
+}  // namespace
+
+StopPlan stop_plan(const PreemptionOptions& options) {
+  static const std::map<std::string, int> known = {{"SIGTERM", SIGTERM}, {"SIGUSR1", SIGUSR1}, {"SIGUSR2", SIGUSR2}};
+  constexpr int kLastCode = 255;
+  StopPlan plan;
+  for (const std::string& name : split(options.signals, ',')) {
+    require(known.contains(name), concat("--preempt-signal ", options.signals),
+            "give SIGTERM, SIGUSR1 or SIGUSR2, or several with commas between them");
+    plan.signals.push_back(known.at(name));
+  }
+  if (options.then == "requeue") plan.then = AfterStop::kRequeue;
+  if (options.then == "wait") plan.then = AfterStop::kWait;
+  if (plan.then != AfterStop::kExit) return plan;
+  require(parse_int(options.then, plan.code) && plan.code >= 0 && plan.code <= kLastCode,
+          concat("--on-stop ", options.then), "give an exit code from 0 to 255, or requeue, or wait");
+  require(plan.code != 1 && plan.code != 2, concat("--on-stop ", options.then),
+          "1 and 2 are the codes of errors: give another");
+  return plan;
+}
+
+std::vector<Option> option_table(TrainOptions& options, const Choices& choices) {
+  std::vector<Option> all;
+  for (auto& table : {data_table(options, choices), device_table(options), strategy_table(options),
+                      update_table(options), output_table(options)})
+    all.insert(all.end(), table.begin(), table.end());
+  return all;
+}
+
+void add_options(CLI::App& app, TrainOptions& options, const Choices& choices) {
+  for (const Option& option : option_table(options, choices))
+    if (option.offered) option.add(app);
+  const auto gone = [&app](const std::string& name, const char* next) {
+    app.add_option_function<std::string>(
+           name, [=](const std::string&) { throw UsageError({.what = name + " is gone", .next = next}); }, "")
+        ->group("");  // not in --help
+  };
+  gone("--histograms", "write them with torch.utils.tensorboard in a loop of your own");
+  gone("--tensorboard", "--metrics FILE, and `lockstep report FILE --tensorboard FOLDER`");
+  app.set_config("--config", "", "read options from a TOML file; the command line goes first");
+  app.footer(strategy_help());
+}
+
+Json all_settings(const TrainOptions& options) {
+  TrainOptions copy = options;  // the table's rows may write
+  Json settings;
+  for (const Option& option : option_table(copy, {})) settings[key_of(option)] = option.value();
+  return settings;
+}
+
+Json resume_fingerprint(const TrainOptions& options) {
+  TrainOptions copy = options;  // the table's rows may write
+  Json fingerprint;
+  for (const Option& option : option_table(copy, {}))
+    if (option.on_resume.compared) fingerprint[key_of(option)] = fingerprint_of(option);
+  return fingerprint;
+}
+
+void check_options(const TrainOptions& options) {
+  TrainOptions copy = options;
+  for (const Option& option : option_table(copy, {}))
+    if (const Json value = option.value(); value.is_number()) check_limits(option.name, value, option.limits);
+  const StrategyInfo& strategy = strategy_info(options.strategy.kind);
+  require(std::ranges::all_of(options.devices_per_worker, [](int devices) { return devices >= 1; }),
+          "--devices-per-worker with a number below 1", "leave it out: --ranks counts the devices");
+  require(options.devices_per_worker.empty() || strategy.threads,
+          concat("--devices-per-worker with strategy ", strategy.name, ", whose ranks have one device each"),
+          "leave it out, or choose a strategy whose devices are threads");
+  require(!options.resume || !options.checkpoint_dir.empty(), "--resume without --checkpoint-dir",
+          "name the folder to resume from");
+  require(options.from_step == 0 || options.resume, "--from-step without --resume", "give --resume, too");
+  require(stop_plan(options.preemption).then != AfterStop::kRequeue || std::getenv("SLURM_JOB_ID") != nullptr,
+          "--on-stop requeue outside of a Slurm job", "submit it with sbatch, or give an exit code");
+  static_cast<void>(parse_steps(options.trace_steps));
+  require(options.trace_steps.empty() || !options.trace.empty(), "--trace-steps without --trace", "name the file");
+  require_timeline_file(options.trace);
+  const auto* const sgd = std::get_if<SGDOptions>(&options.strategy.optimizer);
+  require(sgd == nullptr || !sgd->nesterov || sgd->momentum > 0, "--nesterov without --momentum",
+          "give a momentum such as 0.9");
+}
+
+}  // namespace lockstep

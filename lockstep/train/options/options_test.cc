@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/train/options/options.h"
+
+#include <set>
+
+#include "lockstep/error.h"
+#include "lockstep/gradient/layout.h"
+#include "lockstep/train/options/option_table.h"
+#include "tests/support.h"
+
+namespace lockstep {
+namespace {
+
+using testing::contains;
+using testing::message_of;
+using Words = std::vector<std::string>;
+
+const Choices kChoices{.models = {"lenet", "mlp"}, .datasets = {"fashion-mnist"}};
+
+TrainOptions parsed(Words words) {
+  TrainOptions options;
+  CLI::App app("test", "test");
+  add_options(app, options, kChoices);
+  std::ranges::reverse(words);  // as CLI11 wants them
+  app.parse(words);
+  return options;
+}
+
+std::vector<Option> table() {
+  static TrainOptions defaults;
+  return option_table(defaults, kChoices);
+}
+
+// The option with another value than it has by default.
+Words with_another_value(const Option& option) {
+  const Json now = option.value();
+  if (now.is_boolean() && option.name != "--update-on-kvstore") return {option.name};
+  for (const std::string& name : option.names)
+    if (now != name) return {option.name, name};
+  if (now.is_string()) return {option.name, "2"};
+  return {option.name, now == 0.5 ? "0.25" : now.is_number_float() ? "0.5" : now.is_boolean() ? "false" : "7"};
+}
+
+// Options under which every other one is in use.
+const std::map<std::string, Words> kInUse = {
+    {"--epochs", {"--schedule", "cosine"}},
+    {"--kvstore", {"--strategy", "kvstore"}},
+    {"--staleness", {"--strategy", "kvstore", "--kvstore", "dist_bounded"}},
+};
+
+class OptionOf : public ::testing::TestWithParam<Option> {
+ protected:
+  Words in_use() const {
+    const auto found = kInUse.find(GetParam().name);
+    return found == kInUse.end() ? Words{} : found->second;
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Train, OptionOf, ::testing::ValuesIn(table()), [](const auto& test) {
+  std::string name = test.param.name.substr(2);
+  std::ranges::replace(name, '-', '_');
+  return name;
+});
+
+TEST_P(OptionOf, is_part_of_the_fingerprint_exactly_if_a_resumed_run_must_have_the_same) {
+  Words changed = in_use();
+  for (const std::string& word : with_another_value(GetParam())) changed.push_back(word);
+  EXPECT_EQ(resume_fingerprint(parsed(in_use())) != resume_fingerprint(parsed(changed)), GetParam().on_resume.compared);
+}
+
+TEST_P(OptionOf, is_read_into_its_field) {
+  TrainOptions changed = parsed(with_another_value(GetParam()));
+  TrainOptions defaults;
+  const auto value_in = [&](TrainOptions& options) {
+    for (const Option& option : option_table(options, kChoices))
+      if (option.name == GetParam().name) return option.value();
+    return Json();
+  };
+  EXPECT_NE(value_in(changed), value_in(defaults));
+}
+
+TEST(Options, have_different_names_and_a_help_text) {
+  std::set<std::string> names;
+  for (const Option& option : table()) {
+    EXPECT_TRUE(names.insert(option.name).second) << option.name;
+    EXPECT_FALSE(option.help.empty()) << option.name;
+  }
+}
+
+// Checkpoints of earlier versions have these.
+TEST(Options, keep_the_names_and_kinds_of_values_that_checkpoints_hold) {
+  const Json expected = Json::parse(R"({
+    "model": "lenet", "data": "auto", "batch_size": 256, "augment": "", "seed": 1, "optimizer": "sgd", "lr": 0.05,
+    "momentum": 0.9, "nesterov": false, "weight_decay": 0.0, "lr_scaling": "none", "lr_base_batch_size": 256,
+    "schedule": "constant", "warmup_epochs": 0.0, "drop_every_epochs": 1.0, "drop_factor": 0.1,
+    "precision": "float32", "layout": "auto", "clip_norm": 0.0, "clip_value": 0.0, "ema_decay": 0.0,
+    "virtual_shards": 0, "compression": "none", "compression_amount": 0.0, "average_every": 1, "kvstore": "",
+    "outer_lr": 1.0, "outer_momentum": 0.0, "epochs": 0})");
+  const Json found = resume_fingerprint(TrainOptions());
+  for (const auto& [name, value] : expected.items()) EXPECT_EQ(found.at(name), value) << name;
+}
+
+TEST(Options, of_an_optimizer_may_come_before_its_name) {
+  const TrainOptions options = parsed({"--lr", "0.2", "--weight-decay", "0.1", "--optimizer", "adamw"});
+  const auto& adamw = std::get<AdamWOptions>(options.strategy.optimizer);
+  EXPECT_EQ(adamw.lr, 0.2);
+  EXPECT_EQ(adamw.weight_decay, 0.1);
+}
+
+TEST(Options, have_the_same_defaults_for_every_optimizer) {
+  const TrainOptions options = parsed({"--optimizer", "lars"});
+  const auto& lars = std::get<LARSOptions>(options.strategy.optimizer);
+  EXPECT_EQ(lars.lr, 0.05);
+  EXPECT_EQ(lars.momentum, 0.9);
+  EXPECT_EQ(lars.weight_decay, 0);
+}
+
+TEST(Options, refuse_an_unknown_name_and_list_the_known_ones) {
+  const auto message = [](const Words& words) { return message_of<CLI::ValidationError>([&] { parsed(words); }); };
+  EXPECT_TRUE(contains(message({"--strategy", "dpp"}), "single,ddp,towers"));
+  EXPECT_TRUE(contains(message({"--optimizer", "adagrad"}), "sgd,adam,adamw,lamb,lars"));
+  EXPECT_TRUE(contains(message({"--layout", "nhwc"}), "auto,contiguous,channels_last"));
+}
+
+TEST(Options, refuse_numbers_out_of_range_and_name_the_option) {
+  const auto message = [](const Words& words) { return message_of<UsageError>([&] { check_options(parsed(words)); }); };
+  EXPECT_TRUE(contains(message({"--epochs", "0"}), "--epochs 0 is not positive"));
+  EXPECT_TRUE(contains(message({"--lr=-1"}), "--lr -1 is negative"));
+  EXPECT_TRUE(contains(message({"--timeout", "0"}), "--timeout 0 is not positive"));
+  EXPECT_TRUE(contains(message({"--timeout=-1"}), "--timeout -1 is"));
+  EXPECT_TRUE(contains(message({"--ema-decay", "1"}), "--ema-decay 1 is not below 1"));
+  EXPECT_TRUE(contains(message({"--resume"}), "--resume without --checkpoint-dir"));
+  EXPECT_TRUE(contains(message({"--nesterov", "--momentum", "0"}), "--nesterov without --momentum"));
+  EXPECT_NO_THROW(check_options(parsed({})));
+}
+
+TEST(Options, refuse_virtual_shards_that_fewer_ranks_could_not_share_out) {
+  const auto check = [](const char* shards, const char* fewest, int ranks) {
+    const TrainOptions options = parsed({"--virtual-shards", shards, "--min-ranks", fewest});
+    require_shards_for_fewer_ranks(options.strategy.ddp.virtual_shards, options.min_ranks, ranks);
+  };
+  const std::string message = message_of<UsageError>([&] { check("8", "2", 4); });
+  EXPECT_TRUE(contains(message, "8 virtual shards can't be shared out among 3 ranks"));
+  EXPECT_TRUE(contains(message, "give --virtual-shards 12, a multiple of each number from 2 to 4"));
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { check("4", "1", 32); }), "raise --min-ranks"));
+  EXPECT_NO_THROW(check("12", "2", 4));
+  EXPECT_NO_THROW(check("8", "4", 4));
+  EXPECT_NO_THROW(check("8", "0", 4));  // the job ends with the first loss
+  EXPECT_NO_THROW(check("0", "2", 4));
+}
+
+}  // namespace
+}  // namespace lockstep

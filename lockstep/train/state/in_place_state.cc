@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/train/state/in_place_state.h"
+
+#include <sys/mman.h>  // memfd_create
+
+#include <algorithm>
+#include <map>
+#include <vector>
+
+#include "lockstep/base/files/file.h"
+#include "lockstep/base/process/program_identity.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/base/files/write_all.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+// Names in the launcher's memory; that of arenas is collective/shared_memory.cc's.
+constexpr const char* kManifest = "manifest";
+constexpr const char* kArena = "arena";
+constexpr const char* kOwnState = "own state";
+
+// The text of which program wrote the memory, in its first line, and the optimizer's manifest.
+std::string manifest_with_program(const std::string& manifest) { return concat(program_identity(), "\n", manifest); }
+
+std::string without_program(const std::string& text) {
+  const std::size_t end = text.find('\n');
+  require_same_program(text.substr(0, end));
+  return text.substr(end + 1);
+}
+
+std::map<int, KeptBytes> map_all(const std::vector<JobMemory::Kept>& kept, const std::string& name) {
+  std::map<int, KeptBytes> of_ranks;
+  for (const JobMemory::Kept& each : kept)
+    if (each.name == name)
+      if (KeptBytes bytes = map_kept(each.fd); bytes.size > 0) of_ranks.try_emplace(each.local_rank, std::move(bytes));
+  return of_ranks;
+}
+
+// The state that the former rank of this number has published for so many updates; the first rank's, where there was no such
+// number.
+SafetensorsReader own_state_of(const std::vector<JobMemory::Kept>& kept, int rank, std::int64_t updates) {
+  const auto images = images_in(kept, kOwnState);
+  for (const int wanted : {rank, 0})
+    for (const KeptImage& image : images)
+      if (image.owner.rank == wanted && image.step == updates) return reader_of(image.bytes);
+  throw CheckpointError({.what = concat("no rank has kept its own state after ", updates, " updates"),
+                         .next = "start the job again with --resume"});
+}
+
+}  // namespace
+
+std::unique_ptr<InPlaceState> InPlaceState::of(JobMemory& memory, const World& world, Strategy& strategy,
+                                               const TrainOptions& options) {
+  const std::string manifest = strategy.optimizer().manifest();
+  const auto all = world.exchange_texts(manifest.empty() ? "no" : "yes");
+  if (std::ranges::count(all, "no") > 0) return nullptr;
+  if (world.rank() == 0) {
+    const UniqueFd fd(::memfd_create("lockstep manifest", MFD_CLOEXEC));
+    if (!fd || !write_all(fd.get(), manifest_with_program(manifest)))
+      throw system_error("make shared memory for", "the manifest of the optimizer's state");
+    memory.keep(kManifest, fd.get());
+  }
+  return std::unique_ptr<InPlaceState>(new InPlaceState(memory, world, strategy, options));
+}
+
+InPlaceState::InPlaceState(JobMemory& memory, const World& world, Strategy& strategy, const TrainOptions& options)
+    : memory_(memory),
+      world_(world),
+      strategy_(strategy),
+      options_(options),
+      own_(memory, kOwnState, owner_in(world)) {}
+
+std::optional<Position> InPlaceState::take_over(std::string& last_step) {
+  const std::vector<JobMemory::Kept> kept = memory_.previous();
+  const auto manifests = map_all(kept, kManifest);
+  const auto all = world_.exchange_texts(manifests.empty() ? "no" : "yes");
+  if (std::ranges::count(all, "no") > 0) return std::nullopt;
+  const auto& [begin, bytes] = manifests.begin()->second;
+  const auto arenas = map_all(kept, kArena);
+  const auto find = [&](int rank, std::uint64_t offset, std::size_t size) {
+    const auto found = arenas.find(rank);
+    if (found == arenas.end() || offset + size > found->second.size)
+      throw CheckpointError({.what = concat("the memory that rank ", rank, " has left is incomplete"),
+                             .next = "start the job again with --resume"});
+    return found->second.begin.get() + offset;
+  };
+  const std::string manifest = without_program({reinterpret_cast<const char*>(begin.get()), bytes});
+  const auto updates = static_cast<std::int64_t>(strategy_.optimizer().take_over(manifest, find));
+  const SafetensorsReader own = own_state_of(kept, world_.rank(), updates);
+  last_step = own.metadata().at(kLastStep);
+  return restore_own_state(own, world_, strategy_, options_);
+}
+
+void InPlaceState::begin(const Position& position, const std::string& last_step) {
+  updates_ = -1;
+  publish(position, last_step);
+  world_.barrier();
+  if (world_.rank() == 0) memory_.complete();
+}
+
+void InPlaceState::publish(const Position& position, const std::string& last_step) {
+  TensorFile file = own_state(world_, strategy_, position, options_);
+  file.metadata[kLastStep] = last_step;
+  own_.write(++updates_, file);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// train/state/kept_images.h: the two newest images of one rank's state, in memory that the launcher keeps when the rank is gone.
+//
+// Flow:    TensorFile -> write() -> memory of the launcher -> a later process: images_in() -> SafetensorsReader
+// Owns:    two pieces of shared memory, each with a page that says what is in it, and the bytes of a safetensors file
+// Threads: one thread
+// Ranks:   no communication: one rank writes, any process of the machine that is given the memory reads
+//
+// write() takes the two in turn, so one of them is always whole: a rank may be killed at any instruction of it. What is
+// half written is marked before the first byte and until after the last one.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/base/files/unique_fd.h"
+#include "lockstep/checkpoint/safetensors.h"
+#include "lockstep/launch/job_memory.h"
+#include "lockstep/world.h"
+
+namespace lockstep {
+
+// The rank whose state it is, in the World that wrote it.
+struct ImageOwner {
+  std::int32_t rank = 0;
+  std::int32_t ranks = 1;
+  std::int32_t local_rank = 0;
+  std::int32_t local_ranks = 1;
+};
+
+ImageOwner owner_in(const World& world);
+
+// Memory that the launcher has kept, mapped for as long as somebody holds it.
+struct KeptBytes {
+  std::shared_ptr<std::byte> begin{};
+  std::size_t size = 0;
+};
+
+// All of what this descriptor has; empty where that is nothing. Throws SystemError.
+KeptBytes map_kept(const UniqueFd& fd);
+
+struct KeptSlot;
+
+class KeptImages {
+ public:
+  // Takes no memory yet. name: of this kind of state in the launcher's memory.
+  KeptImages(JobMemory& memory, std::string name, const ImageOwner& owner);
+  ~KeptImages();
+  KeptImages(const KeptImages&) = delete;
+  KeptImages& operator=(const KeptImages&) = delete;
+
+  // Goes on with the memory of a former process of this rank, which is given to the launcher again, under the present
+  // generation. The image of `step` stays until the one after next is written; another one is of a step that not all ranks
+  // have kept, and is dropped. Returns whether there is one of that step.
+  bool adopt(std::vector<JobMemory::Kept>& former, std::int64_t step);
+
+  // Takes room for images of that many bytes, now: the first copy into fresh memory takes three times as long.
+  void reserve(std::size_t bytes);
+
+  // Blocks for a copy. Throws SystemError (no memory left), UsageError (a dtype that safetensors does not know).
+  void write(std::int64_t step, const TensorFile& file);
+
+ private:
+  void resize(int index, std::size_t bytes);
+
+  JobMemory& memory_;
+  std::string name_;
+  ImageOwner owner_;
+  std::array<std::unique_ptr<KeptSlot>, 2> slots_;
+  int next_ = 0;
+};
+
+// An image that is whole, in memory that the launcher has kept.
+struct KeptImage {
+  ImageOwner owner;
+  std::int64_t step = 0;
+  KeptBytes bytes;
+};
+
+// The images of `name`. A slot that is half written has none.
+std::vector<KeptImage> images_in(const std::vector<JobMemory::Kept>& kept, const std::string& name);
+
+SafetensorsReader reader_of(const KeptBytes& image);
+
+}  // namespace lockstep

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/train/state/loop_state.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <set>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include "lockstep/base/log.h"
+#include "lockstep/base/process/program_identity.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/checkpoint/file_image.h"
+
+namespace lockstep {
+namespace {
+
+constexpr const char* kCommon = "state.common";
+constexpr const char* kOwn = "state.own";
+constexpr const char* kProgram = "lockstep.program";
+
+// The steps of which this machine has the common image and every rank's own.
+std::set<std::int64_t> whole_steps(const std::vector<KeptImage>& common, const std::vector<KeptImage>& own) {
+  std::set<std::int64_t> steps;
+  for (const KeptImage& image : common) {
+    const auto has_it = [&](const KeptImage& each) { return each.step == image.step; };
+    if (std::ranges::count_if(own, has_it) == image.owner.local_ranks) steps.insert(image.step);
+  }
+  return steps;
+}
+
+const KeptImage* image_of(const std::vector<KeptImage>& images, std::int64_t step, int rank) {
+  const auto found = std::ranges::find_if(
+      images, [&](const KeptImage& image) { return image.step == step && image.owner.rank == rank; });
+  return found == images.end() ? nullptr : &*found;
+}
+
+const KeptImage* image_of_first_rank(const std::vector<KeptImage>& images, std::int64_t step) {
+  const KeptImage* first = nullptr;
+  for (const KeptImage& image : images)
+    if (image.step == step && (first == nullptr || image.owner.rank < first->owner.rank)) first = &image;
+  return first;
+}
+
+// The newest step that some machine has whole, or -1, and the first rank there. Where ranks have parts of the state: that every machine
+// has whole which has any; one that is new has none.
+std::pair<std::int64_t, int> newest_in(const std::vector<std::string>& of_ranks) {
+  std::vector<nlohmann::json> all;
+  for (const std::string& text : of_ranks) all.push_back(nlohmann::json::parse(text));
+  const bool in_parts =
+      std::ranges::any_of(all, [](const auto& each) { return each["in_parts"].template get<bool>(); });
+  const auto has = [](const nlohmann::json& each, const nlohmann::json& step) {
+    return std::ranges::count(each["steps"], step) > 0;
+  };
+  std::pair<std::int64_t, int> newest{-1, 0};
+  for (std::size_t rank = 0; rank < all.size(); ++rank)
+    for (const auto& step : all[rank]["steps"]) {
+      const auto lacks_it = [&](const auto& each) {
+        return each["has_state"].template get<bool>() && !has(each, step);
+      };
+      if (step.get<std::int64_t>() <= newest.first || (in_parts && std::ranges::any_of(all, lacks_it))) continue;
+      newest = {step.get<std::int64_t>(), static_cast<int>(rank)};
+    }
+  return newest;
+}
+
+// This rank's image, or a copy of that of `source`. Collective.
+KeptBytes mine_or_sent(const World& world, const KeptImage* mine, int source) {
+  const auto sizes = world.exchange_texts(mine != nullptr ? concat(mine->bytes.size) : "");
+  if (std::ranges::count(sizes, "") == 0) return mine->bytes;
+  torch::Tensor sent = torch::empty({std::stoll(sizes[to_size(source)])}, torch::kUInt8);
+  if (world.rank() == source) std::memcpy(sent.data_ptr(), mine->bytes.begin.get(), sent.nbytes());
+  world.broadcast(sent, source);
+  if (mine != nullptr) return mine->bytes;
+  return {{static_cast<std::byte*>(sent.data_ptr()), [sent](std::byte*) {}}, sent.nbytes()};
+}
+
+}  // namespace
+
+LoopState::LoopState(const World& world, JobMemory& memory, double share_of_time, bool in_parts)
+    : world_(world),
+      memory_(memory),
+      share_of_time_(share_of_time),
+      common_(memory, kCommon, owner_in(world)),
+      own_(memory, kOwn, owner_in(world)) {
+  find(in_parts);
+}
+
+// The first rank of a machine that has the newest state sends it to those whose machine has not.
+void LoopState::find(bool in_parts) {
+  std::vector<JobMemory::Kept> kept = memory_.previous();
+  const auto common = images_in(kept, kCommon);
+  const auto own = images_in(kept, kOwn);
+  const bool has_state = !common.empty() || !own.empty();
+  const auto steps = world_.exchange_texts(
+      nlohmann::json{{"has_state", has_state}, {"steps", whole_steps(common, own)}, {"in_parts", in_parts}}.dump());
+  memory_.met();
+  const auto [newest, source] = newest_in(steps);
+  if (newest < 0) return;
+  const bool whole_here = whole_steps(common, own).contains(newest);
+  const KeptImage* const all = whole_here ? image_of_first_rank(common, newest) : nullptr;
+  const KeptImage* const mine = whole_here ? image_of(own, newest, world_.rank()) : nullptr;
+  const KeptImage* const rest = mine == nullptr && world_.rank() == source ? image_of_first_rank(own, newest) : mine;
+  SafetensorsReader common_state = reader_of(mine_or_sent(world_, all, source));
+  SafetensorsReader own_state = reader_of(mine_or_sent(world_, rest, source));
+  const torch::Tensor ranks = torch::tensor({all != nullptr ? all->owner.ranks : 0});
+  world_.broadcast(ranks, source);
+  found_ = Found{.step = newest,
+                 .common = std::move(common_state),
+                 .own = std::move(own_state),
+                 .is_own_rank = mine != nullptr,
+                 .ranks = ranks.item<int>()};
+  for (const KeptImage& image : own)
+    if (image.step == newest) found_->here.push_back(reader_of(image.bytes));
+  require_same_program(found_->own.metadata().at(kProgram));
+  const bool adopts_common = !keeps_common() || (all != nullptr && common_.adopt(kept, newest));
+  const bool adopts_own = mine != nullptr && own_.adopt(kept, newest);
+  goes_on_ = adopts_common && adopts_own && found_->ranks == world_.size();
+}
+
+void LoopState::drop_found() {
+  found_.reset();
+  goes_on_ = false;
+}
+
+// The state of this World is whole already where as many ranks go on with the images of their predecessors; else with the first
+// keep(). Until then the launcher has that of the World before.
+void LoopState::taken() {
+  const auto all = world_.exchange_texts(goes_on_ ? "yes" : "no");
+  if (found_ && world_.rank() == 0) log_info(concat("a rank was replaced: going on after step ", found_->step));
+  found_.reset();
+  is_whole_ = std::ranges::count(all, "no") == 0;
+  if (is_whole_ && world_.local_rank() == 0) memory_.complete();
+  since_last_ = Stopwatch();
+}
+
+bool LoopState::is_due() {
+  ++steps_;
+  if (steps_ < between_) return false;
+  step_seconds_ = since_last_.seconds() / static_cast<double>(steps_);
+  cost_ = Stopwatch();
+  return true;
+}
+
+// The first copies take memory, which the later ones have.
+void LoopState::keep(std::int64_t step, const TensorFile& common, const TensorFile& own) {
+  constexpr std::size_t kHead = std::size_t{1} << 16;
+  if (kept_ == 0) {
+    if (keeps_common()) common_.reserve(tensor_bytes(common) + kHead);
+    own_.reserve(tensor_bytes(own) + kHead);
+    cost_ = Stopwatch();
+  }
+  if (keeps_common()) common_.write(step, common);
+  TensorFile signed_own = own;
+  signed_own.metadata[kProgram] = program_identity();
+  own_.write(step, signed_own);
+  const torch::Tensor between = torch::full({1}, steps_between(cost_.seconds()), torch::kInt64).to(world_.device());
+  world_.all_reduce(between, ReduceOp::kMax);
+  between_ = kept_ == 0 ? 1 : between.item<std::int64_t>();
+  if (!is_whole_ && world_.local_rank() == 0) memory_.complete();
+  is_whole_ = true;
+  ++kept_;
+  steps_ = 0;
+  since_last_ = Stopwatch();
+}
+
+std::int64_t LoopState::steps_between(double cost) const {
+  constexpr double kMost = 1e6;
+  if (share_of_time_ >= 1) return 1;
+  const double steps = std::ceil(cost / share_of_time_ / std::max(step_seconds_, 1e-9));
+  return static_cast<std::int64_t>(std::clamp(steps, 1.0, kMost));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+// train/state/snapshot.h: everything that training depends on, as one TensorFile. Resuming is bit-exact, except with lossy
+// compression or asynchronous servers.
+//
+//   model.NAME               parameters and buffers
+//   optimizer.NAME.KEY       the optimizer's state of a parameter
+//   strategy.NAME            what the strategy keeps beside those
+//   rng.DEVICE.RANK          the state of a rank's random generators
+//   metadata                 position in the run; the values of the options that must not change (resume_fingerprint())
+//
+// The file is the same where ranks hold parts of the model (a pipeline): a rank sends what rank 0 does not hold when its
+// turn to be written comes. So rank 0 never has more than one tensor of others in memory, and a checkpoint can be
+// read by any number of stages, and by one device.
+//
+// Flow:    strategy/ + Position <-> here <-> checkpoint/
+// Threads: one thread
+// Ranks:   take_snapshot, snapshot_bytes, Snapshot::send, share_checkpoint and restore_snapshot are collective
+#pragma once
+
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+
+#include "lockstep/checkpoint.h"
+#include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/checkpoint/hash.h"
+#include "lockstep/checkpoint/safetensors.h"
+#include "lockstep/strategy.h"
+#include "lockstep/train/state/loop_state.h"
+#include "lockstep/train/options/options.h"
+#include "lockstep/train/reports/progress.h"
+#include "lockstep/world.h"
+
+namespace lockstep {
+
+// Advice about a number that is not finite, where there are checkpoints.
+inline constexpr const char* kLowerRate =
+    "the checkpoints are good: go on from one with --resume --from-step STEP and a lower --lr";
+
+// The content of a checkpoint. It refers to the strategy's tensors: copy or write it before the next step.
+struct Snapshot {
+  TensorFile file;             // on rank 0: a meta tensor where another rank has the values
+  FetchTensor fetch;           // on rank 0: receives one of those
+  std::function<void()> send;  // on other ranks: sends what rank 0 fetches, in its order. Blocks
+};
+
+// Gathers every rank's generator state (a few KB each), and the names of what each rank holds, where rank 0 does not hold
+// all. Blocks.
+Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options);
+
+// Throws on all ranks NonFiniteError naming a parameter that is not finite: such a model is not worth a checkpoint. Blocks.
+void require_finite_everywhere(const World& world, Strategy& strategy, const Position& position);
+
+// About how large this rank's snapshot will be; 0 where ranks hold parts of the model. Blocks where each rank has a slice of the
+// optimizer's state, which is gathered.
+std::size_t snapshot_bytes(Strategy& strategy);
+
+// A checkpoint that rank 0 has found, for all ranks. Where every rank can open the same file, all map it: the machine then
+// has one copy, the kernel's. Else rank 0 sends each tensor when its turn comes, so that machines need no shared disk.
+class SharedCheckpoint {
+ public:
+  // found: on rank 0, if there is one. Sends its header to all ranks. Blocks.
+  SharedCheckpoint(const World& world, std::optional<CheckpointFolder::Loaded> found);
+
+  bool is_there() const { return is_there_; }
+  bool is_mapped() const { return is_mapped_; }  // by all ranks
+  const std::map<std::string, std::string>& metadata() const { return metadata_; }
+  const std::map<std::string, torch::Tensor>& shapes() const { return shapes_; }  // its tensors on the meta device
+
+  // Every rank calls it with the same name, and gets the tensor, which is not to be written to. Blocks.
+  torch::Tensor read(const std::string& name);
+
+  // Compares a digest of everything that was read. Throws CheckpointError on all ranks if a rank has read something else
+  // than rank 0. Blocks.
+  void require_same_on_all_ranks() const;
+
+ private:
+  World world_;
+  std::optional<CheckpointReader> file_;  // on rank 0; on all ranks where it is mapped
+  bool is_there_ = false;
+  bool is_mapped_ = false;
+  std::map<std::string, torch::Tensor> shapes_;
+  std::map<std::string, std::string> metadata_;
+  Hash read_;
+};
+
+// Puts model, optimizer, generator and position back, tensor by tensor. A rank without a saved generator keeps its own.
+// Throws CheckpointError: a tensor that is missing or of another shape, another model,
+// an option that must not change and has, or ranks that read different values.
+Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& strategy, const TrainOptions& options);
+
+// Metadata of a state in memory: the event of the last step, to be written once more by those who go on; "": none.
+constexpr const char* kLastStep = "lockstep.last_step";
+
+// The state that this rank keeps in memory for those who go on after a loss. common: what all ranks have alike; nothing but the
+// position where ranks hold parts of the model. own: its generators, and such a part. Blocks where the strategy has to make
+// its replicas one model.
+struct KeptParts {
+  TensorFile common;
+  TensorFile own;
+};
+KeptParts parts_to_keep(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options);
+
+// Whether a rank has only a part of the model (a pipeline).
+bool is_in_parts(Strategy& strategy);
+
+// Restores as restore_snapshot() does, from memory, where every rank has the common part. A part that this rank holds now, and neither it nor its
+// machine has kept, comes from the first rank that has it: after a loss a pipeline may be cut elsewhere, and the machines may have another
+// order. Collective. nullopt on all ranks, which a warning explains: a part was lost with its machine. Throws
+// CheckpointError: another model, other options.
+std::optional<Position> restore_parts(const LoopState::Found& found, const World& world, Strategy& strategy,
+                                      const TrainOptions& options);
+
+// This rank's generators, buffers, what the strategy keeps, and the position: all but parameters and the optimizer's state.
+// Refers to the strategy's tensors.
+TensorFile own_state(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options);
+
+// Puts it back, after parameters and the optimizer's state. Collective. Throws CheckpointError, as restore_snapshot().
+Position restore_own_state(const SafetensorsReader& file, const World& world, Strategy& strategy,
+                           const TrainOptions& options);
+
+// The first tensor of this rank that holds NaN or infinity: its name, or "" if there is none.
+std::string first_non_finite(const std::vector<NamedTensor>& tensors);
+
+}  // namespace lockstep

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/train/state/state_keeper.h"
+
+#include <utility>
+
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/error.h"
+#include "lockstep/observe/phase_scope.h"
+#include "lockstep/observe/trace.h"
+#include "lockstep/train/state/snapshot.h"
+
+namespace lockstep {
+namespace {
+
+constexpr double kShareForCopies = 0.01;  // of the time; after a loss the steps since the last copy are repeated
+
+}  // namespace
+
+bool takes_part(const World& step_world, const World& world) {
+  return step_world.size() == world.size() || world.rank() == 0;
+}
+
+StateKeeper::StateKeeper(const World& world, const World& step_world, Strategy& strategy, const TrainOptions& options,
+                         MetricsFile& metrics)
+    : world_(world), step_world_(step_world), strategy_(strategy), options_(options), metrics_(metrics) {
+  if (world.rank() != 0 || options.checkpoint_dir.empty()) return;
+  checkpoints_.emplace(CheckpointFolder(options.checkpoint_dir, /*keep=*/2, to_size(options.checkpoint_shard_bytes)));
+  if (!options.resume && !checkpoints_->folder().empty())
+    throw CheckpointError({.what = concat(options.checkpoint_dir, " holds checkpoints of another run"),
+                           .likely = "the same command as before, without --resume",
+                           .next = "give --resume to go on with that run, or name another --checkpoint-dir"});
+}
+
+Position StateKeeper::begin() {
+  if (JobMemory* const memory = JobMemory::get(); memory != nullptr && step_world_.size() == world_.size()) {
+    in_place_ = InPlaceState::of(*memory, world_, strategy_, options_);
+    if (!in_place_) kept_.emplace(step_world_, *memory, kShareForCopies, is_in_parts(strategy_));
+  }
+  std::optional<Position> found = restore_from_memory();
+  if (found && checkpoints_) checkpoints_->folder().take_over();
+  if (!found && options_.resume) found = restore_checkpoint();
+  const Position position = found.value_or(Position{});
+  if (in_place_) in_place_->begin(position, last_event_);
+  if (!kept_) return position;
+  const bool is_kept = kept_->found() != nullptr;
+  kept_->taken();
+  if (!is_kept) keep(position);
+  return position;
+}
+
+// Returns nothing where nothing was kept, or where it is incomplete and there are checkpoints. Writes the event of the last step
+// once more, because it may be missing.
+std::optional<Position> StateKeeper::restore_from_memory() {
+  std::optional<Position> position;
+  if (in_place_) {
+    position = in_place_->take_over(last_event_);
+  } else if (kept_ && kept_->found() != nullptr) {
+    last_event_ = kept_->found()->common.metadata().at(kLastStep);
+    position = restore_parts(*kept_->found(), world_, strategy_, options_);
+    if (!position) {
+      require_checkpoint_folder();
+      kept_->drop_found();
+      last_event_.clear();
+    }
+  }
+  if (!position) return {};
+  metrics_.write({{"event", "resume"}, {"step", position->step}});
+  if (!last_event_.empty()) metrics_.write(Json::parse(last_event_));
+  if (in_place_ && world_.rank() == 0) log_info(concat("a rank was replaced: going on at step ", position->step));
+  return position;
+}
+
+void StateKeeper::require_checkpoint_folder() const {
+  if (!options_.checkpoint_dir.empty()) return;
+  throw UsageError({.what = "a part of the model was lost with its machine, and there is no checkpoint",
+                    .here = world_.describe(),
+                    .likely = "a pipeline: each machine keeps the stages of its own ranks in memory, and no others",
+                    .next =
+                        "give --checkpoint-dir, on a disk that all machines see: then the job goes on from its last "
+                        "checkpoint"});
+}
+
+// Rank 0 finds and verifies the newest file.
+std::optional<Position> StateKeeper::restore_checkpoint() {
+  if (checkpoints_ && options_.from_step > 0) checkpoints_->folder().go_back(options_.from_step);
+  auto newest = checkpoints_ ? checkpoints_->folder().load_newest() : std::nullopt;
+  SharedCheckpoint file(world_, newest);
+  if (!file.is_there()) {
+    if (checkpoints_) log_info(concat("nothing to resume in ", options_.checkpoint_dir, ": starting at step 0"));
+    return {};
+  }
+  const Position position = restore_snapshot(file, world_, strategy_, options_);
+  resumed_step_ = position.step;
+  metrics_.write({{"event", "resume"}, {"step", position.step}});
+  if (checkpoints_) log_info(concat("resuming from ", newest->path.string(), " at step ", position.step));
+  return position;
+}
+
+void StateKeeper::before_update(const Position& next, const Json& event) {
+  if (!in_place_) return;
+  metrics_.hand_over();
+  in_place_->publish(next, event.dump());
+}
+
+void StateKeeper::after_update(const Position& now, const Json& event) {
+  if (kept_) last_event_ = event.dump();
+  record_saved();
+  make_room_to_save();
+  keep(now);
+  if (options_.checkpoint_every > 0 && now.step % options_.checkpoint_every == 0) save(now);
+}
+
+// Copies the state now and then.
+void StateKeeper::keep(const Position& now) {
+  if (!kept_ || !strategy_.is_one_model() || !kept_->is_due()) return;
+  const trace::Span span("keep the state", now.step);
+  metrics_.hand_over();
+  KeptParts parts = parts_to_keep(step_world_, strategy_, now, options_);
+  parts.common.metadata[kLastStep] = last_event_;
+  kept_->keep(now.step, parts.common, parts.own);
+}
+
+bool StateKeeper::saves() const { return !options_.checkpoint_dir.empty() && takes_part(step_world_, world_); }
+
+void StateKeeper::save(const Position& now) {
+  if (!saves()) return;
+  const PhaseScope saving(Phase::kSaving, "checkpoint", now.step);
+  require_finite_everywhere(step_world_, strategy_, now);
+  const Snapshot snapshot = take_snapshot(step_world_, strategy_, now, options_);
+  checkpoints_ ? checkpoints_->save(now.step, snapshot.file, snapshot.fetch) : snapshot.send();
+}
+
+// After the first step, when the optimizer has its state: then the first save takes no longer than others. All ranks that save
+// count, because slices of the optimizer's state are gathered from them.
+void StateKeeper::make_room_to_save() {
+  if (!saves() || std::exchange(has_room_to_save_, true)) return;
+  const std::size_t bytes = snapshot_bytes(strategy_);
+  if (checkpoints_ && bytes > 0) checkpoints_->reserve(bytes);
+}
+
+void StateKeeper::record_saved() {
+  if (!checkpoints_) return;
+  for (const auto& [step, seconds] : checkpoints_->take_saved())
+    metrics_.write({{"event", "checkpoint"}, {"step", step}, {"seconds", seconds}});
+}
+
+// Whether rank 0 has this state on the disk, which it waits for. Half of the timeout is for the disk, so that ranks that wait
+// for rank 0 do not take it for lost.
+bool StateKeeper::is_saved(const Position& now) {
+  const PhaseScope saving(Phase::kSaving);
+  const bool mine = checkpoints_ && checkpoints_->finish(now.step, options_.strategy.timeout / 2);
+  const torch::Tensor saved = torch::tensor({mine ? 1 : 0}, torch::kInt32);
+  step_world_.broadcast(saved);
+  return saved.item<int>() != 0;
+}
+
+bool StateKeeper::save_last(const Position& now) {
+  if (!saves()) return false;
+  bool saved = now.step == resumed_step_ || is_saved(now);
+  if (!saved) {
+    save(now);
+    saved = is_saved(now);
+  }
+  record_saved();
+  return saved;
+}
+
+void StateKeeper::require_saved(const Position& now, bool saved) const {
+  if (saved || !checkpoints_) return;
+  throw SystemError(
+      {.what = concat("the checkpoint of the last step, ", now.step, ", is not saved: ", checkpoints_->trouble()),
+       .here = options_.checkpoint_dir,
+       .likely = "a full disk, or one that does not answer",
+       .next = "mend that, and --resume goes on from the newest checkpoint there"});
+}
+
+}  // namespace lockstep
