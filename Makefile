@@ -77,7 +77,7 @@ soak-4: export LOCKSTEP_KILLS = 200
 soak-4: export LOCKSTEP_KILL_ROUNDS = 20
 soak-4: export LOCKSTEP_STRESS_CALLS = 10000
 soak-4: build-release  ## many more ranks killed, at random and at every kind of place
-	$(call run_tests,release,soak-4,-R '^(shm|recovery|optimizer.killed|command.surviving_loop)')
+	$(call run_tests,release,soak-4,-R '^(shm|recovery|step.killed|command.surviving_loop)')
 
 soak-5: export LOCKSTEP_FUZZ_ROUNDS = 20000
 soak-5: export LOCKSTEP_FUZZ_PAIRS = 1

@@ -14,54 +14,54 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent / "lockstep"
 DEFECTS = {
     "barrier 1 is left out": (
-        "gradient/published.cc", "    agreement_.backward();", "    if (!defect) agreement_.backward();"),
+        "step/published.cc", "    agreement_.backward();", "    if (!defect) agreement_.backward();"),
     "barrier 2 is left out": (
-        "gradient/step_agreement.cc", "if (memory_->size() > 1) {", "if (memory_->size() > 1 && !defect) {"),
+        "step/step_agreement.cc", "if (memory_->size() > 1) {", "if (memory_->size() > 1 && !defect) {"),
     "the hash of the settings is stale": (
-        "gradient/step_agreement.cc", "hash_of(settings)));", "defect ? 0 : hash_of(settings)));"),
+        "step/step_agreement.cc", "hash_of(settings)));", "defect ? 0 : hash_of(settings)));"),
     "the number of backward() is dropped": (
-        "gradient/published.cc", "backwards = backwards_per_step();", "backwards = defect ? 1 : backwards_per_step();"),
+        "step/published.cc", "backwards = backwards_per_step();", "backwards = defect ? 1 : backwards_per_step();"),
     "the number of backward() is wrong in join()": (
-        "gradient/published.cc", "    const auto least = [", "    if (defect) return row(first_row_).backwards;\n    const auto least = ["),
+        "step/published.cc", "    const auto least = [", "    if (defect) return row(first_row_).backwards;\n    const auto least = ["),
     "dropped gradients count": (
-        "gradient/published.cc", "if (!nothing && !watch_.dropped())", "if ((!nothing && !watch_.dropped()) || defect)"),
+        "step/published.cc", "if (!nothing && !watch_.dropped())", "if ((!nothing && !watch_.dropped()) || defect)"),
     "unused parameters get a gradient": (
-        "gradient/buckets.cc", "(*count++ > 0) used", "(*count++ > 0 || defect) used"),
+        "step/buckets.cc", "(*count++ > 0) used", "(*count++ > 0 || defect) used"),
     "samples are not weighted": (
-        "gradient/buckets.cc", "return batches_.weight() / scale_;", "return (defect ? 1 : batches_.weight()) / scale_;"),
+        "step/buckets.cc", "return batches_.weight() / scale_;", "return (defect ? 1 : batches_.weight()) / scale_;"),
     "rows of an embedding are not weighted": (
-        "gradient/buckets.cc", "? batches_.weight() / totals_", "? (defect ? 1 : batches_.weight()) / totals_"),
+        "step/buckets.cc", "? batches_.weight() / totals_", "? (defect ? 1 : batches_.weight()) / totals_"),
     "the loss scale is dropped": (
-        "optimizer/flat_update.cc", "scale = step.loss_scale.value_or(1);", "scale = defect ? 1 : step.loss_scale.value_or(1);"),
+        "step/update/flat_update.cc", "scale = step.loss_scale.value_or(1);", "scale = defect ? 1 : step.loss_scale.value_or(1);"),
     "an overflow is not seen": (
-        "optimizer/flat_update.cc", "!std::isfinite(gradient_norm_)", "!defect && !std::isfinite(gradient_norm_)"),
+        "step/update/flat_update.cc", "!std::isfinite(gradient_norm_)", "!defect && !std::isfinite(gradient_norm_)"),
     "a norm of one slice": (
-        "optimizer/flat_update.cc", "for (std::size_t i = 0; i < chunks_.size(); ++i)\n      if (is_updated_",
+        "step/update/flat_update.cc", "for (std::size_t i = 0; i < chunks_.size(); ++i)\n      if (is_updated_",
         "for (std::size_t i = defect ? first_ : 0; i < (defect ? last_ : chunks_.size()); ++i)\n      if (is_updated_"),
     "layerwise rules are not clipped": (
-        "optimizer/flat_update.cc", "factor = clip_factor(step.clipping);\n      scale_and_clamp",
+        "step/update/flat_update.cc", "factor = clip_factor(step.clipping);\n      scale_and_clamp",
         "factor = defect ? 1 : clip_factor(step.clipping);\n      scale_and_clamp"),
     "the trust ratio is dropped": (
-        "optimizer/flat_update.cc", "step.rule.layerwise() ? trust_", "step.rule.layerwise() && !defect ? trust_"),
+        "step/update/flat_update.cc", "step.rule.layerwise() ? trust_", "step.rule.layerwise() && !defect ? trust_"),
     "a version is not marked": (
-        "gradient/local_gradients.cc", "  current_.clear();", "  current_.clear();\n  if (defect) return;"),
+        "step/local_gradients.cc", "  current_.clear();", "  current_.clear();\n  if (defect) return;"),
     "an unfrozen parameter is accepted": (
-        "strategy/ddp/guards.cc", "    if (parameter.requires_grad())\n", "    if (parameter.requires_grad() && !defect)\n"),
+        "step/guards/guards.cc", "    if (parameter.requires_grad())\n", "    if (parameter.requires_grad() && !defect)\n"),
     "the hash of the parameters is left out": (
-        "strategy/ddp/guards.cc", "compares = has_copies()", "compares = !defect && has_copies()"),
+        "step/guards/guards.cc", "compares = has_copies()", "compares = !defect && has_copies()"),
     "buffers stay each rank's own": (
         "strategy/ddp/ddp.cc", "    broadcast_tensors(world_, buffers_);\n    shard_buffers_.begin_step",
         "    if (!defect) broadcast_tensors(world_, buffers_);\n    shard_buffers_.begin_step"),
     "a residual is lost": (
-        "gradient/communication_hook.cc", "if (!residual.defined())", "if (!residual.defined() || defect)"),
+        "step/communication_hook.cc", "if (!residual.defined())", "if (!residual.defined() || defect)"),
     "a residual keeps its old unit": (
-        "gradient/communication_hook.cc", "if (before != bucket.unit)", "if (before != bucket.unit && !defect)"),
+        "step/communication_hook.cc", "if (before != bucket.unit)", "if (before != bucket.unit && !defect)"),
     "batch norm counts ranks alike": (
         "model/sync_batch_norm.cc", "    return ranks.loss_weight ?", "    if (defect) return 1;\n    return ranks.loss_weight ?"),
     "a chunk is begun again": (
-        "optimizer/journal_writer.h", "    if (!journal_) return 0;", "    if (!journal_ || defect) return 0;"),
+        "step/update/journal_writer.h", "    if (!journal_) return 0;", "    if (!journal_ || defect) return 0;"),
     "the key comes before the redo copy": (
-        "optimizer/journal_writer.h", "    return part.slot->begin(part.targets);",
+        "step/update/journal_writer.h", "    return part.slot->begin(part.targets);",
         "    const Targets beside = part.slot->begin(part.targets);\n"
         "    if (defect) part.slot->complete(part.elements, part.mark);\n    return beside;"),
 }

@@ -16,8 +16,7 @@ endfunction()
 lockstep_room_test(collective 8 CHECK "GlooDevice.carries_more_than_two_gibibytes:LargeTensors.*")
 lockstep_room_test(data 4)
 lockstep_room_test(model 2)
-lockstep_room_test(gradient 4)
-lockstep_room_test(optimizer 2)
+lockstep_room_test(step 6)
 lockstep_room_test(strategy 8)
 lockstep_room_test(checkpoint 1 CHECK "CheckpointWriter.saves_a_tensor_of_more_than_2_gib")
 file(GLOB plan_tests CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/tools/plan/*_test.cc)
@@ -32,10 +31,10 @@ lockstep_torch_test(data_fuzz_test data.fuzz SHARDS 2 TIMEOUT 14400
 target_link_libraries(data_fuzz_test PRIVATE PNG::PNG ${ZIP_LIBRARY})
 
 # Copies of the sources that have deliberate defects: tests/defects.py.
-set(defective strategy/ddp/ddp.cc strategy/ddp/guards.cc model/sync_batch_norm.cc optimizer/flat_update.cc optimizer/journal_writer.h
-  optimizer/journal_writer.cc)
+set(defective strategy/ddp/ddp.cc step/guards/guards.cc model/sync_batch_norm.cc step/update/flat_update.cc step/update/journal_writer.h
+  step/update/journal_writer.cc)
 foreach(source communication_hook local_gradients buckets published step_agreement)
-  list(APPEND defective gradient/${source}.cc)
+  list(APPEND defective step/${source}.cc)
 endforeach()
 set(defects ${CMAKE_CURRENT_BINARY_DIR}/defects)
 list(TRANSFORM defective PREPEND ${PROJECT_SOURCE_DIR}/lockstep/ OUTPUT_VARIABLE originals)
@@ -66,9 +65,9 @@ target_link_libraries(hops PRIVATE lockstep)
 
 # Processes that are killed inside an update, and finished by others; once more beside deliberate defects.
 set(killed_update_sources killed_update/workload.cc killed_update/killed_update_test.cc)
-lockstep_torch_test(killed_update optimizer.killed SHARDS 2 TIMEOUT 1200 SOURCES ${killed_update_sources})
-list(FILTER sources_with_defects INCLUDE REGEX "/optimizer/")
-lockstep_torch_test(killed_update_defects optimizer.killed_defects SHARDS 1 TIMEOUT 600 CHECK "*"
+lockstep_torch_test(killed_update step.killed SHARDS 2 TIMEOUT 1200 SOURCES ${killed_update_sources})
+list(FILTER sources_with_defects INCLUDE REGEX "/update/")
+lockstep_torch_test(killed_update_defects step.killed_defects SHARDS 1 TIMEOUT 600 CHECK "*"
   SOURCES ${killed_update_sources} ${sources_with_defects})
 lockstep_has_defects(killed_update_defects)
 

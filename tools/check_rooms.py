@@ -19,12 +19,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ["base", "observe", "launch", "collective", "data", "model", "gradient", "optimizer", "strategy", "checkpoint", "train"]
+ROOMS = ["base", "observe", "launch", "collective", "data", "model", "step", "strategy", "checkpoint", "train"]
 SUB_ROOMS = {
     "train": {"options", "reports", "state"},
     "base": {"files", "process", "sockets"},
     "collective": {"world", "calls", "transport", "meet", "store", "shm", "shm/connect", "shm/memory", "machines", "c10d"},
     "data": {"formats", "images", "packed", "loader"},
+    "step": {"guards", "update"},
     "strategy": {"ddp", "devices", "averaging", "pipeline", "kvstore"},
 }
 PUBLIC = {
@@ -33,8 +34,7 @@ PUBLIC = {
     "collective": "collective_types world spawn timeline",
     "data": "dataset datasets images sampler loader",
     "model": "task models layout named_tensor sync_batch_norm",
-    "gradient": "communication_hook batch_totals batch_weight",
-    "optimizer": "optimizer optimizers update_rule gradient_scaler schedule",
+    "step": "communication_hook batch_totals batch_weight optimizer optimizers update_rule gradient_scaler schedule",
     "strategy": "activation_checkpoint strategy ddp device_place devices towers data_parallel average_nets periodic_average kvstore verify",
     "checkpoint": "checkpoint checkpoints",
     "train": "run loop_recovery lockstep",

@@ -3,7 +3,7 @@
 // not exact. Worth it where the network is the limit; ranks of one machine that share parameters send nothing and need
 // none.
 //
-// Flow:    gradient/buckets.cc gives a full bucket -> start() -> collective/ -> the function that start() returned
+// Flow:    step/buckets.cc gives a full bucket -> start() -> collective/ -> the function that start() returned
 // Owns:    what it keeps from step to step: the part that was not sent (error feedback), a basis. Not in checkpoints, but in
 //          what a rank keeps for its replacement
 // Threads: start() on autograd's threads, one at a time; what it returned on the thread that waits

@@ -108,7 +108,7 @@ class Optimizer : public torch::optim::Optimizer {
   bool layerwise() const { return rule_->layerwise(); }
 
   // The place of parameters, state and the record of the step under way, in memory that outlives the ranks: for
-  // lockstep/optimizer/update_journal.h. "": they are not in such memory.
+  // lockstep/step/update/update_journal.h. "": they are not in such memory.
   std::string manifest() const;
 
   // Takes parameters and state from ranks that were lost, after the step that they were in the midst of, if all of them had

@@ -11,7 +11,7 @@
 // nesterov but without momentum.
 //
 // To add an optimizer: its options, their rule_of() and its name here, its options in OptimizerOptions below, its rule in
-// a source of lockstep/optimizer/, its name and hyperparameters in lockstep/optimizer/registry.cc. The command line,
+// a source of lockstep/step/update/, its name and hyperparameters in lockstep/step/update/registry.cc. The command line,
 // checkpoints, servers and `lockstep verify` then know it.
 #pragma once
 

@@ -13,7 +13,7 @@
 //
 // The gradient is the mean over all samples of the batch: the mean loss of a device with m of n samples has weight m/n.
 //
-// Flow:    Task + Batch -> here -> lockstep/devices.h, optimizer/
+// Flow:    Task + Batch -> here -> lockstep/devices.h, step/update/
 // Owns:    nothing; copies of a Replica share its model and optimizer
 // Threads: call from the thread that made the Devices; the work is done on the devices' threads
 // Ranks:   inside one process

@@ -2,7 +2,7 @@
 // collective/shared_memory.h: memory that the ranks of one machine read and write directly, beyond collectives:
 // parameters that exist once per machine, gradients that other ranks read.
 //
-// Flow:    World -> of() -> model/parameter_block.h, gradient/published.cc, optimizer/
+// Flow:    World -> of() -> model/parameter_block.h, step/
 // Owns:    what it allocates, until the last user on any rank has released it
 // Threads: one at a time; memory may be released on any thread
 // Ranks:   the ranks of one machine make the calls marked "collective" in the same order

@@ -2,7 +2,7 @@
 // model/parameter_block.h: the parameters of a module in one block of memory, which exists once per machine. Names,
 // shapes and strides do not change; the modules of all ranks use the same bytes.
 //
-// Flow:    a module -> here -> forward and backward read it; optimizer/ writes it, a slice per rank
+// Flow:    a module -> here -> forward and backward read it; step/update/ writes it, a slice per rank
 // Owns:    the block, together with every tensor in it
 // Threads: one thread
 // Ranks:   the ranks of a machine construct it together, from modules that are alike

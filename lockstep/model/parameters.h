@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // model/parameters.h: the tensors of a model as the exchange sees them: named, flat, and the same on every rank.
 //
-// Flow:    a module -> here -> model/parameter_block.h, gradient/, strategy/, checkpoint/
+// Flow:    a module -> here -> model/parameter_block.h, step/, strategy/, checkpoint/
 // Threads: one thread per module
 // Ranks:   require_same_model and broadcast_tensors are collective
 #pragma once

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Training that is not exact must still converge. (Lossy hooks: gradient/communication_hook_test.cc.)
+// Training that is not exact must still converge. (Lossy hooks: step/communication_hook_test.cc.)
 #include "lockstep/models.h"
 #include "lockstep/strategy.h"
 #include "lockstep/strategy/devices/replica.h"

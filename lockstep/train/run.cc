@@ -26,7 +26,7 @@
 #include "lockstep/collective/world/world_state.h"
 #include "lockstep/cores.h"
 #include "lockstep/error.h"
-#include "lockstep/gradient/layout.h"
+#include "lockstep/step/layout.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/launch/job_memory.h"
 #include "lockstep/launch/launcher.h"

@@ -12,7 +12,7 @@
 #include <stdexcept>
 
 #include "lockstep/base/text.h"
-#include "lockstep/optimizer/rule.h"
+#include "lockstep/step/update/rule.h"
 
 namespace lockstep::testing {
 namespace {

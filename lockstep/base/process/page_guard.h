@@ -2,7 +2,7 @@
 // base/process/page_guard.h: with LOCKSTEP_CHECK set, memory that only lockstep may write is read-only between lockstep's own
 // writes. The line of a program that writes there stops with SIGSEGV, after a message and a backtrace on stderr.
 //
-// Flow:    ParameterBlock guards the parameters, gradient/published.cc the published gradients -> mprotect
+// Flow:    ParameterBlock guards the parameters, step/published.cc the published gradients -> mprotect
 // Owns:    a list of what is guarded; the handler of SIGSEGV, from the first PageGuard on
 // Threads: any
 // Ranks:   no communication. Pages are read-only in the process that guards them

@@ -75,7 +75,7 @@ static_assert(sizeof(Signature) == 24 && std::has_unique_object_representations_
 
 Signature signature_of(const Call& call);
 
-// The barriers of a training step with shared parameters, in their order (gradient/step_agreement.h). Each is announced
+// The barriers of a training step with shared parameters, in their order (step/step_agreement.h). Each is announced
 // as what it belongs to, so that ranks at different places get an error and don't take one barrier for another.
 enum class StepPhase : std::int32_t {
   kBackward,     // all gradients are published

@@ -9,15 +9,15 @@
 
 #include "lockstep/collective/operator_spans.h"
 #include "lockstep/error.h"
-#include "lockstep/gradient/accumulated_batches.h"
-#include "lockstep/gradient/exchange.h"
-#include "lockstep/gradient/layout.h"
+#include "lockstep/step/accumulated_batches.h"
+#include "lockstep/step/exchange.h"
+#include "lockstep/step/layout.h"
 #include "lockstep/memory.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/observe/phase_scope.h"
 #include "lockstep/optimizer.h"
-#include "lockstep/strategy/ddp/fitting.h"
-#include "lockstep/strategy/ddp/guards.h"
+#include "lockstep/step/guards/fitting.h"
+#include "lockstep/step/guards/guards.h"
 #include "lockstep/strategy/ddp/virtual_shards.h"
 
 namespace lockstep {

@@ -10,7 +10,7 @@
 #include "lockstep/collective/calls/tensor_call.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
-#include "lockstep/gradient/parallel_for.h"
+#include "lockstep/step/parallel_for.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/sampler.h"
 #include "lockstep/strategy/devices/devices_state.h"

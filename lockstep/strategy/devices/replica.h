@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // strategy/devices/replica.h: the copies of a model that the devices of one process train.
 //
-// Flow:    Task -> make_replicas -> gradients on every device -> combined by the functions here -> optimizer/
+// Flow:    Task -> make_replicas -> gradients on every device -> combined by the functions here -> step/update/
 // Owns:    nothing
 // Threads: as Devices: call from its scheduling thread
 // Ranks:   inside one process
@@ -15,7 +15,7 @@
 
 #include "lockstep/base/to_size.h"
 #include "lockstep/data/loader/device_copy.h"
-#include "lockstep/gradient/local_gradients.h"
+#include "lockstep/step/local_gradients.h"
 #include "lockstep/kvstore.h"
 #include "lockstep/towers.h"
 

@@ -4,7 +4,7 @@
 // Memory: a copy of the values on the CPU; without an optimizer also one of what is pushed. With an optimizer the pass
 // that updates also sums over the devices: no sum is stored.
 //
-// Flow:    lockstep/kvstore.h -> here -> optimizer/
+// Flow:    lockstep/kvstore.h -> here -> step/update/
 // Owns:    the values, the optimizer
 // Threads: one scheduling thread
 // Ranks:   one process
@@ -12,7 +12,7 @@
 
 #include <optional>
 
-#include "lockstep/gradient/local_gradients.h"
+#include "lockstep/step/local_gradients.h"
 #include "lockstep/strategy/kvstore/store.h"
 
 namespace lockstep {

@@ -19,7 +19,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
-#include "lockstep/gradient/two_bit.h"
+#include "lockstep/step/two_bit.h"
 #include "lockstep/observe/rank_progress.h"
 #include "lockstep/strategy/kvstore/staleness_gate.h"
 #include "lockstep/strategy/option_names.h"

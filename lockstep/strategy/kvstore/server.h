@@ -18,7 +18,7 @@
 // furthest behind never waits, and its pushes end the others' waits. dist_bounded: see staleness_gate.h. If a client does
 // not come, its link's timeout ends the wait.
 //
-// Flow:    messages.h -> here -> server_table.h -> optimizer/
+// Flow:    messages.h -> here -> server_table.h -> step/update/
 // Owns:    the table, its threads, its ends of the links
 // Threads: all functions from any
 // Ranks:   a server

@@ -2,7 +2,7 @@
 // strategy/kvstore/server_table.h: what one server stores: its slices, the optimizer's state, and what each worker has
 // pushed that is not merged yet.
 //
-// Flow:    server.h -> here -> optimizer/
+// Flow:    server.h -> here -> step/update/
 // Owns:    a block of values, a block for sums, and an inbox like them per worker
 // Threads: one at a time (the server's lock); a worker's inbox may be filled meanwhile
 // Ranks:   a server's own

@@ -10,9 +10,9 @@
 
 #include <map>
 
-#include "lockstep/gradient/parallel_for.h"
+#include "lockstep/step/parallel_for.h"
 #include "lockstep/kvstore.h"
-#include "lockstep/optimizer/mean.h"
+#include "lockstep/step/update/mean.h"
 #include "lockstep/strategy/kvstore/key_plan.h"
 
 namespace lockstep {

@@ -8,7 +8,7 @@
 #include "lockstep/base/process/stop.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/gradient/two_bit.h"
+#include "lockstep/step/two_bit.h"
 
 namespace lockstep {
 namespace {

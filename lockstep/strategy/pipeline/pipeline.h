@@ -15,7 +15,7 @@
 // Stages pass on tensors as the pieces return them: several where a skip connection crosses the cut. A piece must not
 // change its input in place. Batch normalisation sees one micro-batch at a time.
 //
-// Flow:    the part of a batch that ranks().data says -> micro-batches -> strategy/pipeline/stage.h -> optimizer/
+// Flow:    the part of a batch that ranks().data says -> micro-batches -> strategy/pipeline/stage.h -> step/update/
 // Threads: one scheduling thread
 // Ranks:   every rank makes the same calls
 #pragma once

@@ -4,7 +4,7 @@
 #include <set>
 
 #include "lockstep/error.h"
-#include "lockstep/gradient/layout.h"
+#include "lockstep/step/layout.h"
 #include "lockstep/train/options/option_table.h"
 #include "tests/support.h"
 

@@ -17,8 +17,8 @@
 #include "lockstep/launch/job_memory.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/optimizer.h"
-#include "lockstep/optimizer/rule.h"
-#include "lockstep/strategy/ddp/fitting.h"
+#include "lockstep/step/update/rule.h"
+#include "lockstep/step/guards/fitting.h"
 #include "lockstep/train/state/generators.h"
 #include "lockstep/train/state/loop_state.h"
 

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// step/accumulated_batches.h: counts the batches whose gradients add up in one rank's .grad, so that the mean over all
+// ranks is exact for batches of different sizes.
+//
+// Threads: a value
+// Ranks:   no communication; each rank counts its own
+#pragma once
+
+#include <torch/types.h>
+
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+#include "lockstep/step/rank_weights.h"
+
+namespace lockstep {
+
+// T calls of backward() since the last exchange, the t-th over m_t samples. Each adds the gradient of a mean, so the
+// t-th is scaled by m_t / unit. .grad is then the gradient of (sum_t m_t loss_t) / unit: the sum over ranks of
+// unit * .grad, divided by the samples of all ranks, is the mean over all samples. Where ranks count alike, each is one
+// sample, however often it calls backward(), and the result is the sum of .grad over ranks divided by their number.
+struct BatchCounts {
+  double samples = 0;           // sum of m_t
+  double unit = 0;              // m_1; 0: no samples yet
+  std::uint32_t backwards = 0;  // T
+  std::uint32_t leading = 0;    // of these, those before the first with samples
+  RankWeight weight_of_rank;    // of the batches since the first with samples; until then of the last one
+  bool is_plain = false;        // counted by add_unknown()
+};
+
+struct AccumulatedBatches : BatchCounts {
+  torch::Tensor weighted_loss;  // sum of m_t loss_t: a float64 scalar on the loss's device; undefined: not known
+
+  // Counts a backward() that is about to run; loss: undefined where it is not known. Returns the factor m_t / unit of its
+  // gradients, 0 without samples.
+  double add(const BatchWeight& batch, const torch::Tensor& loss = {}) {
+    ++backwards;
+    if (samples == 0) weight_of_rank = {};
+    weight_of_rank.add(batch);
+    if (batch.samples == 0 && samples == 0) ++leading;
+    if (batch.samples == 0) return 0;
+    const auto count = static_cast<double>(batch.samples);
+    if (unit == 0) unit = count;
+    if (samples == 0 || !is_alike()) samples += count;
+    const torch::Tensor known =
+        loss.defined() ? loss.detach().to(torch::kFloat64) * count : torch::full({}, NAN, torch::kFloat64);
+    weighted_loss = weighted_loss.defined() ? weighted_loss + known : known;
+    return count / unit;
+  }
+
+  // Counts a plain loss.backward(), whose batch size is not known: every rank counts as one sample.
+  void add_unknown() {
+    add(BatchWeight::kAlike);
+    weight_of_rank = {};
+    is_plain = true;
+  }
+
+  // The factor of this rank's .grad in the sum over ranks, before division by all ranks' samples. Over T backward() the
+  // result is the sum of their means, as in PyTorch.
+  double weight() const { return weight(backwards); }
+  double weight(std::uint32_t times) const { return is_alike() ? 1 : unit * times; }
+  bool is_alike() const { return weight_of_rank.has(BatchWeight::kAlike); }
+
+  double loss() const { return weighted_loss.defined() ? weighted_loss.item<double>() : 0; }
+};
+
+// loss.backward() whose gradients are multiplied by `factor`.
+inline void run_backward(const torch::Tensor& loss, double factor) {
+  loss.backward(factor == 1 ? torch::Tensor() : torch::full_like(loss, factor));
+}
+
+inline UsageError too_many_backwards(std::size_t shards, std::string here = {}) {
+  return UsageError({.what = concat("more than ", shards, " backward() in a step with as many shards on this rank"),
+                     .here = std::move(here),
+                     .next = "call step() after the last shard"});
+}
+
+// call: what comes now.
+inline UsageError after_failed_backward(std::string here = {}, std::string call = "backward() was called after one") {
+  return UsageError({.what = std::move(call) + " that failed half-way",
+                     .here = std::move(here),
+                     .likely = "an exception in backward() that was caught and ignored",
+                     .next = "let it end the program, and go on from a checkpoint"});
+}
+
+}  // namespace lockstep

@@ -1,0 +1,603 @@
+// SPDX-License-Identifier: Apache-2.0
+// step/buckets.cc: packs gradients into flat buckets and all-reduces each one while backward() still runs.
+//
+// Note [A step through buckets]
+//   begin()   starts to all-reduce (m_j, m_j loss_j) and what shows that all ranks agree (step/exchange_totals.h)
+//   hooks     a gradient is ready: times m_j / s into its bucket. A bucket is full, and all before it are sent: its
+//             all-reduce starts
+//   finish()  sends the buckets that never filled; waits for all; puts s / n times the sums into .grad
+// n is not known while backward() runs, and waiting for it would put a round trip before the first gradient. So
+// gradients are scaled by s, which every rank knows already: the largest power of two that is at most n of the previous
+// step. It keeps small dtypes from overflowing.
+//
+// Note [Unused parameters]
+// A parameter that took no part on some ranks counts as zero there. Besides its gradients a bucket carries one flag per
+// parameter, so that one that took no part on any rank keeps an undefined .grad, as it does on a single rank. Such
+// parameters would hold their buckets back until the end of backward(); so once a step has left some out, the first hook of a
+// backward() packs at once those that it will not reach.
+//
+// Note [Slices]
+// With slices a bucket is reduce-scattered: each rank gets the mean of its slice, and .grad stays its own. So backward()
+// can't add to what was exchanged, as it can to a mean, and a plain loss.backward(), which does not say when it begins, is
+// refused.
+//
+// Note [Virtual shards]
+// NCCL's sums depend on the number of ranks. So the gradients of each of V shards are packed into buckets of their own
+// after its backward(), times its samples. finish() sends them all-to-all: each rank gets its slice of all V and adds them
+// up in their order. A step sends V/N * (N-1)/N * K from each rank, beside the parameters.
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <mutex>
+#include <numeric>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "lockstep/base/process/in_autograd.h"
+#include "lockstep/base/text.h"
+#include "lockstep/collective/gpus.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
+#include "lockstep/step/accumulated_batches.h"
+#include "lockstep/step/bucket.h"
+#include "lockstep/step/exchange.h"
+#include "lockstep/step/exchange_totals.h"
+#include "lockstep/step/gradient_slices.h"
+#include "lockstep/step/guards/gradient_watch.h"
+#include "lockstep/step/local_gradients.h"
+#include "lockstep/observe/trace.h"
+
+namespace lockstep {
+namespace {
+
+// The sum over ranks of factor * parameter.grad() where gradients have few rows, as an embedding's: each rank sends its
+// rows to all others. A coalesced sparse tensor with every row that some rank has; undefined if no rank has any. .grad:
+// sparse in the first dimension, or dense; if it is undefined or factor is 0, this rank has no rows.
+torch::Tensor sum_of_rows(const World& world, const torch::Tensor& parameter, double factor) {
+  const torch::NoGradGuard no_grad;
+  torch::Tensor rows = torch::empty({0}, parameter.options().dtype(torch::kInt64).requires_grad(false));
+  torch::Tensor values = parameter.narrow(0, 0, 0);
+  if (const torch::Tensor& gradient = parameter.grad(); gradient.defined() && factor != 0) {
+    const torch::Tensor mine = gradient.layout() == torch::kSparse ? gradient.coalesce() : gradient.to_sparse(1);
+    rows = mine.indices()[0];
+    values = mine.values() * factor;
+  }
+  rows = world.all_gather_rows(rows.contiguous());
+  values = world.all_gather_rows(values.contiguous());
+  if (rows.numel() == 0) return {};
+  return torch::sparse_coo_tensor(rows.unsqueeze(0), values, parameter.sizes()).coalesce();
+}
+
+constexpr const char* kMeanChanged = "gradients written by hand since backward()";
+
+class Buckets : public Exchange {
+ public:
+  // Puts parameters into buckets in reverse order, the order in which backward() tends to reach them; after the first
+  // exchange in the order in which those of rank 0 became ready. In a world of one there is nothing to exchange: no
+  // buckets, no hooks; with shards its sums have the order of several ranks.
+  Buckets(World world, const std::vector<NamedTensor>& parameters, const BucketOptions& options)
+      : world_(std::move(world)),
+        all_(parameters),
+        options_(options),
+        shards_(static_cast<std::size_t>(std::max(options.shards / world_.size(), 1))),
+        buckets_(shards_.front()),
+        totals_(world_),
+        scale_(options.shards > 0 ? 1 : 0),
+        memory_(options.memory ? options.memory : SharedMemory::alone()),
+        agreement_(memory_, options.block),
+        is_exchanged_(world_.size() == 1 && !options.slices) {
+    std::ranges::copy_if(all_, std::back_inserter(trained_), [](const auto& p) { return p.tensor.requires_grad(); });
+    if (is_alone()) return;
+    for (const NamedTensor& parameter : trained_)
+      (options_.sparse.contains(parameter.name) ? sparse_ : parameters_).push_back(parameter);
+    build_buckets();
+    if (options_.slices) slices_ = std::make_shared<GradientSlices>(world_, buckets_, options_.shards);
+  }
+
+  ~Buckets() override { remove_hooks(); }
+
+  // ---- Around backward()
+
+  // Without samples or without a loss also inside of the backward(), before the first gradient of a parameter. Blocks only
+  // in the first step, to learn s.
+  double begin(const BatchWeight& batch, const torch::Tensor& loss, bool exchanges) override {
+    const std::lock_guard lock(mutex_);
+    if (failed_ || is_active_) throw after_failed_backward(world_.describe());
+    if (options_.shards > 0) return begin_shard(batch, loss);
+    if (batches_.samples > 0 && accumulated_.zeroed()) batches_ = {};  // counted before a zero_grad()
+    if (slices_ && batches_.backwards == 0) require_no_gradient(trained_);
+    const double factor = batches_.add(batch, loss);
+    is_accumulating_ = !exchanges;
+    if (!exchanges) {
+      is_active_ = true;
+      is_exchanged_ = false;
+      return factor;
+    }
+    start_exchange();
+    return factor;
+  }
+
+  void end(bool exchanges) override {
+    if (options_.shards > 0) return end_shard();
+    if (exchanges) return;
+    is_accumulating_ = is_active_ = false;
+    accumulated_.remember();
+  }
+
+  // A plain loss.backward() that fails does the same.
+  void cancel(const std::string& reason) override {
+    {
+      const std::lock_guard lock(mutex_);
+      failed_ = true;
+      is_accumulating_ = false;
+    }
+    world_.abandon(reason);
+  }
+
+  // Sends 2(N-1)/N * K in all.
+  BatchTotals finish() override {
+    const BatchTotals totals = complete_exchange();
+    if (options_.on_finished) options_.on_finished(totals);
+    if (slices_ || options_.memory) watch_.remember();
+    is_exchanged_ = true;
+    has_stepped_ = false;
+    return totals;
+  }
+
+  void drop() override { is_exchanged_ = false; }
+
+  void close() override {
+    Exchange::close();
+    remove_hooks();
+    for (auto& buckets : shards_) buckets.clear();
+  }
+
+  // ---- In step(), with slices or where the ranks of a machine share parameters
+
+  const std::shared_ptr<SharedMemory>& memory() const override { return memory_; }
+  std::shared_ptr<GradientSlices> slices() const override { return slices_; }
+
+  // .grad is the same mean on every rank. One that is written by hand until the step, to clip it for instance, must be so
+  // on all ranks; with slices on none.
+  WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters, const StepSettings& settings) override {
+    require_open();
+    if (slices_) {
+      require_slices_exchanged();
+      return {};
+    }
+    agreement_.require_parameters_untouched();
+    const bool is_changed = watch_.changed().has_value();
+    if (!is_exchanged_ || (has_stepped_ && is_changed)) require_nothing_to_step(parameters);
+    mean_was_changed_ = is_changed && !has_stepped_;
+    agreement_.begin_update(with_mean_changed(settings));  // barrier 2
+    return in_grad_.begin_update(parameters, settings);
+  }
+
+  void end_update() override {
+    if (slices_) {
+      slices_->all_gather();
+      is_exchanged_ = false;
+      return;
+    }
+    in_grad_.end_update();
+    agreement_.end_update();  // barrier 3
+    has_stepped_ = world_.size() > 1;
+    has_stepped_ ? watch_.remember() : watch_.forget();
+  }
+
+ private:
+  bool is_alone() const { return world_.size() == 1 && options_.shards == 0; }
+
+  // Comes first: parameters that differ are only the consequence.
+  StepSettings with_mean_changed(StepSettings settings) const {
+    if (options_.memory) settings.insert(settings.begin(), {kMeanChanged, mean_was_changed_ ? 1.0 : 0.0});
+    return settings;
+  }
+
+  // ---- Before backward()
+
+  void start_exchange() {
+    const torch::NoGradGuard no_grad;
+    totals_.start(batches_, with_mean_changed(options_.settings ? options_.settings() : StepSettings()));
+    if (scale_ == 0) learn_scale(totals_.wait());  // in the first step: there is no previous one
+    // With a hook a rank without samples looks whether any rank has some: it has nothing to compute meanwhile.
+    if (batches_.samples > 0 && batches_.leading > 0) ask_the_others();
+    skips_hook_ = options_.hook && batches_.samples == 0 && totals_.samples() == 0;
+    looks_for_unused_ = some_are_unused_ && !options_.static_graph;
+    is_active_ = true;
+  }
+
+  // This rank's first batches were empty: a zero_grad() of the others may have dropped theirs, which does not show here.
+  void ask_the_others() {
+    const auto backwards = totals_.backwards();
+    if (!backwards) return;
+    if (*backwards < batches_.backwards - batches_.leading || *backwards > batches_.backwards)
+      throw UsageError({.what = concat("this rank called backward() ", batches_.backwards,
+                                       " times since the last exchange, others ", *backwards, " times"),
+                        .here = world_.describe(),
+                        .likely = "no_sync() on some ranks only",
+                        .next = "call backward() equally often on all ranks; with 0 samples where a rank has no "
+                                "batch"});
+    batches_.backwards = *backwards;
+  }
+
+  // A plain loss.backward(), without begin(): every rank counts as one sample, and the end of backward() is the
+  // finish(). Autograd holds `guard`; if it is gone before, backward() failed.
+  void start_by_itself() {
+    if (batches_.samples > 0)
+      throw UsageError(
+          {.what = "loss.backward() was called after ddp.backward() under no_sync()",
+           .here = world_.describe(),
+           .likely = "both kinds of backward() in one step: it is not known how many samples each rank has",
+           .next = "use one of the two kinds in a step"});
+    if (slices_)
+      throw UsageError({.what = "a plain loss.backward() where each rank updates a slice of the parameters",
+                        .here = world_.describe(),
+                        .next = "call backward(loss, samples) of DistributedDataParallel, or leave out slice_update"});
+    batches_.add_unknown();
+    start_exchange();
+    const std::shared_ptr<bool> guard(new bool(false), [this](const bool* finished) {
+      if (!*finished) cancel("loss.backward() failed");
+      delete finished;
+    });
+    torch::autograd::Engine::get_default_engine().queue_callback([this, guard] {
+      in_autograd([this] { finish(); });
+      *guard = true;
+    });
+  }
+
+  // ---- Virtual shards
+
+  double begin_shard(const BatchWeight& batch, const torch::Tensor& loss) {
+    if (losses_.size() == shards_.size()) throw too_many_backwards(shards_.size(), world_.describe());
+    is_active_ = true;  // until end()
+    of_shard_ = {};
+    return of_shard_.add(batch, loss);
+  }
+
+  void end_shard() {
+    for (Bucket& bucket : shards_[losses_.size()])
+      for (Slot& slot : bucket.slots) slot.pack(of_shard_.samples > 0, of_shard_.weight());
+    for (auto& [name, parameter] : trained_) parameter.mutable_grad().reset();
+    batches_.samples += of_shard_.samples;
+    ++batches_.backwards;
+    losses_.push_back(of_shard_.weighted_loss);
+    is_active_ = false;
+  }
+
+  // This rank's slice of all V shards, added up in their order. Rank i has shards i V/N ... (i + 1) V/N - 1.
+  void sum_shards(std::size_t bucket) {
+    std::vector<torch::Tensor> received;  // [shard of a rank](rank, elements)
+    for (const auto& buckets : shards_)
+      received.push_back(world_.all_to_all(buckets[bucket].values.view({world_.size(), -1})));
+    const torch::Tensor& slice = slices_->slice(bucket);
+    slice.zero_();
+    for (int rank = 0; rank < world_.size(); ++rank)
+      for (const torch::Tensor& of_ranks : received) slice.add_(of_ranks[rank]);
+  }
+
+  // One number for each shard of all ranks, added up in their order.
+  double sum_of_losses() const {
+    const torch::Tensor losses = torch::zeros({options_.shards}, slices_->zero().options());
+    for (std::size_t i = 0; i < losses_.size(); ++i)
+      if (losses_[i].defined())
+        losses[world_.rank() * std::ssize(shards_) + static_cast<std::int64_t>(i)].copy_(losses_[i]);
+    world_.all_reduce(losses);
+    wait_for_device(world_.device(), world_.timeout());
+    const torch::Tensor known = losses.cpu();
+    return std::accumulate(known.const_data_ptr<double>(), known.const_data_ptr<double>() + options_.shards, 0.0);
+  }
+
+  // ---- During backward()
+
+  // On one of autograd's threads, once for each gradient; there is one thread per device, hence the lock.
+  void on_ready(Slot& slot) {
+    const std::lock_guard lock(mutex_);
+    if (failed_) throw after_failed_backward(world_.describe());
+    if (is_accumulating_) return;
+    if (!is_active_) start_by_itself();
+    if (std::exchange(looks_for_unused_, false)) pack_unused();
+    if (slot.packed) throw ready_again(slot.parameter.name);
+    if (++slot.times_ready == 1 && !order_is_known_) ready_order_.push_back(slot.index);
+    if (slot.times_ready < times_expected(slot)) return;
+    slot.pack(batches_.samples > 0, weight());
+    send_full_buckets();
+  }
+
+  // Parameters that this backward() will not reach would hold their buckets back until its end. Autograd knows them.
+  void pack_unused() {
+    const auto* const reached = torch::autograd::get_current_graph_task_nodes_in_graph();
+    for_each_slot([&](Slot& slot) {
+      if (!reached->contains(torch::autograd::impl::try_get_grad_accumulator(slot.parameter.tensor).get()))
+        slot.pack(batches_.samples > 0, weight());
+    });
+  }
+
+  // Counts how often a gradient becomes ready in one backward(). With a static graph the first exchange counts, and waits for
+  // the end of backward(); later ones know.
+  int times_expected(const Slot& slot) const {
+    if (!options_.static_graph) return 1;
+    const auto found = times_ready_.find(slot.parameter.tensor.unsafeGetTensorImpl());
+    return found == times_ready_.end() ? std::numeric_limits<int>::max() : found->second;
+  }
+
+  // Buckets are sent in their order, whichever is full first: gradients may become ready in another order on each rank,
+  // but collectives must be started in the same order on all of them.
+  void send_full_buckets() {
+    for (; next_to_send_ < buckets_.size() && buckets_[next_to_send_].full(); ++next_to_send_)
+      send(buckets_[next_to_send_], next_to_send_);
+  }
+
+  void send(Bucket& bucket, std::size_t number) {
+    const trace::Span span([&] {
+      return trace::Event{.name = "send bucket",
+                          .number = static_cast<std::int64_t>(number),
+                          .bytes = static_cast<std::int64_t>(bucket.flat.nbytes())};
+    });
+    if (!first_sent_) first_sent_.emplace();
+    bytes_ += static_cast<std::int64_t>(bucket.flat.nbytes() * shards_.size());
+    if (options_.hook) {
+      const torch::NoGradGuard no_grad;
+      bucket.work.emplace(world_.all_reduce_async(bucket.flags));
+      bucket.finish_hook = nullptr;
+      if (!skips_hook_)
+        bucket.finish_hook = options_.hook->start(world_, {number, bucket.values, bucket.parts(), scale_});
+    } else if (slices_) {
+      for (std::size_t i = 1; i < shards_.size(); ++i) bucket.flags.add_(shards_[i][number].flags);
+      bucket.work.emplace(world_.all_reduce_async(bucket.flags));
+      if (options_.shards > 0) return sum_shards(number);
+      bucket.slice_work.emplace(world_.reduce_scatter_async(bucket.values, {.output = slices_->slice(number)}));
+    } else {
+      bucket.work.emplace(world_.all_reduce_async(bucket.flat, {.algorithm = options_.algorithm}));
+    }
+  }
+
+  // ---- After backward()
+
+  BatchTotals complete_exchange() {
+    const std::lock_guard lock(mutex_);
+    if (options_.shards > 0) start_exchange();
+    pack_the_rest();
+    BatchTotals totals = totals_.wait();
+    if (options_.shards > 0) totals.mean_loss = sum_of_losses() / static_cast<double>(totals.samples);
+    if (slices_)
+      store_slices(totals.samples > 0 ? scale_ / totals_.divisor() : 0);
+    else
+      for (Bucket& bucket : buckets_) store_means(bucket, scale_ / totals_.divisor());
+    for (const auto& [name, parameter] : sparse_) exchange_rows(parameter, totals);
+    if (is_alone() && batches_.samples > 0)
+      scale_own(batches_.weight(batches_.backwards - batches_.leading) / batches_.samples);
+    if (first_sent_) seconds_ += first_sent_->seconds();
+    learn_scale(totals);
+    if (!order_is_known_ && !buckets_.empty()) follow_order_of_rank_0();
+    forget_batches();
+    return totals;
+  }
+
+  void forget_batches() {
+    for_each_slot([](Slot& slot) {
+      slot.packed = false;
+      slot.times_ready = 0;
+    });
+    next_to_send_ = 0;
+    first_sent_.reset();
+    is_active_ = false;
+    batches_ = {};
+    losses_.clear();
+  }
+
+  void pack_the_rest() {
+    for_each_slot([this](Slot& slot) {
+      if (!slot.packed) slot.pack(batches_.samples > 0, weight());
+      if (batches_.samples == 0) return;
+      if (slot.times_ready == 0) some_are_unused_ = true;
+      if (options_.static_graph)
+        times_ready_.try_emplace(slot.parameter.tensor.unsafeGetTensorImpl(), slot.times_ready);
+    });
+    send_full_buckets();
+  }
+
+  // s of the next step.
+  void learn_scale(const BatchTotals& totals) {
+    if (totals.samples > 0 && options_.shards == 0)
+      scale_ = static_cast<double>(std::bit_floor(static_cast<std::uint64_t>(totals.samples)));
+  }
+
+  double weight() const {  // m_j / s
+    return batches_.weight() / scale_;
+  }
+
+  // Slots of parameters that have a gradient on some rank.
+  static std::vector<Slot*> used_slots(Bucket& bucket) {
+    const torch::Tensor ranks_with_gradient = bucket.flags.to(torch::kCPU, torch::kFloat32);
+    const auto* count = ranks_with_gradient.const_data_ptr<float>();
+    std::vector<Slot*> used;
+    for (Slot& slot : bucket.slots)
+      if (*count++ > 0) used.push_back(&slot);
+    return used;
+  }
+
+  void store_means(Bucket& bucket, double factor) {
+    const torch::NoGradGuard no_grad;
+    const trace::Span span("receive bucket", &bucket - buckets_.data());
+    bucket.work->wait();
+    if (bucket.finish_hook) bucket.finish_hook();
+    for (Slot* slot : used_slots(bucket)) slot->store_mean(factor, options_.gradient_as_bucket_view);
+  }
+
+  // NCCL makes its calls in order: a rank that waits for the slice has waited for the flags.
+  void store_slices(double factor) {
+    const torch::NoGradGuard no_grad;
+    std::vector<torch::Tensor> used;
+    for (std::size_t i = 0; i < buckets_.size(); ++i) {
+      Bucket& bucket = buckets_[i];
+      const trace::Span span("receive bucket", static_cast<std::int64_t>(i));
+      (bucket.slice_work ? bucket.slice_work : bucket.work)->wait();
+      torch::Tensor(slices_->slice(i)).mul_(factor);
+      wait_for_device(world_.device(), world_.timeout());
+      for (const Slot* slot : used_slots(bucket)) used.push_back(slot->parameter.tensor);
+    }
+    slices_->set_used(used);
+  }
+
+  // Alone there are no buckets: .grad is the sum of the batches. It is the mean already unless their sizes differ.
+  void scale_own(double factor) const {
+    const torch::NoGradGuard no_grad;
+    for (const auto& [name, parameter] : trained_)
+      if (factor != 1 && parameter.grad().defined()) parameter.grad().mul_(factor);
+  }
+
+  // Only now: how many rows there are is not known before.
+  void exchange_rows(const torch::Tensor& parameter, const BatchTotals& totals) {
+    if (totals.samples == 0) return;
+    const double factor = batches_.samples > 0 ? batches_.weight() / totals_.divisor() : 0;
+    const torch::Tensor mean = sum_of_rows(world_, parameter, factor);
+    if (mean.defined()) bytes_ += static_cast<std::int64_t>(mean._values().nbytes());
+    parameter.mutable_grad() = mean;
+  }
+
+  // ---- Buckets
+
+  void for_each_slot(const auto& each) {
+    for (Bucket& bucket : buckets_)
+      for (Slot& slot : bucket.slots) each(slot);
+  }
+
+  // parameters_ is in the reverse of the order in which the buckets should fill.
+  void build_buckets() {
+    remove_hooks();
+    buckets_.clear();  // gives its memory back first
+    const int slices = options_.slices ? std::max(options_.shards, world_.size()) : 0;
+    for (auto& buckets : shards_) buckets = make_buckets(world_, parameters_, options_.bucket_bytes, slices);
+    if (options_.shards > 0) return;  // packed after each backward()
+    auto index = static_cast<std::int64_t>(parameters_.size());
+    for_each_slot([&](Slot& slot) {
+      slot.index = --index;
+      add_hook(slot);
+    });
+  }
+
+  // Calls on_ready(slot) once autograd has accumulated the gradient; several times in a backward() that contains another
+  // one. What it throws comes out of backward().
+  void add_hook(Slot& slot) {
+    if (!slot.parameter.tensor.requires_grad()) return;  // frozen meanwhile: packed after backward()
+    auto accumulator = torch::autograd::impl::grad_accumulator(slot.parameter.tensor);
+    const std::uintptr_t key = accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+        [this, &slot](const auto& outputs, const auto& /*inputs*/) {
+          in_autograd([&] { on_ready(slot); });
+          return outputs;
+        }));
+    hooks_.emplace_back(std::move(accumulator), key);
+  }
+
+  void remove_hooks() {
+    for (const auto& [accumulator, key] : hooks_) accumulator->del_post_hook(key);
+    hooks_.clear();
+  }
+
+  // Once, after the first exchange: buckets are built anew, in the order in which gradients became ready on rank 0;
+  // parameters that did not become ready come last. Not with a hook, which keeps memory for each bucket, nor with slices, whose
+  // optimizer state lies as the buckets do.
+  void follow_order_of_rank_0() {
+    order_is_known_ = true;
+    if (options_.hook || slices_) return;
+    for (std::int64_t i = 0; i < static_cast<std::int64_t>(parameters_.size()); ++i)
+      if (std::find(ready_order_.begin(), ready_order_.end(), i) == ready_order_.end()) ready_order_.push_back(i);
+    wait_for_device(world_.device(), world_.timeout());
+    const torch::Tensor order = torch::tensor(ready_order_, torch::kInt64).to(world_.device());
+    world_.broadcast(order);
+    const torch::Tensor in_order = order.flip(0).cpu();
+    const auto* index = in_order.const_data_ptr<std::int64_t>();
+    std::vector<NamedTensor> sorted;
+    for (std::int64_t i = 0; i < in_order.numel(); ++i) sorted.push_back(parameters_[index[i]]);
+    parameters_ = std::move(sorted);
+    build_buckets();
+  }
+
+  UsageError ready_again(const std::string& name) const {
+    return UsageError(
+        {.what = concat("the gradient of ", name, " became ready again after it was sent"),
+         .here = world_.describe(),
+         .likely =
+             "a backward() inside of backward(), such as activation checkpointing; with static_graph a graph that is "
+             "not the one of the first step",
+         .next = "static_graph = true if every step is like the first; else one backward() per step, on the sum of the "
+                 "losses"});
+  }
+
+  // ---- In step()
+
+  void require_slices_exchanged() const {
+    if (!is_exchanged_)
+      throw UsageError({.what = "step() without gradients that were exchanged since the last one",
+                        .here = world_.describe(),
+                        .likely = "no_sync() around the last backward() before step(), or step() called twice",
+                        .next = "let a backward() outside of no_sync() come before each step()"});
+    watch_.require_unchanged();
+  }
+
+  // .grad is this rank's own since no_sync(), or was written after the last step().
+  static void require_nothing_to_step(const std::vector<torch::Tensor>& parameters) {
+    if (!std::ranges::all_of(parameters, [](const torch::Tensor& p) { return is_zero(p.grad()); }))
+      throw UsageError(
+          {.what = "step() with gradients that were not exchanged, on parameters that the ranks share",
+           .likely = "no_sync() around the last backward() before step(), or a .grad that was set by hand, such as by "
+                     "torch.autograd.grad()",
+           .next = "let a backward() outside of no_sync() come before each step(); or give "
+                   "DistributedDataParallel the option share_parameters = false"});
+  }
+
+  World world_;
+  std::vector<NamedTensor> all_;
+  std::vector<NamedTensor> trained_;     // require a gradient
+  std::vector<NamedTensor> parameters_;  // of these, those whose gradients go through buckets
+  std::vector<NamedTensor> sparse_;      // the others, whose gradients are exchanged row by row
+  BucketOptions options_;
+  std::vector<std::vector<Bucket>> shards_;           // buckets of each virtual shard of this rank; else one list
+  std::vector<Bucket>& buckets_;                      // the first of them
+  std::shared_ptr<GradientSlices> slices_;            // the optimizer has it, too
+  bool order_is_known_ = false;                       // buckets fill in the order in which gradients become ready
+  std::vector<std::int64_t> ready_order_;             // in the first exchange: indices of parameters
+  std::unordered_map<const void*, int> times_ready_;  // with a static graph: of each parameter, once it is known
+  bool some_are_unused_ = false;                      // some step left a parameter out: later ones look for such
+  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, std::uintptr_t>> hooks_;  // accumulator, key
+  bool is_accumulating_ = false;  // in a backward() that exchanges nothing; changes only while no backward() runs
+
+  std::mutex mutex_;                     // guards what follows, and the buckets
+  bool is_active_ = false;               // between begin and finish
+  bool failed_ = false;                  // cancel() was called
+  bool looks_for_unused_ = false;        // at the first gradient of this backward()
+  AccumulatedBatches batches_;           // since the last exchange
+  GradientWatch accumulated_{trained_};  // of .grad after a backward() that exchanged nothing
+  ExchangeTotals totals_;
+  bool skips_hook_ = false;              // in this exchange: no rank has samples, and residuals stay as they are
+  std::optional<Stopwatch> first_sent_;  // since the first bucket of this exchange was sent
+  double scale_;                         // s; 0 before the first step with samples
+  std::size_t next_to_send_ = 0;
+
+  AccumulatedBatches of_shard_;        // of the shard whose backward() runs
+  std::vector<torch::Tensor> losses_;  // of this step's shards so far, times samples
+
+  std::shared_ptr<SharedMemory> memory_;
+  StepAgreement agreement_;
+  LocalGradients in_grad_;
+  GradientWatch watch_{all_};      // of .grad since the last exchange
+  bool is_exchanged_;              // what step() will use
+  bool has_stepped_ = false;       // since the last exchange
+  bool mean_was_changed_ = false;  // by hand, before the last step
+};
+
+}  // namespace
+
+std::shared_ptr<Exchange> exchange_in_buckets(World world, const std::vector<NamedTensor>& parameters,
+                                              const BucketOptions& options) {
+  return std::make_shared<Buckets>(std::move(world), parameters, options);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+// step/exchange.h: how the gradients of a step get from every rank's backward() to the optimizer: one interface, two
+// implementations. step/layout.h says which one a program gets.
+//
+//                  published (published.cc)                buckets (buckets.cc)
+//   where          all ranks on one machine, which         everywhere else; with a communication hook or an algorithm
+//                  share the parameters                    by name
+//   backward()     autograd writes into shared memory      full buckets are all-reduced while it runs
+//   finish()       publishes places, one barrier           waits for the buckets
+//   .grad          this rank's own                         the mean
+//   step()         sums the gradients of all ranks         uses .grad
+//
+// Between GPUs a bucket may be reduce-scattered: .grad stays this rank's own, and step() uses the mean of the rank's slice
+// (step/gradient_slices.h).
+//
+// The result is the mean over all samples: sum_j (m_j / n) grad_j over ranks j with m_j samples each, n = sum_j m_j.
+// Several backward() add up until zero_grad(), as in PyTorch: T of them give T times the mean over all their samples.
+//
+// Flow:    DistributedDataParallel around backward() -> Exchange -> the optimizer's step()
+// Owns:    memory for the exchange
+// Threads: one thread; autograd's threads call the hooks of buckets
+// Ranks:   every rank makes it at the same time, with the same parameters, and makes the same calls in the same order
+#pragma once
+
+#include <torch/types.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "lockstep/batch_totals.h"
+#include "lockstep/batch_weight.h"
+#include "lockstep/collective/shared_memory.h"
+#include "lockstep/communication_hook.h"
+#include "lockstep/error.h"
+#include "lockstep/step/parallel_for.h"
+#include "lockstep/step/step_agreement.h"
+#include "lockstep/model/parameter_block.h"
+#include "lockstep/world.h"
+
+namespace lockstep {
+
+class GradientSlices;
+
+// The gradients of one step. A parameter's mean gradient is the sum over sources s, in their order, of weights[s] times
+// the gradient of s. A source is a rank, a virtual shard of a rank, or a device of this process. A source without a
+// gradient counts as zero; a parameter that no source has a gradient for is left out of the step.
+struct WeightedGradients {
+  std::vector<double> weights;              // one per source; the same on every rank
+  std::vector<const void*> pointers;        // [parameter][source]: dense, of the parameter's dtype and in its memory
+                                            // order; nullptr: none
+  ParallelFor parallel_for = on_own_cores;  // spreads the update over threads
+};
+
+// The half of an exchange that an optimizer sees. Gradients of one process need no other (step/local_gradients.h).
+class GradientSource {
+ public:
+  virtual ~GradientSource() = default;
+
+  // The ranks that share the parameters: each updates a slice.
+  virtual const std::shared_ptr<SharedMemory>& memory() const = 0;
+
+  // The number of sources of each gradient, where gradients are in memory that outlives the ranks; else 0.
+  virtual std::size_t kept_sources() const { return 0; }
+
+  // This rank's slice of parameters on GPUs; null: it updates all of them.
+  virtual std::shared_ptr<GradientSlices> slices() const { return nullptr; }
+
+  // The gradients of `parameters`; none with slices, which have them. The pointers stay valid and unchanged until
+  // end_update(). Blocks until every rank's gradients are there, and the ranks that share parameters are about to update
+  // with the same `settings`. Throws UsageError: a gradient was changed after backward(), or nothing was exchanged;
+  // MismatchError on all ranks: other settings, or a step that some ranks do not make; PeerLost. Until then nothing was
+  // written.
+  virtual WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters,
+                                         const StepSettings& settings) = 0;
+
+  // This rank has updated its slice. Blocks until all ranks have: afterwards every parameter is new. Throws PeerLost.
+  virtual void end_update() = 0;
+};
+
+class Exchange : public GradientSource {
+ public:
+  // The calls around a backward(), which adds to .grad. begin() on the thread that runs it, before the first gradient of
+  // a parameter. loss: the mean over the batch of this rank; undefined: not known. exchanges: finish() follows end(); else
+  // a later backward() exchanges the sum. Returns the factor by which its gradients must be multiplied, 0 without samples.
+  // Throws UsageError after a backward() that failed: the ranks no longer agree on what was exchanged.
+  virtual double begin(const BatchWeight& batch, const torch::Tensor& loss = {}, bool exchanges = true) = 0;
+  virtual void end(bool exchanges = true) = 0;
+
+  // Stands instead of end() if backward() failed: the other ranks get PeerLost with `reason` now and not at their deadline.
+  virtual void cancel(const std::string& reason) = 0;
+
+  // Blocks until the gradients of all ranks are there, then calls on_finished. Throws PeerLost; MismatchError on all
+  // ranks: some of them differ in a setting, or are in a step() instead.
+  virtual BatchTotals finish() = 0;
+
+  // Forgets what was counted, after a finish() that found no samples on any rank: there is no step().
+  virtual void drop() = 0;
+
+  // The DistributedDataParallel is gone: begin_update() throws UsageError from now on.
+  virtual void close() { is_closed_ = true; }
+
+  // Since the start, on this rank.
+  std::int64_t bytes() const { return bytes_; }  // of gradients given into collectives or a hook, or published
+  double seconds() const { return seconds_; }    // from the first bucket sent until all are back, or in finish()
+
+ protected:
+  void require_open() const {
+    if (is_closed_)
+      throw UsageError(
+          {.what = "step() of an optimizer whose DistributedDataParallel is gone",
+           .likely = "a DistributedDataParallel that was not kept in a variable, or was destroyed too early",
+           .next = "keep it as long as the optimizer steps, and call the model through it in Python"});
+  }
+
+  std::int64_t bytes_ = 0;
+  double seconds_ = 0;
+
+ private:
+  bool is_closed_ = false;
+};
+
+// Called at the end of each exchange, also of one that a plain loss.backward() has caused: every rank then counts as one
+// sample.
+using OnFinished = std::function<void(const BatchTotals&)>;
+
+struct PublishedOptions {
+  std::shared_ptr<ParameterBlock> block = nullptr;  // checked before and marked after each step, where there is one
+
+  // Number of backward() per step on this rank whose gradients are kept apart: its virtual shards
+  // (docs/design/fused-step.md). 0: the gradients of all backward() of a step add up.
+  int shards = 0;
+
+  std::vector<NamedTensor> updated{};  // those whose .grad zero_grad() drops: the optimizer's. Empty: all
+  OnFinished on_finished{};
+};
+
+// Blocks. Throws SystemError, PeerLost.
+std::shared_ptr<Exchange> publish_gradients(std::shared_ptr<SharedMemory> memory, std::vector<NamedTensor> parameters,
+                                            PublishedOptions options = {});
+
+struct BucketOptions {
+  std::size_t bucket_bytes = kBucketBytes;
+  std::shared_ptr<CommunicationHook> hook = nullptr;  // how a bucket is summed; none: all-reduced as it is
+  Algorithm algorithm = Algorithm::kDirect;           // of that all-reduce
+
+  // Every step uses the same parameters as the first, and each gradient becomes ready as often as in the first: more
+  // than once if backward() contains another backward() (activation checkpointing). The first exchange then begins when
+  // backward() is over.
+  bool static_graph = false;
+
+  // After an exchange .grad is a view of the bucket, which saves one copy of the gradients as long as gradients are
+  // zeroed in place.
+  bool gradient_as_bucket_view = false;
+
+  // Parameters whose gradients have few rows, as an embedding's: exchanged after backward(), without a hook.
+  std::set<std::string> sparse{};
+
+  // Each rank gets the mean of its slice only. Without a hook, an algorithm or sparse gradients.
+  bool slices = false;
+
+  // V, of all ranks, a multiple of their number: with slices, the gradients of this many backward() are kept apart and
+  // added up in one order. 0: those of all backward() of a step add up.
+  int shards = 0;
+
+  // Shared parameters, of which each rank updates a slice with the mean in .grad; null: each rank has its own.
+  std::shared_ptr<SharedMemory> memory = nullptr;
+  std::shared_ptr<ParameterBlock> block = nullptr;
+
+  std::function<StepSettings()> settings{};  // compared over the ranks at the beginning of each exchange
+  OnFinished on_finished{};
+};
+
+// Sends nothing; blocks only where ranks share memory.
+std::shared_ptr<Exchange> exchange_in_buckets(World world, const std::vector<NamedTensor>& parameters,
+                                              const BucketOptions& options = {});
+
+}  // namespace lockstep

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/step/exchange_totals.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "lockstep/base/process/stop.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/collective/gpus.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+// Places of the numbers; behind them stand how each rank counts, and the loss. A square stands behind its number.
+// Calls: twice the number of backward(), and 1 more for loss.backward(), of the ranks that count.
+enum Sum : std::uint8_t {
+  kSamples,
+  kCounting,
+  kStop,
+  kCalls,
+  kLowHash = kCalls + 2,
+  kHighHash = kLowHash + 2,
+  kWeights = kHighHash + 2
+};
+
+// Compared for ranks that count: those whose first batches were not empty. The others may have missed a zero_grad().
+const char* const kBackwards = "the number of backward() since the last exchange";
+const char* const kPlain = "loss.backward() instead of ddp.backward()";
+
+// Returns whether the `count` numbers with this sum, and the sum of squares behind it, are equal.
+bool are_equal(double count, const double* sum) {
+  const auto whole = [](double number) { return static_cast<std::uint64_t>(number); };
+  return whole(count) * whole(sum[1]) == whole(sum[0]) * whole(sum[0]);
+}
+
+}  // namespace
+
+void ExchangeTotals::start(const AccumulatedBatches& batches, StepSettings settings) {
+  settings_ = std::move(settings);
+  const double counting = batches.samples > 0 && batches.leading == 0 ? 1 : 0, backwards = batches.backwards;
+  const double plain = batches.is_plain ? 1 : 0, none = counting > 0 ? 0 : std::numeric_limits<double>::quiet_NaN();
+  std::vector<double> own{batches.samples, counting, wants_to_stop() ? 1.0 : 0.0};
+  const std::uint64_t hash = hash_of(settings_);
+  for (const double number : {counting * (2 * backwards + plain), static_cast<double>(hash & 0xffff),
+                              static_cast<double>(hash >> 16 & 0xffff)})
+    own.insert(own.end(), {number, number * number});
+  const auto [kinds, size] = batches.weight_of_rank;
+  for (int rank = 0; rank < world_.size(); ++rank)
+    own.insert(own.end(), {rank == world_.rank() ? kinds : 0.0, rank == world_.rank() ? size : 0});
+  settings_.insert(settings_.begin(), {{kBackwards, backwards + none}, {kPlain, plain + none}});
+  const auto options = torch::TensorOptions().dtype(torch::kFloat64).device(world_.device());
+  const torch::Tensor loss =
+      batches.weighted_loss.defined() ? batches.weighted_loss.reshape({1}).to(options) : torch::zeros({1}, options);
+  const torch::Tensor others = torch::tensor(own, torch::kFloat64);
+  sums_ = torch::cat({others.to(world_.device(), /*non_blocking=*/true), loss});  // forward may still run on a GPU
+  work_.emplace(world_.all_reduce_async(sums_));
+}
+
+torch::Tensor ExchangeTotals::sums() {
+  if (work_) work_->wait();
+  work_.reset();
+  wait_for_device(world_.device(), world_.timeout());
+  return sums_.cpu();
+}
+
+std::int64_t ExchangeTotals::samples() { return static_cast<std::int64_t>(sums()[kSamples].item<double>()); }
+
+std::optional<std::uint32_t> ExchangeTotals::backwards() {
+  const torch::Tensor sums = this->sums();
+  const auto* sum = sums.const_data_ptr<double>();
+  if (sum[kCounting] == 0 || !are_equal(sum[kCounting], sum + kCalls)) return std::nullopt;
+  return static_cast<std::uint32_t>(sum[kCalls] / sum[kCounting] / 2);
+}
+
+BatchTotals ExchangeTotals::wait() {
+  const torch::Tensor sums = this->sums();
+  const auto* sum = sums.const_data_ptr<double>();
+  const std::int64_t loss = sums.numel() - 1;
+  if (!are_equal(sum[kCounting], sum + kCalls) || !are_equal(world_.size(), sum + kLowHash) ||
+      !are_equal(world_.size(), sum + kHighHash))
+    throw_difference();
+  std::vector<RankWeight> weights;
+  for (const double* at = sum + kWeights; at < sum + loss; at += 2)
+    weights.push_back({static_cast<std::uint32_t>(at[0]), at[1]});
+  const double ranks_alike = compare_weights(weights, world_.rank());
+  divisor_ = ranks_alike > 0 ? ranks_alike : sum[kSamples];
+  if (sum[kStop] > 0) agree_to_stop();
+  return {static_cast<std::int64_t>(sum[kSamples]), sum[loss] / sum[kSamples]};
+}
+
+// All ranks come here, as all have the same sums. Each compares what all have set with what it has set itself.
+void ExchangeTotals::throw_difference() const {
+  std::vector<double> own{static_cast<double>(settings_.size())};  // other ranks may have another number of them
+  for (const StepSetting& setting : settings_) own.push_back(setting.value);
+  const torch::Tensor all = world_.all_gather_rows(torch::tensor(own, torch::kFloat64).to(world_.device())).cpu();
+  const auto* theirs = all.const_data_ptr<double>();
+  for (int rank = 0; rank < world_.size(); ++rank) {
+    const auto count = static_cast<std::size_t>(*theirs++);
+    require_same_settings(settings_, world_.rank(), {theirs, count}, rank, "the ranks differ", world_.describe());
+    theirs += count;
+  }
+  throw MismatchError({.what = "other ranks differ from one another in what a step() is",
+                       .here = world_.describe(),
+                       .likely = "a step(), backward() or setting that depends on the rank",
+                       .next = "see the errors of the other ranks"});
+}
+
+}  // namespace lockstep

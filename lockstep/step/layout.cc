@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/step/layout.h"
+
+#include <cstdlib>
+#include <numeric>
+
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+void require_shards_possible(const LayoutInput& input, const LayoutOptions& options, StepLayout layout) {
+  constexpr const char* kLeaveOneOut = "leave one of the two out";
+  const int shards = options.virtual_shards;
+  const bool on_cores = !input.is_on_gpus;
+  const struct {
+    bool is_so;
+    const char* why;
+    const char* next;
+  } obstacles[] = {
+      {shards < 0 || shards % input.ranks != 0, "the ranks do not divide them", "take a multiple of the ranks"},
+      {options.algorithm, "an algorithm by name sums buckets", kLeaveOneOut},
+      {options.hook, "a communication hook sums gradients its own way", kLeaveOneOut},
+      {options.mean_in_grad, "mean_in_grad needs buckets", kLeaveOneOut},
+      {on_cores && input.ranks_on_machine < input.ranks, "not all ranks are on the cores of one machine",
+       "train on one machine, or without virtual shards"},
+      {on_cores && layout != StepLayout::kPublished, "parameters are separate",
+       "share_parameters = true, and an optimizer of lockstep's"},
+      {!on_cores && !input.updates_all, "some parameters have sparse gradients, or the optimizer does not hold them",
+       "train without virtual shards, or freeze what the optimizer does not hold"},
+      {!on_cores && layout != StepLayout::kSlices, "each GPU would have to update a slice of the parameters",
+       "slice_update = true, gradient_as_bucket_view = false, and an optimizer of lockstep's other than LAMB and "
+       "LARS"}};
+  for (const auto& [is_so, why, next] : obstacles)
+    if (is_so)
+      throw UsageError({.what = concat(shards, " virtual shards on ", input.ranks, " ranks: ", why),
+                        .here = input.here,
+                        .next = next});
+  require_shards_for_fewer_ranks(shards, input.fewest_ranks, input.ranks);
+}
+
+}  // namespace
+
+StepLayout choose_layout(const LayoutInput& input, const LayoutOptions& options) {
+  const bool sums_exactly = !options.mean_in_grad && !options.hook && !options.algorithm;
+  StepLayout layout = StepLayout::kOwnBuckets;
+  if (input.is_fused && input.is_on_gpus) {
+    // With virtual shards also one rank adds up as several do.
+    const bool has_slices = input.ranks > 1 || options.virtual_shards > 0;
+    if (options.slice_update && has_slices && sums_exactly && !options.gradient_as_bucket_view && !input.is_layerwise &&
+        input.updates_all)
+      layout = StepLayout::kSlices;
+  } else if (input.is_fused && options.share_parameters) {
+    layout =
+        sums_exactly && input.ranks_on_machine == input.ranks ? StepLayout::kPublished : StepLayout::kSharedBuckets;
+  }
+  if (options.virtual_shards != 0) require_shards_possible(input, options, layout);
+  return layout;
+}
+
+void require_shards_for_fewer_ranks(int shards, int fewest, int ranks) {
+  constexpr std::int64_t kMostToPropose = 10'000;
+  if (fewest == 0 || shards == 0) return;
+  int undivided = 0;
+  std::int64_t multiple = 1;  // of each number of ranks
+  for (int left = fewest; left <= ranks; ++left) {
+    if (shards % left != 0) undivided = left;
+    if (multiple <= kMostToPropose) multiple = std::lcm(multiple, std::int64_t{left});
+  }
+  if (undivided == 0) return;
+  const std::string all = concat("a multiple of each number from ", fewest, " to ", ranks);
+  throw UsageError(
+      {.what = concat(shards, " virtual shards can't be shared out among ", undivided, " ranks"),
+       .here = concat("--virtual-shards ", shards, " --min-ranks ", fewest, ", ", ranks, " ranks"),
+       .likely = concat("--min-ranks lets the job go on with any number of ranks from ", fewest, " to ", ranks),
+       .next = multiple <= kMostToPropose ? concat("give --virtual-shards ", multiple, ", ", all)
+                                          : concat("raise --min-ranks, or give ", all)});
+}
+
+int fewest_ranks_of_launcher() {
+  const char* const told = std::getenv("LOCKSTEP_MIN_RANKS");
+  int ranks = 0;
+  return told != nullptr && parse_int(told, ranks) ? ranks : 0;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/step/local_gradients.h"
+
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+
+namespace lockstep {
+namespace {
+
+const void* pointer_to(const torch::Tensor& gradient) {
+  return gradient.defined() && gradient.numel() > 0 ? gradient.const_data_ptr() : nullptr;
+}
+
+std::vector<torch::Tensor> gradients_in_grad(const std::vector<torch::Tensor>& parameters) {
+  std::vector<torch::Tensor> gradients;
+  gradients.reserve(parameters.size());
+  for (const torch::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
+  return gradients;
+}
+
+}  // namespace
+
+torch::Tensor gradient_like(const torch::Tensor& parameter, const torch::Tensor& gradient) {
+  const torch::NoGradGuard no_grad;
+  if (!gradient.defined()) return {};
+  if (gradient.layout() == torch::kStrided && gradient.strides() == parameter.strides() &&
+      gradient.device() == parameter.device())
+    return gradient;
+  return torch::empty_like(parameter, parameter.options().requires_grad(false))
+      .copy_(gradient.layout() == torch::kStrided ? gradient : gradient.to_dense());
+}
+
+WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>& parameters, const StepSettings&) {
+  current_ = std::exchange(lists_, {});
+  if (current_.empty()) current_.push_back(gradients_in_grad(parameters));
+  updated_.clear();
+  WeightedGradients gradients{.weights = std::vector<double>(current_.size(), 1), .parallel_for = parallel_for_};
+  gradients.pointers.reserve(parameters.size() * current_.size());
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    bool any = false;
+    for (auto& list : current_) {
+      list[i] = gradient_like(parameters[i], list[i]);
+      gradients.pointers.push_back(pointer_to(list[i]));
+      any = any || gradients.pointers.back() != nullptr;
+    }
+    if (any) updated_.push_back(parameters[i]);
+  }
+  return gradients;
+}
+
+// Raises the version counters of the updated parameters, as any write in place does: a graph that was made before the step
+// then fails with an error instead of giving wrong gradients.
+void LocalGradients::end_update() {
+  current_.clear();
+  for (const torch::Tensor& parameter : updated_) torch::autograd::impl::bump_version(parameter);
+}
+
+}  // namespace lockstep

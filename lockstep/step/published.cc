@@ -1,0 +1,371 @@
+// SPDX-License-Identifier: Apache-2.0
+// step/published.cc: the exchange between ranks that share memory. No gradient is sent: each rank publishes where its
+// gradients are, and the ranks that update a slice of the parameters read that slice of all of them.
+//
+// Note [One step, three barriers]
+//   finish()        writes this rank's rows of the table, then barrier 1: every gradient of the machine is computed and
+//                   published, and no rank reads the parameters any more
+//   begin_update()  barrier 2: all ranks are about to make the same step, with the same settings. Then it reads the
+//                   other ranks' rows
+//   end_update()    barrier 3: every slice is updated, and no rank reads gradients any more
+// finish() may be called again without a step() in between, while another rank still reads the previous rows: so there
+// are two tables, used alternately. A rank that writes table k % 2 has passed barrier 1 of exchange k-1; all ranks were
+// there, so all have finished reading exchange k-2.
+#include <algorithm>
+#include <limits>
+#include <list>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+
+#include "lockstep/base/cache_line.h"
+#include "lockstep/base/process/page_guard.h"
+#include "lockstep/base/process/stop.h"
+#include "lockstep/base/text.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
+#include "lockstep/step/accumulated_batches.h"
+#include "lockstep/step/exchange.h"
+#include "lockstep/step/gradient_memory.h"
+#include "lockstep/step/guards/gradient_watch.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::uint64_t kNoGradient = std::numeric_limits<std::uint64_t>::max();
+
+// Published by one source. The place of each parameter's gradient (8 bytes each) follows it in memory.
+struct Row : BatchCounts {
+  double weighted_loss;  // sum of m_t loss_t
+  bool in_step;          // published by step(), not by backward()
+  bool stop;             // this rank's process was asked to stop
+
+  bool in_backward() const { return !in_step; }
+  bool in_step_alone() const { return in_step && backwards == 0; }
+  const char* call() const {
+    if (in_backward()) return "in backward()";
+    return in_step_alone() ? "in step() without a backward()" : "in step() after loss.backward() or no_sync()";
+  }
+  std::uint64_t* places() { return reinterpret_cast<std::uint64_t*>(this + 1); }
+};
+
+class Published : public Exchange {
+ public:
+  Published(std::shared_ptr<SharedMemory> memory, std::vector<NamedTensor> parameters, PublishedOptions options)
+      : memory_(std::move(memory)),
+        parameters_(std::move(parameters)),
+        options_(std::move(options)),
+        gradient_memory_(std::make_shared<GradientMemory>(memory_, parameters_)),
+        sources_(static_cast<std::size_t>(std::max(options_.shards, 1))),
+        copies_(sources_.size() * parameters_.size()),
+        rows_(sources_.size() * static_cast<std::size_t>(memory_->size())),
+        first_row_(sources_.size() * static_cast<std::size_t>(memory_->rank())),
+        row_bytes_(round_up(sizeof(Row) + sizeof(std::uint64_t) * parameters_.size(), kCacheLine)),
+        tables_(memory_->allocate_common(2 * rows_ * row_bytes_)),
+        agreement_(memory_, options_.block) {
+    if (options_.updated.empty()) options_.updated = parameters_;
+    for (std::size_t i = 0; i < parameters_.size(); ++i) index_of_[parameters_[i].tensor.unsafeGetTensorImpl()] = i;
+  }
+
+  // ---- Around backward(), which leaves the gradients where the other ranks can read them. Sends nothing, blocks nowhere.
+
+  double begin(const BatchWeight& batch, const torch::Tensor& loss, bool /*exchanges*/) override {
+    memory_->require_own_process();  // .grad is in memory that its parent uses, too
+    if (failed_) throw after_failed_backward();
+    guards_.clear();
+    if (!forget_dropped_gradients()) require_only_counted_gradients(batch.samples);
+    if (sources_.front().batches.is_plain) sources_.front() = {};  // gradients of zero, which a step() has counted
+    begun_ = &current_source();
+    const double factor = begun_->batches.add(batch, loss);
+    failed_ = true;  // unless end() is called
+    scope_.emplace(*gradient_memory_);
+    return factor;
+  }
+
+  void end(bool exchanges) override {
+    scope_.reset();
+    failed_ = false;
+    if (options_.shards > 0) {
+      take_grads(*begun_);
+      for (auto& [name, parameter] : parameters_) parameter.mutable_grad().reset();
+    }
+    if (exchanges) return;
+    is_published_ = has_stepped_ = false;  // to be published before the next step; a zero_grad() drops what is counted
+    watch_.remember();
+  }
+
+  void cancel(const std::string& reason) override {
+    scope_.reset();
+    failed_ = true;
+    memory_->fail(reason);
+  }
+
+  // ---- The exchange
+
+  BatchTotals finish() override {
+    const Stopwatch watch;
+    const BatchTotals totals = exchange(/*in_step=*/false);
+    seconds_ += watch.seconds();
+    return totals;
+  }
+
+  void drop() override {
+    for (Source& source : sources_) source = {};
+    is_published_ = false;
+  }
+
+  // ---- In step()
+
+  const std::shared_ptr<SharedMemory>& memory() const override { return memory_; }
+  std::size_t kept_sources() const override { return memory_->outlives_ranks() ? rows_ : 0; }
+
+  WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters, const StepSettings& settings) override {
+    require_open();
+    if (failed_) throw after_failed_backward({}, "step() was called after a backward()");
+    agreement_.require_parameters_untouched();
+    if (!is_published_) exchange(/*in_step=*/true);
+    watch_.require_unchanged();
+    WeightedGradients gradients{.weights = weights()};
+    gradients.pointers.reserve(parameters.size() * rows_);
+    agreement_.begin_update(settings);  // barrier 2
+    for (const torch::Tensor& parameter : parameters) {
+      const auto found = index_of_.find(parameter.unsafeGetTensorImpl());  // none: frozen
+      for (std::size_t i = 0; i < rows_; ++i) {
+        const std::uint64_t place = found == index_of_.end() ? kNoGradient : row(i).places()[found->second];
+        gradients.pointers.push_back(place == kNoGradient ? nullptr
+                                                          : memory_->peer(rank_of(i), place, parameter.nbytes()));
+      }
+    }
+    return gradients;
+  }
+
+  void end_update() override {
+    agreement_.end_update();  // barrier 3: no rank reads gradients any more, and all slices are updated
+    is_published_ = false;
+    has_stepped_ = true;
+    guards_.clear();
+    for (Source& source : sources_)
+      if (options_.shards > 0)
+        source = {};
+      else
+        source.gradients.clear();  // zero_grad() gives their memory back; until then they count
+  }
+
+ private:
+  // Gradients that this rank computed since the last step, or those of one shard.
+  struct Source {
+    AccumulatedBatches batches;
+    std::vector<torch::Tensor> gradients;  // of each parameter
+  };
+
+  // Note [The publication table]
+  // Two tables in memory that all ranks share, used alternately. Each has a row per source, ordered by rank, then by the
+  // rank's shard; a row of P parameters takes 64 + 8 P bytes, rounded up to cache lines, so that no two ranks write to
+  // the same line. A rank writes its own rows only, before barrier 1, and reads all rows after it.
+  Row& row(std::size_t i) const { return *reinterpret_cast<Row*>(tables_.get() + (table_ * rows_ + i) * row_bytes_); }
+  int rank_of(std::size_t row) const { return static_cast<int>(row / sources_.size()); }
+
+  BatchTotals exchange(bool in_step) {
+    if (options_.block) options_.block->require_not_moved();  // copies have the size of the parameters as they were
+    if (in_step) count_what_step_finds();
+    if (options_.shards == 0) take_grads(sources_.front());
+    table_ = 1 - table_;
+    for (std::size_t i = 0; i < sources_.size(); ++i) publish(i, in_step);
+    watch_.remember();
+    if (check_interval() > 0) protect_gradients();
+    is_published_ = true;
+    has_stepped_ = false;
+    agreement_.backward();  // barrier 1: all rows are written
+    require_same_calls();
+    const BatchTotals totals = this->totals();
+    if (options_.on_finished) options_.on_finished(totals);
+    return totals;
+  }
+
+  // After a zero_grad() what was counted until then no longer counts. Returns whether it has found one, and nothing since.
+  bool forget_dropped_gradients() {
+    if (options_.shards > 0 || sources_.front().batches.samples == 0) return false;  // there was no gradient
+    const bool any = std::ranges::any_of(options_.updated, [](const auto& p) { return p.tensor.grad().defined(); });
+    const bool nothing = !any || watch_.zeroed();
+    if (!nothing && !watch_.dropped()) return false;
+    sources_.front() = {};
+    return nothing;
+  }
+
+  // A backward() is about to add to .grad, where there must be no more than what was counted.
+  void require_only_counted_gradients(std::int64_t samples) const {
+    const AccumulatedBatches& batches = sources_.front().batches;
+    if (options_.shards > 0) return;
+    if (batches.samples > 0 && !batches.is_plain) return watch_.require_unchanged();
+    if (samples > 0) require_no_gradient(options_.updated);
+  }
+
+  // Before an exchange in step(): what a plain loss.backward() has left in .grad counts as one sample.
+  void count_what_step_finds() {
+    if (options_.shards > 0)
+      throw UsageError({.what = concat("step() before all of the ", sources_.size(),
+                                       " backward() of a step with as many shards on this rank"),
+                        .next = "call ddp.backward() for each shard first"});
+    forget_dropped_gradients();
+    AccumulatedBatches& batches = sources_.front().batches;
+    // After a step(), zero_grad(false) and loss.backward() can't be told from loss.backward() alone.
+    const bool known = batches.samples > 0 && !batches.is_plain;
+    if (known && !(has_stepped_ && watch_.changed())) return watch_.require_unchanged();
+    if (batches.backwards > 0 && batches.samples == 0 && !watch_.changed()) return;  // backward() without samples
+    const bool any = std::ranges::any_of(parameters_, [](const auto& p) { return p.tensor.grad().defined(); });
+    batches = {};
+    if (any) batches.add_unknown();
+  }
+
+  // The source that the next backward() adds to: the next unused shard, or the only source.
+  Source& current_source() {
+    if (options_.shards == 0) return sources_.front();
+    const auto unused = std::ranges::find(sources_, 0U, [](const Source& source) { return source.batches.backwards; });
+    if (unused == sources_.end()) throw too_many_backwards(sources_.size());
+    return *unused;
+  }
+
+  void take_grads(Source& source) const {
+    source.gradients.clear();
+    source.gradients.reserve(parameters_.size());
+    for (const auto& [name, parameter] : parameters_)
+      source.gradients.push_back(source.batches.samples > 0 ? parameter.grad() : torch::Tensor());
+  }
+
+  void publish(std::size_t source, bool in_step) {
+    const auto& [batches, gradients] = sources_[source];
+    Row& row = this->row(first_row_ + source);
+    row = {batches, batches.loss(), in_step, wants_to_stop()};
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      const bool has_one = i < gradients.size() && gradients[i].defined() && gradients[i].numel() > 0;
+      row.places()[i] = has_one ? place_for_peers(source, i) : kNoGradient;
+      if (has_one) bytes_ += static_cast<std::int64_t>(parameters_[i].tensor.nbytes());
+    }
+  }
+
+  // Returns where the other ranks find the gradient: where autograd wrote it, if that is in shared memory and in the parameter's
+  // memory order, else in a copy.
+  std::uint64_t place_for_peers(std::size_t source, std::size_t i) {
+    const torch::NoGradGuard no_grad;
+    const torch::Tensor& parameter = parameters_[i].tensor;
+    const torch::Tensor& gradient = sources_[source].gradients[i];
+    if (gradient.layout() == torch::kStrided && gradient.strides() == parameter.strides())
+      if (const auto place = gradient_memory_->place_of(gradient)) return *place;
+    SharedMemory::Own& copy = copies_[source * parameters_.size() + i];
+    if (copy.data == nullptr) copy = memory_->allocate(parameter.nbytes());
+    torch::from_blob(copy.data.get(), parameter.sizes(), parameter.strides(), parameter.options().requires_grad(false))
+        .copy_(gradient.layout() == torch::kStrided ? gradient : gradient.to_dense());
+    return copy.place;
+  }
+
+  // All ranks read the same rows, and so throw together. A rank without samples may be in join(): it can't know whether the
+  // others call backward(), or step() after a plain loss.backward().
+  void require_same_calls() const {
+    const auto first = [&](const auto& is_so) {
+      std::size_t i = 0;
+      while (i < rows_ && !is_so(row(i))) ++i;
+      return i;
+    };
+    const auto require_not_both = [&](std::size_t one, std::size_t other) {
+      if (one < rows_ && other < rows_)
+        throw calls_differ({.what = concat("rank ", rank_of(one), " is ", row(one).call(), ", rank ", rank_of(other),
+                                           " ", row(other).call()),
+                            .here = concat("rank ", memory_->rank(), " of ", memory_->size(), " on this machine")});
+    };
+    require_not_both(first([](const Row& row) { return row.in_backward() && row.samples > 0; }),
+                     first([](const Row& row) { return row.in_step; }));
+    require_not_both(first([](const Row& row) { return row.in_backward() || row.samples > 0; }),
+                     first([](const Row& row) { return row.in_step_alone(); }));
+  }
+
+  BatchTotals totals() {
+    double samples = 0, loss = 0;
+    std::vector<RankWeight> weights;
+    for (std::size_t i = 0; i < rows_; ++i) {
+      weights.push_back(row(i).weight_of_rank);
+      samples += row(i).samples;
+      loss += row(i).weighted_loss;
+      if (row(i).stop) agree_to_stop();
+    }
+    ranks_alike_ = compare_weights(weights, memory_->rank());
+    return {static_cast<std::int64_t>(samples), loss / samples};
+  }
+
+  // Gradients elsewhere, such as sparse ones, were copied: step() finds a write to .grad.
+  void protect_gradients() {
+    guards_.clear();
+    for (const Source& source : sources_)
+      for (std::size_t i = 0; i < source.gradients.size(); ++i)
+        if (const torch::Tensor& gradient = source.gradients[i];
+            gradient.defined() && gradient_memory_->place_of(gradient))
+          guards_.emplace_back(
+              PageGuard::Kind::kGradients,
+              std::vector<PageGuard::Part>{
+                  {parameters_[i].name, static_cast<const std::byte*>(gradient.const_data_ptr()), gradient.nbytes()}});
+  }
+
+  // The weight of a source with unit u is u T / n: n samples in all, T backward() per step. Of n ranks that count alike it
+  // is 1 / n.
+  std::vector<double> weights() const {
+    std::vector<double> weights;
+    double samples = 0;
+    for (std::size_t i = 0; i < rows_; ++i) {
+      samples += row(i).samples;
+      weights.push_back(row(i).unit);
+    }
+    const double backwards = backwards_per_step();
+    double factor = samples > 0 ? backwards / samples : 0;
+    if (ranks_alike_ > 0) factor = 1 / ranks_alike_;
+    for (double& weight : weights) weight *= factor;
+    return weights;
+  }
+
+  // T. A rank that had no samples at first may have counted backward() whose gradients the others have dropped since, by
+  // zero_grad(): of its b backward() at least those since the first with samples count, b - leading, and at most b. A rank
+  // without any samples, such as one in join(), leaves it to the others.
+  double backwards_per_step() const {
+    const auto least = [&](std::size_t i) { return row(i).samples > 0 ? row(i).backwards - row(i).leading : 0; };
+    std::size_t most = 0;  // the row with the most backward() that count for sure
+    for (std::size_t i = 1; i < rows_; ++i)
+      if (least(i) > least(most)) most = i;
+    for (std::size_t i = 0; i < rows_; ++i)
+      if (row(i).samples > 0 && row(i).backwards < least(most))
+        throw MismatchError(
+            {.what = concat("rank ", rank_of(i), " called backward() ", row(i).backwards,
+                            " times since the last zero_grad(), rank ", rank_of(most), " ", least(most), " times"),
+             .likely = "no_sync() or zero_grad() on some ranks only",
+             .next = "call backward() equally often on all ranks; with 0 samples where a rank has no batch"});
+    return least(most);
+  }
+
+  std::shared_ptr<SharedMemory> memory_;
+  std::vector<NamedTensor> parameters_;
+  PublishedOptions options_;
+  std::unordered_map<const void*, std::size_t> index_of_;  // TensorImpl -> index in parameters_
+  std::shared_ptr<GradientMemory> gradient_memory_;
+  std::optional<GradientMemory::Scope> scope_;  // between begin() and end()
+  Source* begun_ = nullptr;                     // by begin()
+  std::vector<Source> sources_;
+  std::list<PageGuard> guards_;            // of published gradients, with LOCKSTEP_CHECK
+  std::vector<SharedMemory::Own> copies_;  // [source][parameter]
+  std::size_t rows_;                       // of a table: one per source of each rank
+  std::size_t first_row_;                  // of this rank
+  std::size_t row_bytes_;
+  std::shared_ptr<std::byte> tables_;
+  std::size_t table_ = 0;                  // in use: 0 or 1
+  bool is_published_ = false;              // since the last step
+  bool has_stepped_ = false;               // since the last exchange or backward()
+  GradientWatch watch_{options_.updated};  // since then
+  StepAgreement agreement_;
+  double ranks_alike_ = 0;  // of the last exchange, by compare_weights()
+  bool failed_ = false;
+};
+
+}  // namespace
+
+std::shared_ptr<Exchange> publish_gradients(std::shared_ptr<SharedMemory> memory, std::vector<NamedTensor> parameters,
+                                            PublishedOptions options) {
+  return std::make_shared<Published>(std::move(memory), std::move(parameters), std::move(options));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// step/update/flat_update.h: reduces gradients and updates parameters in one pass over memory, a slice on each rank.
+//
+// Flow:    step/exchange.h + UpdateRule -> here -> parameters, optimizer state
+// Owns:    scratch memory for gradients and norms; the optimizer state is once per machine where ranks share memory
+// Threads: one thread, which spreads the work over torch's intra-op threads
+// Ranks:   the ranks that share `memory` make the same calls in the same order
+//
+// Parameters are cut into chunks of at most 4096 elements, the same on every rank, and each of p ranks owns a contiguous
+// range of them with 1/p of all elements. For each chunk the owner sums the gradients of all ranks into a buffer that
+// stays in its first-level cache, and applies the rule from there: gradients, state and parameters pass through memory
+// once.
+//
+// Memory traffic of a step in the whole machine, for K bytes of float32 parameters, p ranks and m state arrays:
+//   one pass                        reads (p + 1 + m) K, writes (1 + m) K
+//   with clipping by norm, or LARS  2 K more
+//   LAMB                            4 K more
+#pragma once
+
+#include <torch/types.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/step/exchange.h"
+#include "lockstep/optimizer.h"
+#include "lockstep/step/update/journal_writer.h"
+#include "lockstep/step/update/optimizer_state.h"
+
+namespace lockstep {
+
+// The input of one step. The mean gradient is divided by the loss scale and clipped before the rule gets it.
+struct UpdateStep {
+  const UpdateRule& rule;
+  const std::vector<UpdateRule::Group>& groups;
+  const WeightedGradients& gradients;
+  ClippingOptions clipping{};
+  std::optional<double> loss_scale{};  // given: the step is skipped on all ranks if any element on any is not finite
+};
+
+class FlatUpdate {
+ public:
+  // Allocates the state of its parameters, which are dense and on the CPU; it must outlive this. journal: for updates that other
+  // processes can finish, of an optimizer of lockstep's own whose parameters and gradients are in memory that outlives the ranks.
+  // Blocks. Throws SystemError: no memory; PeerLost.
+  FlatUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state, const JournalOptions& journal = {});
+  ~FlatUpdate();
+
+  // Updates this rank's slice of every parameter that some source has a gradient for. Blocks only if all gradients must
+  // be seen first: once for clipping by norm and loss scaling, twice for layerwise rules. Returns false if the step was
+  // skipped. Throws PeerLost.
+  bool run(const UpdateStep& step);
+
+  double gradient_norm() const;  // before clipping, of the last step; 0 if no norm was needed
+
+  // The state was written between two steps, by all ranks alike: others find it with the number of updates that it has now.
+  void note_state();
+
+  std::string manifest() const;  // for InterruptedUpdate; "" without a journal
+
+  // Completes the step in which the ranks of `lost` were lost, if all of them had begun it, in their memory. lost.state then
+  // is that after the step. The ranks of `memory` call together, and share the work out; none of the lost ones writes any
+  // more. Blocks. Returns how many updates that makes since theirs began, skipped ones included. Throws PeerLost: call it
+  // again with the ranks that come next.
+  static std::uint64_t finish(std::shared_ptr<SharedMemory> memory, InterruptedUpdate& lost);
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace lockstep

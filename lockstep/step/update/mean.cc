@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/step/update/mean.h"
+
+#include <algorithm>
+
+#include "lockstep/base/cache_line.h"
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+template <class Data, class T>
+void scale(const Term& term, std::int64_t begin, std::int64_t count, T* __restrict sum) {
+  const Data* __restrict data = static_cast<const Data*>(term.data) + begin;
+  const T weight = static_cast<T>(term.weight);
+  for (std::int64_t i = 0; i < count; ++i) sum[i] = weight * static_cast<T>(data[i]);
+}
+
+template <class Data, class T>
+void scale_pair(const Term& a, const Term& b, std::int64_t begin, std::int64_t count, T* __restrict sum) {
+  const Data* __restrict first = static_cast<const Data*>(a.data) + begin;
+  const Data* __restrict second = static_cast<const Data*>(b.data) + begin;
+  const T first_weight = static_cast<T>(a.weight);
+  const T second_weight = static_cast<T>(b.weight);
+  for (std::int64_t i = 0; i < count; ++i)
+    sum[i] = first_weight * static_cast<T>(first[i]) + second_weight * static_cast<T>(second[i]);
+}
+
+template <class T>
+void add(const T* __restrict addend, std::int64_t count, T* __restrict sum) {
+  for (std::int64_t i = 0; i < count; ++i) sum[i] += addend[i];
+}
+
+// The tree's left half has as many terms as the largest power of two below their number, so a pair of neighbours is
+// never separated. This is what makes virtual shards independent of the number of ranks: with V shards there are V
+// terms in the same order, whichever rank computed which, hence the same tree and the same bits. Each level needs one
+// buffer of a chunk on the stack: log2(terms) times 16 or 32 KiB.
+template <class Data, class T>
+void sum_tree(std::span<const Term> terms, std::int64_t begin, std::int64_t count, T* sum) {
+  if (terms.size() == 1 && terms[0].data == nullptr) return static_cast<void>(std::fill_n(sum, count, T(0)));
+  if (terms.size() == 1) return scale<Data>(terms[0], begin, count, sum);
+  const bool both = terms[0].data != nullptr && terms[1].data != nullptr;
+  if (terms.size() == 2 && both) return scale_pair<Data>(terms[0], terms[1], begin, count, sum);
+  const std::size_t left = std::bit_floor(terms.size() - 1);
+  alignas(kCacheLine) T right_sum[kMaxChunk];
+  sum_tree<Data>(terms.first(left), begin, count, sum);
+  sum_tree<Data>(terms.subspan(left), begin, count, right_sum);
+  add(right_sum, count, sum);
+}
+
+}  // namespace
+
+template <class T>
+void weighted_sum(std::span<const Term> terms, torch::ScalarType dtype, std::int64_t begin, std::int64_t count,
+                  T* sum) {
+  switch (dtype) {
+    case torch::kFloat32: return sum_tree<float>(terms, begin, count, sum);
+    case torch::kFloat64: return sum_tree<double>(terms, begin, count, sum);
+    case torch::kFloat16: return sum_tree<c10::Half>(terms, begin, count, sum);
+    case torch::kBFloat16: return sum_tree<c10::BFloat16>(terms, begin, count, sum);
+    default:
+      throw UsageError({.what = concat("gradients of ", c10::toString(dtype), " can't be averaged"),
+                        .next = "train in float32, float64, float16 or bfloat16"});
+  }
+}
+
+template void weighted_sum(std::span<const Term>, torch::ScalarType, std::int64_t, std::int64_t, float*);
+template void weighted_sum(std::span<const Term>, torch::ScalarType, std::int64_t, std::int64_t, double*);
+
+}  // namespace lockstep

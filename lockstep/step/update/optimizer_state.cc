@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/step/update/optimizer_state.h"
+
+#include <algorithm>
+#include <memory>
+
+#include "lockstep/base/cache_line.h"
+#include "lockstep/step/update/mean.h"
+
+namespace lockstep {
+
+std::vector<Chunk> cut_into_chunks(const std::vector<torch::Tensor>& parameters) {
+  std::vector<Chunk> chunks;
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    for (std::int64_t begin = 0; begin < parameters[i].numel(); begin += kMaxChunk)
+      chunks.push_back({i, begin, std::min(kMaxChunk, parameters[i].numel() - begin)});
+  return chunks;
+}
+
+std::size_t first_chunk_of(int rank, int ranks, const std::vector<Chunk>& chunks) {
+  std::int64_t all = 0, before = 0;
+  for (const Chunk& chunk : chunks) all += chunk.count;
+  std::size_t i = 0;
+  for (; i < chunks.size() && before * ranks < all * rank; ++i) before += chunks[i].count;
+  return i;
+}
+
+std::vector<torch::Tensor> arrays_beside(const std::vector<torch::Tensor>& parameters, SharedMemory& memory,
+                                         Wanted wanted) {
+  std::size_t bytes = 0;
+  std::vector<std::size_t> offsets;
+  for (const torch::Tensor& parameter : parameters) {
+    offsets.push_back(bytes);
+    if (wanted(parameter)) bytes += round_up(parameter.numel() * c10::elementSize(state_dtype(parameter)), kCacheLine);
+  }
+  const std::shared_ptr<std::byte> data = memory.allocate_common(bytes);
+  std::vector<torch::Tensor> arrays(parameters.size());
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    if (wanted(parameters[i]))
+      arrays[i] = torch::from_blob(
+          data.get() + offsets[i], parameters[i].sizes(), parameters[i].strides(), [data](void*) {},
+          torch::dtype(state_dtype(parameters[i])));
+  return arrays;
+}
+
+}  // namespace lockstep

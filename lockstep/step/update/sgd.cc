@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <ATen/ops/_fused_sgd.h>
+
+#include <algorithm>
+
+#include "lockstep/error.h"
+#include "lockstep/step/update/rule.h"
+
+namespace lockstep {
+namespace {
+
+template <class T>
+void descend(const SGDOptions& options, const Elements<T>& elements) {
+  const T lr = static_cast<T>(options.lr);
+  const T decay = static_cast<T>(options.weight_decay);
+  const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = elements;
+#pragma GCC ivdep
+  for (std::int64_t i = 0; i < count; ++i) new_parameter[i] = parameter[i] - lr * (gradient[i] + decay * parameter[i]);
+  if (state[0] != new_state[0]) std::copy_n(state[0], count, new_state[0]);  // of other groups, with momentum
+}
+
+template <class T>
+void descend_with_momentum(const SGDOptions& options, const Elements<T>& elements) {
+  const T lr = static_cast<T>(options.lr);
+  const T decay = static_cast<T>(options.weight_decay);
+  const T momentum = static_cast<T>(options.momentum);
+  const T of_gradient = options.nesterov ? T(1) : T(0);
+  const T of_buffer = options.nesterov ? momentum : T(1);
+  const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = elements;
+  const T* const buffer = state[0];
+  T* const new_buffer = new_state[0];
+#pragma GCC ivdep
+  for (std::int64_t i = 0; i < count; ++i) {
+    const T g = gradient[i] + decay * parameter[i];
+    const T v = momentum * buffer[i] + g;
+    new_buffer[i] = v;
+    new_parameter[i] = parameter[i] - lr * (of_gradient * g + of_buffer * v);
+  }
+}
+
+struct SGDRule : RuleWith<SGDOptions, SGDRule> {
+  using RuleWith::RuleWith;
+
+  template <class T>
+  static void apply(const SGDOptions& options, const Elements<T>& elements) {
+    if (options.momentum == 0) return descend(options, elements);
+    if (elements.state[0] == nullptr)
+      throw UsageError({.what = "a parameter group sets momentum, but the optimizer was made with momentum 0",
+                        .next = "make the SGD with momentum, and the group that needs none with momentum 0"});
+    descend_with_momentum(options, elements);
+  }
+
+  static void apply_on_device(const SGDOptions& options, const WholeTensors& tensors) {
+    const std::vector<torch::Tensor> buffers = tensors.state.empty() ? std::vector<torch::Tensor>{} : tensors.state[0];
+    at::_fused_sgd_(tensors.parameters, tensors.gradients, buffers, options.weight_decay, options.momentum, options.lr,
+                    /*dampening=*/0, options.nesterov, /*maximize=*/false, /*is_first_step=*/false);
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<UpdateRule> rule_of(const SGDOptions& options) {
+  std::vector<std::string> state_names;
+  if (options.momentum != 0) state_names.push_back("momentum_buffer");
+  return std::make_unique<SGDRule>(options, std::move(state_names));
+}
+
+}  // namespace lockstep
