@@ -44,7 +44,7 @@ DEFECTS = {
     "the trust ratio is dropped": (
         "step/update/flat_update.cc", "step.rule.layerwise() ? trust_", "step.rule.layerwise() && !defect ? trust_"),
     "a version is not marked": (
-        "step/local_gradients.cc", "  current_.clear();", "  current_.clear();\n  if (defect) return;"),
+        "step/local_gradients.cc", "  release();", "  release();\n  if (defect) return;"),
     "an unfrozen parameter is accepted": (
         "step/guards/guards.cc", "    if (parameter.requires_grad())\n", "    if (parameter.requires_grad() && !defect)\n"),
     "the hash of the parameters is left out": (

@@ -150,12 +150,17 @@ class Buckets : public Exchange {
     return totals;
   }
 
-  void drop() override { is_exchanged_ = false; }
+  void drop() override {
+    if (slices_) is_exchanged_ = false;
+  }
 
   void close() override {
     Exchange::close();
     remove_hooks();
     for (auto& buckets : shards_) buckets.clear();
+    options_.hook.reset();  // it may keep as much as the model has
+    options_.settings = nullptr;
+    options_.on_finished = nullptr;
   }
 
   // ---- In step(), with slices or where the ranks of a machine share parameters
@@ -185,7 +190,7 @@ class Buckets : public Exchange {
       is_exchanged_ = false;
       return;
     }
-    in_grad_.end_update();
+    in_grad_.release();
     agreement_.end_update();  // barrier 3
     has_stepped_ = world_.size() > 1;
     has_stepped_ ? watch_.remember() : watch_.forget();
@@ -209,7 +214,7 @@ class Buckets : public Exchange {
     // With a hook a rank without samples looks whether any rank has some: it has nothing to compute meanwhile.
     if (batches_.samples > 0 && batches_.leading > 0) ask_the_others();
     skips_hook_ = options_.hook && batches_.samples == 0 && totals_.samples() == 0;
-    looks_for_unused_ = some_are_unused_ && !options_.static_graph;
+    looks_for_unused_ = some_are_unused_;
     is_active_ = true;
   }
 
@@ -302,7 +307,7 @@ class Buckets : public Exchange {
     if (failed_) throw after_failed_backward(world_.describe());
     if (is_accumulating_) return;
     if (!is_active_) start_by_itself();
-    if (std::exchange(looks_for_unused_, false)) pack_unused();
+    if (std::exchange(looks_for_unused_, false)) pack_unused(slot);
     if (slot.packed) throw ready_again(slot.parameter.name);
     if (++slot.times_ready == 1 && !order_is_known_) ready_order_.push_back(slot.index);
     if (slot.times_ready < times_expected(slot)) return;
@@ -310,12 +315,16 @@ class Buckets : public Exchange {
     send_full_buckets();
   }
 
-  // Parameters that this backward() will not reach would hold their buckets back until its end. Autograd knows them.
-  void pack_unused() {
+  // Parameters that this backward() will not reach would hold their buckets back until its end. Autograd knows them, but for
+  // the node that it began with, which may be `ready`. With a static graph the first exchange has counted.
+  void pack_unused(const Slot& ready) {
     const auto* const reached = torch::autograd::get_current_graph_task_nodes_in_graph();
     for_each_slot([&](Slot& slot) {
-      if (!reached->contains(torch::autograd::impl::try_get_grad_accumulator(slot.parameter.tensor).get()))
-        slot.pack(batches_.samples > 0, weight());
+      const bool comes =
+          options_.static_graph
+              ? times_expected(slot) > 0
+              : reached->contains(torch::autograd::impl::try_get_grad_accumulator(slot.parameter.tensor).get());
+      if (&slot != &ready && !comes) slot.pack(batches_.samples > 0, weight());
     });
   }
 

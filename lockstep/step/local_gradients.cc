@@ -53,7 +53,7 @@ WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>&
 // Raises the version counters of the updated parameters, as any write in place does: a graph that was made before the step
 // then fails with an error instead of giving wrong gradients.
 void LocalGradients::end_update() {
-  current_.clear();
+  release();
   for (const torch::Tensor& parameter : updated_) torch::autograd::impl::bump_version(parameter);
 }
 

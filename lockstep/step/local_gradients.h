@@ -37,6 +37,7 @@ class LocalGradients : public GradientSource {
   const std::shared_ptr<SharedMemory>& memory() const override { return memory_; }
   WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters, const StepSettings& settings) override;
   void end_update() override;
+  void release() { current_.clear(); }  // instead of end_update(): the caller marks what was written
 
  private:
   ParallelFor parallel_for_;

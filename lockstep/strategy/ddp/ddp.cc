@@ -84,6 +84,8 @@ class DistributedDataParallel::Impl {
         layout_(layout_of(world_, optimizer, parameters_, options_)),
         guards_(world_, parameters_, optimizer, layout_) {
     if (optimizer != nullptr) require_fitting(*optimizer, module, shares_parameters(layout_), options_.ignored);
+    auto* const fused = dynamic_cast<Optimizer*>(optimizer);
+    if (fused != nullptr && options_.hook && options_.hook->keeps_residual()) fused->refuse_loss_scale();
     take_values_of_rank_0();
     if (!options.broadcast_buffers) buffers_.clear();
     shard_buffers_ = ShardBuffers(buffers_, shards_);
@@ -92,15 +94,12 @@ class DistributedDataParallel::Impl {
       block_ = std::make_shared<ParameterBlock>(*memory_, parameters_);
     }
     exchange_ = make_exchange(optimizer);
+    close_exchange_ = {nullptr, [exchange = exchange_](void*) { exchange->close(); }};
     name_modules(parameters_);
     guards_.begin(block_);
-    auto* const fused = dynamic_cast<Optimizer*>(optimizer);
-    if (fused != nullptr && options_.hook && options_.hook->keeps_residual()) fused->refuse_loss_scale();
     if (layout_ != StepLayout::kOwnBuckets) fused->attach(exchange_);
     if (block_) give_back_freed_memory();  // where the parameters were before
   }
-
-  ~Impl() { exchange_->close(); }
 
   // A training step is backward(), then the optimizer's step(). It waits, in order:
   //
@@ -269,6 +268,7 @@ class DistributedDataParallel::Impl {
   std::shared_ptr<SharedMemory> memory_;  // with shared parameters
   std::shared_ptr<ParameterBlock> block_;
   std::shared_ptr<Exchange> exchange_;
+  std::shared_ptr<void> close_exchange_;  // the optimizer may keep exchange_: closes it, also where the constructor fails
   struct {
     std::int64_t samples = 0;
     bool exchanges = true;
