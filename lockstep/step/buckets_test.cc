@@ -291,6 +291,21 @@ TEST_P(BucketsOfSize, takes_branches_that_change_from_step_to_step) {
   });
 }
 
+TEST_P(BucketsOfSize, takes_a_loss_that_is_itself_a_parameter_after_a_step_that_left_one_out) {
+  run_ranks(GetParam(), [](World& world) {
+    const torch::Tensor scalar = parameter({}), other = parameter({2});
+    const auto buckets = exchange_in_buckets(world, {{"scalar", scalar}, {"other", other}});
+    for (const torch::Tensor& loss : {scalar * 1, scalar}) {
+      scalar.mutable_grad() = torch::Tensor();
+      buckets->begin(1, loss);
+      loss.backward();
+      buckets->finish();
+      EXPECT_EQ(scalar.grad().item<double>(), 1);
+      EXPECT_FALSE(other.grad().defined());
+    }
+  });
+}
+
 TEST(Buckets, refuses_a_sparse_gradient_by_name) {
   const auto run_sparse = [](World& world) {
     torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(10, 3).sparse(true));

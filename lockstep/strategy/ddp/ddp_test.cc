@@ -112,6 +112,23 @@ TEST(Ddp, lets_ranks_run_out_of_batches_at_different_times) {
   }
 }
 
+TEST(Ddp, goes_on_with_a_plain_backward_after_join) {
+  for (const int ranks : {1, 2})
+    run_ranks(ranks, [](World& world) {
+      OneWeight net;
+      SGD sgd(net->parameters(), {.lr = 0.5});
+      DistributedDataParallel ddp(world, *net, sgd, {.mean_in_grad = true});
+      ddp.backward(net->w.sum(), 1);
+      sgd.step();
+      sgd.zero_grad();
+      ddp.join(sgd);
+      net->w.sum().backward();
+      sgd.step();
+      EXPECT_TRUE(torch::equal(net->w.detach(), torch::zeros({3}, torch::kFloat64))) << net->w;
+      world.barrier();
+    });
+}
+
 // The residual of a hook must survive an exchange in which no rank has samples.
 TEST(Ddp, gives_nothing_to_a_hook_at_the_end_of_join) {
   for (const auto make_hook : {+[] { return top_k_hook(0.4); }, +[] { return two_bit_hook(0.5); }})
