@@ -22,12 +22,11 @@ using c10d::OpType;
 using Tensor = C10dBackend::Tensor;
 using WorkPtr = C10dBackend::WorkPtr;
 
-C10dBackend::C10dBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                         std::chrono::milliseconds timeout)
+C10dBackend::C10dBackend(const StorePtr& store, int rank, int size, std::chrono::milliseconds timeout)
     : C10dBackend(store, rank, size, timeout, this_machine()) {}
 
-C10dBackend::C10dBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                         std::chrono::milliseconds timeout, std::string machine)
+C10dBackend::C10dBackend(const StorePtr& store, int rank, int size, std::chrono::milliseconds timeout,
+                         std::string machine)
     : Backend(rank, size), timeout_(timeout), machine_(std::move(machine)) {
   const TransportOptions options{
       .rank = rank, .size = size, .describe = concat("rank ", rank, " of ", size), .timeout = timeout};
@@ -85,8 +84,7 @@ void C10dBackend::setTimeout(std::chrono::milliseconds timeout) {
   timeout_ = timeout;
 }
 
-c10::intrusive_ptr<c10d::Backend> C10dBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
-                                                     const std::vector<int>& ranks,
+c10::intrusive_ptr<c10d::Backend> C10dBackend::split(const StorePtr& store, const std::vector<int>& ranks,
                                                      const c10::intrusive_ptr<Options>& options) {
   const auto place = std::find(ranks.begin(), ranks.end(), rank_);
   if (place == ranks.end()) return nullptr;

@@ -26,7 +26,6 @@
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <atomic>
 #include <chrono>
@@ -37,6 +36,7 @@
 #include <vector>
 
 #include "lockstep/base/own_process.h"
+#include "lockstep/collective/store/store_ptr.h"
 #include "lockstep/collective_types.h"
 
 namespace lockstep {
@@ -60,9 +60,8 @@ class C10dBackend final : public c10d::Backend {
   // prefix of one, serves several backends if all ranks make them in the same order. Ranks with the same `machine` share
   // memory; left out, it is this_machine() of connect.h. Throws RendezvousError: ranks that did not come, machines that
   // can't reach each other; SystemError.
-  C10dBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout);
-  C10dBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
-              std::string machine);
+  C10dBackend(const StorePtr& store, int rank, int size, std::chrono::milliseconds timeout);
+  C10dBackend(const StorePtr& store, int rank, int size, std::chrono::milliseconds timeout, std::string machine);
 
   // As shutdown(); while an exception is on its way, the peers learn that this rank has failed.
   ~C10dBackend() override;
@@ -75,7 +74,7 @@ class C10dBackend final : public c10d::Backend {
 
   // A backend of its own for some ranks, over its own store; none for the others. They make the call at the same time.
   bool supportsSplitting() const override { return true; }
-  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+  c10::intrusive_ptr<c10d::Backend> split(const StorePtr& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override;
 
   // Waits for the calls under way, then leaves in good order; out of a callback it returns at once, and both follow.

@@ -165,7 +165,7 @@ FuturePtr start_c10d(C10dCall call, const std::function<C10dWork()>& issue) {
   return std::make_shared<CallUnderWay>(std::move(call), std::move(work));
 }
 
-c10::intrusive_ptr<c10d::Store> with_prefix(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix) {
+StorePtr with_prefix(const StorePtr& store, const std::string& prefix) {
   return c10::make_intrusive<c10d::PrefixStore>(prefix, store);
 }
 

@@ -30,7 +30,7 @@ void GlooConnection::close() {
   }
 }
 
-Gloo connect_gloo(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) try {
+Gloo connect_gloo(const StorePtr& store, const TransportOptions& options) try {
   ignore_broken_pipes();
   // Not create_default: that would put a loopback device first.
   auto gloo_options = c10d::ProcessGroupGloo::Options::create(options.timeout);

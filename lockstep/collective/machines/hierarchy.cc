@@ -63,7 +63,7 @@ Watchdog::~Watchdog() {
   }
 }
 
-Hierarchy::Hierarchy(shm::GroupPtr group, const Topology& topology_of_ranks, c10::intrusive_ptr<c10d::Store> store,
+Hierarchy::Hierarchy(shm::GroupPtr group, const Topology& topology_of_ranks, StorePtr store,
                      TransportOptions options_of_rank)
     : CpuTransport(std::move(group), options_of_rank.describe),
       options(std::move(options_of_rank)),

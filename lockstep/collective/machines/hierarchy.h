@@ -56,8 +56,7 @@ class Hierarchy final : public CpuTransport {
  public:
   // `group`: the ranks of this machine, in the order of their ranks. Blocks until this rank is connected to all others.
   // Throws RendezvousError.
-  Hierarchy(shm::GroupPtr group, const Topology& topology_of_ranks, c10::intrusive_ptr<c10d::Store> store,
-            TransportOptions options_of_rank);
+  Hierarchy(shm::GroupPtr group, const Topology& topology_of_ranks, StorePtr store, TransportOptions options_of_rank);
 
   // In good order, unless an exception is unwinding: then the others learn at once that this rank is gone.
   ~Hierarchy() override;
@@ -100,7 +99,7 @@ class Hierarchy final : public CpuTransport {
   std::unique_ptr<Transport> transport_of(const std::vector<int>& ranks, shm::GroupPtr members,
                                           const TransportOptions& like);
 
-  c10::intrusive_ptr<c10d::Store> store_;
+  StorePtr store_;
   std::optional<Watchdog> watchdog_;
   int groups_made_ = 0;
 };

@@ -2,7 +2,6 @@
 #include "lockstep/collective/machines/link.h"
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/c10d/c10d_call.h"
 #include "lockstep/collective/machines/gloo_connection.h"
 
 namespace lockstep {
@@ -30,8 +29,7 @@ std::vector<torch::Tensor> as_tensor(const std::byte* data, std::size_t bytes) {
 
 }  // namespace
 
-GlooLink::GlooLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options,
-                   std::vector<std::string> names)
+GlooLink::GlooLink(const StorePtr& store, TransportOptions options, std::vector<std::string> names)
     : options_(std::move(options)), names_(std::move(names)), gloo_(connect_gloo(store, options_)), tag_(kCheckTag) {
   for (int step = 1; step < size(); ++step) peers_.push_back((rank() + step) % size());
 }

@@ -85,8 +85,7 @@ bool agent_serves_store() {
   return told != nullptr && std::string(told) == "True";
 }
 
-c10::intrusive_ptr<c10d::Store> join_agent_store(const Endpoint& endpoint, const JobEnvironment& job,
-                                                 milliseconds timeout) {
+StorePtr join_agent_store(const Endpoint& endpoint, const JobEnvironment& job, milliseconds timeout) {
   const Endpoint found = wait_for_agent(endpoint, job, Deadline::after(timeout));
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(found.port);

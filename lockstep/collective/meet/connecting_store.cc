@@ -20,7 +20,7 @@ std::string keys_of_next_connection(c10d::Store& store, int rank) {
 
 }  // namespace
 
-ConnectingStore::ConnectingStore(const Store& store, int rank)
+ConnectingStore::ConnectingStore(const StorePtr& store, int rank)
     : PrefixStore(keys_of_next_connection(*store, rank), store) {}
 
 void ConnectingStore::fail(const std::string& here, const std::string& what) try {

@@ -13,14 +13,14 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/collective/store/store_ptr.h"
+
 namespace lockstep {
 
 class ConnectingStore final : public c10d::PrefixStore {
  public:
-  using Store = c10::intrusive_ptr<c10d::Store>;
-
   // Keys of its own for each connection that this rank makes over `store`, numbered in the order in which it makes them.
-  ConnectingStore(const Store& store, int rank);
+  ConnectingStore(const StorePtr& store, int rank);
 
   // The waits of the other ranks, and those that they begin later, throw RendezvousError with this text, unless another
   // rank has failed before. Never throws.

@@ -45,8 +45,7 @@ RendezvousError cannot_listen(const Endpoint& endpoint) {
 }
 
 // None: what listens there is no store, or not one with this secret; or there is no secret yet.
-c10::intrusive_ptr<c10d::Store> say_hello(SecuredConnection connection, const Deadline& deadline,
-                                          milliseconds timeout) {
+StorePtr say_hello(SecuredConnection connection, const Deadline& deadline, milliseconds timeout) {
   if (!connection.channel) return {};
   auto client = std::make_shared<MeetingClient>(std::move(connection.channel));
   if (!client->hello(deadline)) return {};
@@ -111,7 +110,7 @@ SecretPtr secret_of(const JobEnvironment& job, const std::string& place) {
   return secret;
 }
 
-c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, SecretPtr secret, milliseconds timeout) {
+StorePtr serve_store(UniqueFd listener, SecretPtr secret, milliseconds timeout) {
   const std::string host = endpoint_of(listener).host;
   const auto admit = [secret = std::move(secret)](UniqueFd fd) -> std::unique_ptr<Channel> {
     try {
@@ -125,14 +124,14 @@ c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, SecretPtr secret,
   return c10::make_intrusive<MeetingStore>(std::move(client), std::move(server), timeout, host);
 }
 
-c10::intrusive_ptr<c10d::Store> store_at(const AddressList& addresses, const JobSecret& secret,
-                                         const Deadline& deadline, milliseconds timeout) {
+StorePtr store_at(const AddressList& addresses, const JobSecret& secret, const Deadline& deadline,
+                  milliseconds timeout) {
   auto answered = connect_securely(addresses, secret, deadline);
   return answered ? say_hello(std::move(*answered), deadline, timeout) : nullptr;
 }
 
-c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEnvironment& job, const JobSecret& secret,
-                                           milliseconds timeout) {
+StorePtr join_store(const Endpoint& endpoint, const JobEnvironment& job, const JobSecret& secret,
+                    milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout);
   const AddressList addresses = resolve(endpoint, deadline);
   std::optional<Deadline>

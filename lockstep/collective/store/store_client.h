@@ -7,14 +7,13 @@
 // Ranks:   each has one
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
 #include "lockstep/collective/store/packet_stream.h"
+#include "lockstep/collective/store/store_ptr.h"
 #include "lockstep/collective/store/store_server.h"
 #include "lockstep/deadline.h"
 

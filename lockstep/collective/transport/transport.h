@@ -12,7 +12,6 @@
 #pragma once
 
 #include <torch/types.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
 #include <memory>
@@ -22,6 +21,7 @@
 #include "lockstep/collective/calls/future.h"
 #include "lockstep/collective/calls/tensor_call.h"
 #include "lockstep/collective/shm/group.h"
+#include "lockstep/collective/store/store_ptr.h"
 
 namespace lockstep {
 
@@ -77,6 +77,6 @@ struct TransportOptions {
 
 // c10d's NCCL, for CUDA tensors. Blocks until this rank is connected to all others. Throws RendezvousError; DeviceError in
 // a build without CUDA.
-std::unique_ptr<Transport> make_nccl(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options);
+std::unique_ptr<Transport> make_nccl(const StorePtr& store, const TransportOptions& options);
 
 }  // namespace lockstep

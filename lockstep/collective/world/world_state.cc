@@ -45,7 +45,7 @@ void require_trust_for_nccl(const WorldState& state) {
                                   "all ranks; else keep the ranks on one machine"});
 }
 
-void connect(WorldState& state, const c10::intrusive_ptr<c10d::Store>& store) {
+void connect(WorldState& state, const StorePtr& store) {
   const TransportOptions options{
       .rank = state.rank(), .size = state.size(), .describe = state.caller.here, .timeout = state.timeout};
   auto [transport, machine_of] = connect_cpu_ranks(store, this_machine(), options);
@@ -139,8 +139,7 @@ World WorldState::from_env_on(torch::Device device, std::chrono::milliseconds ti
   return world_of(std::move(state));
 }
 
-World WorldState::over_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                             const WorldOptions& options) {
+World WorldState::over_store(const StorePtr& store, int rank, int size, const WorldOptions& options) {
   JobEnvironment job = job_environment_or_none();
   job.rank = rank;
   job.world_size = size;

@@ -13,11 +13,10 @@
 #include <string>
 #include <vector>
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include "lockstep/base/int_vector.h"
 #include "lockstep/base/own_process.h"
 #include "lockstep/base/stoppable.h"
+#include "lockstep/collective/store/store_ptr.h"
 #include "lockstep/collective/traced_messages.h"
 #include "lockstep/collective/transport/transport.h"
 #include "lockstep/launch/environment.h"
@@ -45,8 +44,7 @@ class WorldState {
 
   // A world of `size` ranks that meet at `store`, all of which call it; the store is not used for anything else. The
   // launcher's variables say which machine this is. Blocks until all are connected. Throws RendezvousError.
-  static World over_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                          const WorldOptions& options = {});
+  static World over_store(const StorePtr& store, int rank, int size, const WorldOptions& options = {});
 
   // As World::from_env, with this device: a GPU of that number, or of the local rank's if it has none.
   static World from_env_on(torch::Device device, std::chrono::milliseconds timeout);
