@@ -5,7 +5,6 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/etcd_arbiter.h"
 #include "lockstep/launch/slurm_arbiter.h"
 
 namespace lockstep {
@@ -27,7 +26,7 @@ std::shared_ptr<Arbiter> make_arbiter(const std::string& name) {
     }
   if (servers.empty())
     throw UsageError({.what = concat("--arbiter is '", name, "'"), .next = "give etcd:HOST:PORT, or slurm"});
-  return std::make_shared<EtcdArbiter>(std::move(servers));
+  return etcd_arbiter(std::move(servers));
 }
 
 }  // namespace lockstep

@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/launch/endpoint.h"
+
 namespace lockstep {
 
 struct ArbiterQuestion {
@@ -30,5 +32,6 @@ class Arbiter {
 
 // "etcd:HOST:PORT[,HOST:PORT...]" or "slurm". Null: none was asked for. Throws UsageError: another one.
 std::shared_ptr<Arbiter> make_arbiter(const std::string& name);
+std::shared_ptr<Arbiter> etcd_arbiter(std::vector<Endpoint> servers);
 
 }  // namespace lockstep

@@ -1,5 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/launch/etcd_arbiter.h"
+// launch/etcd_arbiter.cc: a voter whose memory is a key of etcd: the same for both halves of the machines.
+//
+// Flow:    arbiter.h -> here -> etcd's JSON gateway (etcd 3.4 and later), over HTTP without TLS
+// Owns:    keys lockstep/JOB/DECISION, which etcd removes after a week
+// Threads: one
+#include "lockstep/launch/arbiter.h"
 
 #include <openssl/evp.h>
 #include <poll.h>
@@ -68,45 +73,59 @@ std::optional<std::string> post_to(const Endpoint& server, const std::string& pa
   return good ? std::optional(answer.substr(head + 4)) : std::nullopt;
 }
 
+class EtcdArbiter final : public Arbiter {
+ public:
+  explicit EtcdArbiter(std::vector<Endpoint> servers) : servers_(std::move(servers)) {}
+
+  // Reads the key, answers as an Acceptor with that memory, and writes it back if nobody else has written meanwhile.
+  std::string answer(const ArbiterQuestion& question) override try {
+    const auto words = split(question.request, ' ');
+    if (words.size() < 3) return "";
+    const std::string key = to_base64(concat("lockstep/", question.job, "/", words[1]));
+    for (int attempt = 0; attempt < kAttempts; ++attempt) {
+      const auto found = post("/v3/kv/range", json{{"key", key}}.dump());
+      if (!found) return "";
+      const json answer = json::parse(*found);
+      const bool is_new = !answer.contains("kvs");
+      const json entry = is_new ? json{{"mod_revision", "0"}, {"value", ""}} : answer["kvs"].at(0);
+      Acceptor voter = Acceptor::parse(from_base64(entry.value("value", "")));
+      const std::string word = voter.answer(question.request);
+      if (word.empty() || word.starts_with("higher")) return word;
+      json put{{"key", key}, {"value", to_base64(voter.text())}};
+      if (is_new) {
+        const auto lease = post("/v3/lease/grant", json{{"TTL", kSecondsOfAWeek}}.dump());
+        if (!lease) return "";
+        put["lease"] = json::parse(*lease).at("ID");
+      } else {
+        put["ignore_lease"] = true;
+      }
+      const json unchanged{
+          {"key", key}, {"target", "MOD"}, {"result", "EQUAL"}, {"mod_revision", entry.at("mod_revision")}};
+      const json swap{{"compare", json::array({unchanged})}, {"success", json::array({json{{"request_put", put}}})}};
+      const auto swapped = post("/v3/kv/txn", swap.dump());
+      if (!swapped) return "";
+      if (json::parse(*swapped).value("succeeded", false)) return word;
+    }
+    return "";
+  } catch (const json::exception&) {
+    return "";  // another program answers there
+  }
+
+ private:
+  // The body of the first answer, of whichever server gives one. Nothing: none does, or not with status 200.
+  std::optional<std::string> post(const std::string& path, const std::string& body) const {
+    for (const Endpoint& server : servers_)
+      if (auto answer = post_to(server, path, body)) return answer;
+    return std::nullopt;
+  }
+
+  std::vector<Endpoint> servers_;
+};
+
 }  // namespace
 
-std::optional<std::string> EtcdArbiter::post(const std::string& path, const std::string& body) const {
-  for (const Endpoint& server : servers_)
-    if (auto answer = post_to(server, path, body)) return answer;
-  return std::nullopt;
-}
-
-std::string EtcdArbiter::answer(const ArbiterQuestion& question) try {
-  const auto words = split(question.request, ' ');
-  if (words.size() < 3) return "";
-  const std::string key = to_base64(concat("lockstep/", question.job, "/", words[1]));
-  for (int attempt = 0; attempt < kAttempts; ++attempt) {
-    const auto found = post("/v3/kv/range", json{{"key", key}}.dump());
-    if (!found) return "";
-    const json answer = json::parse(*found);
-    const bool is_new = !answer.contains("kvs");
-    const json entry = is_new ? json{{"mod_revision", "0"}, {"value", ""}} : answer["kvs"].at(0);
-    Acceptor voter = Acceptor::parse(from_base64(entry.value("value", "")));
-    const std::string word = voter.answer(question.request);
-    if (word.empty() || word.starts_with("higher")) return word;
-    json put{{"key", key}, {"value", to_base64(voter.text())}};
-    if (is_new) {
-      const auto lease = post("/v3/lease/grant", json{{"TTL", kSecondsOfAWeek}}.dump());
-      if (!lease) return "";
-      put["lease"] = json::parse(*lease).at("ID");
-    } else {
-      put["ignore_lease"] = true;
-    }
-    const json unchanged{
-        {"key", key}, {"target", "MOD"}, {"result", "EQUAL"}, {"mod_revision", entry.at("mod_revision")}};
-    const json swap{{"compare", json::array({unchanged})}, {"success", json::array({json{{"request_put", put}}})}};
-    const auto swapped = post("/v3/kv/txn", swap.dump());
-    if (!swapped) return "";
-    if (json::parse(*swapped).value("succeeded", false)) return word;
-  }
-  return "";
-} catch (const json::exception&) {
-  return "";  // another program answers there
+std::shared_ptr<Arbiter> etcd_arbiter(std::vector<Endpoint> servers) {
+  return std::make_shared<EtcdArbiter>(std::move(servers));
 }
 
 }  // namespace lockstep

@@ -33,5 +33,7 @@ class LauncherStore {
 
 // Of the launcher of this job: Open MPI or MPICH. Throws RendezvousError: it has none, or none that can be reached.
 std::unique_ptr<LauncherStore> open_launcher_store(const JobEnvironment& job, std::chrono::milliseconds timeout);
+std::unique_ptr<LauncherStore> open_pmix(std::chrono::milliseconds timeout);  // Open MPI's: pmix.cc
+std::unique_ptr<LauncherStore> open_pmi(std::chrono::milliseconds timeout);   // MPICH's: pmi.cc
 
 }  // namespace lockstep
