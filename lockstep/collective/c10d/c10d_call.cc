@@ -41,31 +41,19 @@ C10dWork issue_checked(const C10dCall& call, const std::function<C10dWork()>& is
   throw peer_lost(call, error);
 }
 
-milliseconds left_until(Deadline deadline) { return std::max(deadline.left(), milliseconds(1)); }  // 0: no timeout
-
 class CallUnderWay : public Future {
  public:
   CallUnderWay(C10dCall call, C10dWork work) : call_(std::move(call)), work_(std::move(work)) {}
 
-  void wait() override {
-    guarded([this] { work_->wait(); });
-  }
-  void wait(Deadline deadline) override {
-    guarded([&] { work_->wait(left_until(deadline)); });
+  void wait(std::optional<Deadline> deadline) override try {
+    work_->wait(deadline ? std::max(deadline->left(), milliseconds(1)) : kNoTimeout);
+  } catch (const std::exception& error) {
+    if (!work_->isCompleted()) throw not_finished_by_deadline(call_.here, call_.operation);
+    throw peer_lost(call_, error);
   }
   bool done() override { return work_->isCompleted(); }
 
  private:
-  template <class Wait>
-  void guarded(const Wait& wait) {
-    try {
-      wait();
-    } catch (const std::exception& error) {
-      if (!work_->isCompleted()) throw not_finished_by_deadline(call_.here, call_.operation);
-      throw peer_lost(call_, error);
-    }
-  }
-
   C10dCall call_;
   C10dWork work_;
 };
@@ -90,8 +78,7 @@ class C10dMessages::UnderWay : public Future {
   }
 
   bool settled() const { return settled_; }
-  void wait() override { result_->wait(); }
-  void wait(Deadline deadline) override { result_->wait(deadline); }
+  void wait(std::optional<Deadline> deadline) override { result_->wait(deadline); }
   bool done() override { return result_->done(); }
   int source() const override { return first_->sourceRank(); }
 

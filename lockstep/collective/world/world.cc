@@ -21,8 +21,9 @@ struct Work::State {
   TracedMessage traced;
   bool finished = false;
 
-  // `began` to wait: now_if_recording().
-  void finish(std::int64_t began) {
+  void wait(std::optional<Deadline> deadline) {
+    const std::int64_t began = trace::now_if_recording();
+    future->wait(deadline);
     if (finished) return;
     call.finish();
     finished = true;
@@ -30,17 +31,8 @@ struct Work::State {
   }
 };
 
-void Work::wait() {
-  const std::int64_t began = trace::now_if_recording();
-  state_->future->wait();
-  state_->finish(began);
-}
-
-void Work::wait(Deadline deadline) {
-  const std::int64_t began = trace::now_if_recording();
-  state_->future->wait(deadline);
-  state_->finish(began);
-}
+void Work::wait() { state_->wait({}); }
+void Work::wait(Deadline deadline) { state_->wait(deadline); }
 
 bool Work::done() { return state_->future->done(); }
 

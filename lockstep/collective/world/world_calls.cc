@@ -192,12 +192,7 @@ TensorCall message_call(const Caller& caller, Operation operation, const torch::
 }  // namespace
 
 torch::Tensor World::run(const TensorCall& call) const {
-  call.begin();
-  if (is_message(call.operation))
-    state_->run_message(call);
-  else
-    state_->transport_for(call).run(call);
-  call.finish();
+  state_->run(call);
   return call.result;
 }
 
@@ -308,10 +303,7 @@ Work World::send_async(const torch::Tensor& tensor, int to, int tag) const {
 }
 
 int World::receive(const torch::Tensor& tensor, const ReceiveOptions& options) const {
-  const TensorCall call = message_call(state_->caller, Operation::kReceive, tensor, options.from, options.tag);
-  const int source = state_->run_message(call);
-  call.finish();
-  return source;
+  return state_->run(message_call(state_->caller, Operation::kReceive, tensor, options.from, options.tag));
 }
 
 Work World::receive_async(const torch::Tensor& tensor, const ReceiveOptions& options) const {

@@ -156,11 +156,14 @@ World WorldState::over_store(const StorePtr& store, int rank, int size, const Wo
   return world;
 }
 
-int WorldState::run_message(const TensorCall& message) {
+int WorldState::run(const TensorCall& call) {
+  call.begin();
   const std::int64_t began = trace::now_if_recording();
-  TracedMessage traced(messages, message);
-  const int source = transport_for(message).run(message);
-  traced.write(began, source);
+  std::optional<TracedMessage> traced;
+  if (is_message(call.operation)) traced.emplace(messages, call);
+  const int source = transport_for(call).run(call);
+  if (traced) traced->write(began, source);
+  call.finish();
   return source;
 }
 

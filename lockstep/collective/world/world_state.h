@@ -63,8 +63,7 @@ class WorldState {
 
   void abandon(const std::string& reason) const;  // as World
 
-  // Sends or receives. Returns who sent it, of a receive.
-  int run_message(const TensorCall& message);
+  int run(const TensorCall& call);  // blocks until it is done; returns who sent it, of a receive
 
   std::shared_ptr<MessageGroup> messages = std::make_shared<MessageGroup>();
   void count_sub_world() { ++sub_worlds_; }  // all ranks of this world make it, those that are not in it, too
