@@ -6,7 +6,6 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
-#include <fcntl.h>
 #include <poll.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -19,9 +18,9 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/machine_gpus.h"
+#include "lockstep/base/pipe.h"
 #include "lockstep/base/poll.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/unique_fd.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 
@@ -55,7 +54,7 @@ int answer_of(pid_t child, int read_end, std::chrono::milliseconds timeout) {
   if (!wait_for(POLLIN, read_end, Deadline::after(timeout))) {
     ::kill(child, SIGKILL);
     ::waitpid(child, nullptr, WNOHANG);
-    throw no_count("no answer within " + human_seconds(std::chrono::duration<double>(timeout).count()));
+    throw no_count("no answer within " + human_seconds(timeout));
   }
   int count = 0;
   const auto got = ::read(read_end, &count, sizeof(count));
@@ -80,10 +79,7 @@ void hint_at_unused_gpus(const std::filesystem::path& device_files) {
 
 int cuda_device_count_before_fork(std::chrono::milliseconds timeout) {
   if (!c10::impl::hasDeviceGuardImpl(torch::kCUDA)) return 0;
-  int ends[2];
-  if (::pipe2(ends, O_CLOEXEC) != 0) throw system_error("open", "a pipe");
-  const UniqueFd read_end(ends[0]);
-  UniqueFd write_end(ends[1]);
+  auto [read_end, write_end] = make_pipe();
   const pid_t child = ::fork();
   if (child < 0) throw system_error("fork", "a process that counts GPUs");
   if (child == 0) {
@@ -145,8 +141,7 @@ void wait_for_device(torch::Device device, std::chrono::milliseconds timeout) {
   for (std::chrono::microseconds nap{5}; !of.queryStream(stream); nap = std::min(2 * nap, kLongestNap)) {
     if (deadline.passed())
       throw DeviceError(
-          {.what = concat(device.str(), " is not done within ",
-                          human_seconds(std::chrono::duration<double>(timeout).count())),
+          {.what = concat(device.str(), " is not done within ", human_seconds(timeout)),
            .likely = "a GPU that hangs, a function of the task that does, or a step that takes longer than that",
            .next = "see whether nvidia-smi answers, or give a longer --timeout"});
     std::this_thread::sleep_for(nap);
@@ -155,7 +150,7 @@ void wait_for_device(torch::Device device, std::chrono::milliseconds timeout) {
 
 std::exception_ptr current_error_on(const std::string& gpus) {
   const auto named = [&](const std::exception& error, const std::string& likely, const std::string& next) {
-    const std::string what = concat(gpus, " failed: ", split(error.what(), '\n').front());
+    const std::string what = concat(gpus, " failed: ", first_line_of(error));
     return std::make_exception_ptr(DeviceError({.what = what, .likely = likely, .next = next}));
   };
   const std::exception_ptr current = std::current_exception();

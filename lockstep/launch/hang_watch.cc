@@ -25,8 +25,6 @@ Milliseconds between_looks(Milliseconds timeout) {
   return std::clamp(timeout / 20, kLeastBetweenLooks, kMostBetweenLooks);
 }
 
-std::string human(std::chrono::nanoseconds time) { return human_seconds(std::chrono::duration<double>(time).count()); }
-
 std::string status_of(pid_t pid, std::string_view field) { return proc_value(concat("/proc/", pid, "/status"), field); }
 
 bool is_stopped(pid_t pid) { return status_of(pid, "State:").starts_with('T'); }
@@ -212,11 +210,12 @@ std::string HangWatch::reason(const Living& living, const Suspect& suspect) cons
 
 void HangWatch::accuse(const Living& living, const Suspect& suspect, const std::vector<int>& close_in_child) {
   const LivingRank& rank = living[to_size(suspect.index)];
-  accused_ = Hang{
-      rank.local, rank.rank,
-      concat("rank ", rank.rank, " has not moved for ", human(still_), ", in ", doing_of(page_->record(rank.local)))};
+  accused_ = Hang{rank.local, rank.rank,
+                  concat("rank ", rank.rank, " has not moved for ", human_seconds(still_), ", in ",
+                         doing_of(page_->record(rank.local)))};
   only_report_ = options_.then == OnHang::kReport || suspect.why == Suspect::Why::kOtherMachine;
-  report_.add_line("", concat("lockstep: no rank has moved for ", human(still_), ": ", reason(living, suspect)));
+  report_.add_line("",
+                   concat("lockstep: no rank has moved for ", human_seconds(still_), ": ", reason(living, suspect)));
   for (const LivingRank& each : living) report_.add_line("  ", describe(living, each));
   take_stacks(living, suspect.index, close_in_child);
 }

@@ -97,11 +97,10 @@ NodePlace place_of(Roster roster) {
 }
 
 RendezvousError too_few(const NodeMeeting& meeting, std::size_t came) {
-  return RendezvousError(
-      {.what = concat(came, " of at least ", meeting.least, " machines came to ", endpoint_of(meeting).text(),
-                      " within ", human_seconds(static_cast<double>(meeting.timeout.count()) / 1000)),
-       .likely = "a machine that did not start, or has another --rdzv-endpoint",
-       .next = "look at the other machines; --rdzv-conf join_timeout=SECONDS waits longer"});
+  return RendezvousError({.what = concat(came, " of at least ", meeting.least, " machines came to ",
+                                         endpoint_of(meeting).text(), " within ", human_seconds(meeting.timeout)),
+                          .likely = "a machine that did not start, or has another --rdzv-endpoint",
+                          .next = "look at the other machines; --rdzv-conf join_timeout=SECONDS waits longer"});
 }
 
 // ---- machine 0

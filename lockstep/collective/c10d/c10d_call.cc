@@ -18,10 +18,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-std::string first_line(const std::exception& error) { return split(error.what(), '\n').front(); }
-
 PeerLost peer_lost(const C10dCall& call, const std::exception& cause) {
-  return PeerLost({.what = concat(call.operation, " failed: ", first_line(cause)),
+  return PeerLost({.what = concat(call.operation, " failed: ", first_line_of(cause)),
                    .here = call.here,
                    .likely = "another rank died, failed or stopped; the launcher names the first",
                    .next = "run again with --resume to go on from the last checkpoint"});
@@ -34,7 +32,7 @@ C10dWork issue_checked(const C10dCall& call, const std::function<C10dWork()>& is
 } catch (const c10::OutOfMemoryError&) {
   throw;
 } catch (const c10::Error& error) {  // before anything was sent
-  throw UsageError({.what = concat(call.operation, " refused: ", first_line(error)),
+  throw UsageError({.what = concat(call.operation, " refused: ", first_line_of(error)),
                     .here = call.here,
                     .likely = "a dtype or a layout that c10d does not exchange"});
 } catch (const std::exception& error) {  // of Gloo: the connection is closed already

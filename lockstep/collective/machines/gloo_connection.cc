@@ -44,7 +44,7 @@ Gloo connect_gloo(const StorePtr& store, const TransportOptions& options) try {
 } catch (const Error&) {
   throw;
 } catch (const std::exception& error) {
-  throw RendezvousError({.what = concat("can't connect the ranks over Gloo: ", split(error.what(), '\n').front()),
+  throw RendezvousError({.what = concat("can't connect the ranks over Gloo: ", first_line_of(error)),
                          .here = concat(options.describe, " at ", options.address),
                          .likely = "a rank died while starting, or a firewall stands between the machines",
                          .next = "look at the other ranks' output; GLOO_SOCKET_IFNAME chooses another network"});

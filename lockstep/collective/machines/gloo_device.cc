@@ -292,8 +292,7 @@ class TlsDevice final : public gloo::transport::Device {
       context.getPair(rank)->connect(with_number(address, static_cast<std::size_t>(context.rank)));
     } catch (const std::exception& error) {
       throw RendezvousError(
-          {.what = concat("can't connect to rank ", rank, " at ", text_of(address), ": ",
-                          split(error.what(), '\n').front()),
+          {.what = concat("can't connect to rank ", rank, " at ", text_of(address), ": ", first_line_of(error)),
            .here = concat(options_.describe, " at ", options_.address),
            .likely =
                "a firewall between the machines drops packets, that rank died while starting, or a stranger answers",

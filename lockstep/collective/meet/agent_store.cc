@@ -95,7 +95,7 @@ StorePtr join_agent_store(const Endpoint& endpoint, const JobEnvironment& job, m
     const WithoutWarnings quiet;
     return c10::make_intrusive<c10d::TCPStore>(found.host, options);
   } catch (const std::exception& error) {
-    throw no_agent_store(endpoint, split(error.what(), '\n').front());
+    throw no_agent_store(endpoint, first_line_of(error));
   }
 }
 

@@ -184,10 +184,9 @@ std::string text_in(c10d::Store& store, const std::string& key) try {
   const auto bytes = store.get(key);
   return {bytes.begin(), bytes.end()};
 } catch (const std::exception& error) {
-  throw RendezvousError(
-      {.what = concat("no ", key, " in the store at MASTER_PORT: ", split(error.what(), '\n').front()),
-       .likely = "the store of another program, or rank 0 died",
-       .next = "look at rank 0's output, or choose another MASTER_PORT"});
+  throw RendezvousError({.what = concat("no ", key, " in the store at MASTER_PORT: ", first_line_of(error)),
+                         .likely = "the store of another program, or rank 0 died",
+                         .next = "look at rank 0's output, or choose another MASTER_PORT"});
 }
 
 }  // namespace lockstep
