@@ -123,13 +123,17 @@ class C10dBackend final : public c10d::Backend {
 
  private:
   backend::Member member() const;
-  TensorCall reduction(Operation operation, const Tensors& inputs, const Tensors& outputs, const c10d::ReduceOp& op,
-                       std::int64_t root = 0) const;
-  TensorCall move(Operation operation, const Tensors& inputs, const Tensors& outputs, std::int64_t root = 0) const;
+  // The reduction and the root are those of `options`, where it has them.
+  template <class CallOptions>
+  TensorCall call_of(Operation operation, const Tensors& inputs, const Tensors& outputs,
+                     const CallOptions& options) const;
 
   // Makes the calls one after the other, as one collective of c10d.
   template <class CallOptions>
   WorkPtr start(c10d::OpType type, std::vector<TensorCall> calls, Tensors results, const CallOptions& options);
+  template <class CallOptions>
+  WorkPtr start_pairs(c10d::OpType type, Operation operation, const Tensors& inputs, const Tensors& outputs,
+                      const CallOptions& options);
   using Body = std::function<void(Transport& transport)>;
   WorkPtr start(c10d::OpType type, Body body, Tensors results, bool async);
   WorkPtr start_message(c10d::OpType type, Tensors& tensors, int peer, std::int64_t tag);
