@@ -50,7 +50,7 @@ DeviceError no_count(const std::string& what) {
 
 // Reads the answer of the process that counts GPUs. One that hangs is ended; the kernel may keep it until the driver lets
 // go of it.
-int answer_of(pid_t child, int read_end, std::chrono::milliseconds timeout) {
+int answer_of(pid_t child, int read_end, milliseconds timeout) {
   if (!wait_for(POLLIN, read_end, Deadline::after(timeout))) {
     ::kill(child, SIGKILL);
     ::waitpid(child, nullptr, WNOHANG);
@@ -77,7 +77,7 @@ void hint_at_unused_gpus(const std::filesystem::path& device_files) {
       "CUDA)");
 }
 
-int cuda_device_count_before_fork(std::chrono::milliseconds timeout) {
+int cuda_device_count_before_fork(milliseconds timeout) {
   if (!c10::impl::hasDeviceGuardImpl(torch::kCUDA)) return 0;
   auto [read_end, write_end] = make_pipe();
   const pid_t child = ::fork();
@@ -131,7 +131,7 @@ void wait_for_device(torch::Device device) {
   of.synchronizeStream(of.getStream(device));
 }
 
-void wait_for_device(torch::Device device, std::chrono::milliseconds timeout) {
+void wait_for_device(torch::Device device, milliseconds timeout) {
   if (device.is_cpu()) return;
   constexpr std::chrono::microseconds kLongestNap{100};
   const c10::impl::VirtualGuardImpl of(device.type());

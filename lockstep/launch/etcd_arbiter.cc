@@ -25,7 +25,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr std::chrono::milliseconds kServerAnswersWithin{2000};
+constexpr milliseconds kServerAnswersWithin{2000};
 constexpr int kAttempts = 5;
 constexpr int kSecondsOfAWeek = 7 * 24 * 3600;
 

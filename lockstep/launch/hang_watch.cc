@@ -14,14 +14,12 @@
 namespace lockstep {
 namespace {
 
-using Milliseconds = std::chrono::milliseconds;
+constexpr milliseconds kMostBetweenLooks = std::chrono::seconds(1);
+constexpr milliseconds kLeastBetweenLooks{10};
+constexpr milliseconds kAllStacks = std::chrono::seconds(90);  // then the rest is left out
+constexpr milliseconds kKillStackTaker = std::chrono::seconds(120);
 
-constexpr Milliseconds kMostBetweenLooks = std::chrono::seconds(1);
-constexpr Milliseconds kLeastBetweenLooks{10};
-constexpr Milliseconds kAllStacks = std::chrono::seconds(90);  // then the rest is left out
-constexpr Milliseconds kKillStackTaker = std::chrono::seconds(120);
-
-Milliseconds between_looks(Milliseconds timeout) {
+milliseconds between_looks(milliseconds timeout) {
   return std::clamp(timeout / 20, kLeastBetweenLooks, kMostBetweenLooks);
 }
 
@@ -69,7 +67,7 @@ HangWatch::HangWatch(const JobPage* page, const HangOptions& options, Sink& repo
       report_(report),
       stacks_("  ", report) {}
 
-std::optional<Milliseconds> HangWatch::next_look() const {
+std::optional<milliseconds> HangWatch::next_look() const {
   return page_ == nullptr ? std::nullopt : std::optional(next_look_.left());
 }
 

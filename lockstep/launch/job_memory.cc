@@ -123,7 +123,7 @@ void JobMemory::met() {
   send({.kind = KeeperMessage::Kind::kMet});
 }
 
-bool JobMemory::next_generation(std::chrono::milliseconds timeout) {
+bool JobMemory::next_generation(milliseconds timeout) {
   const std::lock_guard lock(mutex_);
   send({.kind = KeeperMessage::Kind::kNext});
   std::vector<UniqueFd> none;

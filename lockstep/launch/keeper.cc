@@ -13,7 +13,7 @@ namespace lockstep {
 namespace {
 
 // A rank takes an answer at once, unless it was stopped; then the launcher does not wait for it.
-constexpr std::chrono::milliseconds kToTakeAnswer{200};
+constexpr milliseconds kToTakeAnswer{200};
 
 KeeperMessage generation_message(int generation, const Variables& variables) {
   KeeperMessage message{.kind = KeeperMessage::Kind::kGeneration, .generation = generation};

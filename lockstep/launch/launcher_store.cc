@@ -6,7 +6,7 @@
 
 namespace lockstep {
 
-std::unique_ptr<LauncherStore> open_launcher_store(const JobEnvironment& job, std::chrono::milliseconds timeout) {
+std::unique_ptr<LauncherStore> open_launcher_store(const JobEnvironment& job, milliseconds timeout) {
   if (job.launcher == "open-mpi") return open_pmix(timeout);
   if (job.launcher == "mpich") return open_pmi(timeout);
   throw RendezvousError({.what = "nothing tells the ranks on several machines where to meet",

@@ -23,8 +23,6 @@
 namespace lockstep {
 namespace {
 
-using std::chrono::milliseconds;
-
 constexpr milliseconds kOpenAgainAfter{100};
 constexpr milliseconds kKnockEvery{1000};
 constexpr milliseconds kUnknownFor{10'000};  // a connection that does not say whose it is

@@ -10,8 +10,6 @@
 namespace lockstep {
 namespace {
 
-using std::chrono::milliseconds;
-
 constexpr milliseconds kSettles{100};        // machines that are lost together are noticed one after the other
 constexpr milliseconds kAttemptLasts{1500};  // until a proposer tries again
 constexpr Ballot kMostMembers = 4096;        // a ballot is a count and, below it, the proposer's place

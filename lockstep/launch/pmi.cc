@@ -51,7 +51,7 @@ std::string value_in(const std::string& line, const std::string& key) {
 
 class PmiStore final : public LauncherStore {
  public:
-  explicit PmiStore(std::chrono::milliseconds timeout)
+  explicit PmiStore(milliseconds timeout)
       : fd_(number_in_variable("PMI_FD")), rank_(number_in_variable("PMI_RANK")), timeout_(timeout) {
     space_ = value_in(ask("cmd=get_my_kvsname", "my_kvsname"), "kvsname");
   }
@@ -80,14 +80,12 @@ class PmiStore final : public LauncherStore {
 
   int fd_;
   int rank_;
-  std::chrono::milliseconds timeout_;
+  milliseconds timeout_;
   std::string space_;  // where Hydra keeps the texts of this job
 };
 
 }  // namespace
 
-std::unique_ptr<LauncherStore> open_pmi(std::chrono::milliseconds timeout) {
-  return std::make_unique<PmiStore>(timeout);
-}
+std::unique_ptr<LauncherStore> open_pmi(milliseconds timeout) { return std::make_unique<PmiStore>(timeout); }
 
 }  // namespace lockstep

@@ -77,7 +77,7 @@ Pmix& pmix() {
 }
 
 // libpmix's calls have no deadline, so each gets a thread, which is left behind if it hangs.
-void call(const char* name, std::chrono::milliseconds timeout, const std::function<int()>& function) {
+void call(const char* name, milliseconds timeout, const std::function<int()>& function) {
   std::packaged_task<int()> task(function);
   auto result = task.get_future();
   std::thread(std::move(task)).detach();
@@ -87,7 +87,7 @@ void call(const char* name, std::chrono::milliseconds timeout, const std::functi
 
 class PmixStore final : public LauncherStore {
  public:
-  explicit PmixStore(std::chrono::milliseconds timeout) : timeout_(timeout) {
+  explicit PmixStore(milliseconds timeout) : timeout_(timeout) {
     [[maybe_unused]] static const bool opened = [timeout] {
       Pmix& library = pmix();
       call("PMIx_Init", timeout, [&library] { return library.init(&library.me, nullptr, 0); });
@@ -117,13 +117,11 @@ class PmixStore final : public LauncherStore {
   }
 
  private:
-  std::chrono::milliseconds timeout_;
+  milliseconds timeout_;
 };
 
 }  // namespace
 
-std::unique_ptr<LauncherStore> open_pmix(std::chrono::milliseconds timeout) {
-  return std::make_unique<PmixStore>(timeout);
-}
+std::unique_ptr<LauncherStore> open_pmix(milliseconds timeout) { return std::make_unique<PmixStore>(timeout); }
 
 }  // namespace lockstep

@@ -166,7 +166,7 @@ std::string stacks_of(pid_t pid, Deadline deadline) {
   bool has_native = false;
   for (const Tool& tool : tools_for(pid)) {
     if (has_native || deadline.passed()) break;
-    const auto left = std::min<std::chrono::milliseconds>(kPerTool, deadline.left());
+    const auto left = std::min<milliseconds>(kPerTool, deadline.left());
     const std::string shown = lines_of(tool, Deadline::after(left));
     if (!shown.empty()) text += concat("by ", tool.name, ":\n", shown);
     has_native = !shown.empty() && tool.name != "py-spy";

@@ -22,11 +22,10 @@ using c10d::OpType;
 using Tensor = C10dBackend::Tensor;
 using WorkPtr = C10dBackend::WorkPtr;
 
-C10dBackend::C10dBackend(const StorePtr& store, int rank, int size, std::chrono::milliseconds timeout)
+C10dBackend::C10dBackend(const StorePtr& store, int rank, int size, milliseconds timeout)
     : C10dBackend(store, rank, size, timeout, this_machine()) {}
 
-C10dBackend::C10dBackend(const StorePtr& store, int rank, int size, std::chrono::milliseconds timeout,
-                         std::string machine)
+C10dBackend::C10dBackend(const StorePtr& store, int rank, int size, milliseconds timeout, std::string machine)
     : Backend(rank, size), timeout_(timeout), machine_(std::move(machine)) {
   const TransportOptions options{
       .rank = rank, .size = size, .describe = concat("rank ", rank, " of ", size), .timeout = timeout};
@@ -79,7 +78,7 @@ c10::intrusive_ptr<c10d::Backend::Options> C10dBackend::getBackendOptions() {
   return c10::make_intrusive<Options>(getBackendName(), timeout_);
 }
 
-void C10dBackend::setTimeout(std::chrono::milliseconds timeout) {
+void C10dBackend::setTimeout(milliseconds timeout) {
   transport().set_timeout(timeout);
   timeout_ = timeout;
 }

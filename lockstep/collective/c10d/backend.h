@@ -28,7 +28,6 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -38,6 +37,7 @@
 #include "lockstep/base/own_process.h"
 #include "lockstep/collective/store/store_ptr.h"
 #include "lockstep/collective_types.h"
+#include "lockstep/deadline.h"
 
 namespace lockstep {
 
@@ -60,15 +60,15 @@ class C10dBackend final : public c10d::Backend {
   // prefix of one, serves several backends if all ranks make them in the same order. Ranks with the same `machine` share
   // memory; left out, it is this_machine() of connect.h. Throws RendezvousError: ranks that did not come, machines that
   // can't reach each other; SystemError.
-  C10dBackend(const StorePtr& store, int rank, int size, std::chrono::milliseconds timeout);
-  C10dBackend(const StorePtr& store, int rank, int size, std::chrono::milliseconds timeout, std::string machine);
+  C10dBackend(const StorePtr& store, int rank, int size, milliseconds timeout);
+  C10dBackend(const StorePtr& store, int rank, int size, milliseconds timeout, std::string machine);
 
   // As shutdown(); while an exception is on its way, the peers learn that this rank has failed.
   ~C10dBackend() override;
 
   const std::string getBackendName() const override { return "lockstep"; }
   c10::intrusive_ptr<Options> getBackendOptions() override;
-  void setTimeout(std::chrono::milliseconds timeout) override;  // waits for the calls under way
+  void setTimeout(milliseconds timeout) override;               // waits for the calls under way
   void setSequenceNumberForGroup() override {}                  // the core numbers and compares every collective itself
   std::uint64_t getSequenceNumberForGroup() override { return issued_; }
 
@@ -140,7 +140,7 @@ class C10dBackend final : public c10d::Backend {
   std::shared_ptr<MessageGroup> exchange_numbers() const;
   CpuTransport& transport() const;  // throws UsageError after shutdown()
 
-  std::chrono::milliseconds timeout_;
+  milliseconds timeout_;
   std::string machine_;
   std::atomic<std::uint64_t> issued_{0};
   OwnedHere<CpuTransport> transport_;  // none after shutdown()

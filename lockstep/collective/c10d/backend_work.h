@@ -77,7 +77,7 @@ class MessageWork final : public c10d::Work {
   int sourceRank() const override { return future_->source(); }
   Tensors result() override { return tensors_; }
 
-  bool wait(std::chrono::milliseconds timeout) override {
+  bool wait(milliseconds timeout) override {
     const std::int64_t began = trace::now_if_recording();
     future_->wait(timeout == kNoTimeout ? std::nullopt : std::optional(Deadline::after(timeout)));
     settle(began);

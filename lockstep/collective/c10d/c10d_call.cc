@@ -16,8 +16,6 @@
 namespace lockstep {
 namespace {
 
-using std::chrono::milliseconds;
-
 PeerLost peer_lost(const C10dCall& call, const std::exception& cause) {
   return PeerLost({.what = concat(call.operation, " failed: ", first_line_of(cause)),
                    .here = call.here,

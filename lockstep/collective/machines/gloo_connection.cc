@@ -25,7 +25,7 @@ void GlooConnection::close() {
   constexpr int kUnusedTag = 0x7fffffff;
   std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
   try {
-    issue_alone([&] { return recvAnysource(nothing, kUnusedTag); })->wait(std::chrono::milliseconds(1));
+    issue_alone([&] { return recvAnysource(nothing, kUnusedTag); })->wait(milliseconds(1));
   } catch (const std::exception&) {  // the timeout
   }
 }

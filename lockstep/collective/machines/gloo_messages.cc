@@ -98,7 +98,7 @@ GlooMessages::GlooMessages(const GlooLink& link, std::string here, bool headers)
 
 GlooMessages::~GlooMessages() = default;
 
-void GlooMessages::set_timeout(std::chrono::milliseconds timeout) { gloo_->setTimeout(timeout); }
+void GlooMessages::set_timeout(milliseconds timeout) { gloo_->setTimeout(timeout); }
 
 int GlooMessages::tag_of(const Call& call) const {
   if (call.tag <= kLargestTag) return static_cast<int>(call.tag);

@@ -68,9 +68,9 @@ class Hierarchy final : public CpuTransport {
   FuturePtr start(TensorCall call) override;
 
   std::unique_ptr<Transport> group(const std::vector<int>& ranks) override;
-  std::unique_ptr<Transport> separate(const std::vector<int>& ranks, std::chrono::milliseconds timeout) override;
+  std::unique_ptr<Transport> separate(const std::vector<int>& ranks, milliseconds timeout) override;
   void fail(const std::string& reason) override;
-  void set_timeout(std::chrono::milliseconds timeout) override;  // of messages, too
+  void set_timeout(milliseconds timeout) override;  // of messages, too
 
   TransportOptions options;
   const Topology topology;
@@ -92,7 +92,7 @@ class Hierarchy final : public CpuTransport {
   void check(const Call& call) const;
   FuturePtr start_message(const TensorCall& call, bool in_background);
   void make_call(const Call& call);
-  void set_timeout_of_collectives(std::chrono::milliseconds timeout);
+  void set_timeout_of_collectives(milliseconds timeout);
   std::exception_ptr cause_of(const std::exception_ptr& error) const;
   void give_up(const std::exception_ptr& error);
   void close(const std::exception_ptr& reason);

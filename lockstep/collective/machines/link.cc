@@ -84,7 +84,7 @@ void GlooLink::close(std::exception_ptr reason) {
   gloo_->close();
 }
 
-void GlooLink::set_timeout(std::chrono::milliseconds timeout) {
+void GlooLink::set_timeout(milliseconds timeout) {
   const std::lock_guard lock(mutex_);
   options_.timeout = timeout;
 }

@@ -57,7 +57,7 @@ class GlooLink {
   // This machine leaves in good order: the others do not take that for a loss, and this one reports none any more.
   void leave();
 
-  void set_timeout(std::chrono::milliseconds timeout);  // of every wait() from now on
+  void set_timeout(milliseconds timeout);  // of every wait() from now on
 
   int rank() const { return options_.rank; }
   int size() const { return options_.size; }

@@ -23,8 +23,6 @@
 namespace lockstep {
 namespace {
 
-using std::chrono::milliseconds;
-
 // The first that c10d's client sends; a store sends the number back.
 struct [[gnu::packed]] FirstMessage {
   c10d::detail::QueryType validate = c10d::detail::QueryType::VALIDATE;

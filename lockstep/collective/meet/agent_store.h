@@ -20,6 +20,6 @@ namespace lockstep {
 bool agent_serves_store();
 
 // Blocks until a store answers there. Throws RendezvousError.
-StorePtr join_agent_store(const Endpoint& endpoint, const JobEnvironment& job, std::chrono::milliseconds timeout);
+StorePtr join_agent_store(const Endpoint& endpoint, const JobEnvironment& job, milliseconds timeout);
 
 }  // namespace lockstep

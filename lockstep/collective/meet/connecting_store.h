@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "lockstep/collective/store/store_ptr.h"
+#include "lockstep/deadline.h"
 
 namespace lockstep {
 
@@ -28,7 +29,7 @@ class ConnectingStore final : public c10d::PrefixStore {
 
   // As PrefixStore's, but also throw RendezvousError when a rank has failed.
   void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
-  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
+  void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override;
   std::vector<std::uint8_t> get(const std::string& key) override;
   std::vector<std::vector<std::uint8_t>> multiGet(const std::vector<std::string>& keys) override;
 

@@ -20,8 +20,6 @@
 namespace lockstep {
 namespace {
 
-using std::chrono::milliseconds;
-
 constexpr milliseconds kResolveEvery{200};
 constexpr milliseconds kAskAgainEvery{50};          // who did not let this rank in
 constexpr milliseconds kSecretComesWithin{60'000};  // a file in a home on NFS may be seen late

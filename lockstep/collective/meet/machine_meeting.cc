@@ -18,8 +18,6 @@
 namespace lockstep {
 namespace {
 
-using std::chrono::milliseconds;
-
 // Note [Meeting at a Unix socket]
 // The ranks of a job know something in common that names the socket: the launcher, the scheduler's job, or MASTER_ADDR and
 // MASTER_PORT, where nobody listens then. Rank 0 listens until all ranks have connected. The name is in no file system, and

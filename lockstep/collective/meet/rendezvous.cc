@@ -27,8 +27,6 @@
 namespace lockstep {
 namespace {
 
-using std::chrono::milliseconds;
-
 constexpr milliseconds kStrangerAnswersIn{1000};  // at a port that may be another program's
 constexpr milliseconds kLookAgainEvery{20};       // at all ports
 constexpr milliseconds kOwnNameKnownIn{5000};

@@ -19,7 +19,7 @@ observe::WaitScope scope_of_wait(const Peers& peers, int peer) {
 
 }  // namespace
 
-Waiter::Waiter(const Peers& peers, int rank, const CallDescription& call, std::chrono::milliseconds timeout)
+Waiter::Waiter(const Peers& peers, int rank, const CallDescription& call, milliseconds timeout)
     : peers_(peers),
       rank_(rank),
       call_(call),

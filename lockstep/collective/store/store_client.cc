@@ -14,7 +14,6 @@
 namespace lockstep {
 namespace {
 
-using std::chrono::milliseconds;
 using Kind = Packet::Kind;
 using Bytes = MeetingStore::Bytes;
 

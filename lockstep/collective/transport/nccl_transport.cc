@@ -40,7 +40,7 @@ Nccl connect_nccl(const StorePtr& store, const TransportOptions& options) {
 
 // A library that brings GPUs of its own, as the tests' simulator does, brings a backend between them, too.
 Nccl connect_nccl(const StorePtr& store, const TransportOptions& options) {
-  using Make = c10d::Backend*(const StorePtr&, int rank, int size, std::chrono::milliseconds);
+  using Make = c10d::Backend*(const StorePtr&, int rank, int size, milliseconds);
   const auto make = reinterpret_cast<Make*>(::dlsym(RTLD_DEFAULT, "lockstep_simulated_nccl"));
   if (make == nullptr) throw built_without_cuda();
   require_gpus(0);

@@ -44,7 +44,7 @@ class Transport {
   virtual std::unique_ptr<Transport> group(const std::vector<int>& ranks) = 0;
 
   // The same with connections of its own: neither is lost with the other. `timeout`: of this rank's waits.
-  virtual std::unique_ptr<Transport> separate(const std::vector<int>& ranks, std::chrono::milliseconds /*timeout*/) {
+  virtual std::unique_ptr<Transport> separate(const std::vector<int>& ranks, milliseconds /*timeout*/) {
     return group(ranks);
   }
 
@@ -70,7 +70,7 @@ struct TransportOptions {
   int size = 1;
   std::string describe;               // "rank 2 of 4 on gpu-a", for messages
   std::string address = "127.0.0.1";  // of this machine, as the other ranks reach it; GLOO_SOCKET_IFNAME goes first
-  std::chrono::milliseconds timeout = std::chrono::minutes(5);
+  milliseconds timeout = std::chrono::minutes(5);
   std::shared_ptr<GlooNetwork> network{};  // that a group shares with its World; none: a new one
   bool message_headers = true;  // a message between machines begins with its dtype and length (gloo_messages.h)
 };

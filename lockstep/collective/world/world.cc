@@ -64,7 +64,7 @@ int World::node_rank() const { return state_->job.node_rank; }
 torch::Device World::device() const { return state_->caller.device; }
 const CoreSet& World::cores() const { return state_->cores; }
 std::string World::describe() const { return state_->caller.here; }
-std::chrono::milliseconds World::timeout() const { return state_->timeout; }
+milliseconds World::timeout() const { return state_->timeout; }
 
 // ---- Sub-worlds
 
@@ -126,7 +126,7 @@ std::optional<World> World::group(const RankList& ranks) const {
   return WorldState::world_of(std::move(state));
 }
 
-std::optional<World> World::separate(const RankList& ranks, std::chrono::milliseconds timeout) const {
+std::optional<World> World::separate(const RankList& ranks, milliseconds timeout) const {
   const auto longest = timeout.count() > 0 ? timeout : state_->timeout;
   auto cpu_transport = state_->cpu_transport->separate(agree_on_list(ranks), longest);
   if (!cpu_transport) return std::nullopt;

@@ -126,7 +126,7 @@ World World::from_env(const WorldOptions& options) {
   return world;
 }
 
-World WorldState::from_env_on(torch::Device device, std::chrono::milliseconds timeout) {
+World WorldState::from_env_on(torch::Device device, milliseconds timeout) {
   fault::read_plan();
   const JobEnvironment job = read_job_environment();
   auto state = make_world_state(job, {.timeout = timeout});

@@ -38,7 +38,7 @@ class WorldState {
   IntVector<int> nodes;  // of each rank: its machine, numbered 0, 1, ... by first appearance
   Caller caller;         // this rank, in its calls
   CoreSet cores;
-  std::chrono::milliseconds timeout{};
+  milliseconds timeout{};
   OwnedHere<Transport> cpu_transport;
   OwnedHere<Transport> cuda_transport;  // where the device is one
 
@@ -47,7 +47,7 @@ class WorldState {
   static World over_store(const StorePtr& store, int rank, int size, const WorldOptions& options = {});
 
   // As World::from_env, with this device: a GPU of that number, or of the local rank's if it has none.
-  static World from_env_on(torch::Device device, std::chrono::milliseconds timeout);
+  static World from_env_on(torch::Device device, milliseconds timeout);
 
   // Makes the World, once its transports are set. stop() ends it from now on.
   static World world_of(std::shared_ptr<WorldState> state);

@@ -22,11 +22,9 @@ namespace lockstep::shm {
 namespace {
 
 // A rank that sleeps looks around a lot more often.
-constexpr std::chrono::milliseconds kStandsStillAfter = 20 * kLongestSleep;
+constexpr milliseconds kStandsStillAfter = 20 * kLongestSleep;
 
-std::int64_t now_in_ms() {
-  return std::chrono::floor<std::chrono::milliseconds>(Deadline::Clock::now().time_since_epoch()).count();
-}
+std::int64_t now_in_ms() { return std::chrono::floor<milliseconds>(Deadline::Clock::now().time_since_epoch()).count(); }
 
 std::size_t seats_offset() { return round_up(sizeof(MachineBlock), kCacheLine); }
 std::size_t area_offset(int size) { return seats_offset() + static_cast<unsigned>(size) * sizeof(Seat); }
