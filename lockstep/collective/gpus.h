@@ -14,8 +14,8 @@
 #include <filesystem>
 #include <string>
 
-#include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 
@@ -54,6 +54,7 @@ void wait_for_device(torch::Device device);
 // rank waits for its own GPU for own_share() of it, so that it names the GPU before others give up waiting for the rank.
 constexpr milliseconds own_share(milliseconds timeout) { return timeout * 3 / 4; }
 void wait_for_device(torch::Device device, milliseconds timeout);
+inline void wait_for_device(const World& world) { wait_for_device(world.device(), world.timeout()); }
 
 // To be called while an exception is handled, of work on `gpus`, which is text: "cuda:0", or "cuda:0 or cuda:1" where it is not
 // known which. What libtorch throws about a GPU does not say which: a DeviceError that does. Any other exception as it is.
