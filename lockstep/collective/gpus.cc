@@ -22,7 +22,6 @@
 #include "lockstep/base/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

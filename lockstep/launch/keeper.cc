@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"

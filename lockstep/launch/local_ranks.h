@@ -10,7 +10,6 @@
 
 #include <unistd.h>
 
-#include <chrono>
 #include <optional>
 #include <string>
 #include <vector>

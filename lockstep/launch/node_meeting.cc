@@ -15,7 +15,6 @@
 #include "lockstep/base/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/unique_fd.h"
-#include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/endpoint.h"
 #include "lockstep/launch/interfaces.h"

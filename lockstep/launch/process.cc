@@ -16,7 +16,6 @@
 #include "lockstep/base/pipe.h"
 #include "lockstep/base/poll.h"
 #include "lockstep/base/text.h"
-#include "lockstep/deadline.h"
 
 namespace lockstep {
 namespace {

@@ -3,8 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
-#include <mutex>
 #include <utility>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>

@@ -8,8 +8,6 @@
 // Ranks:   all of them join
 #pragma once
 
-#include <chrono>
-
 #include "lockstep/collective/store/store_ptr.h"
 #include "lockstep/launch/endpoint.h"
 #include "lockstep/launch/environment.h"

@@ -5,7 +5,6 @@
 #include <thread>
 
 #include "lockstep/base/text.h"
-#include "lockstep/deadline.h"
 #include "lockstep/error.h"
 
 namespace lockstep {

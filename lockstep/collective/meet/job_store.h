@@ -7,7 +7,6 @@
 // Ranks:   rank 0 serves, the others join
 #pragma once
 
-#include <chrono>
 #include <memory>
 #include <string>
 

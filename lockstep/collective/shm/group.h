@@ -29,7 +29,6 @@
 #pragma once
 
 #include <array>
-#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>

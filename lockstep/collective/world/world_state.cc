@@ -13,7 +13,6 @@
 #include "lockstep/collective/meet/connecting_store.h"
 #include "lockstep/collective/meet/rendezvous.h"
 #include "lockstep/collective/trace_if_asked.h"
-#include "lockstep/collective/traced_messages.h"
 #include "lockstep/collective/transport/connect.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/insecure_network.h"

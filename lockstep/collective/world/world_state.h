@@ -7,7 +7,6 @@
 // Ranks:   no communication
 #pragma once
 
-#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
