@@ -26,9 +26,7 @@
 namespace lockstep::shm {
 namespace {
 
-bool within_reach(Location place) {
-  return place.kind == Location::Kind::kArena || place.kind == Location::Kind::kAddress;
-}
+bool within_reach(Location place) { return place.kind == Location::kArena || place.kind == Location::kAddress; }
 
 // Parts begin on cache lines, if the array does: then no two ranks write to the same line.
 Partition partition_of(const Call& call, int ranks) {
@@ -47,11 +45,10 @@ class Reducer {
     if (bytes() <= Announcement::kLineBytes && fits_slot()) return group_.announce_line(input(), bytes());
     Location source = group_.locate(input(), bytes());
     const Location target = wants_all() ? group_.locate(output(), bytes()) : Location{};
-    const bool out_of_reach =
-        source.kind == Location::Kind::kPrivate || (wants_all() && target.kind == Location::Kind::kPrivate);
+    const bool out_of_reach = source.kind == Location::kPrivate || (wants_all() && target.kind == Location::kPrivate);
     if (fits_slot() && (out_of_reach || bytes() <= kAlwaysOneShotBytes)) {
       show_bytes(group_.slot(group_.rank()), input(), bytes());
-      source = {.kind = Location::Kind::kSlot};
+      source = {.kind = Location::kSlot};
     }
     if (in_chunks() && group_.rank() == 0) chunks_taken().store(0, std::memory_order_relaxed);
     group_.announce(source, target);
@@ -185,8 +182,8 @@ class Reducer {
 
   const std::byte* shown_by(int peer) const {
     const Location place = input_of(peer);
-    if (place.kind == Location::Kind::kSlot) return group_.slot(peer);
-    if (place.kind != Location::Kind::kLine) return group_.pointer(place, bytes());
+    if (place.kind == Location::kSlot) return group_.slot(peer);
+    if (place.kind != Location::kLine) return group_.pointer(place, bytes());
     std::byte* const line = group_.lines[peer].data();
     group_.announcement(peer).read_line(line);
     return line;

@@ -26,7 +26,7 @@ class SharedArrays {
       : group_(group), call_(call), whole_{0, call.count}, element_(size_of(call.dtype)) {
     const std::size_t bytes = call.count * element_;
     mine_ = static_cast<std::byte*>(call.output);
-    if (group.locate(mine_, bytes).kind == Location::Kind::kPrivate) {
+    if (group.locate(mine_, bytes).kind == Location::kPrivate) {
       copy_ = group.allocate(bytes);
       mine_ = copy_.data();
     }

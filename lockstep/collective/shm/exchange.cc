@@ -50,8 +50,7 @@ class Exchange {
 
   void arrive() {
     const Location place = show();
-    if (place.kind == Location::Kind::kSlot && group_.size() > 1)
-      copy_bytes(group_.slot(group_.rank()), input, input_bytes);
+    if (place.kind == Location::kSlot && group_.size() > 1) copy_bytes(group_.slot(group_.rank()), input, input_bytes);
     group_.announce(place, {}, given.empty() ? input_bytes : std::ranges::max(given, {}, &Part::count).count);
     group_.arrive();
   }
@@ -65,21 +64,20 @@ class Exchange {
     std::size_t longest_staged = 0;
     for (int peer = 0; peer < group_.size(); ++peer) {
       const Location::Kind kind = place_of(peer).kind;
-      if (kind == Location::Kind::kPrivate)
-        longest_staged = std::max(longest_staged, group_.announcement(peer).longest());
-      read_in_place |= kind == Location::Kind::kArena || kind == Location::Kind::kAddress;
-      if (peer == group_.rank() || kind != Location::Kind::kPrivate) copy_at_once(peer);
+      if (kind == Location::kPrivate) longest_staged = std::max(longest_staged, group_.announcement(peer).longest());
+      read_in_place |= kind == Location::kArena || kind == Location::kAddress;
+      if (peer == group_.rank() || kind != Location::kPrivate) copy_at_once(peer);
     }
     if (longest_staged > 0) return stream(longest_staged);
     if (!read_in_place) return;
     group_.post(1);
-    if (place_of(group_.rank()).kind != Location::Kind::kSlot) group_.wait(1);
+    if (place_of(group_.rank()).kind != Location::kSlot) group_.wait(1);
     group_.end(1);
   }
 
  private:
   Location show() const {
-    if (input_bytes <= kOneShotExchangeBytes || group_.size() == 1) return {.kind = Location::Kind::kSlot};
+    if (input_bytes <= kOneShotExchangeBytes || group_.size() == 1) return {.kind = Location::kSlot};
     return group_.locate(input, input_bytes);
   }
 
@@ -92,7 +90,7 @@ class Exchange {
     const std::size_t offset = found_at[peer];
     if (peer == group_.rank()) return copy_bytes(to, input + offset, part.count);
     const Location place = place_of(peer);
-    if (place.kind == Location::Kind::kSlot) return copy_bytes(to, group_.slot(peer) + offset, part.count);
+    if (place.kind == Location::kSlot) return copy_bytes(to, group_.slot(peer) + offset, part.count);
     const Group::PeerAccess access(group_);
     copy_bytes(to, group_.pointer(place, offset + part.count) + offset, part.count);
   }
@@ -101,7 +99,7 @@ class Exchange {
   // Group::staging_bytes says why no chunk is overwritten before it was read.
   void stream(std::size_t longest) {
     const std::size_t lane_bytes = group_.lane_bytes(given.empty() ? 1 : group_.size());
-    const bool mine = place_of(group_.rank()).kind == Location::Kind::kPrivate;
+    const bool mine = place_of(group_.rank()).kind == Location::kPrivate;
     if (mine) group_.make_staging();
     const auto chunks = static_cast<std::uint32_t>(chunks_of(longest, lane_bytes));
     for (std::uint32_t step = 0; step <= chunks; ++step) {
@@ -130,7 +128,7 @@ class Exchange {
   void copy_out(std::size_t chunk, std::size_t lane_bytes) const {
     const std::size_t lane = given.empty() ? 0 : static_cast<unsigned>(group_.rank()) * lane_bytes;
     for (int peer = 0; peer < group_.size(); ++peer) {
-      if (peer == group_.rank() || place_of(peer).kind != Location::Kind::kPrivate) continue;
+      if (peer == group_.rank() || place_of(peer).kind != Location::kPrivate) continue;
       const Part part = taken[peer].chunk(chunk, lane_bytes);
       if (part.count > 0) copy_bytes(output + part.begin, group_.staging(peer, chunk) + lane, part.count);
     }

@@ -111,7 +111,7 @@ int Group::run(const Call& call, const Signature* announced) {
       case Operation::kBroadcast: shm::broadcast(*this, call); break;
       case Operation::kScatter: shm::scatter(*this, call); break;
       case Operation::kAllToAll: shm::all_to_all(*this, call); break;
-      default: announce({.kind = Location::Kind::kSlot}, {}); arrive();
+      default: announce({.kind = Location::kSlot}, {}); arrive();
     }
   } catch (...) {
     after_failure();
