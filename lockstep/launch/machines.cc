@@ -295,15 +295,12 @@ void Machines::knock() {
 
 void Machines::ask_arbiter(const std::string& request) {
   if (!arbiter_ || (asking_ && Clock::now() - asked_at_ < kArbiterAnswersWithin)) return;
-  ArbiterQuestion question{.job = job_, .request = request, .here = {me_.host()}, .lost = {}};
-  for (const Member& member : membership_.others()) question.here.push_back(member.host());
-  for (const auto& [member, why] : membership_.lost()) question.lost.push_back(member.host());
   Pipe pipe = make_pipe();
   answer_ = std::move(pipe.out);
   ::fcntl(answer_.get(), F_SETFL, O_NONBLOCK);
   ProcessOptions options{.body =
-                             [arbiter = arbiter_, question] {
-                               write_all(STDOUT_FILENO, arbiter->answer(question) + "\n");
+                             [arbiter = arbiter_, job = job_, request] {
+                               write_all(STDOUT_FILENO, arbiter->answer(job, request) + "\n");
                                return 0;
                              },
                          .output_fd = pipe.in.get(),
