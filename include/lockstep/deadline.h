@@ -13,26 +13,26 @@
 
 namespace lockstep {
 
+using std::chrono::milliseconds;
+
 // The longest that one wait for another rank, device or batch may take, unless the options say otherwise.
-inline constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
+inline constexpr milliseconds kDefaultTimeout = std::chrono::minutes(5);
 
 class Deadline {
  public:
   using Clock = std::chrono::steady_clock;
 
   // The most milliseconds that poll() can count; a longer wait ends there too.
-  static constexpr std::chrono::milliseconds kLongest = std::chrono::days(24);
+  static constexpr milliseconds kLongest = std::chrono::days(24);
 
-  static Deadline after(std::chrono::milliseconds duration) {
-    return Deadline(Clock::now() + std::min(duration, kLongest));
-  }
+  static Deadline after(milliseconds duration) { return Deadline(Clock::now() + std::min(duration, kLongest)); }
 
   bool passed() const { return Clock::now() >= when_; }
 
   // Time left, never negative; what poll() and wait(timeout) take.
-  std::chrono::milliseconds left() const {
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(when_ - Clock::now());
-    return std::max(left, std::chrono::milliseconds(0));
+  milliseconds left() const {
+    const auto left = std::chrono::ceil<milliseconds>(when_ - Clock::now());
+    return std::max(left, milliseconds(0));
   }
 
  private:

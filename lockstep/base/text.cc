@@ -18,6 +18,8 @@ std::vector<std::string> split(std::string_view text, char separator) {
   }
 }
 
+std::string first_line_of(const std::exception& error) { return split(error.what(), '\n').front(); }
+
 std::string fixed(double value, int digits) { return fmt::format("{:.{}f}", value, digits); }
 
 std::string human_bytes(std::uint64_t bytes) {

@@ -5,7 +5,9 @@
 // include path breaks the other.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <exception>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -38,9 +40,14 @@ std::vector<std::string> split(std::string_view text, char separator);
 std::string fixed(double value, int digits);     // 3.14159, 2 -> "3.14"
 std::string human_bytes(std::uint64_t bytes);    // 26214400 -> "25.0 MiB"
 std::string human_seconds(double seconds);       // 0.0123 -> "12.3 ms"; 75 -> "1:15"
+inline std::string human_seconds(std::chrono::nanoseconds time) {
+  return human_seconds(std::chrono::duration<double>(time).count());
+}
 std::string with_thousands(std::int64_t value);  // 60000 -> "60,000"
 
 // The whole text as a number; nothing if it is not one, or does not fit.
+std::string first_line_of(const std::exception& error);
+
 bool parse_int(std::string_view text, int& value);
 
 }  // namespace lockstep

@@ -6,7 +6,6 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
-#include <fcntl.h>
 #include <poll.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -19,11 +18,10 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/process/machine_gpus.h"
+#include "lockstep/base/pipe.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/deadline.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
@@ -51,11 +49,11 @@ DeviceError no_count(const std::string& what) {
 
 // Reads the answer of the process that counts GPUs. One that hangs is ended; the kernel may keep it until the driver lets
 // go of it.
-int answer_of(pid_t child, int read_end, std::chrono::milliseconds timeout) {
+int answer_of(pid_t child, int read_end, milliseconds timeout) {
   if (!wait_for(POLLIN, read_end, Deadline::after(timeout))) {
     ::kill(child, SIGKILL);
     ::waitpid(child, nullptr, WNOHANG);
-    throw no_count("no answer within " + human_seconds(std::chrono::duration<double>(timeout).count()));
+    throw no_count("no answer within " + human_seconds(timeout));
   }
   int count = 0;
   const auto got = ::read(read_end, &count, sizeof(count));
@@ -78,12 +76,9 @@ void hint_at_unused_gpus(const std::filesystem::path& device_files) {
       "CUDA)");
 }
 
-int cuda_device_count_before_fork(std::chrono::milliseconds timeout) {
+int cuda_device_count_before_fork(milliseconds timeout) {
   if (!c10::impl::hasDeviceGuardImpl(torch::kCUDA)) return 0;
-  int ends[2];
-  if (::pipe2(ends, O_CLOEXEC) != 0) throw system_error("open", "a pipe");
-  const UniqueFd read_end(ends[0]);
-  UniqueFd write_end(ends[1]);
+  auto [read_end, write_end] = make_pipe();
   const pid_t child = ::fork();
   if (child < 0) throw system_error("fork", "a process that counts GPUs");
   if (child == 0) {
@@ -135,7 +130,7 @@ void wait_for_device(torch::Device device) {
   of.synchronizeStream(of.getStream(device));
 }
 
-void wait_for_device(torch::Device device, std::chrono::milliseconds timeout) {
+void wait_for_device(torch::Device device, milliseconds timeout) {
   if (device.is_cpu()) return;
   constexpr std::chrono::microseconds kLongestNap{100};
   const c10::impl::VirtualGuardImpl of(device.type());
@@ -145,8 +140,7 @@ void wait_for_device(torch::Device device, std::chrono::milliseconds timeout) {
   for (std::chrono::microseconds nap{5}; !of.queryStream(stream); nap = std::min(2 * nap, kLongestNap)) {
     if (deadline.passed())
       throw DeviceError(
-          {.what = concat(device.str(), " is not done within ",
-                          human_seconds(std::chrono::duration<double>(timeout).count())),
+          {.what = concat(device.str(), " is not done within ", human_seconds(timeout)),
            .likely = "a GPU that hangs, a function of the task that does, or a step that takes longer than that",
            .next = "see whether nvidia-smi answers, or give a longer --timeout"});
     std::this_thread::sleep_for(nap);
@@ -155,7 +149,7 @@ void wait_for_device(torch::Device device, std::chrono::milliseconds timeout) {
 
 std::exception_ptr current_error_on(const std::string& gpus) {
   const auto named = [&](const std::exception& error, const std::string& likely, const std::string& next) {
-    const std::string what = concat(gpus, " failed: ", split(error.what(), '\n').front());
+    const std::string what = concat(gpus, " failed: ", first_line_of(error));
     return std::make_exception_ptr(DeviceError({.what = what, .likely = likely, .next = next}));
   };
   const std::exception_ptr current = std::current_exception();

@@ -9,13 +9,13 @@
 
 #include <torch/types.h>
 
-#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <filesystem>
 #include <string>
 
 #include "lockstep/error.h"
+#include "lockstep/world.h"
 
 namespace lockstep {
 
@@ -24,7 +24,7 @@ int cuda_device_count();
 
 // The same without that: a child process counts. Blocks until it has. Throws SystemError; DeviceError: it failed, or did
 // not answer in time.
-int cuda_device_count_before_fork(std::chrono::milliseconds timeout = std::chrono::minutes(1));
+int cuda_device_count_before_fork(milliseconds timeout = std::chrono::minutes(1));
 
 // The GPU of a local rank: that of its number; the only one, where the launcher lets each rank see one. Throws DeviceError: a
 // build without CUDA, no GPU, fewer GPUs than ranks; the message shows CUDA_VISIBLE_DEVICES.
@@ -52,8 +52,9 @@ GpuMemory memory_of(torch::Device gpu);
 void wait_for_device(torch::Device device);
 // The same with a deadline. Throws DeviceError, which names the GPU that is not done by then. `timeout` is that of all ranks: a
 // rank waits for its own GPU for own_share() of it, so that it names the GPU before others give up waiting for the rank.
-constexpr std::chrono::milliseconds own_share(std::chrono::milliseconds timeout) { return timeout * 3 / 4; }
-void wait_for_device(torch::Device device, std::chrono::milliseconds timeout);
+constexpr milliseconds own_share(milliseconds timeout) { return timeout * 3 / 4; }
+void wait_for_device(torch::Device device, milliseconds timeout);
+inline void wait_for_device(const World& world) { wait_for_device(world.device(), world.timeout()); }
 
 // To be called while an exception is handled, of work on `gpus`, which is text: "cuda:0", or "cuda:0 or cuda:1" where it is not
 // known which. What libtorch throws about a GPU does not say which: a DeviceError that does. Any other exception as it is.

@@ -83,7 +83,7 @@ std::optional<SharedMemory::Place> SharedMemory::locate(const void* address, std
   const auto offset = arena_ ? arena_->window().offset_of(address, bytes) : std::nullopt;
   if (offset) return Place{0, *offset};
   const shm::Location place = group_ ? group_->locate(address, bytes) : shm::Location{};
-  if (place.kind != shm::Location::Kind::kArena) return std::nullopt;
+  if (place.kind != shm::Location::kArena) return std::nullopt;
   return Place{place.owner, place.at};
 }
 

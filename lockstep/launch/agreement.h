@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // launch/agreement.h: how launchers that may fail choose one value and never two: Paxos (Lamport, 1998).
 //
-// Flow:    membership.h -> here; etcd_arbiter.h keeps an Acceptor where it outlives every launcher
+// Flow:    membership.h -> here; arbiter.cc keeps an Acceptor where it outlives every launcher
 // Threads: values
 //
 // A proposer asks the voters for promises under a ballot, then to accept a value under it. A value that more than half

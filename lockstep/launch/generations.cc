@@ -10,7 +10,7 @@
 namespace lockstep {
 namespace {
 
-constexpr std::chrono::milliseconds kLeavesWithin{500};  // a rank whose peers are gone
+constexpr milliseconds kLeavesWithin{500};  // a rank whose peers are gone
 
 }  // namespace
 

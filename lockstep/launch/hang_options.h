@@ -3,9 +3,9 @@
 #pragma once
 
 #include <array>
-#include <chrono>
 
 #include "lockstep/base/names.h"
+#include "lockstep/deadline.h"
 
 namespace lockstep {
 
@@ -22,7 +22,7 @@ inline constexpr std::array kNames<OnHang> = {Named{"restart", OnHang::kRestart}
 // The default is less than the five minutes after which collectives give up by themselves, so that stacks can still be
 // taken; a step that takes longer than that would need another timeout there, too.
 struct HangOptions {
-  std::chrono::milliseconds timeout = std::chrono::minutes(4);  // 0: never
+  milliseconds timeout = std::chrono::minutes(4);  // 0: never
   OnHang then = OnHang::kRestart;
 };
 

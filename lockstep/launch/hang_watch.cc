@@ -14,18 +14,14 @@
 namespace lockstep {
 namespace {
 
-using Milliseconds = std::chrono::milliseconds;
+constexpr milliseconds kMostBetweenLooks = std::chrono::seconds(1);
+constexpr milliseconds kLeastBetweenLooks{10};
+constexpr milliseconds kAllStacks = std::chrono::seconds(90);  // then the rest is left out
+constexpr milliseconds kKillStackTaker = std::chrono::seconds(120);
 
-constexpr Milliseconds kMostBetweenLooks = std::chrono::seconds(1);
-constexpr Milliseconds kLeastBetweenLooks{10};
-constexpr Milliseconds kAllStacks = std::chrono::seconds(90);  // then the rest is left out
-constexpr Milliseconds kKillStackTaker = std::chrono::seconds(120);
-
-Milliseconds between_looks(Milliseconds timeout) {
+milliseconds between_looks(milliseconds timeout) {
   return std::clamp(timeout / 20, kLeastBetweenLooks, kMostBetweenLooks);
 }
-
-std::string human(std::chrono::nanoseconds time) { return human_seconds(std::chrono::duration<double>(time).count()); }
 
 std::string status_of(pid_t pid, std::string_view field) { return proc_value(concat("/proc/", pid, "/status"), field); }
 
@@ -71,7 +67,7 @@ HangWatch::HangWatch(const JobPage* page, const HangOptions& options, Sink& repo
       report_(report),
       stacks_("  ", report) {}
 
-std::optional<Milliseconds> HangWatch::next_look() const {
+std::optional<milliseconds> HangWatch::next_look() const {
   return page_ == nullptr ? std::nullopt : std::optional(next_look_.left());
 }
 
@@ -212,11 +208,12 @@ std::string HangWatch::reason(const Living& living, const Suspect& suspect) cons
 
 void HangWatch::accuse(const Living& living, const Suspect& suspect, const std::vector<int>& close_in_child) {
   const LivingRank& rank = living[to_size(suspect.index)];
-  accused_ = Hang{
-      rank.local, rank.rank,
-      concat("rank ", rank.rank, " has not moved for ", human(still_), ", in ", doing_of(page_->record(rank.local)))};
+  accused_ = Hang{rank.local, rank.rank,
+                  concat("rank ", rank.rank, " has not moved for ", human_seconds(still_), ", in ",
+                         doing_of(page_->record(rank.local)))};
   only_report_ = options_.then == OnHang::kReport || suspect.why == Suspect::Why::kOtherMachine;
-  report_.add_line("", concat("lockstep: no rank has moved for ", human(still_), ": ", reason(living, suspect)));
+  report_.add_line("",
+                   concat("lockstep: no rank has moved for ", human_seconds(still_), ": ", reason(living, suspect)));
   for (const LivingRank& each : living) report_.add_line("  ", describe(living, each));
   take_stacks(living, suspect.index, close_in_child);
 }

@@ -44,7 +44,7 @@ class HangWatch {
  public:
   HangWatch(const JobPage* page, const HangOptions& options, Sink& report);  // null: never finds anything
 
-  std::optional<std::chrono::milliseconds> next_look() const;  // when look() wants to be called; nothing: never
+  std::optional<milliseconds> next_look() const;               // when look() wants to be called; nothing: never
   void add_events(std::vector<Event>& events);                 // for the launcher's poll
   std::vector<int> descriptors() const;
 
@@ -73,7 +73,7 @@ class HangWatch {
 
   const JobPage* page_;
   HangOptions options_;
-  std::chrono::milliseconds interval_;
+  milliseconds interval_;
   Deadline next_look_;
   Deadline::Clock::time_point last_look_ = Deadline::Clock::now();
   std::chrono::nanoseconds still_{0};  // how long no rank has moved, while this process watched

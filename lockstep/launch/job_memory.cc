@@ -94,41 +94,41 @@ void JobMemory::send(KeeperMessage message, const std::vector<int>& descriptors)
 
 void JobMemory::keep(const std::string& name, int fd) {
   const std::lock_guard lock(mutex_);
-  KeeperMessage message{.kind = KeeperMessage::Kind::kKeep};
+  KeeperMessage message{.kind = KeeperMessage::kKeep};
   message.set_text(name);
   send(message, {fd});
 }
 
 std::vector<JobMemory::Kept> JobMemory::previous() {
   const std::lock_guard lock(mutex_);
-  send({.kind = KeeperMessage::Kind::kFetch});
+  send({.kind = KeeperMessage::kFetch});
   const auto deadline = Deadline::after(kToAnswer);
   std::vector<Kept> all;
   for (;;) {
     std::vector<UniqueFd> descriptors;
     const auto message = receive_from_keeper(socket_.get(), descriptors, deadline);
     if (!message) throw keeper_lost("does not answer");
-    if (message->kind != KeeperMessage::Kind::kKept || descriptors.size() != 1) return all;
+    if (message->kind != KeeperMessage::kKept || descriptors.size() != 1) return all;
     all.push_back({message->get_text(), message->local_rank, message->generation, std::move(descriptors.front())});
   }
 }
 
 void JobMemory::complete() {
   const std::lock_guard lock(mutex_);
-  send({.kind = KeeperMessage::Kind::kComplete});
+  send({.kind = KeeperMessage::kComplete});
 }
 
 void JobMemory::met() {
   const std::lock_guard lock(mutex_);
-  send({.kind = KeeperMessage::Kind::kMet});
+  send({.kind = KeeperMessage::kMet});
 }
 
-bool JobMemory::next_generation(std::chrono::milliseconds timeout) {
+bool JobMemory::next_generation(milliseconds timeout) {
   const std::lock_guard lock(mutex_);
-  send({.kind = KeeperMessage::Kind::kNext});
+  send({.kind = KeeperMessage::kNext});
   std::vector<UniqueFd> none;
   const auto message = receive_from_keeper(socket_.get(), none, Deadline::after(timeout));
-  if (!message || message->kind != KeeperMessage::Kind::kGeneration) return false;
+  if (!message || message->kind != KeeperMessage::kGeneration) return false;
   set_variables(message->get_text());
   set_place();
   return true;

@@ -8,7 +8,6 @@
 // Ranks:   each by itself
 #pragma once
 
-#include <chrono>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -51,7 +50,7 @@ class JobMemory {
 
   // After PeerLost: blocks until the launcher has decided what comes next, at most for the timeout. Sets the variables of
   // this rank in the environment. False: there is no next generation; the job ends.
-  bool next_generation(std::chrono::milliseconds timeout);
+  bool next_generation(milliseconds timeout);
 
  private:
   explicit JobMemory(const std::string& address);  // "@NAME SEAT"

@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
@@ -13,10 +12,10 @@ namespace lockstep {
 namespace {
 
 // A rank takes an answer at once, unless it was stopped; then the launcher does not wait for it.
-constexpr std::chrono::milliseconds kToTakeAnswer{200};
+constexpr milliseconds kToTakeAnswer{200};
 
 KeeperMessage generation_message(int generation, const Variables& variables) {
-  KeeperMessage message{.kind = KeeperMessage::Kind::kGeneration, .generation = generation};
+  KeeperMessage message{.kind = KeeperMessage::kGeneration, .generation = generation};
   std::string text;
   for (const auto& [name, value] : variables) text += concat(name, "=", value, "\n");
   message.set_text(text);
@@ -91,7 +90,7 @@ void Keeper::handle(Client& client, const KeeperMessage& message, std::vector<Un
 }
 
 void Keeper::send_kept(Client& client, int generation) {
-  KeeperMessage message{.kind = KeeperMessage::Kind::kKept};
+  KeeperMessage message{.kind = KeeperMessage::kKept};
   if (complete_ >= 0 && complete_ < generation)
     for (const Kept& kept : kept_[complete_]) {
       message.generation = complete_;
@@ -99,7 +98,7 @@ void Keeper::send_kept(Client& client, int generation) {
       message.set_text(kept.name);
       if (!send(client, message, {kept.fd.get()})) return;
     }
-  send(client, {.kind = KeeperMessage::Kind::kNoMore});
+  send(client, {.kind = KeeperMessage::kNoMore});
 }
 
 bool Keeper::send(Client& client, const KeeperMessage& message, const std::vector<int>& descriptors) {

@@ -28,6 +28,7 @@ struct KeeperMessage {
   enum class Kind : std::uint32_t {
     kKeep = 1, kComplete, kFetch, kKept, kNoMore, kMet, kNext, kGeneration
   };
+  using enum Kind;
 
   std::array<char, 8> magic{'l', 's', 'k', 'e', 'e', 'p', 'e', 'r'};
   std::uint32_t version = 1;

@@ -100,8 +100,8 @@ class Job {
   // ranks hang. Ranks that wait for a word about others, none of which has ended, have the grace period. Once the ranks
   // are told to stop, the grace period is the deadline; after SIGKILL only the kernel is waited for.
   int milliseconds_to_wait() const {
-    std::optional<std::chrono::milliseconds> wait;
-    const auto at_most = [&wait](std::chrono::milliseconds time) { wait = wait ? std::min(*wait, time) : time; };
+    std::optional<milliseconds> wait;
+    const auto at_most = [&wait](milliseconds time) { wait = wait ? std::min(*wait, time) : time; };
     if (stopping_.kill_at()) at_most(stopping_.kill_at()->left());
     if (!stopping_.has_begun() && generations_.decides_at()) at_most(generations_.decides_at()->left());
     if (const auto next = ranks_.next_look(); next && !stopping_.has_begun()) at_most(*next);

@@ -58,7 +58,7 @@ struct LaunchOptions {
   bool pin = true;           // each rank to its own cores
   RankOutput output = RankOutput::kPrefix;
   std::string log_dir;                                        // kSplit only; made if missing
-  std::chrono::milliseconds grace = std::chrono::seconds(5);  // between SIGTERM and SIGKILL
+  milliseconds grace = std::chrono::seconds(5);               // between SIGTERM and SIGKILL
 
   // Signals by which ranks are asked to stop in their own time: passed on, and no more. A second SIGINT kills the ranks.
   std::vector<int> stop_signals{};

@@ -3,14 +3,12 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/pmi.h"
-#include "lockstep/launch/pmix.h"
 
 namespace lockstep {
 
-std::unique_ptr<LauncherStore> open_launcher_store(const JobEnvironment& job, std::chrono::milliseconds timeout) {
-  if (job.launcher == "open-mpi") return std::make_unique<PmixStore>(timeout);
-  if (job.launcher == "mpich") return std::make_unique<PmiStore>(timeout);
+std::unique_ptr<LauncherStore> open_launcher_store(const JobEnvironment& job, milliseconds timeout) {
+  if (job.launcher == "open-mpi") return open_pmix(timeout);
+  if (job.launcher == "mpich") return open_pmi(timeout);
   throw RendezvousError({.what = "nothing tells the ranks on several machines where to meet",
                          .here = concat("rank ", job.rank, ", launcher ", job.launcher),
                          .next = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"});

@@ -9,10 +9,10 @@
 // Ranks:   all ranks make the same calls of fence()
 #pragma once
 
-#include <chrono>
 #include <memory>
 #include <string>
 
+#include "lockstep/deadline.h"
 #include "lockstep/launch/environment.h"
 
 namespace lockstep {
@@ -32,6 +32,8 @@ class LauncherStore {
 };
 
 // Of the launcher of this job: Open MPI or MPICH. Throws RendezvousError: it has none, or none that can be reached.
-std::unique_ptr<LauncherStore> open_launcher_store(const JobEnvironment& job, std::chrono::milliseconds timeout);
+std::unique_ptr<LauncherStore> open_launcher_store(const JobEnvironment& job, milliseconds timeout);
+std::unique_ptr<LauncherStore> open_pmix(milliseconds timeout);  // Open MPI's: pmix.cc
+std::unique_ptr<LauncherStore> open_pmi(milliseconds timeout);   // MPICH's: pmi.cc
 
 }  // namespace lockstep

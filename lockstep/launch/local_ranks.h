@@ -10,7 +10,6 @@
 
 #include <unistd.h>
 
-#include <chrono>
 #include <optional>
 #include <string>
 #include <vector>
@@ -98,7 +97,7 @@ class LocalRanks {
   // Ends of ranks go to `ended`, in the same poll. A reader of the output that has stopped does not stop the ranks.
   void add_events(std::vector<Event>& events, std::vector<LocalRank*>& ended);
 
-  std::optional<std::chrono::milliseconds> next_look() const { return watch_.next_look(); }
+  std::optional<milliseconds> next_look() const { return watch_.next_look(); }
   bool kill_the_one_that_hangs();  // false: none does. To be called at next_look()
 
   std::vector<std::string> last_lines(const LocalRank& rank) const;  // of its stderr

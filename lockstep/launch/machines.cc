@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "lockstep/base/log.h"
+#include "lockstep/base/pipe.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/base/files/write_all.h"
@@ -21,8 +22,6 @@
 
 namespace lockstep {
 namespace {
-
-using std::chrono::milliseconds;
 
 constexpr milliseconds kOpenAgainAfter{100};
 constexpr milliseconds kKnockEvery{1000};
@@ -296,20 +295,15 @@ void Machines::knock() {
 
 void Machines::ask_arbiter(const std::string& request) {
   if (!arbiter_ || (asking_ && Clock::now() - asked_at_ < kArbiterAnswersWithin)) return;
-  ArbiterQuestion question{.job = job_, .request = request, .here = {me_.host()}, .lost = {}};
-  for (const Member& member : membership_.others()) question.here.push_back(member.host());
-  for (const auto& [member, why] : membership_.lost()) question.lost.push_back(member.host());
-  std::array<int, 2> ends{};
-  if (::pipe2(ends.data(), O_CLOEXEC) != 0) throw system_error("make", "a pipe");
-  answer_.reset(ends[0]);
-  const UniqueFd written(ends[1]);
+  Pipe pipe = make_pipe();
+  answer_ = std::move(pipe.out);
   ::fcntl(answer_.get(), F_SETFL, O_NONBLOCK);
   ProcessOptions options{.body =
-                             [arbiter = arbiter_, question] {
-                               write_all(STDOUT_FILENO, arbiter->answer(question) + "\n");
+                             [arbiter = arbiter_, job = job_, request] {
+                               write_all(STDOUT_FILENO, arbiter->answer(job, request) + "\n");
                                return 0;
                              },
-                         .output_fd = written.get(),
+                         .output_fd = pipe.in.get(),
                          .close_in_child = descriptors()};
   asking_.reset();
   asking_.emplace(options);

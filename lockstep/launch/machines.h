@@ -39,7 +39,7 @@ class Machines {
 
   // For poll(), with the longest wait before the next work().
   std::vector<Event> events();
-  static std::chrono::milliseconds longest_wait() { return std::chrono::milliseconds(100); }
+  static milliseconds longest_wait() { return milliseconds(100); }
   // Reads, writes and counts time. Does not block.
   void work();
 
@@ -98,7 +98,7 @@ class Machines {
   UniqueFd listener_;
   std::vector<ReservedPort> ports_;
   Membership membership_;
-  std::chrono::milliseconds beat_;
+  milliseconds beat_;
   int most_;
   std::shared_ptr<Arbiter> arbiter_;
   std::list<Link> links_{};

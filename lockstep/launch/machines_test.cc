@@ -13,7 +13,6 @@
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/node_meeting.h"
-#include "lockstep/launch/slurm_arbiter.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -138,9 +137,7 @@ TEST_F(JobOfMachines, all_have_finished_when_each_has) {
 // One that votes for whoever asks first.
 class FirstComesFirst final : public Arbiter {
  public:
-  std::string answer(const ArbiterQuestion& question) override {
-    return question.lost.size() == 1 && question.here.size() == 1 ? Acceptor().answer(question.request) : "";
-  }
+  std::string answer(const std::string&, const std::string& request) override { return Acceptor().answer(request); }
 };
 
 TEST_F(JobOfMachines, of_two_one_goes_on_with_the_arbiters_vote) {
@@ -159,20 +156,10 @@ TEST_F(JobOfMachines, of_two_one_goes_on_with_the_arbiters_vote) {
   EXPECT_EQ(launchers[0]->epoch().world_size(), 1);
 }
 
-TEST(SlurmArbiter, prefers_the_half_that_responds) {
-  const std::string lines = "n1 allocated\nn2 mixed\nn3 down*\nn4 allocated*\n";
-  EXPECT_TRUE(slurm_prefers(lines, {"n1", "n2.cluster"}, {"n3", "n4"}));
-  EXPECT_FALSE(slurm_prefers(lines, {"n3", "n4"}, {"n1", "n2"}));
-  EXPECT_FALSE(slurm_prefers(lines, {"n1"}, {"n2"}));
-  EXPECT_FALSE(slurm_prefers(lines, {"n1"}, {"n5"}));
-  EXPECT_FALSE(slurm_prefers("slurm_load_node error: Unable to contact slurm controller", {"n1"}, {"n3"}));
-}
-
 TEST(Arbiter, is_named_by_an_option) {
   EXPECT_FALSE(make_arbiter(""));
-  EXPECT_TRUE(make_arbiter("slurm"));
   EXPECT_TRUE(make_arbiter("etcd:a,b:2379"));
-  for (const char* bad : {"etcd:", "etcd", "etcd:a:b", "zookeeper"}) EXPECT_THROW(make_arbiter(bad), UsageError) << bad;
+  for (const char* bad : {"etcd:", "etcd", "etcd:a:b", "slurm"}) EXPECT_THROW(make_arbiter(bad), UsageError) << bad;
 }
 
 }  // namespace

@@ -10,13 +10,9 @@
 namespace lockstep {
 namespace {
 
-using std::chrono::milliseconds;
-
 constexpr milliseconds kSettles{100};        // machines that are lost together are noticed one after the other
 constexpr milliseconds kAttemptLasts{1500};  // until a proposer tries again
 constexpr Ballot kMostMembers = 4096;        // a ballot is a count and, below it, the proposer's place
-
-std::string seconds_of(milliseconds time) { return human_seconds(static_cast<double>(time.count()) / 1000); }
 
 }  // namespace
 
@@ -106,8 +102,8 @@ void Membership::notice_silence() {
   for (auto& [id, peer] : peers_) {
     const milliseconds most = peer.has_spoken ? options_.silence : std::max(options_.contact, options_.silence);
     if (peer.lost.empty() && now_ - peer.heard > most)
-      lose(peer, peer.has_spoken ? concat("silent for ", seconds_of(now_ - peer.heard))
-                                 : concat("not reached within ", seconds_of(most)));
+      lose(peer, peer.has_spoken ? concat("silent for ", human_seconds(now_ - peer.heard))
+                                 : concat("not reached within ", human_seconds(most)));
   }
 }
 
@@ -257,7 +253,7 @@ void Membership::lead() {
   }
   if (!cause_since_) cause_since_ = now_;
   if (now_ - *cause_since_ > options_.patience) {
-    end_ = concat("the machines could not agree within ", seconds_of(options_.patience), " on who is left",
+    end_ = concat("the machines could not agree within ", human_seconds(options_.patience), " on who is left",
                   needs_arbiter() ? ": the arbiter has not said that this side goes on" : "");
     return;
   }

@@ -14,13 +14,13 @@
 // enough if the arbiter votes with it. So no two sides of a network that is cut both go on.
 #pragma once
 
-#include <chrono>
 #include <map>
 #include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "lockstep/deadline.h"
 #include "lockstep/launch/agreement.h"
 #include "lockstep/launch/epoch.h"
 

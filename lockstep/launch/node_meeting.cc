@@ -15,7 +15,6 @@
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/files/unique_fd.h"
-#include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/endpoint.h"
 #include "lockstep/launch/interfaces.h"
@@ -25,11 +24,11 @@
 namespace lockstep {
 namespace {
 
-constexpr std::chrono::milliseconds kTryEvery{100};
-constexpr std::chrono::milliseconds kConnectsWithin{5000};
-constexpr std::chrono::milliseconds kGreetsWithin{10'000};
-constexpr std::chrono::milliseconds kHearsItsPlaceWithin{1000};
-constexpr std::chrono::milliseconds kSecretIsSeenWithin{60'000};  // a file in a home on NFS may be seen late
+constexpr milliseconds kTryEvery{100};
+constexpr milliseconds kConnectsWithin{5000};
+constexpr milliseconds kGreetsWithin{10'000};
+constexpr milliseconds kHearsItsPlaceWithin{1000};
+constexpr milliseconds kSecretIsSeenWithin{60'000};  // a file in a home on NFS may be seen late
 constexpr std::size_t kLongestGreeting = 4096;
 constexpr std::size_t kLongestEpoch = std::size_t{1} << 20;
 constexpr std::size_t kMostNewcomers = 64;  // that have not greeted; the oldest makes room
@@ -97,11 +96,10 @@ NodePlace place_of(Roster roster) {
 }
 
 RendezvousError too_few(const NodeMeeting& meeting, std::size_t came) {
-  return RendezvousError(
-      {.what = concat(came, " of at least ", meeting.least, " machines came to ", endpoint_of(meeting).text(),
-                      " within ", human_seconds(static_cast<double>(meeting.timeout.count()) / 1000)),
-       .likely = "a machine that did not start, or has another --rdzv-endpoint",
-       .next = "look at the other machines; --rdzv-conf join_timeout=SECONDS waits longer"});
+  return RendezvousError({.what = concat(came, " of at least ", meeting.least, " machines came to ",
+                                         endpoint_of(meeting).text(), " within ", human_seconds(meeting.timeout)),
+                          .likely = "a machine that did not start, or has another --rdzv-endpoint",
+                          .next = "look at the other machines; --rdzv-conf join_timeout=SECONDS waits longer"});
 }
 
 // ---- machine 0
@@ -152,7 +150,7 @@ void forget_gone(Guests& guests) {
 }
 
 // Until somebody comes or says something.
-bool wait_for_any(const UniqueFd& listener, const Guests& newcomers, std::chrono::milliseconds longest) {
+bool wait_for_any(const UniqueFd& listener, const Guests& newcomers, milliseconds longest) {
   std::vector<pollfd> polls{{.fd = listener.get(), .events = POLLIN, .revents = 0}};
   for (const Guest& guest : newcomers)
     polls.push_back({.fd = guest.lines.fd(), .events = guest.lines.events(), .revents = 0});
@@ -252,7 +250,7 @@ class Newcomer {
   }
 
   // Waits a little. Where a member of the job has come and told where it runs: there.
-  std::optional<Endpoint> wait_for_a_knock(const AddressList& endpoint, std::chrono::milliseconds longest) {
+  std::optional<Endpoint> wait_for_a_knock(const AddressList& endpoint, milliseconds longest) {
     if (const auto mine = meeting_.stays && !roster_ ? own_address_towards(endpoint) : std::nullopt) become(*mine);
     if (!secret_) secret_ = secret_of(meeting_, /*is_first=*/false);
     const bool has_key = secret_->is_off() || secret_->find().has_value();

@@ -19,9 +19,9 @@
 //   member -> waiting one     running ADDRESS PORT lockstep 2 …                                          refused
 #pragma once
 
-#include <chrono>
 #include <string>
 
+#include "lockstep/deadline.h"
 #include "lockstep/launch/roster.h"
 
 namespace lockstep {
@@ -33,8 +33,8 @@ struct NodeMeeting {
   int least = 1;    // machines
   int most = 1;
   int ranks = 1;                                // on this machine
-  std::chrono::milliseconds timeout{600'000};   // until `least` machines have come
-  std::chrono::milliseconds last_call{30'000};  // for more than `least`
+  milliseconds timeout{600'000};                // until `least` machines have come
+  milliseconds last_call{30'000};               // for more than `least`
   bool stays = false;                           // the launchers stay connected; all must want it, or none
 };
 

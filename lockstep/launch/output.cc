@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "lockstep/base/pipe.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
@@ -124,12 +125,10 @@ void Sink::flush() {
 }
 
 UniqueFd RankStream::open() {
-  std::array<int, 2> ends{};
-  if (::pipe2(ends.data(), O_CLOEXEC) != 0) throw system_error("make", "a pipe");
-  pipe_.reset(ends[0]);
-  UniqueFd write_end(ends[1]);
+  Pipe pipe = make_pipe();
+  pipe_ = std::move(pipe.out);
   if (::fcntl(pipe_.get(), F_SETFL, O_NONBLOCK) != 0) throw system_error("prepare", "a pipe");
-  return write_end;
+  return std::move(pipe.in);
 }
 
 // Bytes read; 0: nothing there now; -1: nothing will ever come.

@@ -1,5 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/launch/pmi.h"
+// launch/pmi.cc: the texts that MPICH's mpirun (Hydra) keeps for its ranks, by version 1 of its protocol PMI: lines of
+// "cmd=NAME key=value …" over the socket PMI_FD, each answered by a line.
+//
+// Flow:    open_launcher_store() -> here <-> the proxy that started this rank
+// Owns:    nothing: the socket stays open for an MPI in this process. So neither init nor finalize is sent, which Hydra
+//          takes from one user only
+// Threads: one at a time, and none that is inside MPI
+#include "lockstep/launch/launcher_store.h"
 
 #include <sys/socket.h>
 
@@ -42,31 +49,43 @@ std::string value_in(const std::string& line, const std::string& key) {
   return "";
 }
 
+class PmiStore final : public LauncherStore {
+ public:
+  explicit PmiStore(milliseconds timeout)
+      : fd_(number_in_variable("PMI_FD")), rank_(number_in_variable("PMI_RANK")), timeout_(timeout) {
+    space_ = value_in(ask("cmd=get_my_kvsname", "my_kvsname"), "kvsname");
+  }
+
+  void put(const std::string& name, const std::string& text) override {
+    ask(concat("cmd=put kvsname=", space_, " key=", name, "-", rank_, " value=", text), "put_result");
+  }
+
+  void fence() override { ask("cmd=barrier_in", "barrier_out"); }
+
+  std::string get(int rank, const std::string& name) override {
+    const std::string answer = ask(concat("cmd=get kvsname=", space_, " key=", name, "-", rank), "get_result");
+    if (value_in(answer, "rc") == "0") return value_in(answer, "value");
+    throw pmi_error(concat("rank ", rank, " has not given its ", name, " to PMI_FD"));
+  }
+
+ private:
+  std::string ask(const std::string& command, const std::string& wanted) {
+    const std::string line = command + "\n";
+    if (::send(fd_, line.data(), line.size(), MSG_NOSIGNAL) != std::ssize(line))
+      throw pmi_error("can't write to PMI_FD");
+    const std::string answer = read_line(fd_, Deadline::after(timeout_));
+    if (value_in(answer, "cmd") != wanted) throw pmi_error(concat("mpirun answered \"", answer, "\" through PMI_FD"));
+    return answer;
+  }
+
+  int fd_;
+  int rank_;
+  milliseconds timeout_;
+  std::string space_;  // where Hydra keeps the texts of this job
+};
+
 }  // namespace
 
-PmiStore::PmiStore(std::chrono::milliseconds timeout)
-    : fd_(number_in_variable("PMI_FD")), rank_(number_in_variable("PMI_RANK")), timeout_(timeout) {
-  space_ = value_in(ask("cmd=get_my_kvsname", "my_kvsname"), "kvsname");
-}
-
-std::string PmiStore::ask(const std::string& command, const std::string& wanted) {
-  const std::string line = command + "\n";
-  if (::send(fd_, line.data(), line.size(), MSG_NOSIGNAL) != std::ssize(line)) throw pmi_error("can't write to PMI_FD");
-  const std::string answer = read_line(fd_, Deadline::after(timeout_));
-  if (value_in(answer, "cmd") != wanted) throw pmi_error(concat("mpirun answered \"", answer, "\" through PMI_FD"));
-  return answer;
-}
-
-void PmiStore::put(const std::string& name, const std::string& text) {
-  ask(concat("cmd=put kvsname=", space_, " key=", name, "-", rank_, " value=", text), "put_result");
-}
-
-void PmiStore::fence() { ask("cmd=barrier_in", "barrier_out"); }
-
-std::string PmiStore::get(int rank, const std::string& name) {
-  const std::string answer = ask(concat("cmd=get kvsname=", space_, " key=", name, "-", rank), "get_result");
-  if (value_in(answer, "rc") == "0") return value_in(answer, "value");
-  throw pmi_error(concat("rank ", rank, " has not given its ", name, " to PMI_FD"));
-}
+std::unique_ptr<LauncherStore> open_pmi(milliseconds timeout) { return std::make_unique<PmiStore>(timeout); }
 
 }  // namespace lockstep

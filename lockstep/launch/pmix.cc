@@ -1,5 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/launch/pmix.h"
+// launch/pmix.cc: the texts that Open MPI's mpirun keeps for its ranks, by libpmix, which comes with Open MPI and is loaded
+// when it is needed.
+//
+// Flow:    open_launcher_store() -> here <-> libpmix <-> mpirun's daemon
+// Owns:    PMIx_Init, until PMIx_Finalize when the process exits: it can be called once in a process, and an
+//          MPI_Init() counts on it
+// Threads: one at a time; libpmix has a thread of its own
+#include "lockstep/launch/launcher_store.h"
 
 #include <dlfcn.h>
 
@@ -70,7 +77,7 @@ Pmix& pmix() {
 }
 
 // libpmix's calls have no deadline, so each gets a thread, which is left behind if it hangs.
-void call(const char* name, std::chrono::milliseconds timeout, const std::function<int()>& function) {
+void call(const char* name, milliseconds timeout, const std::function<int()>& function) {
   std::packaged_task<int()> task(function);
   auto result = task.get_future();
   std::thread(std::move(task)).detach();
@@ -78,36 +85,43 @@ void call(const char* name, std::chrono::milliseconds timeout, const std::functi
   if (const int code = result.get(); code != kPmixSuccess) throw pmix_error(concat(name, " failed with code ", code));
 }
 
+class PmixStore final : public LauncherStore {
+ public:
+  explicit PmixStore(milliseconds timeout) : timeout_(timeout) {
+    [[maybe_unused]] static const bool opened = [timeout] {
+      Pmix& library = pmix();
+      call("PMIx_Init", timeout, [&library] { return library.init(&library.me, nullptr, 0); });
+      return std::atexit([] { pmix().finalize(nullptr, 0); }) == 0;
+    }();
+  }
+
+  void put(const std::string& name, const std::string& text) override {
+    PmixValue value{.type = kPmixString, .text = text.c_str(), .others = {}};
+    if (pmix().put(kPmixGlobal, name.c_str(), &value) != kPmixSuccess) throw pmix_error("PMIx_Put failed");
+  }
+
+  void fence() override {
+    call("PMIx_Commit", timeout_, [] { return pmix().commit(); });
+    call("PMIx_Fence", timeout_, [] { return pmix().fence(nullptr, 0, nullptr, 0); });
+  }
+
+  std::string get(int rank, const std::string& name) override {
+    auto found = std::make_shared<PmixValue*>(nullptr);
+    call("PMIx_Get", timeout_, [rank, name, found] {
+      PmixProcess process = pmix().me;
+      process.rank = static_cast<std::uint32_t>(rank);
+      return pmix().get(&process, name.c_str(), nullptr, 0, found.get());
+    });
+    if (*found == nullptr || (*found)->type != kPmixString) throw pmix_error(concat("rank ", rank, " gave no ", name));
+    return (*found)->text;  // a few bytes that are never freed: that is a macro of PMIx's header
+  }
+
+ private:
+  milliseconds timeout_;
+};
+
 }  // namespace
 
-PmixStore::PmixStore(std::chrono::milliseconds timeout) : timeout_(timeout) {
-  static const bool opened = [timeout] {
-    Pmix& library = pmix();
-    call("PMIx_Init", timeout, [&library] { return library.init(&library.me, nullptr, 0); });
-    return std::atexit([] { pmix().finalize(nullptr, 0); }) == 0;
-  }();
-  static_cast<void>(opened);
-}
-
-void PmixStore::put(const std::string& name, const std::string& text) {
-  PmixValue value{.type = kPmixString, .text = text.c_str(), .others = {}};
-  if (pmix().put(kPmixGlobal, name.c_str(), &value) != kPmixSuccess) throw pmix_error("PMIx_Put failed");
-}
-
-void PmixStore::fence() {
-  call("PMIx_Commit", timeout_, [] { return pmix().commit(); });
-  call("PMIx_Fence", timeout_, [] { return pmix().fence(nullptr, 0, nullptr, 0); });
-}
-
-std::string PmixStore::get(int rank, const std::string& name) {
-  auto found = std::make_shared<PmixValue*>(nullptr);
-  call("PMIx_Get", timeout_, [rank, name, found] {
-    PmixProcess process = pmix().me;
-    process.rank = static_cast<std::uint32_t>(rank);
-    return pmix().get(&process, name.c_str(), nullptr, 0, found.get());
-  });
-  if (*found == nullptr || (*found)->type != kPmixString) throw pmix_error(concat("rank ", rank, " gave no ", name));
-  return (*found)->text;  // a few bytes that are never freed: that is a macro of PMIx's header
-}
+std::unique_ptr<LauncherStore> open_pmix(milliseconds timeout) { return std::make_unique<PmixStore>(timeout); }
 
 }  // namespace lockstep

@@ -13,8 +13,9 @@
 #include <limits>
 
 #include "lockstep/base/guarded.h"
+#include "lockstep/base/pipe.h"
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
-#include "lockstep/deadline.h"
 
 namespace lockstep {
 namespace {
@@ -82,20 +83,11 @@ void write_report(int report, const std::string& text) {
   exit_after(options.body);
 }
 
-bool is_readable(int fd, Deadline deadline) {
-  pollfd polled{.fd = fd, .events = POLLIN, .revents = 0};
-  int ready = 0;
-  do {
-    ready = ::poll(&polled, 1, static_cast<int>(deadline.left().count()));
-  } while (ready < 0 && errno == EINTR);
-  return ready > 0;
-}
-
 // Until the child execs, reports an error or dies, each of which closes its end. Nothing: none of it by the deadline.
 std::optional<std::string> read_to_end(int fd, Deadline deadline) {
   std::string text;
   std::array<char, 512> buffer;
-  while (is_readable(fd, deadline)) {
+  while (wait_for(POLLIN, fd, deadline)) {
     const ssize_t bytes = ::read(fd, buffer.data(), buffer.size());
     if (bytes < 0 && errno == EINTR) continue;
     if (bytes <= 0) return text;
@@ -120,12 +112,12 @@ UniqueFd open_pidfd(pid_t pid) {
 [[noreturn]] void give_up(pid_t pid, const ProcessOptions& options) {
   const UniqueFd pidfd = open_pidfd(pid);
   ::kill(pid, SIGKILL);
-  if (is_readable(pidfd.get(), Deadline::after(std::chrono::seconds(1)))) wait_for(pid);
-  const double seconds = std::chrono::duration<double>(options.start_timeout).count();
-  throw SystemError({.what = concat("a child process did not begin its program within ", human_seconds(seconds)),
-                     .here = concat("pid ", pid, " ", join(options.command, " ")),
-                     .likely = "a disk or network file system that does not answer",
-                     .next = "start the program by hand on this machine"});
+  if (wait_for(POLLIN, pidfd.get(), Deadline::after(std::chrono::seconds(1)))) wait_for(pid);
+  throw SystemError(
+      {.what = concat("a child process did not begin its program within ", human_seconds(options.start_timeout)),
+       .here = concat("pid ", pid, " ", join(options.command, " ")),
+       .likely = "a disk or network file system that does not answer",
+       .next = "start the program by hand on this machine"});
 }
 
 // ---- The guardian
@@ -173,21 +165,18 @@ std::string how_it_ended(const ExitStatus& end) {
 }
 
 Process::Process(const ProcessOptions& options) {
-  std::array<int, 2> ends{};
-  if (::pipe2(ends.data(), O_CLOEXEC) != 0) throw system_error("make", "a pipe");
-  UniqueFd read_end(ends[0]);
-  UniqueFd write_end(ends[1]);
+  auto [report, write_end] = make_pipe();
   std::cout.flush();
   std::fflush(nullptr);  // or a body's child would write it again
   const pid_t parent = ::getpid();
   pid_ = ::fork();
   if (pid_ < 0) throw system_error("start", "another process");
   if (pid_ == 0) {
-    read_end.reset();
+    report.reset();
     be_child(options, parent, std::move(write_end));
   }
   write_end.reset();
-  const auto trouble = read_to_end(read_end.get(), Deadline::after(options.start_timeout));
+  const auto trouble = read_to_end(report.get(), Deadline::after(options.start_timeout));
   if (!trouble) give_up(pid_, options);
   if (!trouble->empty()) {
     wait_for(pid_);

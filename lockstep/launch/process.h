@@ -10,7 +10,6 @@
 #include <signal.h>
 
 #include <atomic>
-#include <chrono>
 #include <functional>
 #include <optional>
 #include <span>
@@ -18,6 +17,7 @@
 #include "lockstep/base/to_size.h"
 #include "lockstep/base/files/unique_fd.h"
 #include "lockstep/cores.h"
+#include "lockstep/deadline.h"
 
 namespace lockstep {
 
@@ -31,7 +31,7 @@ struct ProcessOptions {
   sigset_t signal_mask{};                                      // what it starts with
   std::atomic<pid_t>* group = nullptr;  // where the child writes its process group before it starts
   std::vector<int> close_in_child;      // exec closes these by itself, a body would keep them
-  std::chrono::milliseconds start_timeout = std::chrono::minutes(5);  // until its program or body begins
+  milliseconds start_timeout = std::chrono::minutes(5);  // until its program or body begins
 };
 
 struct ExitStatus {

@@ -6,10 +6,10 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <filesystem>
 #include <utility>
 
+#include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
@@ -46,24 +46,6 @@ std::string message_for(const ProcessOptions& rank) {
   std::vector<int> cores(rank.cores.begin(), rank.cores.end());
   if (!cores.empty()) text += concat(kCoresVariable, '=', join(cores, ",")) + '\0';
   return text;
-}
-
-// With the descriptors for its output. false: nobody is there to receive it.
-bool send_with(int channel, std::string text, int output, int error) {
-  const std::array<int, 2> fds = {output, error};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof fds)> space{};
-  iovec bytes{.iov_base = text.data(), .iov_len = text.size()};
-  msghdr message{};
-  message.msg_iov = &bytes;
-  message.msg_iovlen = 1;
-  message.msg_control = space.data();
-  message.msg_controllen = space.size();
-  cmsghdr* const header = CMSG_FIRSTHDR(&message);
-  header->cmsg_level = SOL_SOCKET;
-  header->cmsg_type = SCM_RIGHTS;
-  header->cmsg_len = CMSG_LEN(sizeof fds);
-  std::memcpy(CMSG_DATA(header), fds.data(), sizeof fds);
-  return ::sendmsg(channel, &message, MSG_NOSIGNAL | MSG_DONTWAIT) == static_cast<ssize_t>(text.size());
 }
 
 }  // namespace
@@ -122,9 +104,12 @@ std::optional<Process> Spares::take(const ProcessOptions& rank) {
   while (!waiting_.empty()) {
     Spare spare = std::move(waiting_.front());
     waiting_.pop_front();
-    const int output = rank.output_fd >= 0 ? rank.output_fd : STDOUT_FILENO;
-    const int error = rank.error_fd >= 0 ? rank.error_fd : STDERR_FILENO;
-    if (spare.process.status() || !send_with(spare.channel.get(), message_for(rank), output, error)) continue;
+    const std::vector<int> outputs{rank.output_fd >= 0 ? rank.output_fd : STDOUT_FILENO,
+                                   rank.error_fd >= 0 ? rank.error_fd : STDERR_FILENO};
+    const std::string message = message_for(rank);
+    if (spare.process.status() ||
+        !send_with_descriptors(spare.channel.get(), std::as_bytes(std::span(message)), outputs, Deadline::after({})))
+      continue;
     if (rank.group != nullptr) rank.group->store(spare.process.pid());
     spare.group->store(0);
     return std::optional<Process>(std::move(spare.process));

@@ -3,7 +3,6 @@
 
 #include <cxxabi.h>
 #include <fcntl.h>
-#include <poll.h>
 #include <sys/syscall.h>
 
 #include <algorithm>
@@ -15,6 +14,8 @@
 #include <memory>
 
 #include "lockstep/base/files/file.h"
+#include "lockstep/base/pipe.h"
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
@@ -60,8 +61,7 @@ std::string read_until(int fd, Deadline deadline) {
   std::string text;
   std::array<char, 65536> buffer;
   while (text.size() < kMostText) {
-    pollfd polled{.fd = fd, .events = POLLIN, .revents = 0};
-    if (::poll(&polled, 1, static_cast<int>(deadline.left().count())) <= 0) break;
+    if (!wait_for(POLLIN, fd, deadline)) break;
     const ssize_t bytes = ::read(fd, buffer.data(), buffer.size());
     if (bytes <= 0) break;
     text.append(buffer.data(), to_size(bytes));
@@ -84,10 +84,7 @@ std::string demangled(const std::string& line) {
 
 // Empty: it is not installed, or must not look.
 std::string lines_of(const Tool& tool, Deadline deadline) try {
-  std::array<int, 2> ends{};
-  if (::pipe2(ends.data(), O_CLOEXEC) != 0) return "";
-  const UniqueFd from_tool(ends[0]);
-  UniqueFd to_us(ends[1]);
+  auto [from_tool, to_us] = make_pipe();
   const UniqueFd nothing(::open("/dev/null", O_WRONLY | O_CLOEXEC));
   const Process process({.command = tool.command,
                          .variables = {{"DEBUGINFOD_URLS", ""}},  // nothing is fetched
@@ -169,7 +166,7 @@ std::string stacks_of(pid_t pid, Deadline deadline) {
   bool has_native = false;
   for (const Tool& tool : tools_for(pid)) {
     if (has_native || deadline.passed()) break;
-    const auto left = std::min<std::chrono::milliseconds>(kPerTool, deadline.left());
+    const auto left = std::min<milliseconds>(kPerTool, deadline.left());
     const std::string shown = lines_of(tool, Deadline::after(left));
     if (!shown.empty()) text += concat("by ", tool.name, ":\n", shown);
     has_native = !shown.empty() && tool.name != "py-spy";

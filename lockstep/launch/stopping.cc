@@ -8,7 +8,7 @@
 namespace lockstep {
 namespace {
 
-constexpr std::chrono::milliseconds kOthersHearWithin{500};
+constexpr milliseconds kOthersHearWithin{500};
 
 }  // namespace
 

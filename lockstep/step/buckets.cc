@@ -294,7 +294,7 @@ class Buckets : public Exchange {
       if (losses_[i].defined())
         losses[world_.rank() * std::ssize(shards_) + static_cast<std::int64_t>(i)].copy_(losses_[i]);
     world_.all_reduce(losses);
-    wait_for_device(world_.device(), world_.timeout());
+    wait_for_device(world_);
     const torch::Tensor known = losses.cpu();
     return std::accumulate(known.const_data_ptr<double>(), known.const_data_ptr<double>() + options_.shards, 0.0);
   }
@@ -449,7 +449,7 @@ class Buckets : public Exchange {
       const trace::Span span("receive bucket", static_cast<std::int64_t>(i));
       (bucket.slice_work ? bucket.slice_work : bucket.work)->wait();
       torch::Tensor(slices_->slice(i)).mul_(factor);
-      wait_for_device(world_.device(), world_.timeout());
+      wait_for_device(world_);
       for (const Slot* slot : used_slots(bucket)) used.push_back(slot->parameter.tensor);
     }
     slices_->set_used(used);
@@ -518,7 +518,7 @@ class Buckets : public Exchange {
     if (options_.hook || slices_) return;
     for (std::int64_t i = 0; i < static_cast<std::int64_t>(parameters_.size()); ++i)
       if (std::find(ready_order_.begin(), ready_order_.end(), i) == ready_order_.end()) ready_order_.push_back(i);
-    wait_for_device(world_.device(), world_.timeout());
+    wait_for_device(world_);
     const torch::Tensor order = torch::tensor(ready_order_, torch::kInt64).to(world_.device());
     world_.broadcast(order);
     const torch::Tensor in_order = order.flip(0).cpu();

@@ -61,7 +61,7 @@ void ExchangeTotals::start(const AccumulatedBatches& batches, StepSettings setti
 torch::Tensor ExchangeTotals::sums() {
   if (work_) work_->wait();
   work_.reset();
-  wait_for_device(world_.device(), world_.timeout());
+  wait_for_device(world_);
   return sums_.cpu();
 }
 

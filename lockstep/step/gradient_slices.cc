@@ -65,7 +65,7 @@ double GradientSlices::norm(const std::vector<torch::Tensor>& own) const {
   const torch::Tensor all = torch::zeros({all_parts_}, torch::TensorOptions(torch::kFloat64).device(world_.device()));
   if (!own.empty()) torch::Tensor(all).index_copy_(0, numbers_, torch::stack(own));
   world_.all_reduce(all);
-  wait_for_device(world_.device(), world_.timeout());
+  wait_for_device(world_);
   return all.norm().item<double>();
 }
 
@@ -89,7 +89,7 @@ torch::Tensor GradientSlices::gather(const torch::Tensor& parameter, const std::
   const torch::Tensor own =
       mine.empty() ? torch::empty({0}, torch::TensorOptions(dtype).device(world_.device())) : torch::cat(mine);
   const torch::Tensor all = world_.all_gather_rows(own, {.rows = rows_.at(parameter.unsafeGetTensorImpl())});
-  wait_for_device(world_.device(), world_.timeout());
+  wait_for_device(world_);
   return all.cpu().as_strided(parameter.sizes(), parameter.strides());
 }
 

@@ -22,12 +22,10 @@ using c10d::OpType;
 using Tensor = C10dBackend::Tensor;
 using WorkPtr = C10dBackend::WorkPtr;
 
-C10dBackend::C10dBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                         std::chrono::milliseconds timeout)
+C10dBackend::C10dBackend(const StorePtr& store, int rank, int size, milliseconds timeout)
     : C10dBackend(store, rank, size, timeout, this_machine()) {}
 
-C10dBackend::C10dBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                         std::chrono::milliseconds timeout, std::string machine)
+C10dBackend::C10dBackend(const StorePtr& store, int rank, int size, milliseconds timeout, std::string machine)
     : Backend(rank, size), timeout_(timeout), machine_(std::move(machine)) {
   const TransportOptions options{
       .rank = rank, .size = size, .describe = concat("rank ", rank, " of ", size), .timeout = timeout};
@@ -42,7 +40,7 @@ std::shared_ptr<MessageGroup> C10dBackend::exchange_numbers() const {
   const JobEnvironment job = job_environment_or_none();
   const Tensor mine = torch::tensor({job.world_size > 1 ? job.rank : std::int64_t{rank_}, trace::now()}, torch::kInt64);
   const Tensor all = torch::empty({size_, 2}, torch::kInt64);
-  run_to_its_end(transport(), move(Operation::kAllGather, {mine}, {all}));
+  run_to_its_end(transport(), call_of(Operation::kAllGather, {mine}, {all}, c10d::AllgatherOptions()));
   const auto* const numbers = all.const_data_ptr<std::int64_t>();
   auto group = std::make_shared<MessageGroup>();
   group->id = mix_numbers(numbers[0], numbers[1]);
@@ -80,13 +78,12 @@ c10::intrusive_ptr<c10d::Backend::Options> C10dBackend::getBackendOptions() {
   return c10::make_intrusive<Options>(getBackendName(), timeout_);
 }
 
-void C10dBackend::setTimeout(std::chrono::milliseconds timeout) {
+void C10dBackend::setTimeout(milliseconds timeout) {
   transport().set_timeout(timeout);
   timeout_ = timeout;
 }
 
-c10::intrusive_ptr<c10d::Backend> C10dBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
-                                                     const std::vector<int>& ranks,
+c10::intrusive_ptr<c10d::Backend> C10dBackend::split(const StorePtr& store, const std::vector<int>& ranks,
                                                      const c10::intrusive_ptr<Options>& options) {
   const auto place = std::find(ranks.begin(), ranks.end(), rank_);
   if (place == ranks.end()) return nullptr;
@@ -151,14 +148,25 @@ WorkPtr C10dBackend::start(OpType type, Body body, Tensors results, bool async) 
 
 Member C10dBackend::member() const { return {rank_, size_}; }
 
-TensorCall C10dBackend::reduction(Operation operation, const Tensors& inputs, const Tensors& outputs,
-                                  const c10d::ReduceOp& op, std::int64_t root) const {
-  return call_to_reduce(member(), {.operation = operation, .root = static_cast<int>(root)}, inputs, outputs, op);
+template <class CallOptions>
+TensorCall C10dBackend::call_of(Operation operation, const Tensors& inputs, const Tensors& outputs,
+                                const CallOptions& options) const {
+  Call call{.operation = operation};
+  if constexpr (requires { options.rootRank; }) call.root = static_cast<int>(options.rootRank);
+  if constexpr (requires { options.reduceOp; })
+    return call_to_reduce(member(), std::move(call), inputs, outputs, options.reduceOp);
+  else
+    return call_to_move(member(), std::move(call), inputs, outputs);
 }
 
-TensorCall C10dBackend::move(Operation operation, const Tensors& inputs, const Tensors& outputs,
-                             std::int64_t root) const {
-  return call_to_move(member(), {.operation = operation, .root = static_cast<int>(root)}, inputs, outputs);
+template <class CallOptions>
+WorkPtr C10dBackend::start_pairs(OpType type, Operation operation, const Tensors& inputs, const Tensors& outputs,
+                                 const CallOptions& options) {
+  check_pairs(outputs, inputs);
+  std::vector<TensorCall> calls;
+  for (std::size_t i = 0; i < outputs.size(); ++i)
+    calls.push_back(call_of(operation, {inputs[i]}, {outputs[i]}, options));
+  return start(type, std::move(calls), outputs, options);
 }
 
 // ---- Reductions
@@ -166,78 +174,56 @@ TensorCall C10dBackend::move(Operation operation, const Tensors& inputs, const T
 WorkPtr C10dBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   if (const Tensor& tensor = only_one(tensors, "tensors for all_reduce"); tensor.is_sparse())
     return start(OpType::ALLREDUCE, sparse_all_reduce(member(), tensor, options), tensors, options.asyncOp);
-  return start(OpType::ALLREDUCE, {reduction(Operation::kAllReduce, tensors, tensors, options.reduceOp)}, tensors,
-               options);
+  return start(OpType::ALLREDUCE, {call_of(Operation::kAllReduce, tensors, tensors, options)}, tensors, options);
 }
 
 WorkPtr C10dBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
-  std::vector<TensorCall> calls;
-  for (const Tensor& tensor : tensors)
-    calls.push_back(reduction(Operation::kAllReduce, {tensor}, {tensor}, options.reduceOp));
-  return start(OpType::ALLREDUCE_COALESCED, std::move(calls), tensors, options);
+  return start_pairs(OpType::ALLREDUCE_COALESCED, Operation::kAllReduce, tensors, tensors, options);
 }
 
 WorkPtr C10dBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   only_one(tensors, "tensors for reduce");
   const Tensors outputs = options.rootRank == rank_ ? tensors : Tensors();
-  return start(OpType::REDUCE, {reduction(Operation::kReduce, tensors, outputs, options.reduceOp, options.rootRank)},
-               tensors, options);
+  return start(OpType::REDUCE, {call_of(Operation::kReduce, tensors, outputs, options)}, tensors, options);
 }
 
 WorkPtr C10dBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                     const c10d::ReduceScatterOptions& options) {
   const Tensors& whole = only_one(inputs, "lists of input tensors");
   only_one(outputs, "output tensors");
-  return start(OpType::REDUCE_SCATTER, {reduction(Operation::kReduceScatter, whole, outputs, options.reduceOp)},
-               outputs, options);
+  return start(OpType::REDUCE_SCATTER, {call_of(Operation::kReduceScatter, whole, outputs, options)}, outputs, options);
 }
 
 WorkPtr C10dBackend::_reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) {
-  return start(OpType::_REDUCE_SCATTER_BASE,
-               {reduction(Operation::kReduceScatter, {input}, {output}, options.reduceOp)}, {output}, options);
+  return start(OpType::_REDUCE_SCATTER_BASE, {call_of(Operation::kReduceScatter, {input}, {output}, options)}, {output},
+               options);
 }
 
 WorkPtr C10dBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                      const c10d::ReduceScatterOptions& options) {
-  check_pairs(outputs, inputs);
-  std::vector<TensorCall> calls;
-  for (std::size_t i = 0; i < outputs.size(); ++i)
-    calls.push_back(reduction(Operation::kReduceScatter, {inputs[i]}, {outputs[i]}, options.reduceOp));
-  return start(OpType::COALESCED, std::move(calls), outputs, options);
+  return start_pairs(OpType::COALESCED, Operation::kReduceScatter, inputs, outputs, options);
 }
 
 // ---- Moving data
 
 WorkPtr C10dBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   only_one(tensors, "tensors for broadcast");
-  return start(OpType::BROADCAST, {move(Operation::kBroadcast, tensors, tensors, options.rootRank)}, tensors, options);
+  return start(OpType::BROADCAST, {call_of(Operation::kBroadcast, tensors, tensors, options)}, tensors, options);
 }
 
 WorkPtr C10dBackend::barrier(const c10d::BarrierOptions& options) {
   return start(OpType::BARRIER, {{{.operation = Operation::kBarrier}}}, {}, options);
 }
 
-void C10dBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
-  const auto timeout = options.timeout == c10d::kUnsetTimeout ? timeout_ : options.timeout;
-  const auto send = [this](Tensors& byte, int to) { return start_message(OpType::SEND, byte, to, kBarrierTag); };
-  const auto receive = [this](Tensors& byte, int from) { return start_message(OpType::RECV, byte, from, kBarrierTag); };
-  if (rank_ > 0) return report_to_rank_0(rank_, send, receive);
-  try {
-    hear_of_all_ranks(size_, timeout, wait_all_ranks, send, receive);
-  } catch (const Error& error) {
-    transport().fail(error.text().what);
-    throw;
-  }
-}
-
 WorkPtr C10dBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
   const Tensors& whole = only_one(outputs, "lists of output tensors");
   only_one(inputs, "input tensors");
-  return start(OpType::ALLGATHER, {move(Operation::kAllGather, inputs, whole)}, whole, options);
+  return start(OpType::ALLGATHER, {call_of(Operation::kAllGather, inputs, whole, options)}, whole, options);
 }
 
 WorkPtr C10dBackend::_allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) {
-  return start(OpType::_ALLGATHER_BASE, {move(Operation::kAllGather, {input}, {output})}, {output}, options);
+  return start(OpType::_ALLGATHER_BASE, {call_of(Operation::kAllGather, {input}, {output}, options)}, {output},
+               options);
 }
 
 // outputs[r][i] is rank r's inputs[i].
@@ -249,7 +235,7 @@ WorkPtr C10dBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors&
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     Tensors whole;
     for (const Tensors& of_rank : outputs) whole.push_back(of_rank[i]);
-    calls.push_back(move(Operation::kAllGather, {inputs[i]}, whole));
+    calls.push_back(call_of(Operation::kAllGather, {inputs[i]}, whole, options));
     results.insert(results.end(), whole.begin(), whole.end());
   }
   return start(OpType::ALLGATHER_COALESCED, std::move(calls), std::move(results), options);
@@ -257,23 +243,19 @@ WorkPtr C10dBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors&
 
 WorkPtr C10dBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                      const c10d::AllgatherOptions& options) {
-  check_pairs(outputs, inputs);
-  std::vector<TensorCall> calls;
-  for (std::size_t i = 0; i < outputs.size(); ++i)
-    calls.push_back(move(Operation::kAllGather, {inputs[i]}, {outputs[i]}));
-  return start(OpType::COALESCED, std::move(calls), outputs, options);
+  return start_pairs(OpType::COALESCED, Operation::kAllGather, inputs, outputs, options);
 }
 
 WorkPtr C10dBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
   only_one(inputs, "input tensors");
   const Tensors whole = options.rootRank == rank_ ? only_one(outputs, "lists of output tensors") : Tensors();
-  return start(OpType::GATHER, {move(Operation::kGather, inputs, whole, options.rootRank)}, whole, options);
+  return start(OpType::GATHER, {call_of(Operation::kGather, inputs, whole, options)}, whole, options);
 }
 
 WorkPtr C10dBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) {
   only_one(outputs, "output tensors");
   const Tensors whole = options.rootRank == rank_ ? only_one(inputs, "lists of input tensors") : Tensors();
-  return start(OpType::SCATTER, {move(Operation::kScatter, whole, outputs, options.rootRank)}, outputs, options);
+  return start(OpType::SCATTER, {call_of(Operation::kScatter, whole, outputs, options)}, outputs, options);
 }
 
 WorkPtr C10dBackend::alltoall_base(Tensor& output, Tensor& input, std::vector<std::int64_t>& output_splits,

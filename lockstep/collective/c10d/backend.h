@@ -26,10 +26,8 @@
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -37,7 +35,9 @@
 #include <vector>
 
 #include "lockstep/base/process/own_process.h"
+#include "lockstep/collective/store/store_ptr.h"
 #include "lockstep/collective_types.h"
+#include "lockstep/deadline.h"
 
 namespace lockstep {
 
@@ -60,22 +60,21 @@ class C10dBackend final : public c10d::Backend {
   // prefix of one, serves several backends if all ranks make them in the same order. Ranks with the same `machine` share
   // memory; left out, it is this_machine() of connect.h. Throws RendezvousError: ranks that did not come, machines that
   // can't reach each other; SystemError.
-  C10dBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout);
-  C10dBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
-              std::string machine);
+  C10dBackend(const StorePtr& store, int rank, int size, milliseconds timeout);
+  C10dBackend(const StorePtr& store, int rank, int size, milliseconds timeout, std::string machine);
 
   // As shutdown(); while an exception is on its way, the peers learn that this rank has failed.
   ~C10dBackend() override;
 
   const std::string getBackendName() const override { return "lockstep"; }
   c10::intrusive_ptr<Options> getBackendOptions() override;
-  void setTimeout(std::chrono::milliseconds timeout) override;  // waits for the calls under way
+  void setTimeout(milliseconds timeout) override;               // waits for the calls under way
   void setSequenceNumberForGroup() override {}                  // the core numbers and compares every collective itself
   std::uint64_t getSequenceNumberForGroup() override { return issued_; }
 
   // A backend of its own for some ranks, over its own store; none for the others. They make the call at the same time.
   bool supportsSplitting() const override { return true; }
-  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+  c10::intrusive_ptr<c10d::Backend> split(const StorePtr& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override;
 
   // Waits for the calls under way, then leaves in good order; out of a callback it returns at once, and both follow.
@@ -92,9 +91,8 @@ class C10dBackend final : public c10d::Backend {
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
 
-  // As Gloo's: rank 0 waits for the others, at most for the timeout, and throws PeerLost naming the first rank that did
-  // not come, or all of them; then the group has failed and the other ranks get PeerLost.
-  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
+  // An ordinary one: its error names the rank that holds up the others.
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool) override { barrier(options)->wait(); }
 
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override;
@@ -124,13 +122,17 @@ class C10dBackend final : public c10d::Backend {
 
  private:
   backend::Member member() const;
-  TensorCall reduction(Operation operation, const Tensors& inputs, const Tensors& outputs, const c10d::ReduceOp& op,
-                       std::int64_t root = 0) const;
-  TensorCall move(Operation operation, const Tensors& inputs, const Tensors& outputs, std::int64_t root = 0) const;
+  // The reduction and the root are those of `options`, where it has them.
+  template <class CallOptions>
+  TensorCall call_of(Operation operation, const Tensors& inputs, const Tensors& outputs,
+                     const CallOptions& options) const;
 
   // Makes the calls one after the other, as one collective of c10d.
   template <class CallOptions>
   WorkPtr start(c10d::OpType type, std::vector<TensorCall> calls, Tensors results, const CallOptions& options);
+  template <class CallOptions>
+  WorkPtr start_pairs(c10d::OpType type, Operation operation, const Tensors& inputs, const Tensors& outputs,
+                      const CallOptions& options);
   using Body = std::function<void(Transport& transport)>;
   WorkPtr start(c10d::OpType type, Body body, Tensors results, bool async);
   WorkPtr start_message(c10d::OpType type, Tensors& tensors, int peer, std::int64_t tag);
@@ -138,7 +140,7 @@ class C10dBackend final : public c10d::Backend {
   std::shared_ptr<MessageGroup> exchange_numbers() const;
   CpuTransport& transport() const;  // throws UsageError after shutdown()
 
-  std::chrono::milliseconds timeout_;
+  milliseconds timeout_;
   std::string machine_;
   std::atomic<std::uint64_t> issued_{0};
   OwnedHere<CpuTransport> transport_;  // none after shutdown()

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "lockstep/base/to_size.h"
-#include "lockstep/collective/calls/tensor_call.h"
 
 namespace lockstep::backend {
 namespace {

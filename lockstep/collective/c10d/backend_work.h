@@ -77,12 +77,9 @@ class MessageWork final : public c10d::Work {
   int sourceRank() const override { return future_->source(); }
   Tensors result() override { return tensors_; }
 
-  bool wait(std::chrono::milliseconds timeout) override {
+  bool wait(milliseconds timeout) override {
     const std::int64_t began = trace::now_if_recording();
-    if (timeout == kNoTimeout)
-      future_->wait();
-    else
-      future_->wait(Deadline::after(timeout));
+    future_->wait(timeout == kNoTimeout ? std::nullopt : std::optional(Deadline::after(timeout)));
     settle(began);
     return c10d::Work::wait(kNoTimeout);
   }

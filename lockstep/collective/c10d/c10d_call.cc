@@ -3,8 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
-#include <mutex>
 #include <utility>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -16,12 +14,8 @@
 namespace lockstep {
 namespace {
 
-using std::chrono::milliseconds;
-
-std::string first_line(const std::exception& error) { return split(error.what(), '\n').front(); }
-
 PeerLost peer_lost(const C10dCall& call, const std::exception& cause) {
-  return PeerLost({.what = concat(call.operation, " failed: ", first_line(cause)),
+  return PeerLost({.what = concat(call.operation, " failed: ", first_line_of(cause)),
                    .here = call.here,
                    .likely = "another rank died, failed or stopped; the launcher names the first",
                    .next = "run again with --resume to go on from the last checkpoint"});
@@ -34,38 +28,26 @@ C10dWork issue_checked(const C10dCall& call, const std::function<C10dWork()>& is
 } catch (const c10::OutOfMemoryError&) {
   throw;
 } catch (const c10::Error& error) {  // before anything was sent
-  throw UsageError({.what = concat(call.operation, " refused: ", first_line(error)),
+  throw UsageError({.what = concat(call.operation, " refused: ", first_line_of(error)),
                     .here = call.here,
                     .likely = "a dtype or a layout that c10d does not exchange"});
 } catch (const std::exception& error) {  // of Gloo: the connection is closed already
   throw peer_lost(call, error);
 }
 
-milliseconds left_until(Deadline deadline) { return std::max(deadline.left(), milliseconds(1)); }  // 0: no timeout
-
 class CallUnderWay : public Future {
  public:
   CallUnderWay(C10dCall call, C10dWork work) : call_(std::move(call)), work_(std::move(work)) {}
 
-  void wait() override {
-    guarded([this] { work_->wait(); });
-  }
-  void wait(Deadline deadline) override {
-    guarded([&] { work_->wait(left_until(deadline)); });
+  void wait(std::optional<Deadline> deadline) override try {
+    work_->wait(deadline ? std::max(deadline->left(), milliseconds(1)) : kNoTimeout);
+  } catch (const std::exception& error) {
+    if (!work_->isCompleted()) throw not_finished_by_deadline(call_.here, call_.operation);
+    throw peer_lost(call_, error);
   }
   bool done() override { return work_->isCompleted(); }
 
  private:
-  template <class Wait>
-  void guarded(const Wait& wait) {
-    try {
-      wait();
-    } catch (const std::exception& error) {
-      if (!work_->isCompleted()) throw not_finished_by_deadline(call_.here, call_.operation);
-      throw peer_lost(call_, error);
-    }
-  }
-
   C10dCall call_;
   C10dWork work_;
 };
@@ -90,8 +72,7 @@ class C10dMessages::UnderWay : public Future {
   }
 
   bool settled() const { return settled_; }
-  void wait() override { result_->wait(); }
-  void wait(Deadline deadline) override { result_->wait(deadline); }
+  void wait(std::optional<Deadline> deadline) override { result_->wait(deadline); }
   bool done() override { return result_->done(); }
   int source() const override { return first_->sourceRank(); }
 
@@ -165,7 +146,7 @@ FuturePtr start_c10d(C10dCall call, const std::function<C10dWork()>& issue) {
   return std::make_shared<CallUnderWay>(std::move(call), std::move(work));
 }
 
-c10::intrusive_ptr<c10d::Store> with_prefix(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix) {
+StorePtr with_prefix(const StorePtr& store, const std::string& prefix) {
   return c10::make_intrusive<c10d::PrefixStore>(prefix, store);
 }
 

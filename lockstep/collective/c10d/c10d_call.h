@@ -7,7 +7,6 @@
 // Threads: a call: one at a time. Messages: any
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <functional>
@@ -16,6 +15,7 @@
 #include <mutex>
 #include <string>
 
+#include "lockstep/collective/store/store_ptr.h"
 #include "lockstep/collective/transport/transport.h"
 
 namespace lockstep {
@@ -60,7 +60,7 @@ class C10dMessages {
   std::list<std::shared_ptr<UnderWay>> under_way_;
 };
 
-c10::intrusive_ptr<c10d::Store> with_prefix(const c10::intrusive_ptr<c10d::Store>& store, const std::string& prefix);
+StorePtr with_prefix(const StorePtr& store, const std::string& prefix);
 
 // Options and store prefix of a transport for the sub-world of `ranks`. `groups_made` numbers a transport's groups.
 TransportOptions options_of_group(const TransportOptions& options, const std::vector<int>& ranks);

@@ -20,7 +20,7 @@ using torch::Tensor;
 
 class SparseSum {
  public:
-  SparseSum(Member member, Transport& transport, std::chrono::milliseconds timeout)
+  SparseSum(Member member, Transport& transport, milliseconds timeout)
       : member_(member), transport_(transport), timeout_(timeout) {}
 
   Tensor of(const Tensor& tensor) {
@@ -74,7 +74,7 @@ class SparseSum {
 
   Member member_;
   Transport& transport_;
-  std::chrono::milliseconds timeout_;
+  milliseconds timeout_;
 };
 
 }  // namespace
@@ -88,7 +88,7 @@ std::function<void(Transport&)> sparse_all_reduce(Member member, const Tensor& t
     throw DeviceError(
         {.what = concat("a sparse tensor on ", tensor.device().str(), " was given to the lockstep backend"),
          .next = "move it to the CPU"});
-  const auto timeout = options.timeout == c10d::kUnsetTimeout ? std::chrono::milliseconds(0) : options.timeout;
+  const auto timeout = options.timeout == c10d::kUnsetTimeout ? milliseconds(0) : options.timeout;
   return [member, tensor, timeout](Transport& transport) {
     const at::AutoDispatchBelowAutograd no_autograd;
     Tensor(tensor).copy_(SparseSum(member, transport, timeout).of(tensor));

@@ -7,7 +7,6 @@
 // Ranks:   all ranks make the same calls in the same order. Signature is what must be equal in all of them
 #pragma once
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -15,6 +14,7 @@
 #include <vector>
 
 #include "lockstep/collective_types.h"
+#include "lockstep/deadline.h"
 
 namespace lockstep {
 
@@ -49,7 +49,7 @@ struct Call {
   Algorithm algorithm = Algorithm::kDirect;  // of all_reduce
   int peer = kAnyRank;                       // of a message: the other rank; kAnyRank for a receive only
   std::int64_t tag = 0;                      // of a message
-  std::chrono::milliseconds timeout{};       // of this call's waits; 0: the world's
+  milliseconds timeout{};                    // of this call's waits; 0: the world's
 };
 
 // Refuses arguments that make no sense, before anything is announced, on the rank that made the mistake. `size`: the

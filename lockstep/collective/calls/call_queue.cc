@@ -20,13 +20,9 @@ class CallQueue::Item final : public Future {
  public:
   Item(CallQueue& queue, Body body) : queue_(queue), body_(std::move(body)) {}
 
-  void wait() override {
-    if (!finished()) queue_.run_until_done(*this);
-    if (error_) std::rethrow_exception(error_);
-  }
-  void wait(Deadline deadline) override {
+  void wait(std::optional<Deadline> deadline) override {
     if (!finished() && !queue_.wait_until_done(*this, deadline)) throw not_finished_by_deadline(queue_.here_);
-    wait();
+    if (error_) std::rethrow_exception(error_);
   }
   bool done() override {
     if (!finished()) queue_.hand_to_worker();
@@ -131,15 +127,13 @@ void CallQueue::run_until(Lock& lock, const Done& done) {
       run_front(lock);
 }
 
-void CallQueue::run_until_done(const Item& item) {
+bool CallQueue::wait_until_done(const Item& item, std::optional<Deadline> deadline) {
+  const auto is_done = [&] { return item.finished(); };
+  if (deadline) hand_to_worker();
   Lock lock(mutex_);
-  run_until(lock, [&] { return item.finished(); });
-}
-
-bool CallQueue::wait_until_done(const Item& item, Deadline deadline) {
-  hand_to_worker();
-  Lock lock(mutex_);
-  return changed_.wait_for(lock, deadline.left(), [&] { return item.finished(); });
+  if (deadline) return changed_.wait_for(lock, deadline->left(), is_done);
+  run_until(lock, is_done);
+  return true;
 }
 
 CallQueue::Turn::Turn(CallQueue& queue) : queue_(queue) {

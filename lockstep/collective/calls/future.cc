@@ -10,15 +10,13 @@ PeerLost not_finished_by_deadline(const std::string& here, const std::string& wh
                    .next = "wait longer, or look at what each rank is doing"});
 }
 
-void Completion::wait() {
+void Completion::wait(std::optional<Deadline> deadline) {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return done_; });
-  if (error_) std::rethrow_exception(error_);
-}
-
-void Completion::wait(Deadline deadline) {
-  std::unique_lock lock(mutex_);
-  if (!changed_.wait_for(lock, deadline.left(), [this] { return done_; })) throw not_finished_by_deadline({});
+  const auto is_done = [this] { return done_; };
+  if (!deadline)
+    changed_.wait(lock, is_done);
+  else if (!changed_.wait_for(lock, deadline->left(), is_done))
+    throw not_finished_by_deadline({});
   if (error_) std::rethrow_exception(error_);
 }
 

@@ -9,6 +9,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "lockstep/collective_types.h"
@@ -21,12 +22,9 @@ class Future {
  public:
   virtual ~Future() = default;
 
-  // Blocks until the call is finished, and throws what it threw, each time.
-  virtual void wait() = 0;
-
-  // The same, but throws PeerLost at the deadline; the call goes on and can be waited for again.
-  virtual void wait(Deadline deadline) = 0;
-
+  // Blocks until the call is finished, and throws what it threw, each time. At a deadline it throws PeerLost; the call
+  // goes on and can be waited for again.
+  virtual void wait(std::optional<Deadline> deadline = {}) = 0;
   virtual bool done() = 0;  // finished, well or not; never blocks
 
   virtual int source() const { return kAnyRank; }  // of a finished receive: the sender
@@ -39,8 +37,7 @@ PeerLost not_finished_by_deadline(const std::string& here, const std::string& wh
 // A future that another thread completes.
 class Completion final : public Future {
  public:
-  void wait() override;
-  void wait(Deadline deadline) override;
+  void wait(std::optional<Deadline> deadline) override;
   bool done() override;
   int source() const override { return source_; }
 

@@ -8,39 +8,39 @@
 namespace lockstep {
 namespace {
 
-bool is_dense(const torch::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_neg() && !tensor.is_conj(); }
+using torch::Tensor;
 
-const std::byte* address_of(const torch::Tensor& tensor) {
-  return static_cast<const std::byte*>(tensor.const_data_ptr());
-}
+bool is_dense(const Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_neg() && !tensor.is_conj(); }
+
+const std::byte* address_of(const Tensor& tensor) { return static_cast<const std::byte*>(tensor.const_data_ptr()); }
 
 bool lie_together(at::TensorList tensors) {
   const std::byte* next = address_of(tensors.front());
-  for (const torch::Tensor& tensor : tensors) {
+  for (const Tensor& tensor : tensors) {
     if (!is_dense(tensor) || (tensor.numel() > 0 && address_of(tensor) != next)) return false;
     next += tensor.nbytes();
   }
   return true;
 }
 
-bool overlap(const torch::Tensor& one, const torch::Tensor& other) {
+bool overlap(const Tensor& one, const Tensor& other) {
   if (!one.defined() || !other.defined() || one.device() != other.device()) return false;
   return address_of(one) < address_of(other) + other.nbytes() && address_of(other) < address_of(one) + one.nbytes();
 }
 
 // A list of tensors as one.
 struct Array {
-  torch::Tensor memory;
+  Tensor memory;
   Tensors copied;  // that the memory is a copy of
 };
 
 Array array_of(at::TensorList tensors, bool must_copy = false) {
   if (tensors.empty()) return {};
-  const torch::Tensor& first = tensors.front();
+  const Tensor& first = tensors.front();
   const bool in_place = !must_copy && lie_together(tensors);
   if (in_place && tensors.size() == 1) return {first, {}};
   std::int64_t elements = 0;
-  for (const torch::Tensor& tensor : tensors) elements += tensor.numel();
+  for (const Tensor& tensor : tensors) elements += tensor.numel();
   const auto options = first.options().requires_grad(false);
   if (!in_place) return {torch::empty({elements}, options), tensors.vec()};
   return {torch::from_blob(
@@ -49,10 +49,10 @@ Array array_of(at::TensorList tensors, bool must_copy = false) {
 }
 
 template <class Body>
-void for_each_part(const Tensors& tensors, const torch::Tensor& memory, const Body& body) {
+void for_each_part(const Tensors& tensors, const Tensor& memory, const Body& body) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   std::int64_t begin = 0;
-  for (const torch::Tensor& tensor : tensors) {
+  for (const Tensor& tensor : tensors) {
     body(tensor, memory.view(-1).narrow(0, begin, tensor.numel()).view(tensor.sizes()));
     begin += tensor.numel();
   }
@@ -70,16 +70,16 @@ std::optional<DType> to_dtype(at::ScalarType dtype) {
 }
 
 void TensorCall::begin() const {
-  for_each_part(copied_from, input_tensor, [](const torch::Tensor& tensor, const torch::Tensor& part) { part.copy_(tensor); });
+  for_each_part(copied_from, input_tensor, [](const Tensor& tensor, const Tensor& part) { part.copy_(tensor); });
 }
 
 void TensorCall::finish() const {
-  for_each_part(copied_to, output_tensor, [](const torch::Tensor& tensor, const torch::Tensor& part) { tensor.copy_(part); });
+  for_each_part(copied_to, output_tensor, [](const Tensor& tensor, const Tensor& part) { tensor.copy_(part); });
 }
 
 TensorCall with_memory(Call call, at::TensorList inputs, at::TensorList outputs) {
   // First: asking for memory to write to may move a tensor that shares its memory until it is written.
-  for (const torch::Tensor& tensor : outputs) tensor.mutable_data_ptr();
+  for (const Tensor& tensor : outputs) tensor.mutable_data_ptr();
   const bool in_place = call.operation != Operation::kAllToAll &&
                         std::ranges::equal(inputs, outputs, [](const auto& a, const auto& b) { return a.is_same(b); });
   Array output = array_of(outputs);
@@ -87,12 +87,9 @@ TensorCall with_memory(Call call, at::TensorList inputs, at::TensorList outputs)
   if (!in_place && overlap(input.memory, output.memory)) input = array_of(inputs, true);
   if (output.memory.defined()) call.output = output.memory.mutable_data_ptr();
   if (input.memory.defined()) call.input = input.memory.const_data_ptr();
-  return {std::move(call),
-          std::move(input.memory),
-          std::move(output.memory),
-          outputs.empty() ? torch::Tensor() : outputs.front(),
-          std::move(input.copied),
-          std::move(output.copied)};
+  return {std::move(call),          std::move(input.memory),
+          std::move(output.memory), outputs.empty() ? Tensor() : outputs.front(),
+          std::move(input.copied),  std::move(output.copied)};
 }
 
 }  // namespace lockstep

@@ -25,12 +25,12 @@ void GlooConnection::close() {
   constexpr int kUnusedTag = 0x7fffffff;
   std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
   try {
-    issue_alone([&] { return recvAnysource(nothing, kUnusedTag); })->wait(std::chrono::milliseconds(1));
+    issue_alone([&] { return recvAnysource(nothing, kUnusedTag); })->wait(milliseconds(1));
   } catch (const std::exception&) {  // the timeout
   }
 }
 
-Gloo connect_gloo(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) try {
+Gloo connect_gloo(const StorePtr& store, const TransportOptions& options) try {
   ignore_broken_pipes();
   // Not create_default: that would put a loopback device first.
   auto gloo_options = c10d::ProcessGroupGloo::Options::create(options.timeout);
@@ -44,7 +44,7 @@ Gloo connect_gloo(const c10::intrusive_ptr<c10d::Store>& store, const TransportO
 } catch (const Error&) {
   throw;
 } catch (const std::exception& error) {
-  throw RendezvousError({.what = concat("can't connect the ranks over Gloo: ", split(error.what(), '\n').front()),
+  throw RendezvousError({.what = concat("can't connect the ranks over Gloo: ", first_line_of(error)),
                          .here = concat(options.describe, " at ", options.address),
                          .likely = "a rank died while starting, or a firewall stands between the machines",
                          .next = "look at the other ranks' output; GLOO_SOCKET_IFNAME chooses another network"});

@@ -15,8 +15,8 @@ namespace lockstep {
 
 class GlooConnection : public c10d::ProcessGroupGloo {
  public:
-  GlooConnection(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options,
-                 c10::intrusive_ptr<Options> gloo_options, std::shared_ptr<GlooNetwork> network_of_ranks)
+  GlooConnection(const StorePtr& store, const TransportOptions& options, c10::intrusive_ptr<Options> gloo_options,
+                 std::shared_ptr<GlooNetwork> network_of_ranks)
       : ProcessGroupGloo(store, options.rank, options.size, std::move(gloo_options)),
         network(std::move(network_of_ranks)) {}
 
@@ -30,6 +30,6 @@ using Gloo = c10::intrusive_ptr<GlooConnection>;
 
 // Blocks until all ranks are connected to each other. Throws RendezvousError. From the first connection on this process
 // ignores SIGPIPE, unless it has a handler.
-Gloo connect_gloo(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options);
+Gloo connect_gloo(const StorePtr& store, const TransportOptions& options);
 
 }  // namespace lockstep

@@ -243,7 +243,7 @@ namespace {
 
 class TlsDevice final : public gloo::transport::Device {
  public:
-  TlsDevice(std::shared_ptr<GlooNetwork> network, c10::intrusive_ptr<c10d::Store> store, TransportOptions options)
+  TlsDevice(std::shared_ptr<GlooNetwork> network, StorePtr store, TransportOptions options)
       : network_(std::move(network)),
         listener_(network_->next_listener(options)),
         store_(std::move(store)),
@@ -292,8 +292,7 @@ class TlsDevice final : public gloo::transport::Device {
       context.getPair(rank)->connect(with_number(address, static_cast<std::size_t>(context.rank)));
     } catch (const std::exception& error) {
       throw RendezvousError(
-          {.what = concat("can't connect to rank ", rank, " at ", text_of(address), ": ",
-                          split(error.what(), '\n').front()),
+          {.what = concat("can't connect to rank ", rank, " at ", text_of(address), ": ", first_line_of(error)),
            .here = concat(options_.describe, " at ", options_.address),
            .likely =
                "a firewall between the machines drops packets, that rank died while starting, or a stranger answers",
@@ -303,7 +302,7 @@ class TlsDevice final : public gloo::transport::Device {
 
   std::shared_ptr<GlooNetwork> network_;
   std::shared_ptr<GlooListener> listener_;
-  c10::intrusive_ptr<c10d::Store> store_;
+  StorePtr store_;
   TransportOptions options_;
   bool is_open_ = false;  // the listener, for this connection
 };
@@ -314,7 +313,7 @@ std::shared_ptr<GlooNetwork> join_gloo_network(c10d::Store& store, const Transpo
   return std::make_shared<GlooNetwork>(store, options);
 }
 
-GlooDevice device_on(const std::shared_ptr<GlooNetwork>& network, const c10::intrusive_ptr<c10d::Store>& store,
+GlooDevice device_on(const std::shared_ptr<GlooNetwork>& network, const StorePtr& store,
                      const TransportOptions& options) {
   if (network->is_encrypted()) return std::make_shared<TlsDevice>(network, store, options);
   return network->next_listener(options)->device();

@@ -25,10 +25,10 @@
 #pragma once
 
 #include <gloo/transport/device.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <memory>
 
+#include "lockstep/collective/store/store_ptr.h"
 #include "lockstep/collective/transport/transport.h"
 
 namespace lockstep {
@@ -42,7 +42,7 @@ std::shared_ptr<GlooNetwork> join_gloo_network(c10d::Store& store, const Transpo
 // For a connection of some ranks of that network. Where it is TLS, the context that Gloo makes of it connects them over `store`, and
 // blocks meanwhile. Throws RendezvousError: a rank does not answer, or does not have the certificate that it has told; another
 // Gloo than that of libtorch 2.11.
-GlooDevice device_on(const std::shared_ptr<GlooNetwork>& network, const c10::intrusive_ptr<c10d::Store>& store,
+GlooDevice device_on(const std::shared_ptr<GlooNetwork>& network, const StorePtr& store,
                      const TransportOptions& options);
 
 // All have connected.

@@ -11,7 +11,7 @@
 namespace lockstep {
 namespace {
 
-using Tensors = std::vector<torch::Tensor>;
+using torch::Tensor;
 
 // The first transfer of a message: sent as raw bytes, followed by the data if it is small.
 struct MessageHeader {
@@ -26,7 +26,7 @@ constexpr std::size_t kDataInFirst = kFirstBytes - sizeof(MessageHeader);
 constexpr std::size_t kLargestMessage = std::size_t{1} << 30;  // Gloo's TLS counts in 31 bits
 
 void require_fitting(const TensorCall& call, const std::string& here) {
-  const torch::Tensor& tensor = call.operation == Operation::kSend ? call.input_tensor : call.output_tensor;
+  const Tensor& tensor = call.operation == Operation::kSend ? call.input_tensor : call.output_tensor;
   if (tensor.nbytes() <= kLargestMessage || network_is_insecure()) return;
   throw UsageError({.what = concat("a message of ", tensor.nbytes(), " bytes between machines"),
                     .here = here,
@@ -35,11 +35,11 @@ void require_fitting(const TensorCall& call, const std::string& here) {
 }
 
 // Gloo moves bytes of any dtype alike.
-torch::Tensor bytes_of(const torch::Tensor& tensor) { return tensor.detach().view(-1).view(torch::kUInt8); }
+Tensor bytes_of(const Tensor& tensor) { return tensor.detach().view(-1).view(torch::kUInt8); }
 
-torch::Tensor write_header(const MessageHeader& header, const torch::Tensor& data) {
+Tensor write_header(const MessageHeader& header, const Tensor& data) {
   const std::size_t data_bytes = header.second_tag == 0 ? data.nbytes() : 0;
-  torch::Tensor written = torch::empty({static_cast<std::int64_t>(sizeof header + data_bytes)}, torch::kUInt8);
+  Tensor written = torch::empty({static_cast<std::int64_t>(sizeof header + data_bytes)}, torch::kUInt8);
   auto* const bytes = static_cast<std::byte*>(written.mutable_data_ptr());
   std::memcpy(bytes, &header, sizeof header);
   if (data_bytes > 0) std::memcpy(bytes + sizeof header, data.const_data_ptr(), data_bytes);
@@ -53,7 +53,7 @@ struct Receive {
   TensorCall call;
   int from;  // the sender, as soon as it is known
   int here;
-  torch::Tensor first = torch::empty({kFirstBytes}, torch::kUInt8);
+  Tensor first = torch::empty({kFirstBytes}, torch::kUInt8);
   MessageHeader header{};  // once the first transfer is there
 
   DType sent_dtype() const { return static_cast<DType>(header.dtype); }
@@ -98,7 +98,7 @@ GlooMessages::GlooMessages(const GlooLink& link, std::string here, bool headers)
 
 GlooMessages::~GlooMessages() = default;
 
-void GlooMessages::set_timeout(std::chrono::milliseconds timeout) { gloo_->setTimeout(timeout); }
+void GlooMessages::set_timeout(milliseconds timeout) { gloo_->setTimeout(timeout); }
 
 int GlooMessages::tag_of(const Call& call) const {
   if (call.tag <= kLargestTag) return static_cast<int>(call.tag);
@@ -137,7 +137,7 @@ FuturePtr GlooMessages::send(const TensorCall& call) {
 FuturePtr GlooMessages::receive(const TensorCall& call, bool in_background) {
   require_fitting(call, here_);
   const int tag = tag_of(call);
-  const auto issue = [&](const torch::Tensor& place) {
+  const auto issue = [&](const Tensor& place) {
     Tensors places{place};
     const int from = call.peer;
     return from == kAnyRank ? gloo_->recvAnysource(places, tag) : gloo_->recv(places, from, tag);

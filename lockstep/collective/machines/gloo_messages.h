@@ -32,7 +32,7 @@ class GlooMessages {
   FuturePtr send(const TensorCall& call);
   FuturePtr receive(const TensorCall& call, bool in_background);
 
-  void set_timeout(std::chrono::milliseconds timeout);  // of messages that are waited for from now on
+  void set_timeout(milliseconds timeout);  // of messages that are waited for from now on
 
   // Ends all waits for messages here: PeerLost. The connection itself is its owner's to close.
   void close() { messages_.close(); }

@@ -63,7 +63,7 @@ Watchdog::~Watchdog() {
   }
 }
 
-Hierarchy::Hierarchy(shm::GroupPtr group, const Topology& topology_of_ranks, c10::intrusive_ptr<c10d::Store> store,
+Hierarchy::Hierarchy(shm::GroupPtr group, const Topology& topology_of_ranks, StorePtr store,
                      TransportOptions options_of_rank)
     : CpuTransport(std::move(group), options_of_rank.describe),
       options(std::move(options_of_rank)),
@@ -167,13 +167,13 @@ void Hierarchy::make_call(const Call& call) {
   scratch.reset();
 }
 
-void Hierarchy::set_timeout_of_collectives(std::chrono::milliseconds timeout) {
+void Hierarchy::set_timeout_of_collectives(milliseconds timeout) {
   inside->set_timeout(timeout);
   all.set_timeout(timeout);
   if (between) between->set_timeout(timeout);
 }
 
-void Hierarchy::set_timeout(std::chrono::milliseconds timeout) {
+void Hierarchy::set_timeout(milliseconds timeout) {
   queue_.run([&] {
     options.timeout = timeout;
     set_timeout_of_collectives(timeout);
@@ -188,7 +188,7 @@ std::unique_ptr<Transport> Hierarchy::group(const std::vector<int>& ranks) {
   return transport_of(ranks, inside->subgroup(topology.local_ranks(machine, ranks)), options);
 }
 
-std::unique_ptr<Transport> Hierarchy::separate(const std::vector<int>& ranks, std::chrono::milliseconds timeout) {
+std::unique_ptr<Transport> Hierarchy::separate(const std::vector<int>& ranks, milliseconds timeout) {
   queue_.drain();
   TransportOptions other = options;
   other.timeout = timeout;

@@ -56,8 +56,7 @@ class Hierarchy final : public CpuTransport {
  public:
   // `group`: the ranks of this machine, in the order of their ranks. Blocks until this rank is connected to all others.
   // Throws RendezvousError.
-  Hierarchy(shm::GroupPtr group, const Topology& topology_of_ranks, c10::intrusive_ptr<c10d::Store> store,
-            TransportOptions options_of_rank);
+  Hierarchy(shm::GroupPtr group, const Topology& topology_of_ranks, StorePtr store, TransportOptions options_of_rank);
 
   // In good order, unless an exception is unwinding: then the others learn at once that this rank is gone.
   ~Hierarchy() override;
@@ -69,9 +68,9 @@ class Hierarchy final : public CpuTransport {
   FuturePtr start(TensorCall call) override;
 
   std::unique_ptr<Transport> group(const std::vector<int>& ranks) override;
-  std::unique_ptr<Transport> separate(const std::vector<int>& ranks, std::chrono::milliseconds timeout) override;
+  std::unique_ptr<Transport> separate(const std::vector<int>& ranks, milliseconds timeout) override;
   void fail(const std::string& reason) override;
-  void set_timeout(std::chrono::milliseconds timeout) override;  // of messages, too
+  void set_timeout(milliseconds timeout) override;  // of messages, too
 
   TransportOptions options;
   const Topology topology;
@@ -93,14 +92,14 @@ class Hierarchy final : public CpuTransport {
   void check(const Call& call) const;
   FuturePtr start_message(const TensorCall& call, bool in_background);
   void make_call(const Call& call);
-  void set_timeout_of_collectives(std::chrono::milliseconds timeout);
+  void set_timeout_of_collectives(milliseconds timeout);
   std::exception_ptr cause_of(const std::exception_ptr& error) const;
   void give_up(const std::exception_ptr& error);
   void close(const std::exception_ptr& reason);
   std::unique_ptr<Transport> transport_of(const std::vector<int>& ranks, shm::GroupPtr members,
                                           const TransportOptions& like);
 
-  c10::intrusive_ptr<c10d::Store> store_;
+  StorePtr store_;
   std::optional<Watchdog> watchdog_;
   int groups_made_ = 0;
 };

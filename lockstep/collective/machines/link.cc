@@ -2,7 +2,6 @@
 #include "lockstep/collective/machines/link.h"
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/c10d/c10d_call.h"
 #include "lockstep/collective/machines/gloo_connection.h"
 
 namespace lockstep {
@@ -30,8 +29,7 @@ std::vector<torch::Tensor> as_tensor(const std::byte* data, std::size_t bytes) {
 
 }  // namespace
 
-GlooLink::GlooLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options,
-                   std::vector<std::string> names)
+GlooLink::GlooLink(const StorePtr& store, TransportOptions options, std::vector<std::string> names)
     : options_(std::move(options)), names_(std::move(names)), gloo_(connect_gloo(store, options_)), tag_(kCheckTag) {
   for (int step = 1; step < size(); ++step) peers_.push_back((rank() + step) % size());
 }
@@ -86,7 +84,7 @@ void GlooLink::close(std::exception_ptr reason) {
   gloo_->close();
 }
 
-void GlooLink::set_timeout(std::chrono::milliseconds timeout) {
+void GlooLink::set_timeout(milliseconds timeout) {
   const std::lock_guard lock(mutex_);
   options_.timeout = timeout;
 }
@@ -189,7 +187,7 @@ void GlooLink::forget() {
 }
 
 PeerLost GlooLink::lost(int peer, const std::exception& trouble) const {
-  return PeerLost({.what = concat("lost ", names_[peer], ": ", split(trouble.what(), '\n').front()),
+  return PeerLost({.what = concat("lost ", names_[peer], ": ", first_line_of(trouble)),
                    .here = options_.describe,
                    .likely = "a rank there died, failed or stopped; the launcher there names it",
                    .next = "run again with --resume to go on from the last checkpoint"});

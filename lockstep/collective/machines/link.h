@@ -26,15 +26,12 @@
 // (MachineCollective::run_inside).
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
 #include <functional>
 #include <map>
 #include <thread>
 
 #include "lockstep/base/int_vector.h"
-#include "lockstep/collective/transport/transport.h"
+#include "lockstep/collective/c10d/c10d_call.h"
 
 namespace lockstep {
 
@@ -47,7 +44,7 @@ class GlooLink {
 
   // `options`: rank is this rank's number among the peers, size their number. `names`: what errors call the peers.
   // Blocks until all are connected. Throws RendezvousError.
-  GlooLink(const c10::intrusive_ptr<c10d::Store>& store, TransportOptions options, std::vector<std::string> names);
+  GlooLink(const StorePtr& store, TransportOptions options, std::vector<std::string> names);
   ~GlooLink();
   GlooLink(const GlooLink&) = delete;
   GlooLink& operator=(const GlooLink&) = delete;
@@ -60,7 +57,7 @@ class GlooLink {
   // This machine leaves in good order: the others do not take that for a loss, and this one reports none any more.
   void leave();
 
-  void set_timeout(std::chrono::milliseconds timeout);  // of every wait() from now on
+  void set_timeout(milliseconds timeout);  // of every wait() from now on
 
   int rank() const { return options_.rank; }
   int size() const { return options_.size; }
@@ -93,13 +90,13 @@ class GlooLink {
   void close(std::exception_ptr reason);
 
  private:
-  using Issue = std::function<c10::intrusive_ptr<c10d::Work>()>;
+  using Issue = std::function<C10dWork()>;
   struct Transfer {
     int peer = 0;
-    c10::intrusive_ptr<c10d::Work> work;
+    C10dWork work;
   };
 
-  c10::intrusive_ptr<c10d::Work> issue(int peer, const Issue& transfer);
+  C10dWork issue(int peer, const Issue& transfer);
   void start(int peer, Transfers& transfers, const Issue& transfer);
   void wait_for(std::uint64_t number);
   void watch_next(const OnLoss& on_loss);
@@ -123,7 +120,7 @@ class GlooLink {
   std::uint64_t started_ = 0;
   std::map<std::uint64_t, Transfer> under_way_;
   std::byte goodbye_{};  // from the next machine
-  c10::intrusive_ptr<c10d::Work> watched_;
+  C10dWork watched_;
   std::jthread watcher_;
 };
 

@@ -6,7 +6,6 @@
 #include <linux/filter.h>
 #include <netinet/in.h>
 
-#include <array>
 #include <cerrno>
 #include <charconv>
 #include <cstddef>

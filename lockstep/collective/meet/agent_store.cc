@@ -23,8 +23,6 @@
 namespace lockstep {
 namespace {
 
-using std::chrono::milliseconds;
-
 // The first that c10d's client sends; a store sends the number back.
 struct [[gnu::packed]] FirstMessage {
   c10d::detail::QueryType validate = c10d::detail::QueryType::VALIDATE;
@@ -85,8 +83,7 @@ bool agent_serves_store() {
   return told != nullptr && std::string(told) == "True";
 }
 
-c10::intrusive_ptr<c10d::Store> join_agent_store(const Endpoint& endpoint, const JobEnvironment& job,
-                                                 milliseconds timeout) {
+StorePtr join_agent_store(const Endpoint& endpoint, const JobEnvironment& job, milliseconds timeout) {
   const Endpoint found = wait_for_agent(endpoint, job, Deadline::after(timeout));
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(found.port);
@@ -96,7 +93,7 @@ c10::intrusive_ptr<c10d::Store> join_agent_store(const Endpoint& endpoint, const
     const WithoutWarnings quiet;
     return c10::make_intrusive<c10d::TCPStore>(found.host, options);
   } catch (const std::exception& error) {
-    throw no_agent_store(endpoint, split(error.what(), '\n').front());
+    throw no_agent_store(endpoint, first_line_of(error));
   }
 }
 

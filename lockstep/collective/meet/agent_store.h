@@ -8,10 +8,7 @@
 // Ranks:   all of them join
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
-#include <chrono>
-
+#include "lockstep/collective/store/store_ptr.h"
 #include "lockstep/launch/endpoint.h"
 #include "lockstep/launch/environment.h"
 
@@ -21,7 +18,6 @@ namespace lockstep {
 bool agent_serves_store();
 
 // Blocks until a store answers there. Throws RendezvousError.
-c10::intrusive_ptr<c10d::Store> join_agent_store(const Endpoint& endpoint, const JobEnvironment& job,
-                                                 std::chrono::milliseconds timeout);
+StorePtr join_agent_store(const Endpoint& endpoint, const JobEnvironment& job, milliseconds timeout);
 
 }  // namespace lockstep

@@ -5,13 +5,12 @@
 #include <thread>
 
 #include "lockstep/base/text.h"
-#include "lockstep/deadline.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
 
-constexpr std::chrono::milliseconds kLongestPause{50};  // of a rank that waits for another: between two looks
+constexpr milliseconds kLongestPause{50};  // of a rank that waits for another: between two looks
 constexpr const char* kFailure = "failure";
 
 std::string keys_of_next_connection(c10d::Store& store, int rank) {
@@ -20,7 +19,7 @@ std::string keys_of_next_connection(c10d::Store& store, int rank) {
 
 }  // namespace
 
-ConnectingStore::ConnectingStore(const Store& store, int rank)
+ConnectingStore::ConnectingStore(const StorePtr& store, int rank)
     : PrefixStore(keys_of_next_connection(*store, rank), store) {}
 
 void ConnectingStore::fail(const std::string& here, const std::string& what) try {
@@ -39,11 +38,11 @@ void ConnectingStore::require_no_failure() {
 }
 
 // By check(), since c10d would log a warning for each short wait() without an answer.
-void ConnectingStore::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) {
+void ConnectingStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
   const Deadline deadline = Deadline::after(timeout);
-  for (std::chrono::milliseconds pause{1}; !PrefixStore::check(keys); pause = std::min(2 * pause, kLongestPause)) {
+  for (milliseconds pause{1}; !PrefixStore::check(keys); pause = std::min(2 * pause, kLongestPause)) {
     require_no_failure();
-    if (deadline.passed()) return PrefixStore::wait(keys, std::chrono::milliseconds(1));  // its error
+    if (deadline.passed()) return PrefixStore::wait(keys, milliseconds(1));  // its error
     std::this_thread::sleep_for(std::min(pause, deadline.left()));
   }
 }

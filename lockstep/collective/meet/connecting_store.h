@@ -13,14 +13,15 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/collective/store/store_ptr.h"
+#include "lockstep/deadline.h"
+
 namespace lockstep {
 
 class ConnectingStore final : public c10d::PrefixStore {
  public:
-  using Store = c10::intrusive_ptr<c10d::Store>;
-
   // Keys of its own for each connection that this rank makes over `store`, numbered in the order in which it makes them.
-  ConnectingStore(const Store& store, int rank);
+  ConnectingStore(const StorePtr& store, int rank);
 
   // The waits of the other ranks, and those that they begin later, throw RendezvousError with this text, unless another
   // rank has failed before. Never throws.
@@ -28,7 +29,7 @@ class ConnectingStore final : public c10d::PrefixStore {
 
   // As PrefixStore's, but also throw RendezvousError when a rank has failed.
   void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
-  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
+  void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override;
   std::vector<std::uint8_t> get(const std::string& key) override;
   std::vector<std::vector<std::uint8_t>> multiGet(const std::vector<std::string>& keys) override;
 

@@ -20,8 +20,6 @@
 namespace lockstep {
 namespace {
 
-using std::chrono::milliseconds;
-
 constexpr milliseconds kResolveEvery{200};
 constexpr milliseconds kAskAgainEvery{50};          // who did not let this rank in
 constexpr milliseconds kSecretComesWithin{60'000};  // a file in a home on NFS may be seen late
@@ -45,8 +43,7 @@ RendezvousError cannot_listen(const Endpoint& endpoint) {
 }
 
 // None: what listens there is no store, or not one with this secret; or there is no secret yet.
-c10::intrusive_ptr<c10d::Store> say_hello(SecuredConnection connection, const Deadline& deadline,
-                                          milliseconds timeout) {
+StorePtr say_hello(SecuredConnection connection, const Deadline& deadline, milliseconds timeout) {
   if (!connection.channel) return {};
   auto client = std::make_shared<MeetingClient>(std::move(connection.channel));
   if (!client->hello(deadline)) return {};
@@ -111,7 +108,7 @@ SecretPtr secret_of(const JobEnvironment& job, const std::string& place) {
   return secret;
 }
 
-c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, SecretPtr secret, milliseconds timeout) {
+StorePtr serve_store(UniqueFd listener, SecretPtr secret, milliseconds timeout) {
   const std::string host = endpoint_of(listener).host;
   const auto admit = [secret = std::move(secret)](UniqueFd fd) -> std::unique_ptr<Channel> {
     try {
@@ -125,14 +122,14 @@ c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, SecretPtr secret,
   return c10::make_intrusive<MeetingStore>(std::move(client), std::move(server), timeout, host);
 }
 
-c10::intrusive_ptr<c10d::Store> store_at(const AddressList& addresses, const JobSecret& secret,
-                                         const Deadline& deadline, milliseconds timeout) {
+StorePtr store_at(const AddressList& addresses, const JobSecret& secret, const Deadline& deadline,
+                  milliseconds timeout) {
   auto answered = connect_securely(addresses, secret, deadline);
   return answered ? say_hello(std::move(*answered), deadline, timeout) : nullptr;
 }
 
-c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEnvironment& job, const JobSecret& secret,
-                                           milliseconds timeout) {
+StorePtr join_store(const Endpoint& endpoint, const JobEnvironment& job, const JobSecret& secret,
+                    milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout);
   const AddressList addresses = resolve(endpoint, deadline);
   std::optional<Deadline>
@@ -185,10 +182,9 @@ std::string text_in(c10d::Store& store, const std::string& key) try {
   const auto bytes = store.get(key);
   return {bytes.begin(), bytes.end()};
 } catch (const std::exception& error) {
-  throw RendezvousError(
-      {.what = concat("no ", key, " in the store at MASTER_PORT: ", split(error.what(), '\n').front()),
-       .likely = "the store of another program, or rank 0 died",
-       .next = "look at rank 0's output, or choose another MASTER_PORT"});
+  throw RendezvousError({.what = concat("no ", key, " in the store at MASTER_PORT: ", first_line_of(error)),
+                         .likely = "the store of another program, or rank 0 died",
+                         .next = "look at rank 0's output, or choose another MASTER_PORT"});
 }
 
 }  // namespace lockstep

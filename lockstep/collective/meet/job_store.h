@@ -7,19 +7,17 @@
 // Ranks:   rank 0 serves, the others join
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
-#include <chrono>
 #include <memory>
 #include <string>
 
+#include "lockstep/collective/store/store_ptr.h"
 #include "lockstep/launch/endpoint.h"
 #include "lockstep/launch/environment.h"
 #include "lockstep/launch/job_secret.h"
 
 namespace lockstep {
 
-inline constexpr std::chrono::milliseconds kRetryEvery{2};
+inline constexpr milliseconds kRetryEvery{2};
 
 // A name may be new: where machines start with the job, DNS learns it a little later, so it is tried until the deadline.
 // Throws RendezvousError.
@@ -30,15 +28,14 @@ AddressList resolve(const Endpoint& endpoint, const Deadline& deadline, int sock
 UniqueFd listen_on(const Endpoint& endpoint, const Deadline& deadline, int ports = 1);
 
 // Where `listener` listens, for whoever has the secret. Does not wait for anybody.
-c10::intrusive_ptr<c10d::Store> serve_store(UniqueFd listener, SecretPtr secret, std::chrono::milliseconds timeout);
+StorePtr serve_store(UniqueFd listener, SecretPtr secret, milliseconds timeout);
 
 // Blocks until a store with this secret answers there. Throws RendezvousError.
-c10::intrusive_ptr<c10d::Store> join_store(const Endpoint& endpoint, const JobEnvironment& job, const JobSecret& secret,
-                                           std::chrono::milliseconds timeout);
+StorePtr join_store(const Endpoint& endpoint, const JobEnvironment& job, const JobSecret& secret, milliseconds timeout);
 
 // One try, until `deadline`. None: nobody, or no store with this secret, answers at any of the addresses.
-c10::intrusive_ptr<c10d::Store> store_at(const AddressList& addresses, const JobSecret& secret,
-                                         const Deadline& deadline, std::chrono::milliseconds timeout);
+StorePtr store_at(const AddressList& addresses, const JobSecret& secret, const Deadline& deadline,
+                  milliseconds timeout);
 
 // Of the ranks that meet at `place`, a text that is the same on all of them. Throws EnvironmentError.
 SecretPtr secret_of(const JobEnvironment& job, const std::string& place);

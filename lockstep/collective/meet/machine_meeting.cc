@@ -18,8 +18,6 @@
 namespace lockstep {
 namespace {
 
-using std::chrono::milliseconds;
-
 // Note [Meeting at a Unix socket]
 // The ranks of a job know something in common that names the socket: the launcher, the scheduler's job, or MASTER_ADDR and
 // MASTER_PORT, where nobody listens then. Rank 0 listens until all ranks have connected. The name is in no file system, and
@@ -74,7 +72,7 @@ std::unique_ptr<Channel> admit_own_user(UniqueFd fd) {
   return is_own_user(fd.get()) ? std::make_unique<Channel>(std::move(fd)) : nullptr;
 }
 
-c10::intrusive_ptr<c10d::Store> serve_on_machine(const JobEnvironment& job, milliseconds timeout) {
+StorePtr serve_on_machine(const JobEnvironment& job, milliseconds timeout) {
   auto server = std::make_shared<MeetingServer>(listen_for(job, name_of_socket(job)), &admit_own_user);
   auto client = std::make_shared<MeetingClient>(std::make_unique<Channel>(server->own_connection()));
   auto store = c10::make_intrusive<MeetingStore>(std::move(client), server, timeout);
@@ -84,7 +82,7 @@ c10::intrusive_ptr<c10d::Store> serve_on_machine(const JobEnvironment& job, mill
   return store;
 }
 
-c10::intrusive_ptr<c10d::Store> join_on_machine(const JobEnvironment& job, milliseconds timeout) {
+StorePtr join_on_machine(const JobEnvironment& job, milliseconds timeout) {
   const std::string name = name_of_socket(job);
   const Deadline deadline = Deadline::after(timeout);
   for (; !deadline.passed(); std::this_thread::sleep_for(kRetryEvery)) {
@@ -111,7 +109,7 @@ bool is_on_one_machine(const JobEnvironment& job) {
   return job.launcher != "address" || is_loopback(job.master_addr);  // by an address alone nobody knows
 }
 
-c10::intrusive_ptr<c10d::Store> meet_on_machine(const JobEnvironment& job, milliseconds timeout) {
+StorePtr meet_on_machine(const JobEnvironment& job, milliseconds timeout) {
   return job.rank == 0 ? serve_on_machine(job, timeout) : join_on_machine(job, timeout);
 }
 

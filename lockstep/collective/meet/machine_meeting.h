@@ -7,10 +7,8 @@
 // Ranks:   every rank calls it once
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
-#include <chrono>
-
+#include "lockstep/collective/store/store_ptr.h"
+#include "lockstep/deadline.h"
 #include "lockstep/launch/environment.h"
 
 namespace lockstep {
@@ -20,6 +18,6 @@ bool is_on_one_machine(const JobEnvironment& job);
 
 // Blocks until rank 0 answers; rank 0 until all have connected. Each end asks the kernel who the other is. Throws
 // RendezvousError: the deadline, or another job's rank 0 with the same MASTER_ADDR and MASTER_PORT; SystemError.
-c10::intrusive_ptr<c10d::Store> meet_on_machine(const JobEnvironment& job, std::chrono::milliseconds timeout);
+StorePtr meet_on_machine(const JobEnvironment& job, milliseconds timeout);
 
 }  // namespace lockstep

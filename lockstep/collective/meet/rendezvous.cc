@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <optional>
 #include <thread>
 #include <vector>
 
@@ -26,8 +25,6 @@
 
 namespace lockstep {
 namespace {
-
-using std::chrono::milliseconds;
 
 constexpr milliseconds kStrangerAnswersIn{1000};  // at a port that may be another program's
 constexpr milliseconds kLookAgainEvery{20};       // at all ports
@@ -65,8 +62,8 @@ std::string attempt() {
 }
 
 // Rank 0 took the first port that nobody had; at those before it other programs answer, or another job's rank 0.
-c10::intrusive_ptr<c10d::Store> find_own_job(const Endpoint& endpoint, const JobEnvironment& job,
-                                             const JobSecret& secret, milliseconds timeout) {
+StorePtr find_own_job(const Endpoint& endpoint, const JobEnvironment& job, const JobSecret& secret,
+                      milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout);
   const AddressList addresses = resolve(endpoint, deadline);
   for (; !deadline.passed(); std::this_thread::sleep_for(kLookAgainEvery))
@@ -110,14 +107,14 @@ std::string address_of_rank_0(LauncherStore& launcher, const std::string& name, 
        .next = "set MASTER_ADDR and MASTER_PORT on all ranks; GLOO_SOCKET_IFNAME names an interface"});
 }
 
-c10::intrusive_ptr<c10d::Store> connect_through_launcher(const JobEnvironment& job, milliseconds timeout) {
+StorePtr connect_through_launcher(const JobEnvironment& job, milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout);
   static std::atomic<int> meetings{0};
   const std::string number = concat(++meetings);  // a name is given once
   const auto launcher = open_launcher_store(job, timeout);
   launcher->put("addresses" + number, join(own_addresses(), ","));
   launcher->fence();
-  c10::intrusive_ptr<c10d::Store> served;
+  StorePtr served;
   if (job.rank == 0) {
     UniqueFd listener = listen_on({address_of_rank_0(*launcher, "addresses" + number, job, deadline), 0}, deadline);
     const Endpoint endpoint = endpoint_of(listener);
@@ -144,7 +141,7 @@ c10d::Store* beneath_prefixes(c10d::Store* store) {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Store> connect_at_address(const JobEnvironment& job, milliseconds timeout) {
+StorePtr connect_at_address(const JobEnvironment& job, milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout);
   const Endpoint endpoint = reachable_endpoint(job, deadline);
   // A rank 0 that finds its port taken leaves the secret of the other job alone.
@@ -157,7 +154,7 @@ c10::intrusive_ptr<c10d::Store> connect_at_address(const JobEnvironment& job, mi
   return store;
 }
 
-c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, milliseconds timeout) {
+StorePtr connect_store(const JobEnvironment& job, milliseconds timeout) {
   if (agent_serves_store())
     return c10::make_intrusive<c10d::PrefixStore>(
         attempt(), join_agent_store(reachable_endpoint(job, Deadline::after(timeout)), job, timeout));
@@ -165,7 +162,7 @@ c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, millise
   return job.master_addr.empty() ? connect_through_launcher(job, timeout) : connect_at_address(job, timeout);
 }
 
-c10::intrusive_ptr<c10d::Store> connect_process_group(JobEnvironment job, milliseconds timeout) {
+StorePtr connect_process_group(JobEnvironment job, milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout);
   job.job_id += " process group";
   auto store = connect_store(job, timeout);

@@ -7,11 +7,10 @@
 // Ranks:   every rank calls connect_store once
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
-#include <chrono>
 #include <string>
 
+#include "lockstep/collective/store/store_ptr.h"
+#include "lockstep/deadline.h"
 #include "lockstep/launch/environment.h"
 
 namespace lockstep {
@@ -20,25 +19,25 @@ namespace lockstep {
 // Else connect_at_address; or without an address mpirun tells the ranks where rank 0 listens (launch/launcher_store.h).
 // A name that does not resolve yet is tried again. Blocks until rank 0 answers. Throws RendezvousError: port in use (it
 // names the process there), another job's rank 0 at this port, no answer from the resolver or rank 0 before the timeout.
-c10::intrusive_ptr<c10d::Store> connect_store(const JobEnvironment& job, std::chrono::milliseconds timeout);
+StorePtr connect_store(const JobEnvironment& job, milliseconds timeout);
 
 // At MASTER_ADDR, where rank 0 listens at that address only. With several ports to try (job.master_ports) it takes the
 // first free one, and the others look for their own job. As connect_store.
-c10::intrusive_ptr<c10d::Store> connect_at_address(const JobEnvironment& job, std::chrono::milliseconds timeout);
+StorePtr connect_at_address(const JobEnvironment& job, milliseconds timeout);
 
 // As connect_store, for a process group of torch.distributed, apart from World's own meeting: the store stays for the
 // group's life. Rank 0 blocks until all have come, and does not listen any more then.
-c10::intrusive_ptr<c10d::Store> connect_process_group(JobEnvironment job, std::chrono::milliseconds timeout);
+StorePtr connect_process_group(JobEnvironment job, milliseconds timeout);
 
 // Once all ranks have connected: rank 0 does not listen any more.
 void let_nobody_else_in(c10d::Store& store);
 
 // The address of this machine's interface that routes to `host`: what is there can reach this machine at it.
 // Throws RendezvousError: the name does not resolve before the timeout; SystemError: no route.
-std::string address_towards(const std::string& host, std::chrono::milliseconds timeout);
+std::string address_towards(const std::string& host, milliseconds timeout);
 
 // The same towards the host of a TCPStore. Of another store: the address that this machine's own name has, else that of
 // the loopback interface.
-std::string address_towards_store(c10d::Store& store, std::chrono::milliseconds timeout);
+std::string address_towards_store(c10d::Store& store, milliseconds timeout);
 
 }  // namespace lockstep

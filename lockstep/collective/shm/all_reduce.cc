@@ -26,9 +26,7 @@
 namespace lockstep::shm {
 namespace {
 
-bool within_reach(Location place) {
-  return place.kind == Location::Kind::kArena || place.kind == Location::Kind::kAddress;
-}
+bool within_reach(Location place) { return place.kind == Location::kArena || place.kind == Location::kAddress; }
 
 // Parts begin on cache lines, if the array does: then no two ranks write to the same line.
 Partition partition_of(const Call& call, int ranks) {
@@ -41,8 +39,28 @@ class Reducer {
   Reducer(Group& group, const Call& call)
       : group_(group), call_(call), parts_(partition_of(call, group.size())), element_(size_of(call.dtype)) {}
 
-  void announce() const;
-  bool all_within_reach() const;
+  // Says where input and output lie. Small data is shown where that costs least: up to 24 bytes in the announcement
+  // itself, then in the slot where some peer could not reach it in place.
+  void announce() const {
+    if (bytes() <= Announcement::kLineBytes && fits_slot()) return group_.announce_line(input(), bytes());
+    Location source = group_.locate(input(), bytes());
+    const Location target = wants_all() ? group_.locate(output(), bytes()) : Location{};
+    const bool out_of_reach = source.kind == Location::kPrivate || (wants_all() && target.kind == Location::kPrivate);
+    if (fits_slot() && (out_of_reach || bytes() <= kAlwaysOneShotBytes)) {
+      show_bytes(group_.slot(group_.rank()), input(), bytes());
+      source = {.kind = Location::kSlot};
+    }
+    if (in_chunks() && group_.rank() == 0) chunks_taken().store(0, std::memory_order_relaxed);
+    group_.announce(source, target);
+  }
+
+  bool all_within_reach() const {
+    for (int peer = 0; peer < group_.size(); ++peer)
+      if (!within_reach(input_of(peer)) || (wants_all(peer) && !within_reach(group_.announcement(peer).output())))
+        return false;
+    return true;
+  }
+
   bool fits_slot() const { return bytes() <= one_shot_reduction_bytes(group_.size()); }
   bool scatters() const { return call_.operation == Operation::kReduceScatter; }  // each rank wants its own part only
 
@@ -51,10 +69,92 @@ class Reducer {
     group_.destinations[0] = output();
     reduce(reduction(parts_.total(), 1), call_.dtype, call_.op);
   }
-  void one_shot() const;
-  void direct() const;
-  void staged_whole() const;
-  void staged_lanes() const;
+
+  // ---- One shot
+
+  // Every rank reads p*K (or of its part) and reduces by itself. Slots and lines need no second wait: they are written
+  // again in collective s+2, and no rank gets there before all have left s. A rank whose input is read in place has to
+  // wait until its peers have read it, and keeps its own result in its slot until then: input and output may be the same.
+  void one_shot() const {
+    const Part part = scatters() ? parts_[group_.rank()] : Part{0, parts_.total()};
+    bool read_in_place = false;
+    for (int peer = 0; peer < group_.size(); ++peer) {
+      group_.sources[peer] = shown_by(peer) + part.begin * element_;
+      read_in_place |= within_reach(input_of(peer));
+    }
+    const bool wanted = scatters() || wants_all();
+    const bool mine_in_place = within_reach(input_of(group_.rank()));
+    group_.destinations[0] = mine_in_place ? group_.slot(group_.rank()) : output();
+    if (wanted) {
+      const Group::PeerAccess access(group_);
+      reduce(reduction(part.count, 1), call_.dtype, call_.op);
+    }
+    if (!read_in_place) return;
+    group_.finish(1);
+    if (wanted && mine_in_place) copy_bytes(output(), group_.slot(group_.rank()), part.count * element_);
+  }
+
+  // ---- Direct
+
+  // Reads K/p of each of p inputs, writes K/p to each output. Ranks touch disjoint parts, so in place is safe: no other
+  // rank reads or writes a part. The wait at the end says that all parts are written and that no input is read any more.
+  void direct() const {
+    {
+      const Group::PeerAccess access(group_);
+      if (in_chunks()) {
+        const Part all{0, parts_.total()};
+        const std::size_t most = kReducedChunkBytes / element_;
+        const std::size_t chunks = chunks_of(all.count, most);
+        for (std::size_t mine = chunks_taken().fetch_add(1); mine < chunks; mine = chunks_taken().fetch_add(1))
+          reduce_part(all.chunk(mine, most));
+      } else {
+        reduce_part(parts_[group_.rank()]);
+      }
+    }
+    group_.finish(1);
+  }
+
+  // ---- Staged
+
+  // Step s stages chunk s of this rank's input, then reduces chunk s-1 of all ranks', which all have staged by then. The
+  // root of a reduce stages nothing: no other rank reads its input.
+  void staged_whole() const {
+    group_.make_staging();
+    const Part all{0, parts_.total()};
+    const std::size_t per_chunk = group_.staging_bytes() / element_;
+    const auto chunks = static_cast<std::uint32_t>(chunks_of(all.count, per_chunk));
+    const bool stages = call_.operation == Operation::kAllReduce || !wants_all();
+    for (std::uint32_t step = 0; step <= chunks; ++step) {
+      if (step > 0) group_.post(step);
+      const Part own = all.chunk(step, per_chunk);  // empty in the last step
+      if (stages) show_bytes(group_.staging(group_.rank(), step), input(own.begin), own.count * element_);
+      if (step == 0) continue;
+      group_.wait(step);
+      if (!wants_all()) continue;
+      const Part part = all.chunk(step - 1, per_chunk);
+      for (int peer = 0; peer < group_.size(); ++peer)
+        group_.sources[peer] = peer == group_.rank() ? input(part.begin) : group_.staging(peer, step - 1);
+      group_.destinations[0] = output(part.begin);
+      reduce(reduction(part.count, 1), call_.dtype, call_.op);
+    }
+    group_.finish(chunks + 1);
+  }
+
+  // Step s stages chunk s for the others; reduces the own lane of chunk s-1, which all have staged; copies the results of
+  // chunk s-2, which all have reduced. A reduce_scatter is done after the second of these.
+  void staged_lanes() const {
+    group_.make_staging();
+    const auto chunks = static_cast<std::uint32_t>(chunks_of(parts_.longest() * element_, lane_bytes()));
+    const std::uint32_t last = chunks + (scatters() ? 0 : 1);
+    for (std::uint32_t step = 0; step <= last; ++step) {
+      if (step > 0) group_.post(step);
+      if (step < chunks) stage_lanes(step);
+      if (step > 0) group_.wait(step);
+      if (step > 0 && step <= chunks) reduce_lane(step - 1);
+      if (step > 1 && wants_all()) copy_lanes(step - 2);
+    }
+    group_.finish(last + 1);
+  }
 
  private:
   // The address of element `begin`.
@@ -80,199 +180,83 @@ class Reducer {
             .streamed = streamed};
   }
 
-  const std::byte* shown_by(int peer) const;
+  const std::byte* shown_by(int peer) const {
+    const Location place = input_of(peer);
+    if (place.kind == Location::kSlot) return group_.slot(peer);
+    if (place.kind != Location::kLine) return group_.pointer(place, bytes());
+    std::byte* const line = group_.lines[peer].data();
+    group_.announcement(peer).read_line(line);
+    return line;
+  }
 
   // Large arrays that some rank wants whole. The counter belongs to this collective: rank 0 zeroes it before it arrives.
   bool in_chunks() const { return !scatters() && bytes() >= kInChunksFromBytes; }
   std::atomic_ref<std::uint64_t> chunks_taken() const { return std::atomic_ref(*group_.counts(0)); }
-  void reduce_part(Part part) const;
-  std::size_t find_outputs(std::size_t offset) const;
+
+  void reduce_part(Part part) const {
+    const std::size_t offset = part.begin * element_;
+    for (int peer = 0; peer < group_.size(); ++peer)
+      group_.sources[peer] = group_.pointer(input_of(peer), bytes()) + offset;
+    reduce(reduction(part.count, find_outputs(offset)), call_.dtype, call_.op);
+  }
+
+  // Finds where the own part goes. Several ranks may name the same memory as their output: it is written once.
+  std::size_t find_outputs(std::size_t offset) const {
+    auto& outputs = group_.destinations;
+    if (scatters()) {
+      outputs[0] = output();
+      return 1;
+    }
+    int found = 0;
+    for (int peer = 0; peer < group_.size(); ++peer) {
+      if (!wants_all(peer)) continue;
+      std::byte* const target = group_.pointer(group_.announcement(peer).output(), bytes()) + offset;
+      if (std::find(outputs.begin(), outputs.begin() + found, target) == outputs.begin() + found)
+        outputs[found++] = target;
+    }
+    return static_cast<unsigned>(found);
+  }
 
   std::size_t lane_bytes() const { return group_.lane_bytes(group_.size()); }
   Part lane_part(int rank, std::size_t chunk) const { return parts_[rank].chunk(chunk, lane_bytes() / element_); }
   std::byte* lane_of(int staged_by, int owner, std::size_t chunk) const {
     return group_.staging(staged_by, chunk) + static_cast<unsigned>(owner) * lane_bytes();
   }
-  void stage_lanes(std::size_t chunk) const;
-  void reduce_lane(std::size_t chunk) const;
-  void copy_lanes(std::size_t chunk) const;
+
+  void stage_lanes(std::size_t chunk) const {
+    for (int owner = 0; owner < group_.size(); ++owner) {
+      if (owner == group_.rank()) continue;
+      const Part part = lane_part(owner, chunk);
+      show_bytes(lane_of(group_.rank(), owner, chunk), input(part.begin), part.count * element_);
+    }
+  }
+
+  // The result goes into this rank's own lane, which stage_lanes() leaves free, for the others to copy.
+  void reduce_lane(std::size_t chunk) const {
+    const int me = group_.rank();
+    const Part part = lane_part(me, chunk);
+    if (part.count == 0) return;
+    for (int peer = 0; peer < group_.size(); ++peer)
+      group_.sources[peer] = peer == me ? input(part.begin) : lane_of(peer, me, chunk);
+    group_.destinations[0] = scatters() ? output(part.begin - parts_[me].begin) : lane_of(me, me, chunk);
+    if (wants_all()) group_.destinations[1] = output(part.begin);
+    const bool streams = !scatters() && part.count * element_ >= kStreamFromBytes;
+    reduce(reduction(part.count, wants_all() ? 2 : 1, streams ? 1 : 0), call_.dtype, call_.op);
+  }
+
+  void copy_lanes(std::size_t chunk) const {
+    for (int owner = 0; owner < group_.size(); ++owner) {
+      if (owner == group_.rank()) continue;
+      const Part part = lane_part(owner, chunk);
+      copy_bytes(output(part.begin), lane_of(owner, owner, chunk), part.count * element_);
+    }
+  }
 
   Group& group_;
   const Call& call_;
   Partition parts_;      // rank r reduces part r
   std::size_t element_;  // bytes
 };
-
-// Says where input and output lie. Small data is shown where that costs least: up to 24 bytes in the announcement
-// itself, then in the slot where some peer could not reach it in place.
-void Reducer::announce() const {
-  if (bytes() <= Announcement::kLineBytes && fits_slot()) return group_.announce_line(input(), bytes());
-  Location source = group_.locate(input(), bytes());
-  const Location target = wants_all() ? group_.locate(output(), bytes()) : Location{};
-  const bool out_of_reach =
-      source.kind == Location::Kind::kPrivate || (wants_all() && target.kind == Location::Kind::kPrivate);
-  if (fits_slot() && (out_of_reach || bytes() <= kAlwaysOneShotBytes)) {
-    show_bytes(group_.slot(group_.rank()), input(), bytes());
-    source = {.kind = Location::Kind::kSlot};
-  }
-  if (in_chunks() && group_.rank() == 0) chunks_taken().store(0, std::memory_order_relaxed);
-  group_.announce(source, target);
-}
-
-bool Reducer::all_within_reach() const {
-  for (int peer = 0; peer < group_.size(); ++peer)
-    if (!within_reach(input_of(peer)) || (wants_all(peer) && !within_reach(group_.announcement(peer).output())))
-      return false;
-  return true;
-}
-
-// ---- One shot
-
-const std::byte* Reducer::shown_by(int peer) const {
-  const Location place = input_of(peer);
-  if (place.kind == Location::Kind::kSlot) return group_.slot(peer);
-  if (place.kind != Location::Kind::kLine) return group_.pointer(place, bytes());
-  std::byte* const line = group_.lines[peer].data();
-  group_.announcement(peer).read_line(line);
-  return line;
-}
-
-// Every rank reads p*K (or of its part) and reduces by itself. Slots and lines need no second wait: they are written
-// again in collective s+2, and no rank gets there before all have left s. A rank whose input is read in place has to
-// wait until its peers have read it, and keeps its own result in its slot until then: input and output may be the same.
-void Reducer::one_shot() const {
-  const Part part = scatters() ? parts_[group_.rank()] : Part{0, parts_.total()};
-  bool read_in_place = false;
-  for (int peer = 0; peer < group_.size(); ++peer) {
-    group_.sources[peer] = shown_by(peer) + part.begin * element_;
-    read_in_place |= within_reach(input_of(peer));
-  }
-  const bool wanted = scatters() || wants_all();
-  const bool mine_in_place = within_reach(input_of(group_.rank()));
-  group_.destinations[0] = mine_in_place ? group_.slot(group_.rank()) : output();
-  if (wanted) {
-    const Group::PeerAccess access(group_);
-    reduce(reduction(part.count, 1), call_.dtype, call_.op);
-  }
-  if (!read_in_place) return;
-  group_.finish(1);
-  if (wanted && mine_in_place) copy_bytes(output(), group_.slot(group_.rank()), part.count * element_);
-}
-
-// ---- Direct
-
-// Reads K/p of each of p inputs, writes K/p to each output. Ranks touch disjoint parts, so in place is safe: no other
-// rank reads or writes a part. The wait at the end says that all parts are written and that no input is read any more.
-void Reducer::direct() const {
-  {
-    const Group::PeerAccess access(group_);
-    if (in_chunks()) {
-      const Part all{0, parts_.total()};
-      const std::size_t most = kReducedChunkBytes / element_;
-      const std::size_t chunks = chunks_of(all.count, most);
-      for (std::size_t mine = chunks_taken().fetch_add(1); mine < chunks; mine = chunks_taken().fetch_add(1))
-        reduce_part(all.chunk(mine, most));
-    } else {
-      reduce_part(parts_[group_.rank()]);
-    }
-  }
-  group_.finish(1);
-}
-
-void Reducer::reduce_part(Part part) const {
-  const std::size_t offset = part.begin * element_;
-  for (int peer = 0; peer < group_.size(); ++peer)
-    group_.sources[peer] = group_.pointer(input_of(peer), bytes()) + offset;
-  reduce(reduction(part.count, find_outputs(offset)), call_.dtype, call_.op);
-}
-
-// Finds where the own part goes. Several ranks may name the same memory as their output: it is written once.
-std::size_t Reducer::find_outputs(std::size_t offset) const {
-  auto& outputs = group_.destinations;
-  if (scatters()) {
-    outputs[0] = output();
-    return 1;
-  }
-  int found = 0;
-  for (int peer = 0; peer < group_.size(); ++peer) {
-    if (!wants_all(peer)) continue;
-    std::byte* const target = group_.pointer(group_.announcement(peer).output(), bytes()) + offset;
-    if (std::find(outputs.begin(), outputs.begin() + found, target) == outputs.begin() + found)
-      outputs[found++] = target;
-  }
-  return static_cast<unsigned>(found);
-}
-
-// ---- Staged
-
-// Step s stages chunk s of this rank's input, then reduces chunk s-1 of all ranks', which all have staged by then. The
-// root of a reduce stages nothing: no other rank reads its input.
-void Reducer::staged_whole() const {
-  group_.make_staging();
-  const Part all{0, parts_.total()};
-  const std::size_t per_chunk = group_.staging_bytes() / element_;
-  const auto chunks = static_cast<std::uint32_t>(chunks_of(all.count, per_chunk));
-  const bool stages = call_.operation == Operation::kAllReduce || !wants_all();
-  for (std::uint32_t step = 0; step <= chunks; ++step) {
-    if (step > 0) group_.post(step);
-    const Part own = all.chunk(step, per_chunk);  // empty in the last step
-    if (stages) show_bytes(group_.staging(group_.rank(), step), input(own.begin), own.count * element_);
-    if (step == 0) continue;
-    group_.wait(step);
-    if (!wants_all()) continue;
-    const Part part = all.chunk(step - 1, per_chunk);
-    for (int peer = 0; peer < group_.size(); ++peer)
-      group_.sources[peer] = peer == group_.rank() ? input(part.begin) : group_.staging(peer, step - 1);
-    group_.destinations[0] = output(part.begin);
-    reduce(reduction(part.count, 1), call_.dtype, call_.op);
-  }
-  group_.finish(chunks + 1);
-}
-
-// Step s stages chunk s for the others; reduces the own lane of chunk s-1, which all have staged; copies the results of
-// chunk s-2, which all have reduced. A reduce_scatter is done after the second of these.
-void Reducer::staged_lanes() const {
-  group_.make_staging();
-  const auto chunks = static_cast<std::uint32_t>(chunks_of(parts_.longest() * element_, lane_bytes()));
-  const std::uint32_t last = chunks + (scatters() ? 0 : 1);
-  for (std::uint32_t step = 0; step <= last; ++step) {
-    if (step > 0) group_.post(step);
-    if (step < chunks) stage_lanes(step);
-    if (step > 0) group_.wait(step);
-    if (step > 0 && step <= chunks) reduce_lane(step - 1);
-    if (step > 1 && wants_all()) copy_lanes(step - 2);
-  }
-  group_.finish(last + 1);
-}
-
-void Reducer::stage_lanes(std::size_t chunk) const {
-  for (int owner = 0; owner < group_.size(); ++owner) {
-    if (owner == group_.rank()) continue;
-    const Part part = lane_part(owner, chunk);
-    show_bytes(lane_of(group_.rank(), owner, chunk), input(part.begin), part.count * element_);
-  }
-}
-
-// The result goes into this rank's own lane, which stage_lanes() leaves free, for the others to copy.
-void Reducer::reduce_lane(std::size_t chunk) const {
-  const int me = group_.rank();
-  const Part part = lane_part(me, chunk);
-  if (part.count == 0) return;
-  for (int peer = 0; peer < group_.size(); ++peer)
-    group_.sources[peer] = peer == me ? input(part.begin) : lane_of(peer, me, chunk);
-  group_.destinations[0] = scatters() ? output(part.begin - parts_[me].begin) : lane_of(me, me, chunk);
-  if (wants_all()) group_.destinations[1] = output(part.begin);
-  const bool streams = !scatters() && part.count * element_ >= kStreamFromBytes;
-  reduce(reduction(part.count, wants_all() ? 2 : 1, streams ? 1 : 0), call_.dtype, call_.op);
-}
-
-void Reducer::copy_lanes(std::size_t chunk) const {
-  for (int owner = 0; owner < group_.size(); ++owner) {
-    if (owner == group_.rank()) continue;
-    const Part part = lane_part(owner, chunk);
-    copy_bytes(output(part.begin), lane_of(owner, owner, chunk), part.count * element_);
-  }
-}
 
 }  // namespace
 

@@ -26,7 +26,7 @@ class SharedArrays {
       : group_(group), call_(call), whole_{0, call.count}, element_(size_of(call.dtype)) {
     const std::size_t bytes = call.count * element_;
     mine_ = static_cast<std::byte*>(call.output);
-    if (group.locate(mine_, bytes).kind == Location::Kind::kPrivate) {
+    if (group.locate(mine_, bytes).kind == Location::kPrivate) {
       copy_ = group.allocate(bytes);
       mine_ = copy_.data();
     }
@@ -36,9 +36,67 @@ class SharedArrays {
     group.arrive();
   }
 
-  void central();
-  void ring();
-  void tree();
+  // Two steps: rank 0 reduces all arrays into its own, the others copy that.
+  void central() {
+    if (group_.rank() == 0) {
+      const Group::PeerAccess access(group_);
+      for (int peer = 0; peer < group_.size(); ++peer) group_.sources[peer] = of(peer, whole_);
+      reduce_sources(group_.size(), whole_, true);
+      group_.post(1);
+    } else {
+      group_.wait(1, 0);
+      copy(0, whole_);
+    }
+    finish(2);
+  }
+
+  // Steps 1 ... p-1 add, steps p ... 2p-2 copy; each moves K/p per rank. Part s starts at rank s, collects a summand at
+  // each rank on its way, is complete at rank s-1 and goes round once more.
+  //
+  // In step k rank r takes part r-k (mod p) from its left neighbour, once that one has finished step k-1. It overwrites a
+  // part only after its right neighbour has read it: before step p+j its left neighbour has finished p+j-1, so the one
+  // before that p+j-2, and so on around; the right neighbour, p-1 places on, has finished j+1, in which it read part r-j.
+  void ring() {
+    const int p = group_.size();
+    const Partition split = Partition::even(whole_.count, p, kCacheLine / element_);
+    const int left = (group_.rank() + p - 1) % p;
+    for (int step = 1; step <= 2 * p - 2; ++step) {
+      if (step > 1) group_.wait(static_cast<unsigned>(step - 1), left);
+      const Part part = split[(group_.rank() - step + 2 * p) % p];
+      if (step < p)
+        reduce({left, group_.rank()}, part, step == p - 1);
+      else
+        copy(left, part);
+      group_.post(static_cast<unsigned>(step));
+    }
+    finish(static_cast<unsigned>(2 * p - 1));
+  }
+
+  // A binomial tree. Up, level by level: a rank whose number has the lowest `level` bits 0 adds the array of the rank
+  // `distance` above it, K bytes, once that one has finished the level before. Down: the same pairs in reverse order, the
+  // upper rank copies K bytes. An upper rank's array is read up before it is overwritten down, levels apart.
+  void tree() {
+    const int rank = group_.rank();
+    const int levels = std::bit_width(static_cast<unsigned>(group_.size() - 1));
+    std::uint32_t step = 0;
+    for (int level = 0; level < levels; ++level) {
+      const int distance = 1 << level;
+      if (rank % (2 * distance) == 0 && rank + distance < group_.size()) {
+        group_.wait(step, rank + distance);
+        reduce({rank, rank + distance}, whole_, level == levels - 1);
+      }
+      group_.post(++step);
+    }
+    for (int level = levels - 1; level >= 0; --level) {
+      const int distance = 1 << level;
+      if (rank % (2 * distance) == distance) {
+        group_.wait(step, rank - distance);
+        copy(rank - distance, whole_);
+      }
+      group_.post(++step);
+    }
+    finish(step + 1);
+  }
 
  private:
   std::byte* of(int rank, Part part) const {
@@ -79,68 +137,6 @@ class SharedArrays {
   std::byte* mine_ = nullptr;
   Memory copy_;
 };
-
-// Two steps: rank 0 reduces all arrays into its own, the others copy that.
-void SharedArrays::central() {
-  if (group_.rank() == 0) {
-    const Group::PeerAccess access(group_);
-    for (int peer = 0; peer < group_.size(); ++peer) group_.sources[peer] = of(peer, whole_);
-    reduce_sources(group_.size(), whole_, true);
-    group_.post(1);
-  } else {
-    group_.wait(1, 0);
-    copy(0, whole_);
-  }
-  finish(2);
-}
-
-// Steps 1 ... p-1 add, steps p ... 2p-2 copy; each moves K/p per rank. Part s starts at rank s, collects a summand at
-// each rank on its way, is complete at rank s-1 and goes round once more.
-//
-// In step k rank r takes part r-k (mod p) from its left neighbour, once that one has finished step k-1. It overwrites a
-// part only after its right neighbour has read it: before step p+j its left neighbour has finished p+j-1, so the one
-// before that p+j-2, and so on around; the right neighbour, p-1 places on, has finished j+1, in which it read part r-j.
-void SharedArrays::ring() {
-  const int p = group_.size();
-  const Partition split = Partition::even(whole_.count, p, kCacheLine / element_);
-  const int left = (group_.rank() + p - 1) % p;
-  for (int step = 1; step <= 2 * p - 2; ++step) {
-    if (step > 1) group_.wait(static_cast<unsigned>(step - 1), left);
-    const Part part = split[(group_.rank() - step + 2 * p) % p];
-    if (step < p)
-      reduce({left, group_.rank()}, part, step == p - 1);
-    else
-      copy(left, part);
-    group_.post(static_cast<unsigned>(step));
-  }
-  finish(static_cast<unsigned>(2 * p - 1));
-}
-
-// A binomial tree. Up, level by level: a rank whose number has the lowest `level` bits 0 adds the array of the rank
-// `distance` above it, K bytes, once that one has finished the level before. Down: the same pairs in reverse order, the
-// upper rank copies K bytes. An upper rank's array is read up before it is overwritten down, levels apart.
-void SharedArrays::tree() {
-  const int rank = group_.rank();
-  const int levels = std::bit_width(static_cast<unsigned>(group_.size() - 1));
-  std::uint32_t step = 0;
-  for (int level = 0; level < levels; ++level) {
-    const int distance = 1 << level;
-    if (rank % (2 * distance) == 0 && rank + distance < group_.size()) {
-      group_.wait(step, rank + distance);
-      reduce({rank, rank + distance}, whole_, level == levels - 1);
-    }
-    group_.post(++step);
-  }
-  for (int level = levels - 1; level >= 0; --level) {
-    const int distance = 1 << level;
-    if (rank % (2 * distance) == distance) {
-      group_.wait(step, rank - distance);
-      copy(rank - distance, whole_);
-    }
-    group_.post(++step);
-  }
-  finish(step + 1);
-}
 
 }  // namespace
 

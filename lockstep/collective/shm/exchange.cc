@@ -48,105 +48,95 @@ class Exchange {
     transfer();
   }
 
-  void arrive();
-  void transfer();
+  void arrive() {
+    const Location place = show();
+    if (place.kind == Location::kSlot && group_.size() > 1) copy_bytes(group_.slot(group_.rank()), input, input_bytes);
+    group_.announce(place, {}, given.empty() ? input_bytes : std::ranges::max(given, {}, &Part::count).count);
+    group_.arrive();
+  }
+
+  // Copies from all that show their input in a slot or in place, then streams from those that stage. All ranks see the
+  // same announcements, so all of them stream, through as many chunks as the longest staged message has, or none does.
+  // Without a stream, a second wait is needed only where some input is read in place: its owner waits until all ranks
+  // have posted that they are done reading.
+  void transfer() {
+    bool read_in_place = false;
+    std::size_t longest_staged = 0;
+    for (int peer = 0; peer < group_.size(); ++peer) {
+      const Location::Kind kind = place_of(peer).kind;
+      if (kind == Location::kPrivate) longest_staged = std::max(longest_staged, group_.announcement(peer).longest());
+      read_in_place |= kind == Location::kArena || kind == Location::kAddress;
+      if (peer == group_.rank() || kind != Location::kPrivate) copy_at_once(peer);
+    }
+    if (longest_staged > 0) return stream(longest_staged);
+    if (!read_in_place) return;
+    group_.post(1);
+    if (place_of(group_.rank()).kind != Location::kSlot) group_.wait(1);
+    group_.end(1);
+  }
 
  private:
-  Location show() const;
+  Location show() const {
+    if (input_bytes <= kOneShotExchangeBytes || group_.size() == 1) return {.kind = Location::kSlot};
+    return group_.locate(input, input_bytes);
+  }
+
   Location place_of(int peer) const { return group_.announcement(peer).input(); }
-  void copy_at_once(int peer) const;
-  void stream(std::size_t longest);
-  void copy_in(std::size_t chunk, std::size_t lane_bytes) const;
-  void copy_out(std::size_t chunk, std::size_t lane_bytes) const;
+
+  void copy_at_once(int peer) const {
+    const Part part = taken[peer];
+    if (part.count == 0) return;
+    std::byte* const to = output + part.begin;
+    const std::size_t offset = found_at[peer];
+    if (peer == group_.rank()) return copy_bytes(to, input + offset, part.count);
+    const Location place = place_of(peer);
+    if (place.kind == Location::kSlot) return copy_bytes(to, group_.slot(peer) + offset, part.count);
+    const Group::PeerAccess access(group_);
+    copy_bytes(to, group_.pointer(place, offset + part.count) + offset, part.count);
+  }
+
+  // Step s fills this rank's chunk s, then copies what this rank takes out of chunk s-1 of every rank that stages.
+  // Group::staging_bytes says why no chunk is overwritten before it was read.
+  void stream(std::size_t longest) {
+    const std::size_t lane_bytes = group_.lane_bytes(given.empty() ? 1 : group_.size());
+    const bool mine = place_of(group_.rank()).kind == Location::kPrivate;
+    if (mine) group_.make_staging();
+    const auto chunks = static_cast<std::uint32_t>(chunks_of(longest, lane_bytes));
+    for (std::uint32_t step = 0; step <= chunks; ++step) {
+      if (step > 0) group_.post(step);
+      if (mine && step < chunks) copy_in(step, lane_bytes);
+      if (step == 0) continue;
+      group_.wait(step);
+      copy_out(step - 1, lane_bytes);
+    }
+    group_.finish(chunks + 1);
+  }
+
+  void copy_in(std::size_t chunk, std::size_t lane_bytes) const {
+    std::byte* lane = group_.staging(group_.rank(), chunk);
+    if (given.empty()) {
+      const Part part = Part{0, input_bytes}.chunk(chunk, lane_bytes);
+      return show_bytes(lane, input + part.begin, part.count);
+    }
+    for (int reader = 0; reader < group_.size(); ++reader, lane += lane_bytes) {
+      if (reader == group_.rank()) continue;
+      const Part part = given[reader].chunk(chunk, lane_bytes);
+      show_bytes(lane, input + part.begin, part.count);
+    }
+  }
+
+  void copy_out(std::size_t chunk, std::size_t lane_bytes) const {
+    const std::size_t lane = given.empty() ? 0 : static_cast<unsigned>(group_.rank()) * lane_bytes;
+    for (int peer = 0; peer < group_.size(); ++peer) {
+      if (peer == group_.rank() || place_of(peer).kind != Location::kPrivate) continue;
+      const Part part = taken[peer].chunk(chunk, lane_bytes);
+      if (part.count > 0) copy_bytes(output + part.begin, group_.staging(peer, chunk) + lane, part.count);
+    }
+  }
 
   Group& group_;
   std::size_t element_;
 };
-
-void Exchange::arrive() {
-  const Location place = show();
-  if (place.kind == Location::Kind::kSlot && group_.size() > 1)
-    copy_bytes(group_.slot(group_.rank()), input, input_bytes);
-  group_.announce(place, {}, given.empty() ? input_bytes : std::ranges::max(given, {}, &Part::count).count);
-  group_.arrive();
-}
-
-Location Exchange::show() const {
-  if (input_bytes <= kOneShotExchangeBytes || group_.size() == 1) return {.kind = Location::Kind::kSlot};
-  return group_.locate(input, input_bytes);
-}
-
-// Copies from all that show their input in a slot or in place, then streams from those that stage. All ranks see the
-// same announcements, so all of them stream, through as many chunks as the longest staged message has, or none does.
-// Without a stream, a second wait is needed only where some input is read in place: its owner waits until all ranks
-// have posted that they are done reading.
-void Exchange::transfer() {
-  bool read_in_place = false;
-  std::size_t longest_staged = 0;
-  for (int peer = 0; peer < group_.size(); ++peer) {
-    const Location::Kind kind = place_of(peer).kind;
-    if (kind == Location::Kind::kPrivate)
-      longest_staged = std::max(longest_staged, group_.announcement(peer).longest());
-    read_in_place |= kind == Location::Kind::kArena || kind == Location::Kind::kAddress;
-    if (peer == group_.rank() || kind != Location::Kind::kPrivate) copy_at_once(peer);
-  }
-  if (longest_staged > 0) return stream(longest_staged);
-  if (!read_in_place) return;
-  group_.post(1);
-  if (place_of(group_.rank()).kind != Location::Kind::kSlot) group_.wait(1);
-  group_.end(1);
-}
-
-void Exchange::copy_at_once(int peer) const {
-  const Part part = taken[peer];
-  if (part.count == 0) return;
-  std::byte* const to = output + part.begin;
-  const std::size_t offset = found_at[peer];
-  if (peer == group_.rank()) return copy_bytes(to, input + offset, part.count);
-  const Location place = place_of(peer);
-  if (place.kind == Location::Kind::kSlot) return copy_bytes(to, group_.slot(peer) + offset, part.count);
-  const Group::PeerAccess access(group_);
-  copy_bytes(to, group_.pointer(place, offset + part.count) + offset, part.count);
-}
-
-// Step s fills this rank's chunk s, then copies what this rank takes out of chunk s-1 of every rank that stages.
-// Group::staging_bytes says why no chunk is overwritten before it was read.
-void Exchange::stream(std::size_t longest) {
-  const std::size_t lane_bytes = group_.lane_bytes(given.empty() ? 1 : group_.size());
-  const bool mine = place_of(group_.rank()).kind == Location::Kind::kPrivate;
-  if (mine) group_.make_staging();
-  const auto chunks = static_cast<std::uint32_t>(chunks_of(longest, lane_bytes));
-  for (std::uint32_t step = 0; step <= chunks; ++step) {
-    if (step > 0) group_.post(step);
-    if (mine && step < chunks) copy_in(step, lane_bytes);
-    if (step == 0) continue;
-    group_.wait(step);
-    copy_out(step - 1, lane_bytes);
-  }
-  group_.finish(chunks + 1);
-}
-
-void Exchange::copy_in(std::size_t chunk, std::size_t lane_bytes) const {
-  std::byte* lane = group_.staging(group_.rank(), chunk);
-  if (given.empty()) {
-    const Part part = Part{0, input_bytes}.chunk(chunk, lane_bytes);
-    return show_bytes(lane, input + part.begin, part.count);
-  }
-  for (int reader = 0; reader < group_.size(); ++reader, lane += lane_bytes) {
-    if (reader == group_.rank()) continue;
-    const Part part = given[reader].chunk(chunk, lane_bytes);
-    show_bytes(lane, input + part.begin, part.count);
-  }
-}
-
-void Exchange::copy_out(std::size_t chunk, std::size_t lane_bytes) const {
-  const std::size_t lane = given.empty() ? 0 : static_cast<unsigned>(group_.rank()) * lane_bytes;
-  for (int peer = 0; peer < group_.size(); ++peer) {
-    if (peer == group_.rank() || place_of(peer).kind != Location::Kind::kPrivate) continue;
-    const Part part = taken[peer].chunk(chunk, lane_bytes);
-    if (part.count > 0) copy_bytes(output + part.begin, group_.staging(peer, chunk) + lane, part.count);
-  }
-}
 
 // Every rank checks every pair of ranks, so that all of them throw.
 void check_pairs(const Group& group) {

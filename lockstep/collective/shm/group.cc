@@ -36,8 +36,7 @@ Memory make_shared_memory(const Group& group, std::size_t bytes, int users) {
   return memory;
 }
 
-Group::Group(std::shared_ptr<Peers> peers, GroupArea area, std::vector<int> ranks, int rank,
-             std::chrono::milliseconds timeout)
+Group::Group(std::shared_ptr<Peers> peers, GroupArea area, std::vector<int> ranks, int rank, milliseconds timeout)
     : sources(static_cast<int>(ranks.size())),
       destinations(sources.size()),
       lines(sources.size()),
@@ -48,7 +47,7 @@ Group::Group(std::shared_ptr<Peers> peers, GroupArea area, std::vector<int> rank
       waiter_(*peers_, ranks_[rank_], *this, timeout),
       mailbox_(std::make_unique<Mailbox>(*this, timeout)) {}
 
-GroupPtr Group::of_all(const std::shared_ptr<Peers>& peers, int rank, std::chrono::milliseconds timeout) {
+GroupPtr Group::of_all(const std::shared_ptr<Peers>& peers, int rank, milliseconds timeout) {
   std::vector<int> ranks(static_cast<unsigned>(peers->size()));
   std::iota(ranks.begin(), ranks.end(), 0);
   return {new Group(peers, peers->group_area(), std::move(ranks), rank, timeout), DeleteInOwnProcess()};
@@ -79,7 +78,7 @@ void Group::require_own_process() const {
   if (is_parents()) refuse_forked_child(self());
 }
 
-void Group::set_timeout(std::chrono::milliseconds timeout) {
+void Group::set_timeout(milliseconds timeout) {
   waiter_.set_timeout(timeout);
   mailbox_->set_timeout(timeout);
 }
@@ -112,7 +111,7 @@ int Group::run(const Call& call, const Signature* announced) {
       case Operation::kBroadcast: shm::broadcast(*this, call); break;
       case Operation::kScatter: shm::scatter(*this, call); break;
       case Operation::kAllToAll: shm::all_to_all(*this, call); break;
-      default: announce({.kind = Location::Kind::kSlot}, {}); arrive();
+      default: announce({.kind = Location::kSlot}, {}); arrive();
     }
   } catch (...) {
     after_failure();

@@ -29,7 +29,6 @@
 #pragma once
 
 #include <array>
-#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -48,7 +47,7 @@ using GroupPtr = std::shared_ptr<Group>;
 class Group final : public CallDescription {
  public:
   // All ranks of the machine, which have taken their seats.
-  static GroupPtr of_all(const std::shared_ptr<Peers>& peers, int rank, std::chrono::milliseconds timeout);
+  static GroupPtr of_all(const std::shared_ptr<Peers>& peers, int rank, milliseconds timeout);
 
   // Without leave() first, this rank counts as failed: the machine is poisoned, so that no peer waits for it. Messages
   // under way are given up; no collective may be.
@@ -67,7 +66,7 @@ class Group final : public CallDescription {
   int size() const { return ranks_.size(); }
   int machine_rank(int rank) const { return ranks_[rank]; }
   int job_rank(int rank) const { return peers_->job_rank(ranks_[rank]); }  // the job's number of a rank, as in messages
-  void set_timeout(std::chrono::milliseconds timeout);                     // for every wait from now on
+  void set_timeout(milliseconds timeout);                                  // for every wait from now on
 
   // Memory that peers read in place. It may outlive the group. Throws SystemError.
   Memory allocate(std::size_t bytes) const;
@@ -199,8 +198,7 @@ class Group final : public CallDescription {
   friend struct CountersOf;  // a test, which begins near the wrap
 
   // `ranks`: the machine's ranks of this group's ranks 0, 1, ...
-  Group(std::shared_ptr<Peers> peers, GroupArea area, std::vector<int> ranks, int rank,
-        std::chrono::milliseconds timeout);
+  Group(std::shared_ptr<Peers> peers, GroupArea area, std::vector<int> ranks, int rank, milliseconds timeout);
   bool is_parents() const { return !process_.is_here(); }
   int run_as(Operation operation, Call& call) {
     call.operation = operation;

@@ -8,7 +8,7 @@
 
 namespace lockstep::shm {
 
-Mailbox::Mailbox(Group& group, std::chrono::milliseconds timeout)
+Mailbox::Mailbox(Group& group, milliseconds timeout)
     : group_(group), waiter_(group.peers(), group.machine_rank(group.rank()), *this, timeout), sent_(group.size()) {}
 
 Mailbox::~Mailbox() {
@@ -22,7 +22,7 @@ Mailbox::~Mailbox() {
   if (thread_.joinable()) thread_.join();
 }
 
-void Mailbox::set_timeout(std::chrono::milliseconds timeout) {
+void Mailbox::set_timeout(milliseconds timeout) {
   drain();
   waiter_.set_timeout(timeout);
 }
@@ -56,7 +56,7 @@ int Mailbox::run(const Call& call) {
 
 FuturePtr Mailbox::start(const Call& call) { return enqueue(Transfer(group_, call, sent_), call.timeout); }
 
-FuturePtr Mailbox::enqueue(Transfer transfer, std::chrono::milliseconds timeout) {
+FuturePtr Mailbox::enqueue(Transfer transfer, milliseconds timeout) {
   auto completion = std::make_shared<Completion>();
   {
     const std::lock_guard lock(mutex_);

@@ -26,10 +26,10 @@ namespace lockstep::shm {
 
 class Mailbox final : public CallDescription {
  public:
-  Mailbox(Group& group, std::chrono::milliseconds timeout);
+  Mailbox(Group& group, milliseconds timeout);
   ~Mailbox();  // gives up what is under way
 
-  void set_timeout(std::chrono::milliseconds timeout);
+  void set_timeout(milliseconds timeout);
 
   int run(const Call& call);  // of a receive: returns who sent it
   FuturePtr start(const Call& call);
@@ -45,7 +45,7 @@ class Mailbox final : public CallDescription {
     Deadline deadline;
   };
 
-  FuturePtr enqueue(Transfer transfer, std::chrono::milliseconds timeout);
+  FuturePtr enqueue(Transfer transfer, milliseconds timeout);
   Flag& bell() const { return group_.area().progress(group_.rank()).bell; }
   int machine_rank_of(const Transfer& transfer) const;
 

@@ -6,10 +6,10 @@
 #pragma once
 
 #include <algorithm>
-#include <chrono>
 #include <cstddef>
 
 #include "lockstep/collective/shm/memory/control_block.h"
+#include "lockstep/deadline.h"
 
 namespace lockstep::shm {
 
@@ -20,7 +20,7 @@ inline constexpr int kSpins = 400;
 inline constexpr int kYields = 200;
 inline constexpr int kSpinsWhenCrowded = 20;
 inline constexpr int kYieldsWhenCrowded = 50;
-inline constexpr std::chrono::milliseconds kLongestSleep{10};  // how often a sleeper looks for trouble
+inline constexpr milliseconds kLongestSleep{10};  // how often a sleeper looks for trouble
 
 // A reduction of up to so many bytes is done in one shot if some rank's memory is out of its peers' reach: everybody
 // reads everybody's slot and reduces by itself. Up to 24 bytes travel in the announcement. Arenas are better reduced in

@@ -19,12 +19,12 @@ constexpr auto kRelease = std::memory_order_release;
 
 bool Transfer::progress() {
   if (header_ == nullptr && !(sends() ? post() : take_header())) return false;
-  const bool in_header = header_->place.kind == Location::Kind::kSlot;
+  const bool in_header = header_->place.kind == Location::kSlot;
   if (sends()) {
     if (staging_.data() != nullptr) fill();
     return in_header || answered();
   }
-  if (header_->place.kind == Location::Kind::kPrivate) return empty();
+  if (header_->place.kind == Location::kPrivate) return empty();
   if (in_header)
     copy_bytes(static_cast<std::byte*>(call_.output), header_->data.data(), bytes_);
   else
@@ -70,17 +70,16 @@ void Transfer::write(MessageHeader& header) {
   header.dtype = call_.dtype;
   header.place = place;
   header.refused = false;
-  if (place.kind == Location::Kind::kSlot)
-    copy_bytes(header.data.data(), static_cast<const std::byte*>(call_.input), bytes_);
+  if (place.kind == Location::kSlot) copy_bytes(header.data.data(), static_cast<const std::byte*>(call_.input), bytes_);
 }
 
 Location Transfer::place_data() {
-  if (bytes_ <= kInlineBytes) return {.kind = Location::Kind::kSlot};
+  if (bytes_ <= kInlineBytes) return {.kind = Location::kSlot};
   Location place = group_.locate(call_.input, bytes_);
-  if (place.kind != Location::Kind::kPrivate) return place;
+  if (place.kind != Location::kPrivate) return place;
   staging_ = group_.allocate(kStagingChunks * group_.staging_bytes());
   place = in_arena(group_.machine_rank(group_.rank()), staging_.offset());
-  place.kind = Location::Kind::kPrivate;
+  place.kind = Location::kPrivate;
   return place;
 }
 
@@ -143,7 +142,7 @@ void Transfer::refuse() {
   const std::string theirs = concat("send of ", header_->count, " ", to_string(header_->dtype));
   header_->wanted = {.operation = Operation::kReceive, .dtype = call_.dtype, .count = call_.count};
   header_->refused = true;
-  answer(header_->place.kind == Location::Kind::kSlot ? MessageHeader::kFree : MessageHeader::kAnswered);
+  answer(header_->place.kind == Location::kSlot ? MessageHeader::kFree : MessageHeader::kAnswered);
   group_.disagree(source_, describe(), theirs);
 }
 

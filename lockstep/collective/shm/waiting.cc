@@ -19,7 +19,7 @@ observe::WaitScope scope_of_wait(const Peers& peers, int peer) {
 
 }  // namespace
 
-Waiter::Waiter(const Peers& peers, int rank, const CallDescription& call, std::chrono::milliseconds timeout)
+Waiter::Waiter(const Peers& peers, int rank, const CallDescription& call, milliseconds timeout)
     : peers_(peers),
       rank_(rank),
       call_(call),
@@ -79,7 +79,7 @@ bool Waiter::look_around(int peer, const Done& done) {
 // Names the rank that holds up all others, not the one that waits for it too.
 void Waiter::give_up_as_stalled(int peer) {
   const int late = peers_.holds_up(peer);
-  const std::string longest = human_seconds(std::chrono::duration<double>(call_timeout_).count());
+  const std::string longest = human_seconds(call_timeout_);
   if (late == peer)
     give_up(Cause::kStalled,
             concat(peer == kNobody ? "no rank answered" : peers_.name(peer) + " did not answer", " within ", longest),

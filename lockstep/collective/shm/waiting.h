@@ -9,7 +9,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <functional>
 #include <optional>
 #include <string>
@@ -35,14 +34,14 @@ inline constexpr int kNobody = -1;
 
 class Waiter {
  public:
-  Waiter(const Peers& peers, int rank, const CallDescription& call, std::chrono::milliseconds timeout);
+  Waiter(const Peers& peers, int rank, const CallDescription& call, milliseconds timeout);
 
-  std::chrono::milliseconds timeout() const { return timeout_; }
-  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+  milliseconds timeout() const { return timeout_; }
+  void set_timeout(milliseconds timeout) { timeout_ = timeout; }
 
   // The deadline starts anew with the first wait of this call that has to sleep: a call that finds all it
   // waits for while it spins does not read the clock. `timeout`: of this call only; 0: the one set for all.
-  void begin_call(std::chrono::milliseconds timeout = {}) {
+  void begin_call(milliseconds timeout = {}) {
     observe::moved();
     call_timeout_ = timeout.count() > 0 ? timeout : timeout_;
     deadline_.reset();
@@ -80,8 +79,8 @@ class Waiter {
   const Peers& peers_;
   int rank_;  // of the machine
   const CallDescription& call_;
-  std::chrono::milliseconds timeout_;
-  std::chrono::milliseconds call_timeout_;
+  milliseconds timeout_;
+  milliseconds call_timeout_;
   std::optional<Deadline> deadline_;
   std::atomic<bool> cancelled_{false};
   int spins_;

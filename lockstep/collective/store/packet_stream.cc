@@ -53,12 +53,12 @@ std::optional<Packet> decode(std::string_view body) {
   return packet;
 }
 
-bool PacketStream::has_packet() const {
-  Length length = 0;
-  if (in_.size() < sizeof length) return false;
-  std::memcpy(&length, in_.data(), sizeof length);
-  return in_.size() - sizeof length >= length;
+std::optional<std::uint32_t> PacketStream::length() const {
+  std::string_view in = in_;
+  return take_number<Length>(in);
 }
+
+bool PacketStream::has_packet() const { return length() && in_.size() - sizeof(Length) >= *length(); }
 
 // Never holds more than one packet and a buffer's worth of the next: the length is checked before its bytes are kept.
 bool PacketStream::read() {
@@ -68,10 +68,7 @@ bool PacketStream::read() {
     if (!bytes) return false;
     if (*bytes == 0) return true;
     in_.append(room.data(), *bytes);
-    Length length = 0;
-    if (in_.size() < sizeof length) continue;
-    std::memcpy(&length, in_.data(), sizeof length);
-    broken_ = length > longest_;
+    broken_ = length().value_or(0) > longest_;
   }
   return !broken_;
 }
@@ -90,12 +87,11 @@ bool PacketStream::write() {
 
 std::optional<Packet> PacketStream::next() {
   if (broken_ || !has_packet()) return std::nullopt;
-  Length length = 0;
-  std::memcpy(&length, in_.data(), sizeof length);
-  broken_ = length > longest_;  // the one behind the last
-  auto packet = broken_ ? std::nullopt : decode(std::string_view(in_).substr(sizeof length, length));
+  const Length bytes = *length();
+  broken_ = bytes > longest_;  // the one behind the last
+  auto packet = broken_ ? std::nullopt : decode(std::string_view(in_).substr(sizeof bytes, bytes));
   broken_ = !packet.has_value();
-  in_.erase(0, sizeof length + length);
+  in_.erase(0, sizeof bytes + bytes);
   return packet;
 }
 

@@ -64,6 +64,7 @@ class PacketStream {
   short events() const { return channel_->events(has_to_write()); }
 
  private:
+  std::optional<std::uint32_t> length() const;  // of the packet that comes next; nothing: not known yet
   bool has_packet() const;
 
   std::unique_ptr<Channel> channel_;

@@ -14,7 +14,6 @@
 namespace lockstep {
 namespace {
 
-using std::chrono::milliseconds;
 using Kind = Packet::Kind;
 using Bytes = MeetingStore::Bytes;
 
@@ -56,9 +55,7 @@ Packet MeetingStore::ask(const Packet& request) {
   return client_->ask(request, Deadline::after(std::max(getTimeout(), kLeastPatience)));
 }
 
-c10::intrusive_ptr<c10d::Store> MeetingStore::clone() {
-  return c10::make_intrusive<MeetingStore>(client_, server_, getTimeout(), host_);
-}
+StorePtr MeetingStore::clone() { return c10::make_intrusive<MeetingStore>(client_, server_, getTimeout(), host_); }
 
 void MeetingStore::set(const std::string& key, const Bytes& value) {
   ask({.kind = Kind::kSet, .texts = {key, text_of(value)}});

@@ -7,14 +7,13 @@
 // Ranks:   each has one
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
 #include "lockstep/collective/store/packet_stream.h"
+#include "lockstep/collective/store/store_ptr.h"
 #include "lockstep/collective/store/store_server.h"
 #include "lockstep/deadline.h"
 
@@ -46,8 +45,8 @@ class MeetingStore final : public c10d::Store {
  public:
   using Bytes = std::vector<std::uint8_t>;
 
-  MeetingStore(std::shared_ptr<MeetingClient> client, std::shared_ptr<MeetingServer> server,
-               std::chrono::milliseconds timeout, std::string host = "")
+  MeetingStore(std::shared_ptr<MeetingClient> client, std::shared_ptr<MeetingServer> server, milliseconds timeout,
+               std::string host = "")
       : Store(timeout), client_(std::move(client)), server_(std::move(server)), host_(std::move(host)) {}
 
   using Store::compareSet;
@@ -61,7 +60,7 @@ class MeetingStore final : public c10d::Store {
   bool check(const std::vector<std::string>& keys) override;
   std::int64_t getNumKeys() override;
   void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
-  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
+  void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override;
   void append(const std::string& key, const Bytes& value) override;
   std::vector<Bytes> multiGet(const std::vector<std::string>& keys) override;
   void multiSet(const std::vector<std::string>& keys, const std::vector<Bytes>& values) override;

@@ -14,8 +14,8 @@
 namespace lockstep {
 namespace {
 
-constexpr std::chrono::milliseconds kLookAtDeadlinesEvery{1000};
-constexpr std::chrono::milliseconds kWithoutDescriptors{100};  // until the next try to accept
+constexpr milliseconds kLookAtDeadlinesEvery{1000};
+constexpr milliseconds kWithoutDescriptors{100};  // until the next try to accept
 
 std::array<UniqueFd, 2> socket_pair() {
   std::array<int, 2> fds{};

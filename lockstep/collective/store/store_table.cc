@@ -20,45 +20,39 @@ bool parse_number(const std::string& text, std::int64_t& number) {
   return error == std::errc() && end == text.data() + text.size();
 }
 
-// How many texts a request of this kind has.
-bool has_its_texts(const Packet& request) {
-  const std::size_t count = request.texts.size();
-  switch (request.kind) {
-    case Kind::kSet: return count > 0 && count % 2 == 0;
-    case Kind::kGet:
-    case Kind::kCheck: return true;
-    case Kind::kAdd:
-    case Kind::kDelete: return count == 1;
-    case Kind::kCompareSet: return count == 3;
-    case Kind::kAppend: return count == 2;
-    case Kind::kHello:
-    case Kind::kCount: return count == 0;
-    default: return false;
-  }
-}
-
 }  // namespace
 
 Packet StoreTable::answer(const Packet& request) {
-  if (!has_its_texts(request)) return refused("a malformed request");
   const auto& texts = request.texts;
+  const std::size_t count = texts.size();
   switch (request.kind) {
-    case Kind::kSet: return set(texts);
+    case Kind::kHello:
+      if (count == 0) return {};
+      break;
+    case Kind::kSet:
+      if (count > 0 && count % 2 == 0) return set(texts);
+      break;
     case Kind::kGet: return get(texts);
-    case Kind::kAdd: return add(texts[0], request.number);
-    case Kind::kCompareSet: return compare_set(texts[0], texts[1], texts[2]);
-    case Kind::kDelete: return erase(texts[0]);
-    case Kind::kAppend: {
-      const auto found = values_.find(texts[0]);
-      return set({texts[0], found == values_.end() ? texts[1] : found->second + texts[1]});
-    }
-    case Kind::kCheck: {
-      const bool all = std::ranges::all_of(texts, [this](const std::string& key) { return values_.contains(key); });
-      return {.number = all ? 1 : 0};
-    }
-    case Kind::kCount: return {.number = std::ssize(values_)};
-    default: return {};
+    case Kind::kAdd:
+      if (count == 1) return add(texts[0], request.number);
+      break;
+    case Kind::kCompareSet:
+      if (count == 3) return compare_set(texts[0], texts[1], texts[2]);
+      break;
+    case Kind::kDelete:
+      if (count == 1) return erase(texts[0]);
+      break;
+    case Kind::kCheck:
+      return {.number = std::ranges::all_of(texts, [this](const auto& key) { return values_.contains(key); }) ? 1 : 0};
+    case Kind::kCount:
+      if (count == 0) return {.number = std::ssize(values_)};
+      break;
+    case Kind::kAppend:
+      if (count == 2) return append(texts[0], texts[1]);
+      break;
+    default: break;
   }
+  return refused("a malformed request");
 }
 
 bool StoreTable::put(const std::string& key, const std::string& value) {
@@ -75,6 +69,11 @@ Packet StoreTable::set(const std::vector<std::string>& pairs) {
   for (std::size_t i = 0; i < pairs.size(); i += 2)
     if (!put(pairs[i], pairs[i + 1])) return no_room();
   return {};
+}
+
+Packet StoreTable::append(const std::string& key, const std::string& value) {
+  const auto found = values_.find(key);
+  return set({key, found == values_.end() ? value : found->second + value});
 }
 
 Packet StoreTable::get(const std::vector<std::string>& keys) const {

@@ -25,6 +25,7 @@ class StoreTable {
 
  private:
   Packet set(const std::vector<std::string>& pairs);  // key, value, key, value, …
+  Packet append(const std::string& key, const std::string& value);
   Packet get(const std::vector<std::string>& keys) const;
   Packet add(const std::string& key, std::int64_t number);
   Packet compare_set(const std::string& key, const std::string& expected, const std::string& wanted);

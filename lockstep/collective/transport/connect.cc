@@ -73,8 +73,7 @@ std::string reachable_address(c10d::Store& store, const TransportOptions& option
   return is_loopback(mine) && other != all.end() ? address_towards(*other, options.timeout) : mine;
 }
 
-CpuConnection connect_cpu_ranks(const c10::intrusive_ptr<c10d::Store>& store, const std::string& machine,
-                                const TransportOptions& options) {
+CpuConnection connect_cpu_ranks(const StorePtr& store, const std::string& machine, const TransportOptions& options) {
   const auto connecting = c10::make_intrusive<ConnectingStore>(store, options.rank);
   try {
     return connect_over(connecting, machine, options);

@@ -103,12 +103,12 @@ std::unique_ptr<Transport> CpuTransport::group(const std::vector<int>& ranks) {
   return transport_of(inside->subgroup(ranks));
 }
 
-std::unique_ptr<Transport> CpuTransport::separate(const std::vector<int>& ranks, std::chrono::milliseconds timeout) {
+std::unique_ptr<Transport> CpuTransport::separate(const std::vector<int>& ranks, milliseconds timeout) {
   queue_.run_all();
   return transport_of(separate_inside(ranks, timeout));
 }
 
-shm::GroupPtr CpuTransport::separate_inside(const std::vector<int>& ranks, std::chrono::milliseconds timeout) const {
+shm::GroupPtr CpuTransport::separate_inside(const std::vector<int>& ranks, milliseconds timeout) const {
   shm::Options options{.timeout = timeout};
   for (const int member : ranks) options.job_ranks.push_back(inside->job_rank(member));
   return connect_ranks(ranks, inside->rank(), options,
@@ -127,7 +127,7 @@ shm::GroupPtr CpuTransport::machine_group() {
   return whole_group_of(*inside);
 }
 
-void CpuTransport::set_timeout(std::chrono::milliseconds timeout) {
+void CpuTransport::set_timeout(milliseconds timeout) {
   queue_.run([&] { inside->set_timeout(timeout); });
 }
 

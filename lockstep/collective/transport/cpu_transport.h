@@ -31,7 +31,7 @@ class CpuTransport : public Transport {
   FuturePtr start(TensorCall call) override;
   int run(const TensorCall& call) override;
   std::unique_ptr<Transport> group(const std::vector<int>& ranks) override;
-  std::unique_ptr<Transport> separate(const std::vector<int>& ranks, std::chrono::milliseconds timeout) override;
+  std::unique_ptr<Transport> separate(const std::vector<int>& ranks, milliseconds timeout) override;
   torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) override;
   shm::GroupPtr machine_group() override;
   void fail(const std::string& reason) override { inside->poison(reason); }
@@ -40,12 +40,12 @@ class CpuTransport : public Transport {
   CallQueue& queue() { return queue_; }
 
   // Sets the longest time of every wait from now on, after the calls that were started before.
-  virtual void set_timeout(std::chrono::milliseconds timeout);
+  virtual void set_timeout(milliseconds timeout);
 
  protected:
   // A group of `ranks`, which are numbers in `inside`, in memory of its own; none where they are none. Every rank calls.
   // Blocks until they are connected. Throws RendezvousError, SystemError.
-  shm::GroupPtr separate_inside(const std::vector<int>& ranks, std::chrono::milliseconds timeout) const;
+  shm::GroupPtr separate_inside(const std::vector<int>& ranks, milliseconds timeout) const;
 
  private:
   struct Message {

@@ -30,7 +30,7 @@ Options options_of(const Call& call) {
 
 #ifdef LOCKSTEP_WITH_CUDA
 
-Nccl connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) {
+Nccl connect_nccl(const StorePtr& store, const TransportOptions& options) {
   auto nccl = c10d::ProcessGroupNCCL::Options::create();
   nccl->timeout = options.timeout;
   return c10::make_intrusive<c10d::ProcessGroupNCCL>(with_prefix(store, "nccl"), options.rank, options.size, nccl);
@@ -39,8 +39,8 @@ Nccl connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, const TransportO
 #else
 
 // A library that brings GPUs of its own, as the tests' simulator does, brings a backend between them, too.
-Nccl connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) {
-  using Make = c10d::Backend*(const c10::intrusive_ptr<c10d::Store>&, int rank, int size, std::chrono::milliseconds);
+Nccl connect_nccl(const StorePtr& store, const TransportOptions& options) {
+  using Make = c10d::Backend*(const StorePtr&, int rank, int size, milliseconds);
   const auto make = reinterpret_cast<Make*>(::dlsym(RTLD_DEFAULT, "lockstep_simulated_nccl"));
   if (make == nullptr) throw built_without_cuda();
   require_gpus(0);
@@ -51,7 +51,7 @@ Nccl connect_nccl(const c10::intrusive_ptr<c10d::Store>& store, const TransportO
 
 class NcclTransport : public Transport {
  public:
-  NcclTransport(c10::intrusive_ptr<c10d::Store> store, TransportOptions options)
+  NcclTransport(StorePtr store, TransportOptions options)
       : store_(std::move(store)), options_(std::move(options)), nccl_(connect_nccl(store_, options_)) {}
 
   FuturePtr start(TensorCall call) override {
@@ -119,7 +119,7 @@ class NcclTransport : public Transport {
     return {whole.front().split_with_sizes(counts.empty() ? even : counts)};
   }
 
-  c10::intrusive_ptr<c10d::Store> store_;
+  StorePtr store_;
   TransportOptions options_;
   Nccl nccl_;
   int groups_made_ = 0;
@@ -127,7 +127,7 @@ class NcclTransport : public Transport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_nccl(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options) {
+std::unique_ptr<Transport> make_nccl(const StorePtr& store, const TransportOptions& options) {
   return std::make_unique<NcclTransport>(store, options);
 }
 

@@ -12,7 +12,6 @@
 #pragma once
 
 #include <torch/types.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
 #include <memory>
@@ -22,6 +21,7 @@
 #include "lockstep/collective/calls/future.h"
 #include "lockstep/collective/calls/tensor_call.h"
 #include "lockstep/collective/shm/group.h"
+#include "lockstep/collective/store/store_ptr.h"
 
 namespace lockstep {
 
@@ -44,7 +44,7 @@ class Transport {
   virtual std::unique_ptr<Transport> group(const std::vector<int>& ranks) = 0;
 
   // The same with connections of its own: neither is lost with the other. `timeout`: of this rank's waits.
-  virtual std::unique_ptr<Transport> separate(const std::vector<int>& ranks, std::chrono::milliseconds /*timeout*/) {
+  virtual std::unique_ptr<Transport> separate(const std::vector<int>& ranks, milliseconds /*timeout*/) {
     return group(ranks);
   }
 
@@ -70,13 +70,13 @@ struct TransportOptions {
   int size = 1;
   std::string describe;               // "rank 2 of 4 on gpu-a", for messages
   std::string address = "127.0.0.1";  // of this machine, as the other ranks reach it; GLOO_SOCKET_IFNAME goes first
-  std::chrono::milliseconds timeout = kDefaultTimeout;
+  milliseconds timeout = kDefaultTimeout;
   std::shared_ptr<GlooNetwork> network{};  // that a group shares with its World; none: a new one
   bool message_headers = true;  // a message between machines begins with its dtype and length (gloo_messages.h)
 };
 
 // c10d's NCCL, for CUDA tensors. Blocks until this rank is connected to all others. Throws RendezvousError; DeviceError in
 // a build without CUDA.
-std::unique_ptr<Transport> make_nccl(const c10::intrusive_ptr<c10d::Store>& store, const TransportOptions& options);
+std::unique_ptr<Transport> make_nccl(const StorePtr& store, const TransportOptions& options);
 
 }  // namespace lockstep

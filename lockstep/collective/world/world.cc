@@ -21,8 +21,9 @@ struct Work::State {
   TracedMessage traced;
   bool finished = false;
 
-  // `began` to wait: now_if_recording().
-  void finish(std::int64_t began) {
+  void wait(std::optional<Deadline> deadline) {
+    const std::int64_t began = trace::now_if_recording();
+    future->wait(deadline);
     if (finished) return;
     call.finish();
     finished = true;
@@ -30,17 +31,8 @@ struct Work::State {
   }
 };
 
-void Work::wait() {
-  const std::int64_t began = trace::now_if_recording();
-  state_->future->wait();
-  state_->finish(began);
-}
-
-void Work::wait(Deadline deadline) {
-  const std::int64_t began = trace::now_if_recording();
-  state_->future->wait(deadline);
-  state_->finish(began);
-}
+void Work::wait() { state_->wait({}); }
+void Work::wait(Deadline deadline) { state_->wait(deadline); }
 
 bool Work::done() { return state_->future->done(); }
 
@@ -72,7 +64,7 @@ int World::node_rank() const { return state_->job.node_rank; }
 torch::Device World::device() const { return state_->caller.device; }
 const CoreSet& World::cores() const { return state_->cores; }
 std::string World::describe() const { return state_->caller.here; }
-std::chrono::milliseconds World::timeout() const { return state_->timeout; }
+milliseconds World::timeout() const { return state_->timeout; }
 
 // ---- Sub-worlds
 
@@ -134,7 +126,7 @@ std::optional<World> World::group(const RankList& ranks) const {
   return WorldState::world_of(std::move(state));
 }
 
-std::optional<World> World::separate(const RankList& ranks, std::chrono::milliseconds timeout) const {
+std::optional<World> World::separate(const RankList& ranks, milliseconds timeout) const {
   const auto longest = timeout.count() > 0 ? timeout : state_->timeout;
   auto cpu_transport = state_->cpu_transport->separate(agree_on_list(ranks), longest);
   if (!cpu_transport) return std::nullopt;

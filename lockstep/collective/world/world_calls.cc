@@ -16,17 +16,19 @@
 namespace lockstep {
 namespace {
 
+using torch::Tensor;
+
 using Sizes = std::vector<std::int64_t>;
 
 std::int64_t sum_of(const Sizes& rows) { return std::accumulate(rows.begin(), rows.end(), std::int64_t{0}); }
 
-Sizes with_rows(std::int64_t rows, const torch::Tensor& tensor) {
+Sizes with_rows(std::int64_t rows, const Tensor& tensor) {
   Sizes shape = tensor.sizes().vec();
   shape.front() = rows;
   return shape;
 }
 
-std::vector<std::int64_t> values_of(const torch::Tensor& tensor) {
+std::vector<std::int64_t> values_of(const Tensor& tensor) {
   const auto* const values = tensor.const_data_ptr<std::int64_t>();
   return {values, values + tensor.numel()};
 }
@@ -35,8 +37,7 @@ std::vector<std::int64_t> values_of(const torch::Tensor& tensor) {
 class Asked {
  public:
   // Checks the tensor. Also in a world of one: what would fail on many ranks fails on one.
-  Asked(const Caller& caller, const char* name, const torch::Tensor& tensor)
-      : caller_(caller), name_(name), tensor_(tensor) {
+  Asked(const Caller& caller, const char* name, const Tensor& tensor) : caller_(caller), name_(name), tensor_(tensor) {
     check_tensor(tensor);
   }
 
@@ -44,7 +45,7 @@ class Asked {
     throw UsageError({.what = what, .here = caller_.here, .next = next});
   }
 
-  void check_tensor(const torch::Tensor& tensor) const {
+  void check_tensor(const Tensor& tensor) const {
     if (!tensor.defined()) refuse(concat(name_, " was given an undefined tensor"), "give it a tensor");
     if (!tensor.is_cpu()) require_device(tensor, caller_.device, concat("the tensor given to ", name_));
     if (tensor.layout() != torch::kStrided)
@@ -101,7 +102,7 @@ class Asked {
   }
 
   // The tensor for a result that is like the call's, but for its shape: `given`, or a new one.
-  torch::Tensor output_for(const torch::Tensor& given, const Sizes& shape) const {
+  Tensor output_for(const Tensor& given, const Sizes& shape) const {
     if (!given.defined()) return torch::empty(shape, tensor_.options().requires_grad(false));
     const bool fits = given.sizes() == torch::IntArrayRef(shape) && given.scalar_type() == tensor_.scalar_type() &&
                       given.device() == tensor_.device();
@@ -113,8 +114,8 @@ class Asked {
   }
 
   // `call` on these; an undefined one: this rank gives, or gets, nothing.
-  TensorCall on(const torch::Tensor& input, const torch::Tensor& output, Call call) const {
-    const auto list_of = [](const torch::Tensor& tensor) { return at::TensorList(&tensor, tensor.defined() ? 1 : 0); };
+  TensorCall on(const Tensor& input, const Tensor& output, Call call) const {
+    const auto list_of = [](const Tensor& tensor) { return at::TensorList(&tensor, tensor.defined() ? 1 : 0); };
     if (output.defined() && at::has_internal_overlap(output) == at::MemOverlap::Yes)
       refuse(concat(to_string(call.operation), " into a tensor whose elements share memory: shape ", output.sizes(),
                     ", strides ", output.strides()),
@@ -128,10 +129,10 @@ class Asked {
  private:
   const Caller& caller_;
   const char* name_;
-  const torch::Tensor& tensor_;
+  const Tensor& tensor_;
 };
 
-TensorCall all_reduce_call(const Caller& caller, const torch::Tensor& tensor, const AllReduceOptions& options) {
+TensorCall all_reduce_call(const Caller& caller, const Tensor& tensor, const AllReduceOptions& options) {
   const Asked asked(caller, "all_reduce", tensor);
   asked.check_op(options.op);
   return asked.on(
@@ -139,12 +140,12 @@ TensorCall all_reduce_call(const Caller& caller, const torch::Tensor& tensor, co
       {.operation = Operation::kAllReduce, .count = asked.count(), .op = options.op, .algorithm = options.algorithm});
 }
 
-TensorCall reduce_scatter_call(const Caller& caller, const torch::Tensor& tensor, const ReduceScatterOptions& options) {
+TensorCall reduce_scatter_call(const Caller& caller, const Tensor& tensor, const ReduceScatterOptions& options) {
   const Asked asked(caller, "reduce_scatter", tensor);
   asked.check_op(options.op);
   asked.check_sum(options.rows);
   const std::int64_t mine = options.rows.empty() ? tensor.size(0) / caller.size : options.rows[to_size(caller.rank)];
-  const torch::Tensor output = asked.output_for(options.output, with_rows(mine, tensor));
+  const Tensor output = asked.output_for(options.output, with_rows(mine, tensor));
   return asked.on(tensor, output,
                   {.operation = Operation::kReduceScatter,
                    .count = to_size(output.numel()),
@@ -152,18 +153,18 @@ TensorCall reduce_scatter_call(const Caller& caller, const torch::Tensor& tensor
                    .op = options.op});
 }
 
-TensorCall all_gather_call(const Caller& caller, const torch::Tensor& tensor, const AllGatherOptions& options) {
+TensorCall all_gather_call(const Caller& caller, const Tensor& tensor, const AllGatherOptions& options) {
   const Asked asked(caller, "all_gather", tensor);
   return asked.on(tensor, asked.output_for(options.output, asked.with_ranks()),
                   {.operation = Operation::kAllGather, .count = asked.count()});
 }
 
-TensorCall broadcast_call(const Caller& caller, const torch::Tensor& tensor, int root) {
+TensorCall broadcast_call(const Caller& caller, const Tensor& tensor, int root) {
   const Asked asked(caller, "broadcast", tensor);
   return asked.on(tensor, tensor, {.operation = Operation::kBroadcast, .count = asked.count(), .root = root});
 }
 
-TensorCall all_to_all_call(const Caller& caller, const torch::Tensor& tensor, const AllToAllOptions& options) {
+TensorCall all_to_all_call(const Caller& caller, const Tensor& tensor, const AllToAllOptions& options) {
   const Asked asked(caller, "all_to_all", tensor);
   const bool even = options.send_rows.empty();
   if (even != options.receive_rows.empty())
@@ -178,71 +179,64 @@ TensorCall all_to_all_call(const Caller& caller, const torch::Tensor& tensor, co
                    .receive_counts = asked.counts_of(options.receive_rows)});
 }
 
-TensorCall message_call(const Caller& caller, Operation operation, const torch::Tensor& tensor, int peer, int tag) {
+TensorCall message_call(const Caller& caller, Operation operation, const Tensor& tensor, int peer, int tag) {
   const bool sends = operation == Operation::kSend;
   const Asked asked(caller, sends ? "send" : "receive", tensor);
   if (peer == caller.rank || caller.size == 1)
     asked.refuse("a message of a rank to itself", "name another rank of this world");
   if (tag < 0) asked.refuse(concat("a message with tag ", tag), "use tags from 0 up");
-  const torch::Tensor none;
+  const Tensor none;
   return asked.on(sends ? tensor : none, sends ? none : tensor,
                   {.operation = operation, .count = asked.count(), .peer = peer, .tag = tag});
 }
 
 }  // namespace
 
-torch::Tensor World::run(const TensorCall& call) const {
-  call.begin();
-  if (is_message(call.operation))
-    state_->run_message(call);
-  else
-    state_->transport_for(call).run(call);
-  call.finish();
+Tensor World::run(const TensorCall& call) const {
+  state_->run(call);
   return call.result;
 }
 
-void World::all_reduce(const torch::Tensor& tensor, const AllReduceOptions& options) const {
+void World::all_reduce(const Tensor& tensor, const AllReduceOptions& options) const {
   run(all_reduce_call(state_->caller, tensor, options));
 }
-Work World::all_reduce_async(const torch::Tensor& tensor, const AllReduceOptions& options) const {
+Work World::all_reduce_async(const Tensor& tensor, const AllReduceOptions& options) const {
   return start(all_reduce_call(state_->caller, tensor, options));
 }
 
-void World::reduce(const torch::Tensor& tensor, const ReduceOptions& options) const {
+void World::reduce(const Tensor& tensor, const ReduceOptions& options) const {
   const Asked asked(state_->caller, "reduce", tensor);
   asked.check_op(options.op);
-  run(asked.on(tensor, options.root == rank() ? tensor : torch::Tensor(),
+  run(asked.on(tensor, options.root == rank() ? tensor : Tensor(),
                {.operation = Operation::kReduce, .count = asked.count(), .op = options.op, .root = options.root}));
 }
 
-torch::Tensor World::reduce_scatter(const torch::Tensor& tensor, const ReduceScatterOptions& options) const {
+Tensor World::reduce_scatter(const Tensor& tensor, const ReduceScatterOptions& options) const {
   return run(reduce_scatter_call(state_->caller, tensor, options));
 }
-Work World::reduce_scatter_async(const torch::Tensor& tensor, const ReduceScatterOptions& options) const {
+Work World::reduce_scatter_async(const Tensor& tensor, const ReduceScatterOptions& options) const {
   return start(reduce_scatter_call(state_->caller, tensor, options));
 }
 
-torch::Tensor World::all_gather(const torch::Tensor& tensor, const AllGatherOptions& options) const {
+Tensor World::all_gather(const Tensor& tensor, const AllGatherOptions& options) const {
   return run(all_gather_call(state_->caller, tensor, options));
 }
-Work World::all_gather_async(const torch::Tensor& tensor, const AllGatherOptions& options) const {
+Work World::all_gather_async(const Tensor& tensor, const AllGatherOptions& options) const {
   return start(all_gather_call(state_->caller, tensor, options));
 }
 
-void World::broadcast(const torch::Tensor& tensor, int root) const {
-  run(broadcast_call(state_->caller, tensor, root));
-}
-Work World::broadcast_async(const torch::Tensor& tensor, int root) const {
+void World::broadcast(const Tensor& tensor, int root) const { run(broadcast_call(state_->caller, tensor, root)); }
+Work World::broadcast_async(const Tensor& tensor, int root) const {
   return start(broadcast_call(state_->caller, tensor, root));
 }
 
-torch::Tensor World::gather(const torch::Tensor& tensor, int root) const {
+Tensor World::gather(const Tensor& tensor, int root) const {
   const Asked asked(state_->caller, "gather", tensor);
-  return run(asked.on(tensor, root == rank() ? asked.output_for({}, asked.with_ranks()) : torch::Tensor(),
+  return run(asked.on(tensor, root == rank() ? asked.output_for({}, asked.with_ranks()) : Tensor(),
                       {.operation = Operation::kGather, .count = asked.count(), .root = root}));
 }
 
-void World::scatter(const torch::Tensor& parts, const torch::Tensor& output, int root) const {
+void World::scatter(const Tensor& parts, const Tensor& output, int root) const {
   const Asked asked(state_->caller, "scatter", output);
   const bool at_root = root == rank();
   if (at_root) asked.check_tensor(parts);
@@ -250,13 +244,13 @@ void World::scatter(const torch::Tensor& parts, const torch::Tensor& output, int
     asked.refuse(concat("scatter of parts of shape ", parts.sizes(), " ", c10::toString(parts.scalar_type()), " into ",
                         output.sizes(), " ", c10::toString(output.scalar_type())),
                  "give parts of one dtype and shape (number of ranks, ...)");
-  run(asked.on(at_root ? parts : torch::Tensor(), output,
+  run(asked.on(at_root ? parts : Tensor(), output,
                {.operation = Operation::kScatter, .count = asked.count(), .root = root}));
 }
 
 void World::barrier() const { run({{.operation = Operation::kBarrier}}); }
 
-torch::Tensor World::all_gather_rows(const torch::Tensor& tensor, const AllGatherRowsOptions& options) const {
+Tensor World::all_gather_rows(const Tensor& tensor, const AllGatherRowsOptions& options) const {
   const Asked asked(state_->caller, "all_gather_rows", tensor);
   asked.check_has_rows();
   const Sizes rows = options.rows.empty() ? values_of(all_gather(torch::tensor({tensor.size(0)}))) : options.rows;
@@ -269,26 +263,26 @@ torch::Tensor World::all_gather_rows(const torch::Tensor& tensor, const AllGathe
                       {.operation = Operation::kAllGather, .count = asked.count(), .counts = asked.counts_of(rows)}));
 }
 
-torch::Tensor World::all_to_all(const torch::Tensor& tensor, const AllToAllOptions& options) const {
+Tensor World::all_to_all(const Tensor& tensor, const AllToAllOptions& options) const {
   AllToAllOptions known = options;
   if (known.receive_rows.empty() && !known.send_rows.empty())
     known.receive_rows = values_of(all_to_all(torch::tensor(known.send_rows)));
   return run(all_to_all_call(state_->caller, tensor, known));
 }
 
-Work World::all_to_all_async(const torch::Tensor& tensor, const AllToAllOptions& options) const {
+Work World::all_to_all_async(const Tensor& tensor, const AllToAllOptions& options) const {
   return start(all_to_all_call(state_->caller, tensor, options));
 }
 
-void World::weighted_mean(const torch::Tensor& tensor, double weight) const {
+void World::weighted_mean(const Tensor& tensor, double weight) const {
   const torch::NoGradGuard no_grad;
   if (!tensor.is_floating_point() || !(weight >= 0))
     throw UsageError({.what = concat("weighted_mean of ", c10::toString(tensor.scalar_type()), " with weight ", weight),
                       .here = describe(),
                       .next = "give floating point, and a weight of 0 or more"});
   const auto wide = tensor.element_size() < 4 ? torch::kFloat32 : tensor.scalar_type();
-  const torch::Tensor total = torch::tensor({weight}, torch::kFloat64);
-  const torch::Tensor weighted =
+  const Tensor total = torch::tensor({weight}, torch::kFloat64);
+  const Tensor weighted =
       weight > 0 ? tensor.to(wide) * weight : torch::zeros(tensor.sizes(), tensor.options().dtype(wide));
   all_reduce(total);
   if (total.item<double>() == 0)
@@ -299,26 +293,23 @@ void World::weighted_mean(const torch::Tensor& tensor, double weight) const {
 
 // ---- Messages
 
-void World::send(const torch::Tensor& tensor, int to, int tag) const {
+void World::send(const Tensor& tensor, int to, int tag) const {
   run(message_call(state_->caller, Operation::kSend, tensor, to, tag));
 }
 
-Work World::send_async(const torch::Tensor& tensor, int to, int tag) const {
+Work World::send_async(const Tensor& tensor, int to, int tag) const {
   return start(message_call(state_->caller, Operation::kSend, tensor, to, tag));
 }
 
-int World::receive(const torch::Tensor& tensor, const ReceiveOptions& options) const {
-  const TensorCall call = message_call(state_->caller, Operation::kReceive, tensor, options.from, options.tag);
-  const int source = state_->run_message(call);
-  call.finish();
-  return source;
+int World::receive(const Tensor& tensor, const ReceiveOptions& options) const {
+  return state_->run(message_call(state_->caller, Operation::kReceive, tensor, options.from, options.tag));
 }
 
-Work World::receive_async(const torch::Tensor& tensor, const ReceiveOptions& options) const {
+Work World::receive_async(const Tensor& tensor, const ReceiveOptions& options) const {
   return start(message_call(state_->caller, Operation::kReceive, tensor, options.from, options.tag));
 }
 
-void require_device(const torch::Tensor& tensor, torch::Device device, const std::string& name) {
+void require_device(const Tensor& tensor, torch::Device device, const std::string& name) {
   const bool same_type = tensor.device().type() == device.type();
   if (same_type && (!device.has_index() || tensor.device().index() == device.index())) return;
   throw DeviceError({.what = concat(name, " is on ", tensor.device().str(), ", but ", device.str(), " is needed"),

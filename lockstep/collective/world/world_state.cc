@@ -13,7 +13,6 @@
 #include "lockstep/collective/meet/connecting_store.h"
 #include "lockstep/collective/meet/rendezvous.h"
 #include "lockstep/collective/trace_if_asked.h"
-#include "lockstep/collective/traced_messages.h"
 #include "lockstep/collective/transport/connect.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/insecure_network.h"
@@ -45,7 +44,7 @@ void require_trust_for_nccl(const WorldState& state) {
                                   "all ranks; else keep the ranks on one machine"});
 }
 
-void connect(WorldState& state, const c10::intrusive_ptr<c10d::Store>& store) {
+void connect(WorldState& state, const StorePtr& store) {
   const TransportOptions options{
       .rank = state.rank(), .size = state.size(), .describe = state.caller.here, .timeout = state.timeout};
   auto [transport, machine_of] = connect_cpu_ranks(store, this_machine(), options);
@@ -126,7 +125,7 @@ World World::from_env(const WorldOptions& options) {
   return world;
 }
 
-World WorldState::from_env_on(torch::Device device, std::chrono::milliseconds timeout) {
+World WorldState::from_env_on(torch::Device device, milliseconds timeout) {
   fault::read_plan();
   const JobEnvironment job = read_job_environment();
   auto state = make_world_state(job, {.timeout = timeout});
@@ -139,8 +138,7 @@ World WorldState::from_env_on(torch::Device device, std::chrono::milliseconds ti
   return world_of(std::move(state));
 }
 
-World WorldState::over_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                             const WorldOptions& options) {
+World WorldState::over_store(const StorePtr& store, int rank, int size, const WorldOptions& options) {
   JobEnvironment job = job_environment_or_none();
   job.rank = rank;
   job.world_size = size;
@@ -157,11 +155,14 @@ World WorldState::over_store(const c10::intrusive_ptr<c10d::Store>& store, int r
   return world;
 }
 
-int WorldState::run_message(const TensorCall& message) {
+int WorldState::run(const TensorCall& call) {
+  call.begin();
   const std::int64_t began = trace::now_if_recording();
-  TracedMessage traced(messages, message);
-  const int source = transport_for(message).run(message);
-  traced.write(began, source);
+  std::optional<TracedMessage> traced;
+  if (is_message(call.operation)) traced.emplace(messages, call);
+  const int source = transport_for(call).run(call);
+  if (traced) traced->write(began, source);
+  call.finish();
   return source;
 }
 

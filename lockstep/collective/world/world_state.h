@@ -7,17 +7,15 @@
 // Ranks:   no communication
 #pragma once
 
-#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include "lockstep/base/int_vector.h"
 #include "lockstep/base/process/own_process.h"
 #include "lockstep/base/process/stoppable.h"
+#include "lockstep/collective/store/store_ptr.h"
 #include "lockstep/collective/traced_messages.h"
 #include "lockstep/collective/transport/transport.h"
 #include "lockstep/launch/environment.h"
@@ -39,17 +37,16 @@ class WorldState {
   IntVector<int> nodes;  // of each rank: its machine, numbered 0, 1, ... by first appearance
   Caller caller;         // this rank, in its calls
   CoreSet cores;
-  std::chrono::milliseconds timeout{};
+  milliseconds timeout{};
   OwnedHere<Transport> cpu_transport;
   OwnedHere<Transport> cuda_transport;  // where the device is one
 
   // A world of `size` ranks that meet at `store`, all of which call it; the store is not used for anything else. The
   // launcher's variables say which machine this is. Blocks until all are connected. Throws RendezvousError.
-  static World over_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                          const WorldOptions& options = {});
+  static World over_store(const StorePtr& store, int rank, int size, const WorldOptions& options = {});
 
   // As World::from_env, with this device: a GPU of that number, or of the local rank's if it has none.
-  static World from_env_on(torch::Device device, std::chrono::milliseconds timeout);
+  static World from_env_on(torch::Device device, milliseconds timeout);
 
   // Makes the World, once its transports are set. stop() ends it from now on.
   static World world_of(std::shared_ptr<WorldState> state);
@@ -65,8 +62,7 @@ class WorldState {
 
   void abandon(const std::string& reason) const;  // as World
 
-  // Sends or receives. Returns who sent it, of a receive.
-  int run_message(const TensorCall& message);
+  int run(const TensorCall& call);  // blocks until it is done; returns who sent it, of a receive
 
   std::shared_ptr<MessageGroup> messages = std::make_shared<MessageGroup>();
   void count_sub_world() { ++sub_worlds_; }  // all ranks of this world make it, those that are not in it, too

@@ -20,6 +20,7 @@ namespace lockstep::shm {
 
 struct Message {
   enum class Kind : std::uint32_t { kHello = 1, kWelcome, kRank, kReady, kGo };
+  using enum Kind;
 
   std::array<char, 8> magic{'l', 'o', 'c', 'k', 's', 't', 'e', 'p'};
   std::uint32_t version = 3;

@@ -22,11 +22,9 @@ namespace lockstep::shm {
 namespace {
 
 // A rank that sleeps looks around a lot more often.
-constexpr std::chrono::milliseconds kStandsStillAfter = 20 * kLongestSleep;
+constexpr milliseconds kStandsStillAfter = 20 * kLongestSleep;
 
-std::int64_t now_in_ms() {
-  return std::chrono::floor<std::chrono::milliseconds>(Deadline::Clock::now().time_since_epoch()).count();
-}
+std::int64_t now_in_ms() { return std::chrono::floor<milliseconds>(Deadline::Clock::now().time_since_epoch()).count(); }
 
 std::size_t seats_offset() { return round_up(sizeof(MachineBlock), kCacheLine); }
 std::size_t area_offset(int size) { return seats_offset() + static_cast<unsigned>(size) * sizeof(Seat); }
@@ -132,15 +130,14 @@ bool Peers::more_ranks_than_cores() const {
 GroupArea Peers::group_area() const { return {control_.at(area_offset(size()), 0), size()}; }
 
 Location Peers::locate(const void* address, std::size_t bytes) const {
-  if (share_ordinary_memory_)
-    return {.kind = Location::Kind::kAddress, .at = reinterpret_cast<std::uintptr_t>(address)};
+  if (share_ordinary_memory_) return {.kind = Location::kAddress, .at = reinterpret_cast<std::uintptr_t>(address)};
   for (int rank = 0; rank < size(); ++rank)
     if (const auto offset = arenas_[rank]->window().offset_of(address, bytes)) return in_arena(rank, *offset);
   return {};
 }
 
 std::byte* Peers::pointer(Location place, std::size_t bytes) const {
-  if (place.kind == Location::Kind::kAddress) return reinterpret_cast<std::byte*>(place.at);
+  if (place.kind == Location::kAddress) return reinterpret_cast<std::byte*>(place.at);
   if (place.owner >= size())
     throw SystemError({.what = concat("a place in the memory of rank ", place.owner, " of ", size())});
   return arenas_[place.owner]->window().at(place.at, bytes);

@@ -74,13 +74,13 @@ class ServerHandshake {
       Message ready;
       std::vector<UniqueFd> none;
       if (!wait_readable(socket, deadline_) || receive_message(socket, ready, none, 0) != Received::kMessage ||
-          ready.kind != Message::Kind::kReady)
+          ready.kind != Message::kReady)
         lost(rank);
     }
   }
 
   void go() {
-    for (int rank = 1; rank < size_; ++rank) send_to(rank, Message::Kind::kGo, rank, {});
+    for (int rank = 1; rank < size_; ++rank) send_to(rank, Message::kGo, rank, {});
   }
 
  private:
@@ -123,7 +123,7 @@ class ServerHandshake {
     std::vector<UniqueFd> descriptors;
     const Received received = receive_message(newcomer.get(), hello, descriptors, 2);
     if (received == Received::kNothingYet) return false;
-    if (received != Received::kMessage || !agrees(hello, Message::Kind::kHello, size_) || hello.rank < 1 ||
+    if (received != Received::kMessage || !agrees(hello, Message::kHello, size_) || hello.rank < 1 ||
         hello.rank >= size_)
       return true;
     drop_lost_peers();  // a rank that came, died and was started again may have left two hellos here
@@ -143,10 +143,10 @@ class ServerHandshake {
   }
 
   void welcome(int rank) {
-    send_to(rank, Message::Kind::kWelcome, rank, {parts_.control.get()});
+    send_to(rank, Message::kWelcome, rank, {parts_.control.get()});
     for (int other = 0; other < size_; ++other)
       if (other != rank)
-        send_to(rank, Message::Kind::kRank, other, {parts_.memories[other].get(), parts_.pidfds[other].get()});
+        send_to(rank, Message::kRank, other, {parts_.memories[other].get(), parts_.pidfds[other].get()});
   }
 
   void send_to(int rank, Message::Kind kind, int about, const std::vector<int>& descriptors) {
@@ -190,15 +190,15 @@ class ClientHandshake {
   PeerHandles exchange() {
     if (rank_ < 1 || rank_ >= size_) refused();  // as rank 0 would, which is the server's
     PeerHandles parts = own_parts(rank_, size_);
-    send(Message::Kind::kHello, {parts.memories[rank_].get(), parts.pidfds[rank_].get()});
+    send(Message::kHello, {parts.memories[rank_].get(), parts.pidfds[rank_].get()});
     parts.pidfds[rank_].reset();
     std::vector<UniqueFd> control;
-    receive(Message::Kind::kWelcome, control, 1);
+    receive(Message::kWelcome, control, 1);
     check_segment(control[0].get(), control_bytes(size_), "the control segment");
     parts.control = std::move(control[0]);
     for (int i = 1; i < size_; ++i) {
       std::vector<UniqueFd> handles;
-      const int other = receive(Message::Kind::kRank, handles, 2).rank;
+      const int other = receive(Message::kRank, handles, 2).rank;
       if (other < 0 || other >= size_ || other == rank_) refused();
       check_segment(handles[0].get(), 0, memory_name(other));
       parts.memories[other] = std::move(handles[0]);
@@ -208,9 +208,9 @@ class ClientHandshake {
   }
 
   void finish() {
-    send(Message::Kind::kReady, {});
+    send(Message::kReady, {});
     std::vector<UniqueFd> none;
-    receive(Message::Kind::kGo, none, 0);
+    receive(Message::kGo, none, 0);
   }
 
  private:

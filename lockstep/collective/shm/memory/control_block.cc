@@ -31,7 +31,7 @@ void Announcement::write(const Signature& call, Location input, Location output,
 
 void Announcement::write_line(const Signature& call, const std::byte* data, std::size_t bytes) {
   store(signature, std::bit_cast<Words>(call));
-  kinds.store(pack_kind({.kind = Location::Kind::kLine}), kRelaxed);
+  kinds.store(pack_kind({.kind = Location::kLine}), kRelaxed);
   Words line{};
   if (bytes > 0) std::memcpy(line.data(), data, bytes);
   store(words, line);

@@ -64,6 +64,7 @@ struct MachineBlock {
 // The location of an array, in words that mean the same in every process.
 struct Location {
   enum class Kind : std::uint8_t { kPrivate, kArena, kAddress, kSlot, kLine };
+  using enum Kind;
 
   Kind kind = Kind::kPrivate;  // kAddress: ranks are threads of one process; kLine: in the announcement itself
   std::uint16_t owner = 0;     // kArena: the rank of the machine whose arena it is
@@ -71,7 +72,7 @@ struct Location {
 };
 
 inline Location in_arena(int arena, std::uint64_t offset) {
-  return {.kind = Location::Kind::kArena, .owner = static_cast<std::uint16_t>(arena), .at = offset};
+  return {.kind = Location::kArena, .owner = static_cast<std::uint16_t>(arena), .at = offset};
 }
 
 // Exactly one cache line: a rank's arrival at a collective and everything its peers need to know about it. All words
