@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <functional>
 #include <map>
 #include <set>
 
@@ -69,38 +70,22 @@ std::atomic<double> weight_of_this_backward{1};  // read on autograd's threads
 
 double loss_weight() { return weight_of_this_backward; }
 
+// A hook of autograd's, as long as the replica exists.
 class Replica::Hook : public torch::autograd::FunctionPreHook {
  public:
-  Hook(std::weak_ptr<Replica> replica, std::shared_ptr<const Output> output)
-      : replica_(std::move(replica)), output_(std::move(output)) {}
+  using Gradients = torch::autograd::variable_list;
+  using Call = std::function<void(Replica&, Gradients&)>;
+  Hook(std::weak_ptr<Replica> replica, Call call) : replica_(std::move(replica)), call_(std::move(call)) {}
 
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
-    if (const auto replica = replica_.lock()) in_autograd([&] { replica->begin(output_.get()); });
-    return gradients;
+  Gradients operator()(const Gradients& gradients) override {
+    Gradients changed = gradients;
+    if (const auto replica = replica_.lock()) in_autograd([&] { call_(*replica, changed); });
+    return changed;
   }
 
  private:
   std::weak_ptr<Replica> replica_;
-  std::shared_ptr<const Output> output_;
-};
-
-// A hook of the node that adds to a parameter's .grad, before it does: after all hooks of the parameter itself, which torch keeps
-// in one place for C++ and Python, so that those of the one displace those of the other.
-class Replica::GradientHook : public torch::autograd::FunctionPreHook {
- public:
-  explicit GradientHook(std::weak_ptr<Replica> replica) : replica_(std::move(replica)) {}
-
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
-    const auto replica = replica_.lock();
-    if (!replica) return gradients;
-    if (!replica->in_backward_) in_autograd([&] { replica->begin(nullptr); });
-    torch::autograd::variable_list scaled = gradients;
-    for (torch::Tensor& gradient : scaled) gradient = replica->scaled(gradient);
-    return scaled;
-  }
-
- private:
-  std::weak_ptr<Replica> replica_;
+  Call call_;
 };
 
 // From begin() to the end of the same backward(). Autograd holds it; if it is gone without end(), backward() failed.
@@ -143,9 +128,14 @@ Replica::~Replica() {
     std::erase_if(accumulator->pre_hooks(), [hook = hook](const auto& each) { return each.get() == hook; });
 }
 
+// A hook of the node that adds to a parameter's .grad, before it does: after all hooks of the parameter itself, which torch keeps
+// in one place for C++ and Python, so that those of the one displace those of the other.
 void Replica::watch_parameters() {
   for (const torch::Tensor& parameter : parameters_) {
-    auto hook = std::make_unique<GradientHook>(weak_from_this());
+    auto hook = std::make_unique<Hook>(weak_from_this(), [](Replica& replica, Hook::Gradients& gradients) {
+      replica.begin(nullptr);
+      for (torch::Tensor& gradient : gradients) gradient = replica.scaled(gradient);
+    });
     auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
     on_gradient_.emplace_back(accumulator, hook.get());
     accumulator->add_pre_hook(std::move(hook));
@@ -166,7 +156,8 @@ void Replica::watch(const std::vector<torch::Tensor>& outputs, double size) {
     const auto node = tensor.grad_fn();
     const auto output = std::make_shared<const Output>(node.get(), forward);
     outputs_.push_back(output);
-    node->add_pre_hook(std::make_unique<Hook>(weak_from_this(), output));
+    node->add_pre_hook(std::make_unique<Hook>(
+        weak_from_this(), [output](Replica& replica, Hook::Gradients&) { replica.begin(output.get()); }));
   }
 }
 

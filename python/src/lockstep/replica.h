@@ -82,7 +82,6 @@ class Replica : public std::enable_shared_from_this<Replica> {
   };
   using NoSyncGuard = std::unique_ptr<DistributedDataParallel::NoSync>;
   class Hook;
-  class GradientHook;
   class Backward;
 
   // Autograd has reached an output, or the gradient of a parameter (null).
@@ -106,7 +105,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
   bool in_backward_ = false;
   bool accumulates_ = false;
   double factor_ = 1;  // of the gradients of this backward()
-  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, GradientHook*>> on_gradient_;  // of parameters_
+  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, Hook*>> on_gradient_;  // of parameters_
 };
 
 }  // namespace lockstep::python
