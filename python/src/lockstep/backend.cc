@@ -2,9 +2,6 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <pybind11/chrono.h>
-#include <pybind11/stl.h>
-
 #include "bindings.h"
 #include "lockstep/collective/c10d/backend.h"
 #include "lockstep/collective/meet/rendezvous.h"
@@ -12,7 +9,6 @@
 namespace lockstep::python {
 namespace {
 
-namespace py = pybind11;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 // Blocks until all ranks are connected. Has torch's own return type: Python sees it as a torch.distributed Backend.
@@ -31,8 +27,8 @@ std::tuple<StorePtr, int, int> meet_launched_ranks(std::chrono::milliseconds tim
 }  // namespace
 
 void bind_backend(py::module_& module) {
-  module.def("create_backend", &create_backend, py::call_guard<py::gil_scoped_release>());
-  module.def("meet_launched_ranks", &meet_launched_ranks, py::call_guard<py::gil_scoped_release>());
+  module.def("create_backend", &create_backend, Release());
+  module.def("meet_launched_ranks", &meet_launched_ranks, Release());
 }
 
 }  // namespace lockstep::python

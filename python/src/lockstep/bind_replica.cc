@@ -1,16 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <pybind11/stl.h>
 
 #include "bindings.h"
 #include "lockstep/strategy/option_names.h"
 #include "replica.h"
 
-namespace py = pybind11;
-
 namespace lockstep::python {
 namespace {
 
-using Release = py::call_guard<py::gil_scoped_release>;
 using Options = DistributedDataParallelOptions;
 
 std::shared_ptr<Replica> make(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,

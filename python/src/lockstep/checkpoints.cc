@@ -1,18 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/checkpoints.h"
 
-#include <pybind11/chrono.h>
-#include <pybind11/stl.h>
-#include <pybind11/stl/filesystem.h>
-
 #include "bindings.h"
-
-namespace py = pybind11;
 
 namespace lockstep::python {
 
 void bind_checkpoints(py::module_& module) {
-  using Release = py::call_guard<py::gil_scoped_release>;
   // python/src/lockstep/checkpoints.py says what they do.
   py::class_<Checkpoints>(module, "Checkpoints")
       .def(py::init<const std::filesystem::path&, std::optional<std::int64_t>>(), Release())

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // lockstep/_C.data: what data.py is made of. It has the documentation; here nothing is checked that C++ checks itself.
-#include <pybind11/stl.h>
-#include <pybind11/stl/filesystem.h>
 
 #include <mutex>
 #include <optional>
@@ -21,9 +19,7 @@
 namespace lockstep::python {
 namespace {
 
-namespace py = pybind11;
 namespace fs = std::filesystem;
-using WithoutGil = py::call_guard<py::gil_scoped_release>;
 using Tensors = std::pair<torch::Tensor, torch::Tensor>;  // data, target
 
 struct SharedDataset {
@@ -206,19 +202,19 @@ void bind_datasets(py::module_& data) {
   py::class_<SharedDataset>(data, "Dataset")
       .def("__len__", [](const SharedDataset& from) { return from.dataset->size(); })
       .def("name", [](const SharedDataset& from) { return from.dataset->name(); })
-      .def("batch", &batch_of, WithoutGil())
+      .def("batch", &batch_of, Release())
       .def("part", [](const SharedDataset& from, std::int64_t begin, std::int64_t end) {
         return SharedDataset{std::make_shared<SubsetDataset>(from.dataset, begin, end)};
       });
-  data.def("split_images", &images_of_split, WithoutGil());
-  data.def("image_folder", &image_folder, WithoutGil());
-  data.def("tensors", &tensors, WithoutGil());
-  data.def("csv", &csv, WithoutGil());
-  data.def("tokens", &tokens, WithoutGil());
-  data.def("open", &open_by_name, WithoutGil());
-  data.def("pack", &pack_into, WithoutGil());
-  data.def("read_npy", &read_npy, WithoutGil());
-  data.def("read_npz", &read_npz, WithoutGil());
+  data.def("split_images", &images_of_split, Release());
+  data.def("image_folder", &image_folder, Release());
+  data.def("tensors", &tensors, Release());
+  data.def("csv", &csv, Release());
+  data.def("tokens", &tokens, Release());
+  data.def("open", &open_by_name, Release());
+  data.def("pack", &pack_into, Release());
+  data.def("read_npy", &read_npy, Release());
+  data.def("read_npz", &read_npz, Release());
 }
 
 void bind_loader(py::module_& data) {
@@ -231,10 +227,10 @@ void bind_loader(py::module_& data) {
       .def_readonly("seed", &LoaderOptions::seed)
       .def("weigh", &weigh);
   py::class_<SharedLoader>(data, "Loader")
-      .def(py::init(&make_shared_loader), WithoutGil())
-      .def("start", &SharedLoader::start, WithoutGil())
-      .def("next", &SharedLoader::next, WithoutGil())
-      .def("stop", &SharedLoader::stop, WithoutGil())
+      .def(py::init(&make_shared_loader), Release())
+      .def("start", &SharedLoader::start, Release())
+      .def("next", &SharedLoader::next, Release())
+      .def("stop", &SharedLoader::stop, Release())
       .def("statistics", &SharedLoader::statistics);
   py::class_<DistributedSampler>(data, "Sampler")
       .def(py::init([](std::int64_t samples, int rank, int ranks, std::uint64_t seed, bool shuffle) {

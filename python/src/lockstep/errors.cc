@@ -10,8 +10,6 @@
 #include "bindings.h"
 #include "lockstep/base/in_autograd.h"
 
-namespace py = pybind11;
-
 namespace lockstep::python {
 namespace {
 

@@ -1,20 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/launch/job_memory.h"
 
-#include <pybind11/chrono.h>
-#include <pybind11/stl.h>
-
 #include "bindings.h"
 #include "lockstep/train/loop_state.h"
 
 extern "C" char** environ;
 
-namespace py = pybind11;
-
 namespace lockstep::python {
 namespace {
 
-using Release = py::call_guard<py::gil_scoped_release>;
 using TensorsByName = std::map<std::string, torch::Tensor>;
 
 // The tensors are the kept memory itself: to be copied, and not written to.

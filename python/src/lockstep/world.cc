@@ -4,22 +4,16 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <pybind11/chrono.h>
-#include <pybind11/stl.h>
-
 #include "bindings.h"
 #include "lockstep/collective/world/world_state.h"
 #include "lockstep/sync_batch_norm.h"
 #include "lockstep/timeline.h"
 #include "replica.h"
 
-namespace py = pybind11;
-
 namespace lockstep::python {
 namespace {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
-using Release = py::call_guard<py::gil_scoped_release>;
 
 using Timeout = std::optional<std::chrono::milliseconds>;
 
