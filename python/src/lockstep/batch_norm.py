@@ -91,11 +91,8 @@ class SyncBatchNorm(_BatchNorm):
     @classmethod
     def _converted(cls, layer: _BatchNorm, process_group: dist.ProcessGroup | None) -> SyncBatchNorm:
         made = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, process_group)
-        for name in ("weight", "bias"):
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "training"):
             setattr(made, name, getattr(layer, name))
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            setattr(made, name, getattr(layer, name))
-        made.training = layer.training
         return made
 
 

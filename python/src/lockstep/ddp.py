@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from lockstep.batch_norm import SyncBatchNorm
 from lockstep.optim import _Optimizer
 
 __all__ = ["DistributedDataParallel"]
+
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
@@ -94,12 +96,14 @@ class DistributedDataParallel(nn.Module):
         hook_amount: float = 0,
         algorithm: str = "direct",
     ) -> None:
+        arguments = locals()
         super().__init__()
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"DistributedDataParallel(module, optimizer): {type(optimizer).__name__} is no optimizer")
         self.module = module
         self.process_group = process_group
-        self._arguments = {name: value for name, value in locals().items() if name in _KEPT_ARGUMENTS}
+        elsewhere = ("self", "module", "optimizer", "process_group", "__class__")
+        self._arguments = {name: value for name, value in arguments.items() if name not in elsewhere}
         self._connect(optimizer)
 
     def _connect(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -109,15 +113,14 @@ class DistributedDataParallel(nn.Module):
         self._world = world_of(self.process_group, self.device)
         self._optimizer = optimizer
         self._buffers_known = dict(buffers)
-        self._parameters_known = list(_parameters_with_owners(self.module))
-        own = isinstance(optimizer, _Optimizer)
-        native = optimizer._make_native() if own else None
-        if optimizer is not None and not own:
+        self._parameters_known = {name: (each, each.dtype, each.device) for name, each in parameters}
+        ours = isinstance(optimizer, _Optimizer)
+        native = optimizer._make_native() if ours else None
+        if optimizer is not None and not ours:
             _require_parameters_of(self.module, optimizer)
-        self._replica = _C.Replica(
-            self._world, parameters, buffers, native, self._options(), self._arguments["weights"]
-        )
-        if own:
+        weights = self._arguments["weights"]
+        self._replica = _C.Replica(self._world, parameters, buffers, native, self._options(), weights)
+        if ours:
             optimizer._adopt(native, attached=True, mean_in_grad=self._replica.mean_in_grad)
             self._world.barrier()  # the optimizer's state is what every rank has written
 
@@ -149,23 +152,23 @@ class DistributedDataParallel(nn.Module):
             self._replica.watch(list(_tensors_in(output)), sizes.pop() if len(sizes) == 1 else math.nan)
         return output
 
-    def _require_same_parameters(self) -> None:
-        for name, owner, key, parameter, dtype, device in self._parameters_known:
-            now = owner.get(key)
-            if now is parameter and now.dtype == dtype and now.device == device:
+    def _require_same_parameters(self):
+        now = dict(self.module.named_parameters(remove_duplicate=False))
+        for name, (parameter, dtype, device) in self._parameters_known.items():
+            found = now.pop(name, None)
+            if found is parameter and found.dtype == dtype and found.device == device:
                 continue
-            is_now = "gone" if now is None else f"{now.dtype} on {now.device}"
+            is_now = "gone" if found is None else f"{found.dtype} on {found.device}"
             _C.usage_error(
                 f"parameter {name} is another one than when DistributedDataParallel was made: "
                 f"it was {dtype} on {device} and is {is_now}",
                 likely="model.to(), half() or float(), or an assignment to the parameter, after that",
                 next="change the model first, then make optimizer and DistributedDataParallel",
             )
-
-        if len(self._parameters_known) != sum(1 for _ in _parameters_with_owners(self.module)):
+        if now:
             _C.usage_error(
                 "the module has other parameters than when DistributedDataParallel was made",
-                likely="a layer that was added or removed after that: each rank would train a new one alone",
+                likely="a layer that was added after that: each rank would train it alone",
                 next="change the model first, then make optimizer and DistributedDataParallel",
             )
 
@@ -301,37 +304,20 @@ class DistributedDataParallel(nn.Module):
         _C.usage_error("register_comm_hook()", next='DistributedDataParallel(..., hook="bf16"), or another of its names')
 
 
-_KEPT_ARGUMENTS = (
-    "weights", "broadcast_buffers", "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb",
-    "share_parameters", "mean_in_grad", "hook", "hook_amount", "algorithm",
-)  # fmt: skip
 _CONNECTIONS = ("_world", "_replica", "_optimizer", "_buffers_known", "_parameters_known")
 
 
-def _parameters_with_owners(module: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """(name, its module's parameters by name, name there, parameter, dtype, device) of each."""
-    for path, owner in module.named_modules():
-        for key, parameter in owner._parameters.items():
-            if parameter is not None:
-                name = f"{path}.{key}" if path else key
-                yield name, owner._parameters, key, parameter, parameter.dtype, parameter.device
+def _require_parameters_of(module, optimizer):
+    own = set(module.parameters())
+    for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        if parameter not in own:
+            _C.usage_error(
+                f"the optimizer holds a tensor of shape {list(parameter.shape)} that is not a parameter of the module",
+                next="make the optimizer from module.parameters()",
+            )
 
 
-def _require_parameters_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    own = {id(parameter) for parameter in module.parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in own:
-                _C.usage_error(
-                    f"the optimizer holds a tensor of shape {list(parameter.shape)} that is not a parameter of the module",
-                    next="make the optimizer from module.parameters()",
-                )
-
-
-def _sparse_parameters(module: nn.Module) -> set[str]:
-    sparse = {
-        id(each.weight)
-        for each in module.modules()
-        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse
-    }
-    return {name for name, parameter in module.named_parameters() if id(parameter) in sparse}
+def _sparse_parameters(module):
+    embeddings = (each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
+    sparse = {each.weight for each in embeddings if each.sparse}
+    return {name for name, parameter in module.named_parameters() if parameter in sparse}

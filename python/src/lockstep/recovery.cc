@@ -4,8 +4,6 @@
 #include "bindings.h"
 #include "lockstep/train/loop_state.h"
 
-extern "C" char** environ;
-
 namespace lockstep::python {
 namespace {
 
@@ -28,17 +26,6 @@ std::unique_ptr<LoopState> loop_state_of(const World& world, double share_of_tim
 bool next_generation(std::chrono::milliseconds timeout) {
   JobMemory* const memory = JobMemory::get();
   return memory != nullptr && memory->next_generation(timeout);
-}
-
-// os.environ is a copy of it.
-std::map<std::string, std::string> environment() {
-  std::map<std::string, std::string> all;
-  for (char** each = environ; each != nullptr && *each != nullptr; ++each) {
-    const std::string_view line = *each;
-    const std::size_t equals = line.find('=');
-    if (equals != std::string_view::npos) all.emplace(line.substr(0, equals), line.substr(equals + 1));
-  }
-  return all;
 }
 
 }  // namespace
@@ -64,7 +51,6 @@ void bind_recovery(py::module_& module) {
   module.def("loop_state_of", &loop_state_of, Release());
   module.def("next_generation", &next_generation, Release());
   module.def("replaces_ranks", [] { return JobMemory::get() != nullptr; });
-  module.def("environment", &environment);
 }
 
 }  // namespace lockstep::python
