@@ -16,9 +16,11 @@ kept in memory that the launcher holds, and all go on after that step, with the 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import io
+import itertools
 import os
 import random
 import sys
@@ -95,10 +97,9 @@ def _let_go(lost: BaseException) -> None:
 
 def _take_environment() -> None:
     """os.environ is a copy of the environment, which C++ has changed."""
-    now = _C.environment()
-    for name, value in now.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
+    environ = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    lines = [os.fsdecode(line) for line in itertools.takewhile(bool, environ)]
+    os.environ.update(line.split("=", 1) for line in lines if "=" in line)
 
 
 # ---- Random generators: torch's, Python's and NumPy's
@@ -137,39 +138,41 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def _split(value: Any) -> dict[str, torch.Tensor]:
-    """The tensors in dicts, lists and tuples, which are copied at the speed of memory; and all else as torch.save() writes it."""
-    tensors: dict[str, torch.Tensor] = {}
+def _replaced(value, replace):
+    """A copy of dicts, lists and tuples in which the parts for which replace() is not None are what it gives."""
+    new = replace(value)
+    if new is not None:
+        return new
+    if isinstance(value, dict):
+        return {key: _replaced(each, replace) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(each, replace) for each in value)
+    return value
 
-    def walk(part: Any) -> Any:
+
+def _split(value):
+    """The tensors in dicts, lists and tuples, which are copied at the speed of memory; and all else as torch.save() writes it."""
+    tensors = {}
+
+    def take_out(part):
         if isinstance(part, torch.Tensor) and part.dtype in _DTYPES and part.layout == torch.strided:
             name = f"tensor.{len(tensors)}"
             tensors[name] = part.detach()
             return (_TENSOR, name)
-        if isinstance(part, dict):
-            return {key: walk(each) for key, each in part.items()}
-        if type(part) in (list, tuple):
-            return type(part)(walk(each) for each in part)
-        return part
 
     file = io.BytesIO()
-    torch.save(walk(value), file)
+    torch.save(_replaced(value, take_out), file)
     return {**tensors, _STRUCTURE: torch.frombuffer(file.getbuffer(), dtype=torch.uint8)}
 
 
-def _join(tensors: dict[str, torch.Tensor]) -> Any:
+def _join(tensors):
     """What _split() was given, with copies of the tensors. Runs no code that the bytes may hold: weights_only."""
 
-    def walk(part: Any) -> Any:
-        if isinstance(part, dict):
-            return {key: walk(each) for key, each in part.items()}
+    def put_back(part):
         if type(part) is tuple and len(part) == 2 and part[0] == _TENSOR:
             return tensors[part[1]].clone()
-        if type(part) in (list, tuple):
-            return type(part)(walk(each) for each in part)
-        return part
 
-    return walk(torch.load(io.BytesIO(tensors[_STRUCTURE].numpy().tobytes()), weights_only=True))
+    return _replaced(torch.load(io.BytesIO(tensors[_STRUCTURE].numpy().tobytes()), weights_only=True), put_back)
 
 
 def _require_readable(name: str, state: Any) -> None:
@@ -343,7 +346,8 @@ class Recovery:
                 f"{found.ranks} ranks were training, now there are {self._world.size}, and this loader can't divide the rest of the epoch anew",
                 next="take lockstep.DataLoader, or torch's with sampler=lockstep.Sampler(dataset)",
             )
-        self._write(lambda: self._copy(common["parameters"], own["buffers"]))
+        copy = functools.partial(self._copy, common["parameters"], own["buffers"])
+        self._model.write_parameters(copy) if isinstance(self._model, DistributedDataParallel) else copy()
         self._optimizer.load_state_dict(common["optimizer"])
         self._world.barrier()  # where ranks share the optimizer's state, it is what every rank has written
         self.steps, self.epoch, self._batch = common["place"]
@@ -358,13 +362,7 @@ class Recovery:
         self._resumed = own["random"] if found.is_own_rank else _random_states(self._device)
         _set_random_states(self._resumed)
 
-    def _write(self, write: Callable[[], None]) -> None:
-        if isinstance(self._model, DistributedDataParallel):
-            self._model.write_parameters(write)
-        else:
-            with torch.no_grad():
-                write()
-
+    @torch.no_grad()
     def _copy(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
         for kept, now in ((parameters, self._module().named_parameters()), (buffers, self._module().named_buffers())):
             now = dict(now)
