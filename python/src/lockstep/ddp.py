@@ -23,7 +23,7 @@ from lockstep.optim import _Optimizer
 __all__ = ["DistributedDataParallel"]
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(value):
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -106,7 +106,7 @@ class DistributedDataParallel(nn.Module):
         self._arguments = {name: value for name, value in arguments.items() if name not in elsewhere}
         self._connect(optimizer)
 
-    def _connect(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def _connect(self, optimizer):
         parameters = list(self.module.named_parameters(remove_duplicate=False))
         buffers = list(self.module.named_buffers(remove_duplicate=False))
         self.device = parameters[0][1].device if parameters else torch.device("cpu")
@@ -124,7 +124,7 @@ class DistributedDataParallel(nn.Module):
             optimizer._adopt(native, attached=True, mean_in_grad=self._replica.mean_in_grad)
             self._world.barrier()  # the optimizer's state is what every rank has written
 
-    def _options(self) -> _C.Options:
+    def _options(self):
         options = _C.Options()
         for name, value in self._arguments.items():
             if hasattr(options, name):
@@ -172,7 +172,7 @@ class DistributedDataParallel(nn.Module):
                 next="change the model first, then make optimizer and DistributedDataParallel",
             )
 
-    def _require_same_buffers(self) -> None:
+    def _require_same_buffers(self):
         now = dict(self.module.named_buffers(remove_duplicate=False))
         for name in now.keys() | self._buffers_known.keys():
             if now.get(name) is not self._buffers_known.get(name):
@@ -228,7 +228,7 @@ class DistributedDataParallel(nn.Module):
             self._optimizer.step()
             self._optimizer.zero_grad()
 
-    def _require_no_sync_batch_norm(self, call: str) -> None:
+    def _require_no_sync_batch_norm(self, call):
         synchronised = (each for each in self.module.modules() if isinstance(each, SyncBatchNorm) and each.training)
         if self.size > 1 and any(synchronised):
             _C.usage_error(
@@ -288,13 +288,13 @@ class DistributedDataParallel(nn.Module):
 
     # ---- Copies
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self):
         """Without connections and optimizer. Copying or loading it makes new ones: every rank does so at the same time, with
         the process group that was given, which is known by its name and ranks."""
         state = {name: value for name, value in self.__dict__.items() if name not in _CONNECTIONS}
         return {**state, "process_group": reference_to(self.process_group)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state):
         super().__setstate__(state)
         self.process_group = group_of(state["process_group"])
         self._connect(None)

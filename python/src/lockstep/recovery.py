@@ -55,7 +55,7 @@ def recover(function: Callable[..., Any]) -> Callable[..., Any]:
     launcher that replaces ranks this is a call of the function."""
 
     @functools.wraps(function)
-    def run(*arguments: Any, **named: Any) -> Any:
+    def run(*arguments, **named):
         if not _C.replaces_ranks():
             return function(*arguments, **named)
         begin = _random_states(torch.device("cpu"))
@@ -75,12 +75,12 @@ def recover(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _is_loss(error: BaseException) -> bool:
+def _is_loss(error):
     """torch wraps what its backends raise in errors of its own."""
     return isinstance(error, (_C.PeerLost, _C.RendezvousError, dist.DistError)) or "PeerLost: " in str(error)
 
 
-def _let_go(lost: BaseException) -> None:
+def _let_go(lost):
     """Of the World, the model and the loader that the function had: the frames of the traceback still hold them."""
     error: BaseException | None = lost
     while error is not None:
@@ -95,7 +95,7 @@ def _let_go(lost: BaseException) -> None:
     gc.collect()
 
 
-def _take_environment() -> None:
+def _take_environment():
     """os.environ is a copy of the environment, which C++ has changed."""
     environ = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
     lines = [os.fsdecode(line) for line in itertools.takewhile(bool, environ)]
@@ -105,7 +105,7 @@ def _take_environment() -> None:
 # ---- Random generators: torch's, Python's and NumPy's
 
 
-def _random_states(device: torch.device) -> dict[str, Any]:
+def _random_states(device):
     version, numbers, gauss = random.getstate()
     states = {"torch": torch.get_rng_state(), "python": (version, torch.tensor(numbers), gauss)}
     if device.type == "cuda":
@@ -116,7 +116,7 @@ def _random_states(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def _set_random_states(states: dict[str, Any]) -> None:
+def _set_random_states(states):
     torch.set_rng_state(states["torch"])
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
@@ -175,7 +175,7 @@ def _join(tensors):
     return _replaced(torch.load(io.BytesIO(tensors[_STRUCTURE].numpy().tobytes()), weights_only=True), put_back)
 
 
-def _require_readable(name: str, state: Any) -> None:
+def _require_readable(name, state):
     try:
         _join(_split(state))
     except Exception as error:
@@ -278,16 +278,16 @@ class Recovery:
             self._keep()
         self._stepped = False
 
-    def _begin(self) -> None:
+    def _begin(self):
         if not self._begun and self._kept is not None:
             self._kept.taken()
         self._begun = True
 
-    def _note_step(self, _optimizer: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+    def _note_step(self, _optimizer, _args, kwargs):
         self._stepped = True
         self._scaled = self._scaled or kwargs.get("grad_scaler") is not None  # as GradScaler calls lockstep's optimizers
 
-    def _rest_of_epoch(self) -> Iterator[Any]:
+    def _rest_of_epoch(self):
         resumed, self._resumed = self._resumed, None
         if isinstance(self._loader, DataLoader):
             self._loader.set_epoch(self.epoch)  # it keeps the place in an epoch that was loaded
@@ -306,10 +306,10 @@ class Recovery:
 
     # ---- What is kept
 
-    def _module(self) -> nn.Module:
+    def _module(self):
         return self._model.module if isinstance(self._model, (DistributedDataParallel, nn.parallel.DistributedDataParallel)) else self._model
 
-    def _keep(self) -> None:
+    def _keep(self):
         if not self._checked:
             self._require_all_kept()
         common = {}
@@ -331,7 +331,7 @@ class Recovery:
         }
         self._kept.keep(self.steps, common, _split(own))
 
-    def _samples_of_epoch(self) -> int:
+    def _samples_of_epoch(self):
         """That all ranks together have had, with lockstep.Sampler."""
         sampler = _sampler_of(self._loader)
         if sampler is None:
@@ -339,7 +339,7 @@ class Recovery:
         batches, samples = self._resumed_at
         return min(samples + (self._batch - batches) * self._loader.batch_size * self._world.size, sampler._size)
 
-    def _restore(self, found: _C.FoundState) -> None:
+    def _restore(self, found):
         common, own = _join(found.common), _join(found.own)
         if found.ranks != self._world.size and not isinstance(self._loader, (DataLoader, type(None))) and not _sampler_of(self._loader):
             _C.usage_error(
@@ -363,7 +363,7 @@ class Recovery:
         _set_random_states(self._resumed)
 
     @torch.no_grad()
-    def _copy(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
+    def _copy(self, parameters, buffers):
         for kept, now in ((parameters, self._module().named_parameters()), (buffers, self._module().named_buffers())):
             now = dict(now)
             if {name: value.shape for name, value in now.items()} != {name: value.shape for name, value in kept.items()}:
@@ -373,7 +373,7 @@ class Recovery:
 
     # ---- What would go wrong without a word
 
-    def _require_replicas(self) -> None:
+    def _require_replicas(self):
         if self._world.size > 1 and self._module() is self._model:
             _C.usage_error(
                 f"Recovery of a {type(self._model).__name__} on {self._world.size} ranks",
@@ -381,7 +381,7 @@ class Recovery:
                 next="wrap it first: model = lockstep.DistributedDataParallel(model, optimizer)",
             )
 
-    def _require_states(self) -> None:
+    def _require_states(self):
         for name, other in self._others.items():
             if isinstance(other, dict) or _is_stateful(other):
                 continue
@@ -390,7 +390,7 @@ class Recovery:
                 next="give a dict of values, which is changed in place, or an object with state_dict() and load_state_dict()",
             )
 
-    def _require_all_kept(self) -> None:
+    def _require_all_kept(self):
         self._checked = True
         for name, other in self._others.items():
             _require_readable(name, _state_of(other))
@@ -409,15 +409,15 @@ class Recovery:
             )
 
 
-def _is_stateful(value: Any) -> bool:
+def _is_stateful(value):
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-def _state_of(other: Any) -> Any:
+def _state_of(other):
     return dict(other) if isinstance(other, dict) else other.state_dict()
 
 
-def _load(other: Any, state: Any) -> None:
+def _load(other, state):
     if isinstance(other, dict):
         other.clear()
         other.update(state)
@@ -425,7 +425,7 @@ def _load(other: Any, state: Any) -> None:
         other.load_state_dict(state)
 
 
-def _sampler_of(loader: Any) -> Sampler | None:
+def _sampler_of(loader):
     """That of a torch DataLoader, where it is lockstep's."""
     found = getattr(loader, "sampler", None) if isinstance(loader, torch.utils.data.DataLoader) and not _is_stateful(loader) else None
     return found if isinstance(found, Sampler) and loader.batch_size is not None else None
