@@ -94,8 +94,8 @@ void look_for_signals() {
 // A Loader for Python's threads: two that use it at the same time get an error.
 class SharedLoader {
  public:
-  SharedLoader(const SharedDataset& from, const LoaderPlace& place, const LoaderOptions& options)
-      : loader_(std::in_place, place, from.dataset, options) {}
+  SharedLoader(const SharedDataset& from, int rank, int ranks, const LoaderOptions& options, const torch::Device& device)
+      : loader_(std::in_place, LoaderPlace{.rank = rank, .ranks = ranks, .device = device}, from.dataset, options) {}
   ~SharedLoader() {
     const py::gil_scoped_release others_run;  // it waits for the workers
     at_.reset();
@@ -181,13 +181,6 @@ LoaderOptions loader_options(const SharedDataset& from, std::int64_t batch_size,
   return options;
 }
 
-std::unique_ptr<SharedLoader> make_shared_loader(const SharedDataset& from, int rank, int ranks,
-                                                 std::int64_t batch_size, LoaderOptions options,
-                                                 const torch::Device& device) {
-  options.batch_size = batch_size;
-  return std::make_unique<SharedLoader>(from, LoaderPlace{.rank = rank, .ranks = ranks, .device = device}, options);
-}
-
 // This rank's samples of the rest of an epoch, which is dealt in blocks of one sample per rank.
 std::vector<std::int64_t> samples_of_rank(std::int64_t samples, int rank, int ranks, std::uint64_t seed, bool shuffle,
                                           std::int64_t epoch, std::int64_t first_sample) {
@@ -231,9 +224,10 @@ void bind_loader(py::module_& data) {
            py::arg("seed") = usual.seed, py::arg("num_workers") = usual.workers, py::arg("prefetch") = usual.prefetch,
            py::arg("skip_bad") = usual.skip_bad,
            py::arg("timeout") = std::chrono::duration<double>(usual.timeout).count())
+      .def_readwrite("batch_size", &LoaderOptions::batch_size)
       .def_readonly("seed", &LoaderOptions::seed);
   py::class_<SharedLoader>(data, "Loader")
-      .def(py::init(&make_shared_loader), Release())
+      .def(py::init<const SharedDataset&, int, int, const LoaderOptions&, const torch::Device&>(), Release())
       .def("start", &SharedLoader::start, Release())
       .def("next", &SharedLoader::next, Release())
       .def("stop", &SharedLoader::stop, Release())

@@ -453,7 +453,8 @@ class DataLoader:
     def _native_loader(self):
         rank, size = self._ranks.get()
         if self._loader is None or self._pid != os.getpid():
-            self._loader = _native.Loader(self.dataset._native, rank, size, self.global_batch_size, self._options, self._device)
+            self._options.batch_size = self.global_batch_size
+            self._loader = _native.Loader(self.dataset._native, rank, size, self._options, self._device)
             self._pid = os.getpid()
             weakref.finalize(self, self._loader.stop)  # at the latest when Python ends: threads must not outlive it
         return self._loader

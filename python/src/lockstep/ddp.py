@@ -118,24 +118,16 @@ class DistributedDataParallel(nn.Module):
         native = optimizer._make_native() if ours else None
         if optimizer is not None and not ours:
             _require_parameters_of(self.module, optimizer)
-        weights = self._arguments["weights"]
-        self._replica = _C.Replica(self._world, parameters, buffers, native, self._options(), weights)
+        options = {
+            **self._arguments,
+            "bucket_bytes": max(1, int(self._arguments["bucket_cap_mb"] * 2**20)),
+            "ignored": set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())),
+            "sparse_parameters": _sparse_parameters(self.module),
+        }
+        self._replica = _C.Replica(self._world, parameters, buffers, native, options)
         if ours:
             optimizer._adopt(native, attached=True, mean_in_grad=self._replica.mean_in_grad)
             self._world.barrier()  # the optimizer's state is what every rank has written
-
-    def _options(self):
-        options = _C.Options()
-        for name, value in self._arguments.items():
-            if hasattr(options, name):
-                setattr(options, name, value)
-        options.bucket_bytes = max(1, int(self._arguments["bucket_cap_mb"] * 2**20))
-        options.ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
-        options.sparse_parameters = _sparse_parameters(self.module)
-        options.set_algorithm(self._arguments["algorithm"])
-        if self._arguments["hook"] is not None:
-            options.set_hook(self._arguments["hook"], self._arguments["hook_amount"])
-        return options
 
     # ---- A step
 

@@ -25,15 +25,15 @@ __all__ = ["SGD", "Adam", "AdamW", "LAMB", "LARS", "GradientNorm"]
 # torch.amp.GradScaler says so to every optimizer that applies the loss scale itself, as those here do.
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
-# Options of torch's that lockstep does not have, and the values that they may have.
-_ONLY = {"dampening": (0,), "amsgrad": (False,), "maximize": (False,), "capturable": (False,), "differentiable": (False,)}
+# Options of torch's that lockstep does not have, and the value that each may have.
+_ONLY = {"dampening": 0, "amsgrad": False, "maximize": False, "capturable": False, "differentiable": False}
 
 
 class GradientNorm:
     """The 2-norm of a step's mean gradient before clipping; what clip_grad_norm() returns. float(norm) after step()."""
 
     def __init__(self) -> None:
-        self._value: float | None = None
+        self._value = None
 
     def item(self) -> float:
         """Raises UsageError before the step()."""
@@ -111,15 +111,16 @@ class _Optimizer:
 
     _name: str  # of the C++ optimizer
     _keeps_step = True  # torch's state has "step"
+    _only = _ONLY
     _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves the loss scale to step()
 
-    _unattached: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # the state while there is no C++ side
-    _native: _C.Optimizer | None = None  # made by the first step(), or by DistributedDataParallel
-    _pushed: list[dict[str, float]] = []  # the options that it has, of each group
-    _stepped: list[list[torch.Tensor]] = []  # the parameters that it has, of each group
+    _unattached = {}  # the state of each parameter while there is no C++ side
+    _native = None  # made by the first step(), or by DistributedDataParallel
+    _pushed = []  # the options that it has, of each group
+    _stepped = []  # the parameters that it has, of each group
     _attached = False  # to a DistributedDataParallel
     _mean_in_grad = True
-    _norm: GradientNorm | None = None
+    _norm = None  # what clip_grad_norm() has returned for the next step
     _clipping = (0.0, 0.0)  # of the next step: largest norm, largest value
 
     # ---- step()
@@ -199,16 +200,13 @@ class _Optimizer:
 
     def _values(self, group):
         """The group's options as the C++ optimizer calls them."""
-        for name, allowed in _ONLY.items():
-            if group.get(name, allowed[0]) not in allowed:
+        for name, allowed in self._only.items():
+            if group.get(name, allowed) != allowed:
                 _C.usage_error(
                     f"{type(self).__name__} with {name}={group[name]}",
                     likely="an option of torch's optimizer that lockstep does not have",
                     next="leave it out, or use torch's optimizer with lockstep.DistributedDataParallel(model)",
                 )
-        return self._options_of(group)
-
-    def _options_of(self, group):
         values = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
         if "betas" in group:
             values["beta1"], values["beta2"] = (float(beta) for beta in group["betas"])
@@ -344,14 +342,10 @@ class SGD(_Optimizer, torch.optim.SGD):
 
 
 class Adam(_Optimizer, torch.optim.Adam):
-    """torch.optim.Adam, without amsgrad."""
+    """torch.optim.Adam, without amsgrad and decoupled_weight_decay: use AdamW."""
 
     _name = "adam"
-
-    def _options_of(self, group):
-        if group.get("decoupled_weight_decay"):
-            _C.usage_error("Adam with decoupled_weight_decay=True", next="use lockstep.AdamW")
-        return super()._options_of(group)
+    _only = {**_ONLY, "decoupled_weight_decay": False}
 
 
 class AdamW(_Optimizer, torch.optim.AdamW):

@@ -2,6 +2,7 @@
 #include "lockstep/launch/job_memory.h"
 
 #include "bindings.h"
+#include "lockstep/checkpoints.h"
 #include "lockstep/train/loop_state.h"
 
 namespace lockstep::python {
@@ -31,6 +32,18 @@ bool next_generation(std::chrono::milliseconds timeout) {
 }  // namespace
 
 void bind_recovery(py::module_& module) {
+  // python/src/lockstep/checkpoints.py says what they do.
+  py::class_<Checkpoints>(module, "Checkpoints")
+      .def(py::init<const std::filesystem::path&, std::optional<std::int64_t>>(), Release())
+      .def("newest", &Checkpoints::newest, Release())
+      .def(
+          "save",
+          [](Checkpoints& self, std::int64_t step, std::map<std::string, torch::Tensor> tensors,
+             std::map<std::string, std::string> metadata) {
+            self.save(step, {.tensors = std::move(tensors), .metadata = std::move(metadata)});
+          },
+          Release())
+      .def("finish", &Checkpoints::finish, Release());
   py::class_<LoopState::Found>(module, "FoundState")
       .def_readonly("is_own_rank", &LoopState::Found::is_own_rank)
       .def_readonly("ranks", &LoopState::Found::ranks)

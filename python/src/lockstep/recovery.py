@@ -238,8 +238,8 @@ class Recovery:
         self._batch = 0  # of it
         self._resumed_at = (0, 0)  # batches and samples of it that were before batches() began
         self._stepped = self._begun = self._checked = self._scaled = False
-        self._at_epoch: dict[str, Any] | None = None  # random states when it began
-        self._resumed: dict[str, Any] | None = None  # what the next batches() goes on with
+        self._at_epoch = None  # random states when it began
+        self._resumed = None  # what the next batches() goes on with
         optimizer.register_step_post_hook(self._note_step)
         self._kept = _C.loop_state_of(self._world, share_of_time)
         if self._kept is not None and self._kept.found is not None:
@@ -394,19 +394,14 @@ class Recovery:
         self._checked = True
         for name, other in self._others.items():
             _require_readable(name, _state_of(other))
-        has_one = getattr(self._optimizer.step, "_wrapped_by_lr_sched", False)
-        if has_one and not any(isinstance(other, LRScheduler) for other in self._others.values()):
-            _C.usage_error(
-                "the optimizer has a scheduler that Recovery was not given",
-                likely="after the loss of a rank it would begin anew",
-                next="Recovery(model, optimizer, loader, scheduler=scheduler)",
-            )
-        if self._scaled and not any(isinstance(other, torch.amp.GradScaler) for other in self._others.values()):
-            _C.usage_error(
-                "the optimizer is stepped by a GradScaler that Recovery was not given",
-                likely="after the loss of a rank its scale would be the initial one",
-                next="Recovery(model, optimizer, loader, scaler=scaler)",
-            )
+        scheduled = getattr(self._optimizer.step, "_wrapped_by_lr_sched", False)
+        for is_used, kind, name in (scheduled, LRScheduler, "scheduler"), (self._scaled, torch.amp.GradScaler, "scaler"):
+            if is_used and not any(isinstance(other, kind) for other in self._others.values()):
+                _C.usage_error(
+                    f"the optimizer has a {kind.__name__} that Recovery was not given",
+                    likely="after the loss of a rank it would begin anew",
+                    next=f"Recovery(model, optimizer, loader, {name}={name})",
+                )
 
 
 def _is_stateful(value):
