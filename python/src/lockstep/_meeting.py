@@ -44,20 +44,20 @@ def meet(timeout: timedelta = rendezvous.default_pg_timeout) -> Meeting:
     return {"store": store, "rank": rank, "world_size": size}
 
 
-def _told(url: str, name: str) -> str | None:
+def _told(url, name):
     """A program may number ranks in its own way: torch puts that into the URL."""
     given = dict(part.split("=", 1) for part in urlparse(url).query.split("&") if "=" in part)
     return given.get(name.lower(), os.environ.get(name))
 
 
-def _are_launched(url: str) -> bool:
+def _are_launched(url):
     """By lockstep run, whose ranks have LOCKSTEP_JOB."""
     mine = os.environ.get
     same = all(_told(url, name) == mine(name) for name in ("RANK", "WORLD_SIZE"))
     return "LOCKSTEP_JOB" in os.environ and mine("TORCHELASTIC_USE_AGENT_STORE") != "True" and same
 
 
-def _warn_of_strangers(url: str, host: str) -> None:
+def _warn_of_strangers(url, host):
     if host in ("", "localhost", "::1") or host.startswith("127.") or os.environ.get("LOCKSTEP_INSECURE_NETWORK") == "1":
         return
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or _told(url, "RANK") != "0" or _told(url, "WORLD_SIZE") == "1":
@@ -69,7 +69,7 @@ def _warn_of_strangers(url: str, host: str) -> None:
     )
 
 
-def _meet_env(url: str, timeout: timedelta = rendezvous.default_pg_timeout, **others) -> Met:
+def _meet_env(url, timeout=rendezvous.default_pg_timeout, **others):
     """What torch calls for env://."""
     if not _are_launched(url):
         _warn_of_strangers(url, os.environ.get("MASTER_ADDR", ""))
@@ -79,7 +79,7 @@ def _meet_env(url: str, timeout: timedelta = rendezvous.default_pg_timeout, **ot
     raise RuntimeError("the ranks of lockstep run meet once for each process group")
 
 
-def _meet_tcp(url: str, timeout: timedelta = rendezvous.default_pg_timeout, **others) -> Met:
+def _meet_tcp(url, timeout=rendezvous.default_pg_timeout, **others):
     """What torch calls for tcp://."""
     _warn_of_strangers(url, urlparse(url).hostname or "")
     yield from _by_tcp["tcp"](url, timeout, **others)

@@ -47,13 +47,13 @@ def warn_of_lone_process(size: int, does: str, next: str = "", stacklevel: int =
         )
 
 
-def _launched_world(device: torch.device) -> _C.World:
+def _launched_world(device):
     world = _C.World.from_env(device)
     warn_of_lone_process(world.size, "trains alone", stacklevel=5)
     return world
 
 
-def _world_of_group(group: dist.ProcessGroup, device: torch.device) -> _C.World:
+def _world_of_group(group, device):
     store = dist.PrefixStore(f"lockstep/world/{device.type}", distributed_c10d._world.pg_map[group][1])
     timeout: timedelta = _C.timeout_of(group, device) or distributed_c10d.default_pg_timeout
     return _C.World.over_store(store, dist.get_rank(group), dist.get_world_size(group), device, timeout)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -46,13 +45,13 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.process_group = process_group
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self):
         return {**self.__dict__, "process_group": reference_to(self.process_group)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state):
         super().__setstate__({**state, "process_group": group_of(state["process_group"])})
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:
+    def _check_input_dim(self, input):
         if input.dim() < 2 or input.size(1) != self.num_features:
             _C.usage_error(
                 f"SyncBatchNorm of {self.num_features} channels, given a tensor of shape {list(input.shape)}",
@@ -73,7 +72,7 @@ class SyncBatchNorm(_BatchNorm):
         return (output * self.weight.view(shape) + self.bias.view(shape)).to(input.dtype)
 
     @torch.no_grad()
-    def _follow(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    def _follow(self, mean, variance):
         self.num_batches_tracked.add_(1)
         share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
@@ -89,17 +88,14 @@ class SyncBatchNorm(_BatchNorm):
         return module
 
     @classmethod
-    def _converted(cls, layer: _BatchNorm, process_group: dist.ProcessGroup | None) -> SyncBatchNorm:
+    def _converted(cls, layer, process_group):
         made = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, process_group)
-        for name in ("weight", "bias"):
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "training"):
             setattr(made, name, getattr(layer, name))
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            setattr(made, name, getattr(layer, name))
-        made.training = layer.training
         return made
 
 
-def _world_for(process_group: dist.ProcessGroup | None, device: torch.device) -> _C.World:
+def _world_for(process_group, device):
     """A world of its own: its collectives keep their order while gradients are exchanged during backward()."""
     world = world_of(process_group, device)
     if world not in _copies:

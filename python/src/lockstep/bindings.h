@@ -2,17 +2,25 @@
 // The parts of lockstep/_C, the extension module of the Python package. Each adds its classes and functions.
 #pragma once
 
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
 #include <torch/csrc/utils/pybind.h>
 
 namespace lockstep::python {
 
-void bind_errors(pybind11::module_& module);       // lockstep's errors as Python exceptions
-void bind_backend(pybind11::module_& module);      // torch.distributed's backend
-void bind_data(pybind11::module_& module);         // datasets, loader and sampler
-void bind_world(pybind11::module_& module);        // World, batch normalisation over its ranks, Timeline
-void bind_optimizers(pybind11::module_& module);   // SGD, Adam, AdamW, LAMB, LARS
-void bind_replica(pybind11::module_& module);      // DistributedDataParallel
-void bind_checkpoints(pybind11::module_& module);  // Checkpoints
-void bind_recovery(pybind11::module_& module);     // what Recovery keeps
+namespace py = pybind11;
+using Release = py::call_guard<py::gil_scoped_release>;  // other Python threads run meanwhile
+
+void bind_errors(py::module_& module);       // lockstep's errors as Python exceptions
+void bind_data(py::module_& module);         // datasets, loader and sampler
+void bind_world(py::module_& module);        // torch.distributed's backend, World, batch normalisation over its ranks, Timeline
+void bind_optimizers(py::module_& module);   // SGD, Adam, AdamW, LAMB, LARS
+void bind_replica(py::module_& module);      // DistributedDataParallel
+void bind_recovery(py::module_& module);     // Checkpoints, what Recovery keeps
+
+// The weight of this rank's loss in the mean over all ranks: of the backward() that goes on; outside of one 1, as torch's
+// DistributedDataParallel counts.
+double loss_weight();
 
 }  // namespace lockstep::python

@@ -23,13 +23,12 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | os.PathLike[str], after: int | None = None) -> None:
-        self._native = _C.Checkpoints(os.fspath(folder), after)
+        self._native = _C.Checkpoints(folder, after)
 
     def newest(self) -> Path | None:
         """The newest checkpoint that is whole, a file of safetensors; None if there is none. Reads it for its checksum. Newer
         ones that are damaged are renamed to NAME.damaged, with a warning. Raises CheckpointError: there are some, and all are damaged."""
-        found = self._native.newest()
-        return None if found is None else Path(found)
+        return self._native.newest()
 
     def save(self, step: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
         """Blocks for a copy of the tensors (CPU or GPU, any layout) in memory; if the last save is still being written, first for

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // lockstep/_C.data: what data.py is made of. It has the documentation; here nothing is checked that C++ checks itself.
-#include <pybind11/stl.h>
-#include <pybind11/stl/filesystem.h>
 
 #include <mutex>
 #include <optional>
@@ -21,9 +19,7 @@
 namespace lockstep::python {
 namespace {
 
-namespace py = pybind11;
 namespace fs = std::filesystem;
-using WithoutGil = py::call_guard<py::gil_scoped_release>;
 using Tensors = std::pair<torch::Tensor, torch::Tensor>;  // data, target
 
 struct SharedDataset {
@@ -98,8 +94,8 @@ void look_for_signals() {
 // A Loader for Python's threads: two that use it at the same time get an error.
 class SharedLoader {
  public:
-  SharedLoader(const SharedDataset& from, const LoaderPlace& place, const LoaderOptions& options)
-      : loader_(std::in_place, place, from.dataset, options) {}
+  SharedLoader(const SharedDataset& from, int rank, int ranks, const LoaderOptions& options, const torch::Device& device)
+      : loader_(std::in_place, LoaderPlace{.rank = rank, .ranks = ranks, .device = device}, from.dataset, options) {}
   ~SharedLoader() {
     const py::gil_scoped_release others_run;  // it waits for the workers
     at_.reset();
@@ -157,9 +153,18 @@ class SharedLoader {
   std::mutex mutex_;
 };
 
+std::shared_ptr<const SampleOrder> drawn_by(const std::optional<std::vector<double>>& weights, std::int64_t samples) {
+  if (!weights) return nullptr;
+  if (std::ssize(*weights) != samples)
+    throw UsageError(
+        {.what = concat(weights->size(), " weights for ", samples, " samples"), .next = "give one weight per sample"});
+  return weighted_order(*weights, samples);
+}
+
 // The arguments of a DataLoader that do not depend on the rank.
-LoaderOptions loader_options(std::int64_t batch_size, bool shuffle, std::uint64_t seed, int num_workers, int prefetch,
-                             std::int64_t skip_bad, double timeout) {
+LoaderOptions loader_options(const SharedDataset& from, std::int64_t batch_size, bool shuffle,
+                             const std::optional<std::vector<double>>& weights, std::uint64_t seed, int num_workers,
+                             int prefetch, std::int64_t skip_bad, double timeout) {
   using Seconds = std::chrono::duration<double>;
   if (!(timeout > 0 && Seconds(timeout) <= Seconds(Deadline::kLongest)))
     throw UsageError({.what = concat("timeout=", timeout), .next = "give seconds above 0, at most 24 days"});
@@ -169,30 +174,21 @@ LoaderOptions loader_options(std::int64_t batch_size, bool shuffle, std::uint64_
                         .workers = num_workers,
                         .prefetch = prefetch,
                         .skip_bad = skip_bad,
+                        .order = drawn_by(weights, from.dataset->size()),
                         .timeout = std::chrono::duration_cast<std::chrono::milliseconds>(Seconds(timeout)),
                         .while_waiting = look_for_signals};
   check_loader(options);
   return options;
 }
 
-void weigh(LoaderOptions& options, const std::vector<double>& weights, std::int64_t samples) {
-  if (std::ssize(weights) != samples)
-    throw UsageError(
-        {.what = concat(weights.size(), " weights for ", samples, " samples"), .next = "give one weight per sample"});
-  options.order = weighted_order(weights, samples);
-}
-
-std::unique_ptr<SharedLoader> make_shared_loader(const SharedDataset& from, int rank, int ranks,
-                                                 std::int64_t batch_size, LoaderOptions options,
-                                                 const torch::Device& device) {
-  options.batch_size = batch_size;
-  return std::make_unique<SharedLoader>(from, LoaderPlace{.rank = rank, .ranks = ranks, .device = device}, options);
-}
-
-// Blocks of one sample per rank, this rank's samples of blocks [begin, end).
-std::vector<std::int64_t> parts(const DistributedSampler& sampler, std::int64_t begin, std::int64_t end) {
+// This rank's samples of the rest of an epoch, which is dealt in blocks of one sample per rank.
+std::vector<std::int64_t> samples_of_rank(std::int64_t samples, int rank, int ranks, std::uint64_t seed, bool shuffle,
+                                          std::int64_t epoch, std::int64_t first_sample) {
+  DistributedSampler sampler(
+      {.samples = samples, .batch_size = ranks, .rank = rank, .ranks = ranks, .seed = seed, .shuffle = shuffle});
+  sampler.set_epoch(epoch, first_sample);
   std::vector<std::int64_t> mine;
-  for (std::int64_t step = begin; step < std::min(end, sampler.steps()); ++step)
+  for (std::int64_t step = 0; step < sampler.steps(); ++step)
     for (const std::int64_t sample : sampler.part(step)) mine.push_back(sample);
   return mine;
 }
@@ -206,43 +202,37 @@ void bind_datasets(py::module_& data) {
   py::class_<SharedDataset>(data, "Dataset")
       .def("__len__", [](const SharedDataset& from) { return from.dataset->size(); })
       .def("name", [](const SharedDataset& from) { return from.dataset->name(); })
-      .def("batch", &batch_of, WithoutGil())
+      .def("batch", &batch_of, Release())
       .def("part", [](const SharedDataset& from, std::int64_t begin, std::int64_t end) {
         return SharedDataset{std::make_shared<SubsetDataset>(from.dataset, begin, end)};
       });
-  data.def("split_images", &images_of_split, WithoutGil());
-  data.def("image_folder", &image_folder, WithoutGil());
-  data.def("tensors", &tensors, WithoutGil());
-  data.def("csv", &csv, WithoutGil());
-  data.def("tokens", &tokens, WithoutGil());
-  data.def("open", &open_by_name, WithoutGil());
-  data.def("pack", &pack_into, WithoutGil());
-  data.def("read_npy", &read_npy, WithoutGil());
-  data.def("read_npz", &read_npz, WithoutGil());
+  data.def("split_images", &images_of_split, Release());
+  data.def("image_folder", &image_folder, Release());
+  data.def("tensors", &tensors, Release());
+  data.def("csv", &csv, Release());
+  data.def("tokens", &tokens, Release());
+  data.def("open", &open_by_name, Release());
+  data.def("pack", &pack_into, Release());
+  data.def("read_npy", &read_npy, Release());
+  data.def("read_npz", &read_npz, Release());
 }
 
 void bind_loader(py::module_& data) {
   const LoaderOptions usual;
   py::class_<LoaderOptions>(data, "LoaderOptions")
-      .def(py::init(&loader_options), py::arg("batch_size"), py::arg("shuffle"), py::arg("seed") = usual.seed,
-           py::arg("num_workers") = usual.workers, py::arg("prefetch") = usual.prefetch,
+      .def(py::init(&loader_options), py::arg("dataset"), py::arg("batch_size"), py::arg("shuffle"), py::arg("weights"),
+           py::arg("seed") = usual.seed, py::arg("num_workers") = usual.workers, py::arg("prefetch") = usual.prefetch,
            py::arg("skip_bad") = usual.skip_bad,
            py::arg("timeout") = std::chrono::duration<double>(usual.timeout).count())
-      .def_readonly("seed", &LoaderOptions::seed)
-      .def("weigh", &weigh);
+      .def_readwrite("batch_size", &LoaderOptions::batch_size)
+      .def_readonly("seed", &LoaderOptions::seed);
   py::class_<SharedLoader>(data, "Loader")
-      .def(py::init(&make_shared_loader), WithoutGil())
-      .def("start", &SharedLoader::start, WithoutGil())
-      .def("next", &SharedLoader::next, WithoutGil())
-      .def("stop", &SharedLoader::stop, WithoutGil())
+      .def(py::init<const SharedDataset&, int, int, const LoaderOptions&, const torch::Device&>(), Release())
+      .def("start", &SharedLoader::start, Release())
+      .def("next", &SharedLoader::next, Release())
+      .def("stop", &SharedLoader::stop, Release())
       .def("statistics", &SharedLoader::statistics);
-  py::class_<DistributedSampler>(data, "Sampler")
-      .def(py::init([](std::int64_t samples, int rank, int ranks, std::uint64_t seed, bool shuffle) {
-        return DistributedSampler(
-            {.samples = samples, .batch_size = ranks, .rank = rank, .ranks = ranks, .seed = seed, .shuffle = shuffle});
-      }))
-      .def("set_epoch", &DistributedSampler::set_epoch)
-      .def("parts", &parts);
+  data.def("samples_of_rank", &samples_of_rank, Release());
 }
 
 }  // namespace

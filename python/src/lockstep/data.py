@@ -287,7 +287,7 @@ def pack(
 # ---- Ranks
 
 
-def _ranks_of_job():
+def _rank_and_size():
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     rank, world_size = _native.rank_of_job()
@@ -307,7 +307,7 @@ class _Ranks:
         self._found = None
 
     def get(self):
-        now = self._given or _ranks_of_job()
+        now = self._given or _rank_and_size()
         if self._found not in (None, now):
             _refuse(
                 "this was rank {} of {} and is now rank {} of {}".format(*self._found, *now),
@@ -319,11 +319,6 @@ class _Ranks:
 
 
 # ---- Loader
-
-
-def _device(device):
-    device = torch.device(device)
-    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 class DataLoader:
@@ -367,15 +362,14 @@ class DataLoader:
             _refuse("both batch_size and global_batch_size are given", next="give one: of a rank, or of all ranks together")
         if weights is not None and shuffle:
             _refuse("both shuffle and weights are given", next="leave shuffle out: weighted draws are in random order")
-        given = batch_size if batch_size is not None else global_batch_size
-        self._options = _native.LoaderOptions(1 if given is None else given, shuffle, **options)
-        if weights is not None:
-            self._options.weigh([float(weight) for weight in weights], len(dataset))
-        self.dataset = dataset
-        self.batch_size = batch_size if batch_size or global_batch_size else 1
-        self.drop_last = drop_last
+        if batch_size is None and global_batch_size is None:
+            batch_size = 1
+        given = global_batch_size if batch_size is None else batch_size
+        weights = None if weights is None else [float(weight) for weight in weights]
+        self._options = _native.LoaderOptions(dataset._native, given, shuffle, weights, **options)
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
         self._global_batch_size = global_batch_size
-        self._device = _device(device)
+        self._device = torch.empty(0, device=device).device  # "cuda" is the current one
         self._ranks = _Ranks(rank, world_size)
         self._order = "weighted" if weights is not None else "shuffled" if shuffle else "sequential"
         self._epoch, self._samples = 0, 0  # where the epoch under way stands, or the next one begins
@@ -419,12 +413,10 @@ class DataLoader:
         dataset, seed or order would continue with other samples.
         """
         for name, mine in self.state_dict().items():
-            if name not in state:
-                _refuse(f"the loader's state has no {name}", likely="the state of something else", next="load what state_dict() returned")
-            if name not in ("epoch", "samples") and state[name] != mine:
+            if name not in state or name not in ("epoch", "samples") and state[name] != mine:
                 _refuse(
-                    f"the state was saved with {name} {state[name]}, this loader has {mine}",
-                    likely="another dataset or other arguments than in the run that saved it",
+                    f"the state was saved with {name} {state.get(name)}, this loader has {mine}",
+                    likely="another dataset or other arguments than in the run that saved it, or the state of something else",
                     next="make the loader as it was made then, or start the epoch again with set_epoch()",
                 )
         if state["epoch"] < 0 or not 0 <= state["samples"] <= len(self.dataset):
@@ -461,7 +453,8 @@ class DataLoader:
     def _native_loader(self):
         rank, size = self._ranks.get()
         if self._loader is None or self._pid != os.getpid():
-            self._loader = _native.Loader(self.dataset._native, rank, size, self.global_batch_size, self._options, self._device)
+            self._options.batch_size = self.global_batch_size
+            self._loader = _native.Loader(self.dataset._native, rank, size, self._options, self._device)
             self._pid = os.getpid()
             weakref.finalize(self, self._loader.stop)  # at the latest when Python ends: threads must not outlive it
         return self._loader
@@ -547,11 +540,5 @@ class Sampler(torch.utils.data.Sampler):
         if self._shuffle and self._epochs_drawn == 1:
             warnings.warn("Sampler.set_epoch() was not called: this epoch has the order of the last one", stacklevel=2)
         self._epochs_drawn += 1
-        native = _native.Sampler(self._size, rank, size, self._seed, self._shuffle)
-        native.set_epoch(self._epoch, self._first)
-        return self._samples(native, len(self))
-
-    def _samples(self, native, count):
-        step = 1 << 14  # blocks of one sample per rank
-        for begin in range(0, count, step):
-            yield from native.parts(begin, min(begin + step, count))
+        mine = _native.samples_of_rank(self._size, rank, size, self._seed, self._shuffle, self._epoch, self._first)
+        return iter(mine[: len(self)])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ from lockstep.optim import _Optimizer
 
 __all__ = ["DistributedDataParallel"]
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+
+def _tensors_in(value):
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -94,46 +96,39 @@ class DistributedDataParallel(nn.Module):
         hook_amount: float = 0,
         algorithm: str = "direct",
     ) -> None:
+        arguments = locals()
         super().__init__()
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"DistributedDataParallel(module, optimizer): {type(optimizer).__name__} is no optimizer")
         self.module = module
         self.process_group = process_group
-        self._arguments = {name: value for name, value in locals().items() if name in _KEPT_ARGUMENTS}
+        elsewhere = ("self", "module", "optimizer", "process_group", "__class__")
+        self._arguments = {name: value for name, value in arguments.items() if name not in elsewhere}
         self._connect(optimizer)
 
-    def _connect(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def _connect(self, optimizer):
         parameters = list(self.module.named_parameters(remove_duplicate=False))
         buffers = list(self.module.named_buffers(remove_duplicate=False))
         self.device = parameters[0][1].device if parameters else torch.device("cpu")
         self._world = world_of(self.process_group, self.device)
         self._optimizer = optimizer
         self._buffers_known = dict(buffers)
-        self._parameters_known = list(_parameters_with_owners(self.module))
-        own = isinstance(optimizer, _Optimizer)
-        native = optimizer._make_native() if own else None
-        if optimizer is not None and not own:
+        self._parameters_known = {name: (each, each.dtype, each.device) for name, each in parameters}
+        ours = isinstance(optimizer, _Optimizer)
+        native = optimizer._make_native() if ours else None
+        if optimizer is not None and not ours:
             _require_parameters_of(self.module, optimizer)
-        self._replica = _C.Replica(
-            self._world, parameters, buffers, native, self._options(), self._arguments["weights"]
-        )
-        if own:
+        options = {
+            **self._arguments,
+            "ignored": set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())),
+            "sparse_parameters": _sparse_parameters(self.module),
+        }
+        if (mebibytes := self._arguments["bucket_cap_mb"]) is not None:
+            options["bucket_bytes"] = max(1, int(mebibytes * 2**20))
+        self._replica = _C.Replica(self._world, parameters, buffers, native, options)
+        if ours:
             optimizer._adopt(native, attached=True, mean_in_grad=self._replica.mean_in_grad)
             self._world.barrier()  # the optimizer's state is what every rank has written
-
-    def _options(self) -> _C.Options:
-        options = _C.Options()
-        for name, value in self._arguments.items():
-            if hasattr(options, name):
-                setattr(options, name, value)
-        if (mebibytes := self._arguments["bucket_cap_mb"]) is not None:
-            options.bucket_bytes = max(1, int(mebibytes * 2**20))
-        options.ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
-        options.sparse_parameters = _sparse_parameters(self.module)
-        options.set_algorithm(self._arguments["algorithm"])
-        if self._arguments["hook"] is not None:
-            options.set_hook(self._arguments["hook"], self._arguments["hook_amount"])
-        return options
 
     # ---- A step
 
@@ -150,27 +145,27 @@ class DistributedDataParallel(nn.Module):
             self._replica.watch(list(_tensors_in(output)), sizes.pop() if len(sizes) == 1 else math.nan)
         return output
 
-    def _require_same_parameters(self) -> None:
-        for name, owner, key, parameter, dtype, device in self._parameters_known:
-            now = owner.get(key)
-            if now is parameter and now.dtype == dtype and now.device == device:
+    def _require_same_parameters(self):
+        now = dict(self.module.named_parameters(remove_duplicate=False))
+        for name, (parameter, dtype, device) in self._parameters_known.items():
+            found = now.pop(name, None)
+            if found is parameter and found.dtype == dtype and found.device == device:
                 continue
-            is_now = "gone" if now is None else f"{now.dtype} on {now.device}"
+            is_now = "gone" if found is None else f"{found.dtype} on {found.device}"
             _C.usage_error(
                 f"parameter {name} is another one than when DistributedDataParallel was made: "
                 f"it was {dtype} on {device} and is {is_now}",
                 likely="model.to(), half() or float(), or an assignment to the parameter, after that",
                 next="change the model first, then make optimizer and DistributedDataParallel",
             )
-
-        if len(self._parameters_known) != sum(1 for _ in _parameters_with_owners(self.module)):
+        if now:
             _C.usage_error(
                 "the module has other parameters than when DistributedDataParallel was made",
-                likely="a layer that was added or removed after that: each rank would train a new one alone",
+                likely="a layer that was added after that: each rank would train it alone",
                 next="change the model first, then make optimizer and DistributedDataParallel",
             )
 
-    def _require_same_buffers(self) -> None:
+    def _require_same_buffers(self):
         now = dict(self.module.named_buffers(remove_duplicate=False))
         for name in now.keys() | self._buffers_known.keys():
             if now.get(name) is not self._buffers_known.get(name):
@@ -226,7 +221,7 @@ class DistributedDataParallel(nn.Module):
             self._optimizer.step()
             self._optimizer.zero_grad()
 
-    def _require_no_sync_batch_norm(self, call: str) -> None:
+    def _require_no_sync_batch_norm(self, call):
         synchronised = (each for each in self.module.modules() if isinstance(each, SyncBatchNorm) and each.training)
         if self.size > 1 and any(synchronised):
             _C.usage_error(
@@ -286,13 +281,13 @@ class DistributedDataParallel(nn.Module):
 
     # ---- Copies
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self):
         """Without connections and optimizer. Copying or loading it makes new ones: every rank does so at the same time, with
         the process group that was given, which is known by its name and ranks."""
         state = {name: value for name, value in self.__dict__.items() if name not in _CONNECTIONS}
         return {**state, "process_group": reference_to(self.process_group)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state):
         super().__setstate__(state)
         self.process_group = group_of(state["process_group"])
         self._connect(None)
@@ -302,37 +297,20 @@ class DistributedDataParallel(nn.Module):
         _C.usage_error("register_comm_hook()", next='DistributedDataParallel(..., hook="bf16"), or another of its names')
 
 
-_KEPT_ARGUMENTS = (
-    "weights", "broadcast_buffers", "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb",
-    "share_parameters", "mean_in_grad", "hook", "hook_amount", "algorithm",
-)  # fmt: skip
 _CONNECTIONS = ("_world", "_replica", "_optimizer", "_buffers_known", "_parameters_known")
 
 
-def _parameters_with_owners(module: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """(name, its module's parameters by name, name there, parameter, dtype, device) of each."""
-    for path, owner in module.named_modules():
-        for key, parameter in owner._parameters.items():
-            if parameter is not None:
-                name = f"{path}.{key}" if path else key
-                yield name, owner._parameters, key, parameter, parameter.dtype, parameter.device
+def _require_parameters_of(module, optimizer):
+    own = set(module.parameters())
+    for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        if parameter not in own:
+            _C.usage_error(
+                f"the optimizer holds a tensor of shape {list(parameter.shape)} that is not a parameter of the module",
+                next="make the optimizer from module.parameters()",
+            )
 
 
-def _require_parameters_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    own = {id(parameter) for parameter in module.parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in own:
-                _C.usage_error(
-                    f"the optimizer holds a tensor of shape {list(parameter.shape)} that is not a parameter of the module",
-                    next="make the optimizer from module.parameters()",
-                )
-
-
-def _sparse_parameters(module: nn.Module) -> set[str]:
-    sparse = {
-        id(each.weight)
-        for each in module.modules()
-        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse
-    }
-    return {name for name, parameter in module.named_parameters() if id(parameter) in sparse}
+def _sparse_parameters(module):
+    embeddings = (each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
+    sparse = {each.weight for each in embeddings if each.sparse}
+    return {name for name, parameter in module.named_parameters() if parameter in sparse}

@@ -10,8 +10,6 @@
 #include "bindings.h"
 #include "lockstep/base/process/in_autograd.h"
 
-namespace py = pybind11;
-
 namespace lockstep::python {
 namespace {
 
@@ -23,6 +21,12 @@ constexpr const char* kDoc =
 constexpr std::array kKinds = {"UsageError",  "EnvironmentError", "RendezvousError", "MismatchError",  "PeerLost",
                                "DeviceError", "DataError",        "CheckpointError", "NonFiniteError", "SystemError"};
 
+constexpr std::pair<const char*, std::string ErrorText::*> kParts[] = {{"what", &ErrorText::what},
+                                                                      {"here", &ErrorText::here},
+                                                                      {"peer", &ErrorText::peer},
+                                                                      {"likely", &ErrorText::likely},
+                                                                      {"next", &ErrorText::next}};
+
 // By kind; "" is their base. Never destroyed: the interpreter may be gone before.
 std::map<std::string, PyObject*>& classes() {
   static auto* const all = new std::map<std::string, PyObject*>;
@@ -33,12 +37,7 @@ void set_python_error(const Error& error) {
   const auto found = classes().find(error.kind());
   const py::handle type = found != classes().end() ? found->second : classes().at("");
   const py::object instance = type(error.what());
-  const ErrorText& text = error.text();
-  instance.attr("what") = text.what;
-  instance.attr("here") = text.here;
-  instance.attr("peer") = text.peer;
-  instance.attr("likely") = text.likely;
-  instance.attr("next") = text.next;
+  for (const auto& [name, part] : kParts) instance.attr(name) = error.text().*part;
   PyErr_SetObject(type.ptr(), instance.ptr());
 }
 
@@ -53,7 +52,7 @@ void translate(std::exception_ptr pointer) {
 PyObject* add_class(py::module_& module, const char* name, PyObject* base) {
   PyObject* const made = PyErr_NewExceptionWithDoc((std::string("lockstep.") + name).c_str(), kDoc, base, nullptr);
   module.attr(name) = py::handle(made);
-  for (const char* part : {"what", "here", "peer", "likely", "next"}) py::handle(made).attr(part) = "";
+  for (const auto& [part, _] : kParts) py::handle(made).attr(part) = "";
   return made;
 }
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -102,10 +101,10 @@ class LockstepStrategy(DDPStrategy):
 class _SyncBatchNorm(LayerSync):
     """For Trainer(sync_batchnorm=True): torch's takes no CPU tensors. The layers stay when training has ended."""
 
-    def apply(self, model: torch.nn.Module) -> torch.nn.Module:
+    def apply(self, model):
         return SyncBatchNorm.convert_sync_batchnorm(model)
 
-    def revert(self, model: torch.nn.Module) -> torch.nn.Module:
+    def revert(self, model):
         return model
 
 
@@ -123,10 +122,10 @@ class _LockstepOptimizer(LightningOptimizer):
         self._optimizer.clip_grad_value(clip_value)
 
 
-def _clipping(by_lockstep: str, by_torch: Callable[..., Any]) -> Callable[..., None]:
+def _clipping(by_lockstep, by_torch):
     """Lets lockstep's optimizers clip in step(), where the mean is known; .grad holds this rank's share of it."""
 
-    def clip(optimizer: torch.optim.Optimizer, limit: float) -> None:
+    def clip(optimizer, limit):
         if isinstance(optimizer, _Optimizer):
             getattr(optimizer, by_lockstep)(limit)
         else:

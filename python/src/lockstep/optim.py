@@ -11,7 +11,7 @@ format: a checkpoint of torch.optim.AdamW continues with lockstep.AdamW, and the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -25,15 +25,15 @@ __all__ = ["SGD", "Adam", "AdamW", "LAMB", "LARS", "GradientNorm"]
 # torch.amp.GradScaler says so to every optimizer that applies the loss scale itself, as those here do.
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
-# Options of torch's that lockstep does not have, and the values that they may have.
-_ONLY = {"dampening": (0,), "amsgrad": (False,), "maximize": (False,), "capturable": (False,), "differentiable": (False,)}
+# Options of torch's that lockstep does not have, and the value that each may have.
+_ONLY = {"dampening": 0, "amsgrad": False, "maximize": False, "capturable": False, "differentiable": False}
 
 
 class GradientNorm:
     """The 2-norm of a step's mean gradient before clipping; what clip_grad_norm() returns. float(norm) after step()."""
 
     def __init__(self) -> None:
-        self._value: float | None = None
+        self._value = None
 
     def item(self) -> float:
         """Raises UsageError before the step()."""
@@ -54,21 +54,21 @@ class GradientNorm:
 class _StateOfParameter(dict):
     """optimizer.state[parameter]: what is set by its name goes into the C++ side; nothing can be dropped by its name."""
 
-    def __init__(self, optimizer: _Optimizer, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+    def __init__(self, optimizer, parameter, state):
         super().__init__(state)
         self._optimizer, self._parameter = optimizer, parameter
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name, value):
         if value is self.get(name):
             return
         super().__setitem__(name, value)
         self._optimizer._set_state(self._parameter, dict(self))
 
-    def update(self, *states: Any, **named: Any) -> None:
+    def update(self, *states, **named):
         for name, value in dict(*states, **named).items():
             self[name] = value
 
-    def _refuse(self, *_: Any, **__: Any) -> Any:
+    def _refuse(self, *_, **__):
         _C.usage_error(
             "something was dropped from optimizer.state[parameter]",
             likely="del or pop; lockstep keeps the state in C++",
@@ -81,28 +81,28 @@ class _StateOfParameter(dict):
 class _State(MutableMapping):
     """optimizer.state: of each parameter that was updated, its tensors by name. They are views: the next step changes them."""
 
-    def __init__(self, optimizer: _Optimizer) -> None:
+    def __init__(self, optimizer):
         self._optimizer = optimizer
 
-    def _parameters(self) -> Iterator[torch.Tensor]:
+    def _parameters(self):
         return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
 
-    def __getitem__(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def __getitem__(self, parameter):
         return self._optimizer._state_of(parameter)
 
-    def __setitem__(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+    def __setitem__(self, parameter, state):
         self._optimizer._set_state(parameter, state)
 
-    def __delitem__(self, parameter: torch.Tensor) -> None:
+    def __delitem__(self, parameter):
         self._optimizer._set_state(parameter, {})
 
-    def __contains__(self, parameter: object) -> bool:
+    def __contains__(self, parameter):
         return any(parameter is each for each in self._parameters()) and bool(self[parameter])
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self):
         return (parameter for parameter in self._parameters() if self[parameter])
 
-    def __len__(self) -> int:
+    def __len__(self):
         return sum(1 for _ in self)
 
 
@@ -111,15 +111,16 @@ class _Optimizer:
 
     _name: str  # of the C++ optimizer
     _keeps_step = True  # torch's state has "step"
+    _only = _ONLY
     _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves the loss scale to step()
 
-    _unattached: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # the state while there is no C++ side
-    _native: _C.Optimizer | None = None  # made by the first step(), or by DistributedDataParallel
-    _pushed: list[dict[str, float]] = []  # the options that it has, of each group
-    _stepped: list[list[torch.Tensor]] = []  # the parameters that it has, of each group
+    _unattached = {}  # the state of each parameter while there is no C++ side
+    _native = None  # made by the first step(), or by DistributedDataParallel
+    _pushed = []  # the options that it has, of each group
+    _stepped = []  # the parameters that it has, of each group
     _attached = False  # to a DistributedDataParallel
     _mean_in_grad = True
-    _norm: GradientNorm | None = None
+    _norm = None  # what clip_grad_norm() has returned for the next step
     _clipping = (0.0, 0.0)  # of the next step: largest norm, largest value
 
     # ---- step()
@@ -169,7 +170,7 @@ class _Optimizer:
         """Limits each element of the mean gradient to [-clip_value, clip_value], inside the next step(), after the norm."""
         self._clipping = (self._clipping[0], float(clip_value))
 
-    def _step_scaled(self, native: _C.Optimizer, scaler: torch.amp.GradScaler) -> None:
+    def _step_scaled(self, native, scaler):
         """As torch.amp.GradScaler.step(): without a step if a gradient of any rank is not finite."""
         mine = scaler._per_optimizer_states[id(self)]
         if mine["stage"] is OptState.UNSCALED:
@@ -197,18 +198,15 @@ class _Optimizer:
 
     # ---- Options
 
-    def _values(self, group: dict[str, Any]) -> dict[str, float]:
+    def _values(self, group):
         """The group's options as the C++ optimizer calls them."""
-        for name, allowed in _ONLY.items():
-            if group.get(name, allowed[0]) not in allowed:
+        for name, allowed in self._only.items():
+            if group.get(name, allowed) != allowed:
                 _C.usage_error(
                     f"{type(self).__name__} with {name}={group[name]}",
                     likely="an option of torch's optimizer that lockstep does not have",
                     next="leave it out, or use torch's optimizer with lockstep.DistributedDataParallel(model)",
                 )
-        return self._options_of(group)
-
-    def _options_of(self, group: dict[str, Any]) -> dict[str, float]:
         values = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
         if "betas" in group:
             values["beta1"], values["beta2"] = (float(beta) for beta in group["betas"])
@@ -217,7 +215,7 @@ class _Optimizer:
                 values[name] = float(group[name])
         return values
 
-    def _push_options(self, native: _C.Optimizer) -> None:
+    def _push_options(self, native):
         for i, group in enumerate(self.param_groups):
             self._require_same_parameters(i, group["params"])
             values = self._values(group)
@@ -225,7 +223,7 @@ class _Optimizer:
                 native.set_options(self._name, i, values)
                 self._pushed[i] = values
 
-    def _require_same_parameters(self, group: int, now: list[torch.Tensor]) -> None:
+    def _require_same_parameters(self, group, now):
         known = self._stepped[group] if group < len(self._stepped) else []
         if len(now) != len(known) or any(a is not b for a, b in zip(now, known)):
             _C.usage_error(
@@ -247,12 +245,12 @@ class _Optimizer:
 
     # ---- The C++ side
 
-    def _make_native(self) -> _C.Optimizer:
+    def _make_native(self):
         groups = [(group["params"], self._values(group)) for group in self.param_groups]
         rule = max((values for _, values in groups), key=lambda values: values.get("momentum", 0))
         return _C.Optimizer(self._name, groups, rule)
 
-    def _adopt(self, native: _C.Optimizer, attached: bool = False, mean_in_grad: bool = True) -> _C.Optimizer:
+    def _adopt(self, native, attached=False, mean_in_grad=True):
         """From now on `native` steps. It gets the state that there is."""
         self._detach()
         self._native, self._attached, self._mean_in_grad = native, attached, mean_in_grad
@@ -263,7 +261,7 @@ class _Optimizer:
             self._set_state(parameter, tensors)
         return native
 
-    def _detach(self) -> None:
+    def _detach(self):
         """Takes the state out of the C++ side, which is given up."""
         if self._native is not None:
             self._unattached = self._copied_state()
@@ -283,13 +281,13 @@ class _Optimizer:
         for parameter in self.state._parameters() if "param_groups" in self.__dict__ else ():
             self._set_state(parameter, states.get(parameter, {}))
 
-    def _copied_state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    def _copied_state(self):
         return {
             parameter: {name: value.clone() for name, value in tensors.items()}
             for parameter, tensors in self.state.items()
         }
 
-    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _state_of(self, parameter):
         if self._native is None:
             return self._unattached.get(parameter, {})
         state = self._native.state_of(parameter)
@@ -297,7 +295,7 @@ class _Optimizer:
             state.pop("step", None)
         return _StateOfParameter(self, parameter, state)
 
-    def _set_state(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+    def _set_state(self, parameter, state):
         state = {name: value for name, value in state.items() if value is not None}
         if self._native is None:
             self._unattached[parameter] = state
@@ -326,10 +324,10 @@ class _Optimizer:
             if parameter.dtype in (torch.float16, torch.bfloat16) and number in state_dict["state"]:
                 self._set_state(parameter, state_dict["state"][number])
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self):
         return {**super().__getstate__(), "state": self._copied_state()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state):
         rest = {name: value for name, value in state.items() if name != "state"}
         super().__setstate__(rest)
         if "state" in state:
@@ -344,14 +342,10 @@ class SGD(_Optimizer, torch.optim.SGD):
 
 
 class Adam(_Optimizer, torch.optim.Adam):
-    """torch.optim.Adam, without amsgrad."""
+    """torch.optim.Adam, without amsgrad and decoupled_weight_decay: use AdamW."""
 
     _name = "adam"
-
-    def _options_of(self, group: dict[str, Any]) -> dict[str, float]:
-        if group.get("decoupled_weight_decay"):
-            _C.usage_error("Adam with decoupled_weight_decay=True", next="use lockstep.AdamW")
-        return super()._options_of(group)
+    _only = {**_ONLY, "decoupled_weight_decay": False}
 
 
 class AdamW(_Optimizer, torch.optim.AdamW):

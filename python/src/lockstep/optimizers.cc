@@ -1,16 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/optimizers.h"
 
-#include <pybind11/stl.h>
-
 #include "bindings.h"
-
-namespace py = pybind11;
 
 namespace lockstep::python {
 namespace {
 
-using Release = py::call_guard<py::gil_scoped_release>;
 using Tensors = std::vector<torch::Tensor>;
 
 // The argument of add_param_group().

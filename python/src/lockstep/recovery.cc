@@ -1,20 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/launch/job_memory.h"
 
-#include <pybind11/chrono.h>
-#include <pybind11/stl.h>
-
 #include "bindings.h"
+#include "lockstep/checkpoints.h"
 #include "lockstep/train/state/loop_state.h"
-
-extern "C" char** environ;
-
-namespace py = pybind11;
 
 namespace lockstep::python {
 namespace {
 
-using Release = py::call_guard<py::gil_scoped_release>;
 using TensorsByName = std::map<std::string, torch::Tensor>;
 
 // The tensors are the kept memory itself: to be copied, and not written to.
@@ -36,20 +29,21 @@ bool next_generation(std::chrono::milliseconds timeout) {
   return memory != nullptr && memory->next_generation(timeout);
 }
 
-// os.environ is a copy of it.
-std::map<std::string, std::string> environment() {
-  std::map<std::string, std::string> all;
-  for (char** each = environ; each != nullptr && *each != nullptr; ++each) {
-    const std::string_view line = *each;
-    const std::size_t equals = line.find('=');
-    if (equals != std::string_view::npos) all.emplace(line.substr(0, equals), line.substr(equals + 1));
-  }
-  return all;
-}
-
 }  // namespace
 
 void bind_recovery(py::module_& module) {
+  // python/src/lockstep/checkpoints.py says what they do.
+  py::class_<Checkpoints>(module, "Checkpoints")
+      .def(py::init<const std::filesystem::path&, std::optional<std::int64_t>>(), Release())
+      .def("newest", &Checkpoints::newest, Release())
+      .def(
+          "save",
+          [](Checkpoints& self, std::int64_t step, std::map<std::string, torch::Tensor> tensors,
+             std::map<std::string, std::string> metadata) {
+            self.save(step, {.tensors = std::move(tensors), .metadata = std::move(metadata)});
+          },
+          Release())
+      .def("finish", &Checkpoints::finish, Release());
   py::class_<LoopState::Found>(module, "FoundState")
       .def_readonly("is_own_rank", &LoopState::Found::is_own_rank)
       .def_readonly("ranks", &LoopState::Found::ranks)
@@ -70,7 +64,6 @@ void bind_recovery(py::module_& module) {
   module.def("loop_state_of", &loop_state_of, Release());
   module.def("next_generation", &next_generation, Release());
   module.def("replaces_ranks", [] { return JobMemory::get() != nullptr; });
-  module.def("environment", &environment);
 }
 
 }  // namespace lockstep::python

@@ -16,9 +16,11 @@ kept in memory that the launcher holds, and all go on after that step, with the 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import io
+import itertools
 import os
 import random
 import sys
@@ -53,7 +55,7 @@ def recover(function: Callable[..., Any]) -> Callable[..., Any]:
     launcher that replaces ranks this is a call of the function."""
 
     @functools.wraps(function)
-    def run(*arguments: Any, **named: Any) -> Any:
+    def run(*arguments, **named):
         if not _C.replaces_ranks():
             return function(*arguments, **named)
         begin = _random_states(torch.device("cpu"))
@@ -73,12 +75,12 @@ def recover(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _is_loss(error: BaseException) -> bool:
+def _is_loss(error):
     """torch wraps what its backends raise in errors of its own."""
     return isinstance(error, (_C.PeerLost, _C.RendezvousError, dist.DistError)) or "PeerLost: " in str(error)
 
 
-def _let_go(lost: BaseException) -> None:
+def _let_go(lost):
     """Of the World, the model and the loader that the function had: the frames of the traceback still hold them."""
     error: BaseException | None = lost
     while error is not None:
@@ -93,18 +95,17 @@ def _let_go(lost: BaseException) -> None:
     gc.collect()
 
 
-def _take_environment() -> None:
+def _take_environment():
     """os.environ is a copy of the environment, which C++ has changed."""
-    now = _C.environment()
-    for name, value in now.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
+    environ = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    lines = [os.fsdecode(line) for line in itertools.takewhile(bool, environ)]
+    os.environ.update(line.split("=", 1) for line in lines if "=" in line)
 
 
 # ---- Random generators: torch's, Python's and NumPy's
 
 
-def _random_states(device: torch.device) -> dict[str, Any]:
+def _random_states(device):
     version, numbers, gauss = random.getstate()
     states = {"torch": torch.get_rng_state(), "python": (version, torch.tensor(numbers), gauss)}
     if device.type == "cuda":
@@ -115,7 +116,7 @@ def _random_states(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def _set_random_states(states: dict[str, Any]) -> None:
+def _set_random_states(states):
     torch.set_rng_state(states["torch"])
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
@@ -137,42 +138,44 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def _split(value: Any) -> dict[str, torch.Tensor]:
-    """The tensors in dicts, lists and tuples, which are copied at the speed of memory; and all else as torch.save() writes it."""
-    tensors: dict[str, torch.Tensor] = {}
+def _replaced(value, replace):
+    """A copy of dicts, lists and tuples in which the parts for which replace() is not None are what it gives."""
+    new = replace(value)
+    if new is not None:
+        return new
+    if isinstance(value, dict):
+        return {key: _replaced(each, replace) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(each, replace) for each in value)
+    return value
 
-    def walk(part: Any) -> Any:
+
+def _split(value):
+    """The tensors in dicts, lists and tuples, which are copied at the speed of memory; and all else as torch.save() writes it."""
+    tensors = {}
+
+    def take_out(part):
         if isinstance(part, torch.Tensor) and part.dtype in _DTYPES and part.layout == torch.strided:
             name = f"tensor.{len(tensors)}"
             tensors[name] = part.detach()
             return (_TENSOR, name)
-        if isinstance(part, dict):
-            return {key: walk(each) for key, each in part.items()}
-        if type(part) in (list, tuple):
-            return type(part)(walk(each) for each in part)
-        return part
 
     file = io.BytesIO()
-    torch.save(walk(value), file)
+    torch.save(_replaced(value, take_out), file)
     return {**tensors, _STRUCTURE: torch.frombuffer(file.getbuffer(), dtype=torch.uint8)}
 
 
-def _join(tensors: dict[str, torch.Tensor]) -> Any:
+def _join(tensors):
     """What _split() was given, with copies of the tensors. Runs no code that the bytes may hold: weights_only."""
 
-    def walk(part: Any) -> Any:
-        if isinstance(part, dict):
-            return {key: walk(each) for key, each in part.items()}
+    def put_back(part):
         if type(part) is tuple and len(part) == 2 and part[0] == _TENSOR:
             return tensors[part[1]].clone()
-        if type(part) in (list, tuple):
-            return type(part)(walk(each) for each in part)
-        return part
 
-    return walk(torch.load(io.BytesIO(tensors[_STRUCTURE].numpy().tobytes()), weights_only=True))
+    return _replaced(torch.load(io.BytesIO(tensors[_STRUCTURE].numpy().tobytes()), weights_only=True), put_back)
 
 
-def _require_readable(name: str, state: Any) -> None:
+def _require_readable(name, state):
     try:
         _join(_split(state))
     except Exception as error:
@@ -235,8 +238,8 @@ class Recovery:
         self._batch = 0  # of it
         self._resumed_at = (0, 0)  # batches and samples of it that were before batches() began
         self._stepped = self._begun = self._checked = self._scaled = False
-        self._at_epoch: dict[str, Any] | None = None  # random states when it began
-        self._resumed: dict[str, Any] | None = None  # what the next batches() goes on with
+        self._at_epoch = None  # random states when it began
+        self._resumed = None  # what the next batches() goes on with
         optimizer.register_step_post_hook(self._note_step)
         self._kept = _C.loop_state_of(self._world, share_of_time)
         if self._kept is not None and self._kept.found is not None:
@@ -275,16 +278,16 @@ class Recovery:
             self._keep()
         self._stepped = False
 
-    def _begin(self) -> None:
+    def _begin(self):
         if not self._begun and self._kept is not None:
             self._kept.taken()
         self._begun = True
 
-    def _note_step(self, _optimizer: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+    def _note_step(self, _optimizer, _args, kwargs):
         self._stepped = True
         self._scaled = self._scaled or kwargs.get("grad_scaler") is not None  # as GradScaler calls lockstep's optimizers
 
-    def _rest_of_epoch(self) -> Iterator[Any]:
+    def _rest_of_epoch(self):
         resumed, self._resumed = self._resumed, None
         if isinstance(self._loader, DataLoader):
             self._loader.set_epoch(self.epoch)  # it keeps the place in an epoch that was loaded
@@ -303,10 +306,10 @@ class Recovery:
 
     # ---- What is kept
 
-    def _module(self) -> nn.Module:
+    def _module(self):
         return self._model.module if isinstance(self._model, (DistributedDataParallel, nn.parallel.DistributedDataParallel)) else self._model
 
-    def _keep(self) -> None:
+    def _keep(self):
         if not self._checked:
             self._require_all_kept()
         common = {}
@@ -328,7 +331,7 @@ class Recovery:
         }
         self._kept.keep(self.steps, common, _split(own))
 
-    def _samples_of_epoch(self) -> int:
+    def _samples_of_epoch(self):
         """That all ranks together have had, with lockstep.Sampler."""
         sampler = _sampler_of(self._loader)
         if sampler is None:
@@ -336,14 +339,15 @@ class Recovery:
         batches, samples = self._resumed_at
         return min(samples + (self._batch - batches) * self._loader.batch_size * self._world.size, sampler._size)
 
-    def _restore(self, found: _C.FoundState) -> None:
+    def _restore(self, found):
         common, own = _join(found.common), _join(found.own)
         if found.ranks != self._world.size and not isinstance(self._loader, (DataLoader, type(None))) and not _sampler_of(self._loader):
             _C.usage_error(
                 f"{found.ranks} ranks were training, now there are {self._world.size}, and this loader can't divide the rest of the epoch anew",
                 next="take lockstep.DataLoader, or torch's with sampler=lockstep.Sampler(dataset)",
             )
-        self._write(lambda: self._copy(common["parameters"], own["buffers"]))
+        copy = functools.partial(self._copy, common["parameters"], own["buffers"])
+        self._model.write_parameters(copy) if isinstance(self._model, DistributedDataParallel) else copy()
         self._optimizer.load_state_dict(common["optimizer"])
         self._world.barrier()  # where ranks share the optimizer's state, it is what every rank has written
         self.steps, self.epoch, self._batch = common["place"]
@@ -358,14 +362,8 @@ class Recovery:
         self._resumed = own["random"] if found.is_own_rank else _random_states(self._device)
         _set_random_states(self._resumed)
 
-    def _write(self, write: Callable[[], None]) -> None:
-        if isinstance(self._model, DistributedDataParallel):
-            self._model.write_parameters(write)
-        else:
-            with torch.no_grad():
-                write()
-
-    def _copy(self, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
+    @torch.no_grad()
+    def _copy(self, parameters, buffers):
         for kept, now in ((parameters, self._module().named_parameters()), (buffers, self._module().named_buffers())):
             now = dict(now)
             if {name: value.shape for name, value in now.items()} != {name: value.shape for name, value in kept.items()}:
@@ -375,7 +373,7 @@ class Recovery:
 
     # ---- What would go wrong without a word
 
-    def _require_replicas(self) -> None:
+    def _require_replicas(self):
         if self._world.size > 1 and self._module() is self._model:
             _C.usage_error(
                 f"Recovery of a {type(self._model).__name__} on {self._world.size} ranks",
@@ -383,7 +381,7 @@ class Recovery:
                 next="wrap it first: model = lockstep.DistributedDataParallel(model, optimizer)",
             )
 
-    def _require_states(self) -> None:
+    def _require_states(self):
         for name, other in self._others.items():
             if isinstance(other, dict) or _is_stateful(other):
                 continue
@@ -392,34 +390,29 @@ class Recovery:
                 next="give a dict of values, which is changed in place, or an object with state_dict() and load_state_dict()",
             )
 
-    def _require_all_kept(self) -> None:
+    def _require_all_kept(self):
         self._checked = True
         for name, other in self._others.items():
             _require_readable(name, _state_of(other))
-        has_one = getattr(self._optimizer.step, "_wrapped_by_lr_sched", False)
-        if has_one and not any(isinstance(other, LRScheduler) for other in self._others.values()):
-            _C.usage_error(
-                "the optimizer has a scheduler that Recovery was not given",
-                likely="after the loss of a rank it would begin anew",
-                next="Recovery(model, optimizer, loader, scheduler=scheduler)",
-            )
-        if self._scaled and not any(isinstance(other, torch.amp.GradScaler) for other in self._others.values()):
-            _C.usage_error(
-                "the optimizer is stepped by a GradScaler that Recovery was not given",
-                likely="after the loss of a rank its scale would be the initial one",
-                next="Recovery(model, optimizer, loader, scaler=scaler)",
-            )
+        scheduled = getattr(self._optimizer.step, "_wrapped_by_lr_sched", False)
+        for is_used, kind, name in (scheduled, LRScheduler, "scheduler"), (self._scaled, torch.amp.GradScaler, "scaler"):
+            if is_used and not any(isinstance(other, kind) for other in self._others.values()):
+                _C.usage_error(
+                    f"the optimizer has a {kind.__name__} that Recovery was not given",
+                    likely="after the loss of a rank it would begin anew",
+                    next=f"Recovery(model, optimizer, loader, {name}={name})",
+                )
 
 
-def _is_stateful(value: Any) -> bool:
+def _is_stateful(value):
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-def _state_of(other: Any) -> Any:
+def _state_of(other):
     return dict(other) if isinstance(other, dict) else other.state_dict()
 
 
-def _load(other: Any, state: Any) -> None:
+def _load(other, state):
     if isinstance(other, dict):
         other.clear()
         other.update(state)
@@ -427,7 +420,7 @@ def _load(other: Any, state: Any) -> None:
         other.load_state_dict(state)
 
 
-def _sampler_of(loader: Any) -> Sampler | None:
+def _sampler_of(loader):
     """That of a torch DataLoader, where it is lockstep's."""
     found = getattr(loader, "sampler", None) if isinstance(loader, torch.utils.data.DataLoader) and not _is_stateful(loader) else None
     return found if isinstance(found, Sampler) and loader.batch_size is not None else None

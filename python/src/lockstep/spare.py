@@ -33,13 +33,13 @@ def wait_and_run() -> None:
     _run(sys.argv[1:])
 
 
-def _set_name(name: str) -> None:
+def _set_name(name):
     """What ps -o comm shows."""
     with open("/proc/self/comm", "w") as comm:
         comm.write(name)
 
 
-def _run(command: list[str]) -> None:
+def _run(command):
     """As Python does: -m MODULE ARGS, or FILE ARGS."""
     if command[0] == "-m":
         sys.argv = command[1:]

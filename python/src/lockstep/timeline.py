@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ class Timeline:
         self._file = os.fspath(file)
         self._first, self._end = (steps.start, steps.stop) if steps is not None else (0, sys.maxsize)
         self._group = process_group
-        self._open: _C.Timeline | None = None
+        self._open = None
 
     def __enter__(self) -> Timeline:
         world = world_of(self._group, torch.device("cpu"))
@@ -53,9 +52,7 @@ class Timeline:
         if self._open is not None:
             self._open.begin_step(step)
 
-    def __exit__(
-        self, error: type[BaseException] | None, value: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         timeline, self._open = self._open, None
         if timeline is not None and error is None:
             timeline.finish()

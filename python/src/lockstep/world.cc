@@ -1,25 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/world.h"
 
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <pybind11/chrono.h>
-#include <pybind11/stl.h>
-
 #include "bindings.h"
+#include "lockstep/collective/c10d/backend.h"
+#include "lockstep/collective/meet/rendezvous.h"
 #include "lockstep/collective/world/world_state.h"
 #include "lockstep/sync_batch_norm.h"
 #include "lockstep/timeline.h"
-#include "replica.h"
-
-namespace py = pybind11;
 
 namespace lockstep::python {
 namespace {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
-using Release = py::call_guard<py::gil_scoped_release>;
 
 using Timeout = std::optional<std::chrono::milliseconds>;
 
@@ -36,6 +32,19 @@ Timeout timeout_of(c10d::ProcessGroup& group, const torch::Device& device) {
   } catch (const std::exception&) {
     return {};
   }
+}
+
+// Blocks until all ranks are connected. Has torch's own return type: Python sees it as a torch.distributed Backend.
+c10::intrusive_ptr<c10d::Backend> create_backend(const StorePtr& store, int rank, int size,
+                                                 std::chrono::milliseconds timeout) {
+  return c10::make_intrusive<C10dBackend>(store, rank, size, timeout);
+}
+
+// The store at which the ranks of a launcher meet, this rank, and how many there are. Blocks until rank 0 answers; rank 0 until
+// all have come.
+std::tuple<StorePtr, int, int> meet_launched_ranks(std::chrono::milliseconds timeout) {
+  const JobEnvironment job = read_job_environment();
+  return {connect_process_group(job, timeout), job.rank, job.world_size};
 }
 
 }  // namespace
@@ -63,6 +72,8 @@ void bind_world(py::module_& module) {
       .def("begin_step", &Timeline::begin_step)
       .def(
           "finish", [](Timeline& timeline) { timeline.finish(); }, Release());
+  module.def("create_backend", &create_backend, Release());
+  module.def("meet_launched_ranks", &meet_launched_ranks, Release());
   module.def("timeout_of", &timeout_of);
   module.def(
       "normalise_over_ranks",
