@@ -58,10 +58,6 @@ SharedDataset tensors(const std::string& name, const torch::Tensor& data, const 
   return {std::make_shared<TensorDataset>(name, data, target)};
 }
 
-SharedDataset csv(const fs::path& path, const std::string& target, bool classes, char delimiter) {
-  return {csv_dataset(path, {.target = target, .classes = classes, .delimiter = delimiter})};
-}
-
 SharedDataset tokens(const fs::path& path, std::int64_t block, int bits, std::int64_t vocabulary, double skip,
                      double leave) {
   return {std::make_shared<TokenDataset>(path, TokenOptions{.block = block,
@@ -213,12 +209,10 @@ void bind_datasets(py::module_& data) {
   data.def("split_images", &images_of_split, WithoutGil());
   data.def("image_folder", &image_folder, WithoutGil());
   data.def("tensors", &tensors, WithoutGil());
-  data.def("csv", &csv, WithoutGil());
   data.def("tokens", &tokens, WithoutGil());
   data.def("open", &open_by_name, WithoutGil());
   data.def("pack", &pack_into, WithoutGil());
   data.def("read_npy", &read_npy, WithoutGil());
-  data.def("read_npz", &read_npz, WithoutGil());
 }
 
 void bind_loader(py::module_& data) {
