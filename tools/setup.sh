@@ -45,7 +45,7 @@ readonly tensorboard_wheels=(tensorboard==2.20.0 protobuf==7.36.2 absl-py==2.5.1
 demo_packages=(
   g++ cmake ninja-build make ccache mold python3 python3-pip
   libcli11-dev libspdlog-dev libfmt-dev nlohmann-json3-dev zlib1g-dev libssl-dev libxxhash-dev libgloo-dev
-  libjpeg62-turbo-dev libpng-dev libzip-dev libcsv-dev libjs-chart.js
+  libjpeg62-turbo-dev libpng-dev libjs-chart.js
   dataset-fashion-mnist
 )
 wheel_packages=(python3-dev python3-venv dpkg-dev)

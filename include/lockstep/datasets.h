@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// lockstep/datasets.h: the datasets that lockstep reads: Fashion-MNIST, CIFAR, CSV, NumPy, tokens, tensors, packed
+// lockstep/datasets.h: the datasets that lockstep reads: Fashion-MNIST, CIFAR, NumPy, tokens, tensors, packed
 // records. Images in folders are in lockstep/images.h.
 //
 // Flow:    files -> a Dataset -> lockstep/loader.h
@@ -12,7 +12,6 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -33,7 +32,7 @@ struct DataSource {
   //   fashion-mnist[:DIR] | mnist:DIR | cifar-10:DIR | cifar-100:DIR
   //   imagefolder:DIR     DIR/train and DIR/val, or DIR/CLASS/... alone
   //   packed:DIR          DIR/train and DIR/val, or DIR alone, as lockstep data pack writes them
-  //   npy:DATA,TARGETS    npz:FILE    csv:FILE    text:FILE    synthetic:NxCxHxW
+  //   npy:DATA,TARGETS    text:FILE    synthetic:NxCxHxW
   std::string data;
   std::string folder{};   // the path where `data` has none
   std::string augment{};  // see parse_transforms; on top of the dataset's own normalisation, for training images alone
@@ -121,18 +120,6 @@ class SubsetDataset : public Dataset {
   std::int64_t end_;
 };
 
-struct CsvOptions {
-  std::string target{};  // the column to predict: its name, or its number from 0; empty: the last one
-  bool classes = true;   // the target is a class: a whole number >= 0; else any number
-  char delimiter = ',';
-};
-
-// A table of numbers (RFC 4180). The first line gives the names if any of its fields is not a number.
-// data: (B, columns - 1) float32; target: (B) int64, or float32 where it is no class. Throws DataError naming line and
-// column: a field that is empty or not a number, a line with more or fewer fields than the first, no line at all, a
-// target that is no class; UsageError for a column that does not exist.
-std::shared_ptr<const TensorDataset> csv_dataset(const std::filesystem::path& path, const CsvOptions& options = {});
-
 inline constexpr std::uint64_t kMostUnpacked = std::uint64_t{16} << 30;
 
 // An IDX file of the MNIST family (LeCun, Cortes and Burges, "The MNIST database"), plain or gzipped: a uint8 tensor of
@@ -144,11 +131,6 @@ torch::Tensor read_idx(const std::filesystem::path& path, std::uint64_t most_byt
 // structures are refused. Throws DataError naming the file: missing, not .npy, a dtype that torch does not have,
 // truncated, too long.
 torch::Tensor read_npy(const std::filesystem::path& path);
-
-// Every array of a .npz archive under its name. Memory grows with what is read. Throws DataError: not a zip archive, a
-// damaged entry, an entry that read_npy would refuse, more than most_bytes in all.
-std::map<std::string, torch::Tensor> read_npz(const std::filesystem::path& path,
-                                              std::uint64_t most_bytes = kMostUnpacked);
 
 // ---- Text
 

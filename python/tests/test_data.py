@@ -184,24 +184,13 @@ class Readers(WithFolder):
         images = random_bytes(5, 2, 4, 6)
         np.save(self.folder / "rows.npy", rows)
         np.save(self.folder / "classes.npy", classes)
-        np.savez(self.folder / "images.npz", x=images.numpy(), label=classes)
         samples, targets = all_of(data.NpyDataset(self.folder / "rows.npy", self.folder / "classes.npy"))
         expect(samples, torch.from_numpy(rows).float())
         expect(targets, torch.arange(5))
-        expect_close(all_of(data.NpzDataset(self.folder / "images.npz", target="label"))[0], scaled(images))
         expect(all_of(data.TensorDataset(rows, rows[:, 0]))[1], torch.from_numpy(rows[:, 0]).float())
         one_hot = data.TensorDataset(images, classes, transform="one-hot,resize:2", classes=7)
         samples, targets = all_of(one_hot)
         self.assertEqual((samples.shape, targets.shape), ((5, 2, 2, 2), (5, 7)))
-
-    def test_csv_gives_the_table(self):
-        (self.folder / "t.csv").write_text("a,b,kind\n1,2.5,0\n-3,4e2,1\n")
-        samples, targets = all_of(data.CsvDataset(self.folder / "t.csv"))
-        expect(samples, torch.tensor([[1, 2.5], [-3, 400]]))
-        expect(targets, torch.tensor([0, 1]))
-        samples, targets = all_of(data.CsvDataset(self.folder / "t.csv", target="b", classes=False))
-        expect(samples, torch.tensor([[1.0, 0], [-3, 1]]))
-        expect(targets, torch.tensor([2.5, 400]))
 
     def test_tokens_give_blocks_and_the_same_one_further_on(self):
         (self.folder / "t").write_bytes(bytes(range(21)))

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <png.h>
-#include <zip.h>
 
 #include <cmath>
 #include <cstdint>
@@ -61,16 +60,6 @@ inline std::string npy_text(const std::string& descr, const std::string& shape, 
   header += '\n';
   const std::string length{static_cast<char>(header.size() & 0xFF), static_cast<char>(header.size() >> 8)};
   return std::string("\x93NUMPY\x01\x00", 8) + length + header + values;
-}
-
-inline void write_zip(const std::filesystem::path& path,
-                      const std::vector<std::pair<std::string, std::string>>& entries) {
-  int code = 0;
-  zip_t* archive = zip_open(path.c_str(), ZIP_CREATE | ZIP_TRUNCATE, &code);
-  for (const auto& [name, content] : entries)
-    zip_file_add(archive, name.c_str(), zip_source_buffer(archive, content.data(), content.size(), 0),
-                 ZIP_FL_OVERWRITE);
-  if (zip_close(archive) != 0) throw DataError({.what = zip_strerror(archive)});
 }
 
 // FOLDER/a and FOLDER/b with `each` images, JPEG and PNG in turn, of several sizes.

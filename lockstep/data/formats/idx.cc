@@ -63,7 +63,11 @@ class IdxReader {
   std::vector<std::uint8_t> read_values(std::size_t count) {
     constexpr std::size_t kChunk = std::size_t{1} << 20;
     std::vector<std::uint8_t> values;
-    if (count > most_) throw unpacked_too_much(path_.string());
+    if (count > most_)
+      throw DataError({.what = concat(path_.string(), " unpacks to more than the limit"),
+                       .here = path_.string(),
+                       .likely = "a damaged file, or one that was made to fill the memory",
+                       .next = "if you trust it, raise the limit: most_bytes of read_idx()"});
     while (values.size() < count) {
       const std::size_t old_size = values.size();
       values.resize(std::min(count, old_size + kChunk));
@@ -110,13 +114,6 @@ class IdxReader {
 };
 
 }  // namespace
-
-DataError unpacked_too_much(const std::string& origin) {
-  return DataError({.what = concat(origin, " unpacks to more than the limit"),
-                    .here = origin,
-                    .likely = "a damaged file, or one that was made to fill the memory",
-                    .next = "if you trust it, raise the limit: most_bytes of the reader, most= in --data"});
-}
 
 torch::Tensor read_idx(const std::filesystem::path& path, std::uint64_t most_bytes) {
   return IdxReader(path, most_bytes).read_tensor();

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/data/formats/readers.h"
 
-#include <zip.h>
-
 #include <algorithm>
 #include <charconv>
-#include <memory>
+#include <map>
 #include <numeric>
 #include <vector>
 
@@ -95,86 +93,25 @@ Header parse_header(std::span<const std::uint8_t> start, std::size_t all, const 
   return parsed;
 }
 
-// A contiguous tensor of the values that `read` writes. A bool that is neither 0 nor 1 is undefined behaviour: they are
-// read as bytes. Where the first dimension varies fastest, the values are those of the transposed array in C order.
-template <class Read>
-torch::Tensor to_tensor(Header header, const Read& read) {
-  if (header.fortran) std::ranges::reverse(header.shape);
-  const bool boolean = header.dtype == torch::kBool;
-  torch::Tensor tensor = torch::empty(header.shape, boolean ? torch::kUInt8 : header.dtype);
-  read(std::span(static_cast<std::uint8_t*>(tensor.data_ptr()), tensor.nbytes()));
-  if (boolean) tensor = tensor.ne(0);
-  if (!header.fortran) return tensor;
-  std::vector<std::int64_t> order(header.shape.size());
-  std::iota(order.rbegin(), order.rend(), 0);
-  return tensor.permute(order).contiguous();
-}
-
-DataError bad_zip(const std::string& origin, const std::string& why) {
-  return DataError({.what = concat("not a .npz archive that can be read: ", why),
-                    .here = origin,
-                    .likely = "a damaged or cut file",
-                    .next = "save it again with numpy.savez"});
-}
-
-// At most `most` bytes, which become what is left of them.
-std::vector<std::uint8_t> read_entry(zip_t* archive, zip_uint64_t index, const std::string& origin,
-                                     std::uint64_t& most) {
-  constexpr std::size_t kReadBytes = std::size_t{1} << 20;
-  const std::unique_ptr<zip_file_t, decltype(&zip_fclose)> file(zip_fopen_index(archive, index, 0), &zip_fclose);
-  if (!file) throw bad_zip(origin, zip_strerror(archive));
-  std::vector<std::uint8_t> bytes;
-  for (;;) {
-    const std::size_t old_size = bytes.size();
-    bytes.resize(old_size + kReadBytes);
-    const zip_int64_t got = zip_fread(file.get(), bytes.data() + old_size, kReadBytes);
-    if (got < 0) throw bad_zip(origin, zip_file_strerror(file.get()));
-    bytes.resize(old_size + to_size(got));
-    if (bytes.size() > most) throw unpacked_too_much(origin);
-    if (got == 0) break;
-  }
-  most -= bytes.size();
-  return bytes;
-}
-
 }  // namespace
 
-torch::Tensor parse_npy(std::span<const std::uint8_t> bytes, const std::string& origin) {
-  const Header header = parse_header(bytes, bytes.size(), origin);
-  return to_tensor(header,
-                   [&](std::span<std::uint8_t> into) { std::ranges::copy(bytes.subspan(header.bytes), into.begin()); });
-}
-
+// A bool that is neither 0 nor 1 is undefined behaviour: they are read as bytes. Where the first dimension varies fastest, the
+// values are those of the transposed array in C order.
 torch::Tensor read_npy(const std::filesystem::path& path) {
   constexpr std::size_t kLongestHeader = std::size_t{1} << 20;
   const DataFile file(path);
   std::vector<std::uint8_t> start(std::min<std::size_t>(file.size(), kLongestHeader));
   file.read(0, start);
-  const Header header = parse_header(start, file.size(), path.string());
-  return to_tensor(header, [&](std::span<std::uint8_t> into) { file.read(header.bytes, into); });
-}
-
-std::map<std::string, torch::Tensor> read_npz(const std::filesystem::path& path, std::uint64_t most_bytes) {
-  static_cast<void>(DataFile(path));  // refuses a named pipe, which libzip would wait for
-  int code = 0;
-  const std::unique_ptr<zip_t, decltype(&zip_discard)> archive(zip_open(path.c_str(), ZIP_RDONLY, &code), &zip_discard);
-  if (!archive) {
-    zip_error_t error;
-    zip_error_init_with_code(&error, code);
-    const std::string why = zip_error_strerror(&error);
-    zip_error_fini(&error);
-    throw bad_zip(path.string(), why);
-  }
-  std::map<std::string, torch::Tensor> arrays;
-  for (zip_uint64_t i = 0; i < to_size(zip_get_num_entries(archive.get(), 0)); ++i) {
-    const char* name = zip_get_name(archive.get(), i, 0);
-    const std::string entry = name != nullptr ? name : "";
-    if (!entry.ends_with(".npy")) continue;
-    const std::string origin = concat(path.string(), ", entry ", entry);
-    arrays[entry.substr(0, entry.size() - 4)] = parse_npy(read_entry(archive.get(), i, origin, most_bytes), origin);
-  }
-  if (arrays.empty()) throw bad_zip(path.string(), "it holds no arrays");
-  return arrays;
+  Header header = parse_header(start, file.size(), path.string());
+  if (header.fortran) std::ranges::reverse(header.shape);
+  const bool boolean = header.dtype == torch::kBool;
+  torch::Tensor tensor = torch::empty(header.shape, boolean ? torch::kUInt8 : header.dtype);
+  file.read(header.bytes, {static_cast<std::uint8_t*>(tensor.data_ptr()), tensor.nbytes()});
+  if (boolean) tensor = tensor.ne(0);
+  if (!header.fortran) return tensor;
+  std::vector<std::int64_t> order(header.shape.size());
+  std::iota(order.rbegin(), order.rend(), 0);
+  return tensor.permute(order).contiguous();
 }
 
 }  // namespace lockstep

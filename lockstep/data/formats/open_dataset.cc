@@ -2,7 +2,6 @@
 #include <array>
 #include <filesystem>
 #include <map>
-#include <ranges>
 
 #include "lockstep/base/names.h"
 #include "lockstep/base/to_size.h"
@@ -91,16 +90,11 @@ Datasets in_two_parts(std::shared_ptr<const Dataset> train, std::shared_ptr<cons
           std::make_shared<SubsetDataset>(std::move(validation), size - held_out, size)};
 }
 
-Datasets in_two_parts(const std::shared_ptr<const ImageSource>& source, const ImageTransforms& base, double share,
-                      const Request& request) {
+Datasets in_two_parts(const std::shared_ptr<const ImageSource>& source, const ImageTransforms& base, Request& request) {
+  const double share = request.number("val", 0);
   return in_two_parts(std::make_shared<ImageDataset>(source, request.transforms(base, Split::kTrain)),
                       std::make_shared<ImageDataset>(source, request.transforms(base, Split::kValidation)), share,
                       request);
-}
-
-Datasets in_two_parts(const std::shared_ptr<const TensorDataset>& rows, double share, const Request& request) {
-  request.require_no_images();
-  return in_two_parts(rows, rows, share, request);
 }
 
 // FOLDER/train and FOLDER/val, or FOLDER alone.
@@ -152,37 +146,17 @@ Datasets packed_records(Request& request) {
   });
 }
 
-Datasets arrays(Request& request, const torch::Tensor& data, const torch::Tensor& target) {
-  const double share = request.number("val", 0);
-  const std::string name = fs::path(split(request.path(), ',')[0]).filename();
-  const auto images = images_in(name, data, target, request.whole("classes", 0), request.path());
-  if (images) return in_two_parts(images, {}, share, request);
-  return in_two_parts(std::make_shared<TensorDataset>(name, data, target), share, request);
-}
-
 Datasets npy(Request& request) {
   const auto paths = split(request.path(), ',');
   if (paths.size() != 2) throw request.refuse("it is npy:DATA.npy,TARGETS.npy");
-  return arrays(request, read_npy(paths[0]), read_npy(paths[1]));
-}
-
-Datasets npz(Request& request) {
-  const auto found = read_npz(request.path(), to_size(request.whole("most", kMostUnpacked)));
-  const auto array = [&](const std::string& name) {
-    if (const auto entry = found.find(name); entry != found.end()) return entry->second;
-    throw request.refuse(concat("it has no array ", name, ", only ", join(std::views::keys(found), ", ")));
-  };
-  const torch::Tensor data = array(request.text("data", "x"));
-  return arrays(request, data, array(request.text("target", "y")));
-}
-
-Datasets csv(Request& request) {
-  const std::string delimiter = request.text("delimiter", ",");
-  if (delimiter.size() != 1) throw request.refuse("the delimiter is one character");
-  const CsvOptions options{
-      .target = request.text("target", ""), .classes = request.whole("classes", 1) != 0, .delimiter = delimiter[0]};
+  const torch::Tensor data = read_npy(paths[0]), target = read_npy(paths[1]);
+  const std::string name = fs::path(paths[0]).filename();
+  const auto images = images_in(name, data, target, request.whole("classes", 0), request.path());
+  if (images) return in_two_parts(images, {}, request);
   const double share = request.number("val", 0);
-  return in_two_parts(csv_dataset(request.path(), options), share, request);
+  request.require_no_images();
+  const auto rows = std::make_shared<TensorDataset>(name, data, target);
+  return in_two_parts(rows, rows, share, request);
 }
 
 Datasets text(Request& request) {
@@ -207,8 +181,7 @@ Datasets synthetic(Request& request) {
       throw request.refuse("it is synthetic:NxCxHxW");
   const auto [samples, channels, height, width] = sizes;
   const auto source = synthetic_images(samples, {channels, height, width}, request.whole("classes", 10));
-  const double share = request.number("val", 0);
-  return in_two_parts(source, {.mean = {0.5F}, .deviation = {0.2F}}, share, request);
+  return in_two_parts(source, {.mean = {0.5F}, .deviation = {0.2F}}, request);
 }
 
 void write_synthetic(std::int64_t index, std::int64_t class_of_it, std::span<std::uint8_t> into) {
@@ -231,8 +204,6 @@ constexpr Kind kKinds[] = {{"fashion-mnist", both_splits},
                            {"imagefolder", image_folder},
                            {"packed", packed_records},
                            {"npy", npy},
-                           {"npz", npz},
-                           {"csv", csv},
                            {"text", text},
                            {"synthetic", synthetic}};
 
@@ -268,6 +239,8 @@ std::vector<std::string> dataset_kinds() { return names_in(kKinds); }
 
 Datasets open_dataset(const DataSource& source) {
   Request request(source);
+  if (request.kind() == "csv" || request.kind() == "npz")
+    throw request.refuse("it is gone; save data and targets with numpy.save, and give npy:DATA.npy,TARGETS.npy");
   return row_named(kKinds, request.kind(), "--data").open(request);
 }
 

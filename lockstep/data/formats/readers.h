@@ -53,12 +53,6 @@ inline std::optional<std::int64_t> product(std::span<const std::int64_t> sizes, 
 // A token of so many bits; 0: there are none such, which TokenDataset refuses.
 inline int bytes_of_token(int bits) { return bits % 8 == 0 ? bits / 8 : 0; }
 
-// The content of a .npy file. Throws DataError naming `origin`.
-torch::Tensor parse_npy(std::span<const std::uint8_t> bytes, const std::string& origin);
-
-// The error of a compressed file that grows beyond the limit of its reader.
-DataError unpacked_too_much(const std::string& origin);
-
 // Bytes with 3 or 4 dimensions, whose targets are whole numbers, as images; null: other arrays, which are rows. classes: 0: the
 // largest target + 1. `origin` names the file in errors. Throws DataError, as MemoryImages does.
 std::shared_ptr<const ImageSource> images_in(const std::string& name, const torch::Tensor& data,

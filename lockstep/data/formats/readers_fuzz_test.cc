@@ -120,25 +120,9 @@ TEST(Fuzz, png) {
 }
 
 TEST(Fuzz, npy) {
-  fuzz(testing::npy_text("<f4", "(2, 3)", std::string(24, 'x')), 3000, [](const Bytes& bytes) {
-    return sum_of(parse_npy({reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size()}, "fuzz"));
-  });
-}
-
-TEST(Fuzz, npz) {
   const TempFolder folder;
-  testing::write_zip(folder / "f.npz", {{"x.npy", testing::npy_text("|u1", "(300,)", std::string(300, 'x'))}});
-  fuzz_file(folder, "f.npz", 500, [&] {
-    std::uint64_t sum = 0;
-    for (const auto& [name, tensor] : read_npz(folder / "f.npz")) sum += sum_of(tensor);
-    return sum;
-  });
-}
-
-TEST(Fuzz, csv) {
-  const TempFolder folder;
-  write_file(folder / "f.csv", "height,\"kind\",width\r\n1.5,2,-3e2\r\n0,1,7\r\n");
-  fuzz_file(folder, "f.csv", 1000, [&] { return sum_of(*csv_dataset(folder / "f.csv", {.classes = false})); });
+  write_file(folder / "f.npy", testing::npy_text("<f4", "(2, 3)", std::string(24, 'x')));
+  fuzz_file(folder, "f.npy", 3000, [&] { return sum_of(read_npy(folder / "f.npy")); });
 }
 
 TEST(Fuzz, cifar) {

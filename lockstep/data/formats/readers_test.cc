@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The readers of whole files: CIFAR, NumPy, CSV, tokens, and the names by which --data opens them.
+// The readers of whole files: CIFAR, NumPy, tokens, and the names by which --data opens them.
 #include <sys/stat.h>
 
 #include <numeric>
@@ -16,7 +16,6 @@ using testing::contains;
 using testing::message_of;
 using testing::npy_text;
 using testing::TempFolder;
-using testing::write_zip;
 
 std::vector<std::int64_t> first(std::int64_t count) {
   std::vector<std::int64_t> indices(to_size(count));
@@ -73,10 +72,10 @@ TEST(Npy, reads_types_and_orders) {
 }
 
 TEST(Npy, names_what_is_wrong) {
-  const auto refusal = [](const std::string& text) {
-    return message_of<DataError>([&] {
-      parse_npy({reinterpret_cast<const std::uint8_t*>(text.data()), text.size()}, "x.npy");
-    });
+  const TempFolder folder;
+  const auto refusal = [&](const std::string& text) {
+    write_file(folder / "x.npy", text);
+    return message_of<DataError>([&] { read_npy(folder / "x.npy"); });
   };
   EXPECT_TRUE(contains(refusal("something else entirely"), "no magic number"));
   EXPECT_TRUE(contains(refusal(npy_text("<f4", "(3,)", "12345678")), "12 bytes promised, 8 found"));
@@ -88,81 +87,14 @@ TEST(Npy, names_what_is_wrong) {
   EXPECT_TRUE(contains(refusal(npy_text("<f4", "(1,)", "1234").substr(0, 30)), "cut in its header"));
 }
 
-TEST(Npz, reads_every_array_and_refuses_a_cut_archive) {
-  const TempFolder folder;
-  const auto path = folder / "both.npz";
-  write_zip(path, {{"x.npy", npy_text("|u1", "(3,)", "\1\2\3")}, {"y.npy", npy_text("|i1", "(1,)", "\xFF")}});
-  const auto arrays = read_npz(path);
-  EXPECT_TRUE(torch::equal(arrays.at("x"), torch::tensor({1, 2, 3}, torch::kUInt8)));
-  EXPECT_EQ(arrays.at("y").item<int>(), -1);
-  const std::string whole = read_file(path);
-  for (std::size_t length = 0; length < whole.size(); length += 7) {
-    write_file(path, whole.substr(0, length));
-    EXPECT_THROW(read_npz(path), DataError) << length;
-  }
-}
-
-TEST(Npz, unpacks_no_more_than_its_limit_of_all_entries_together) {
-  const TempFolder folder;
-  const std::string entry = npy_text("|u1", "(1048576,)", std::string(1 << 20, '\0'));
-  write_zip(folder / "bomb.npz", {{"x.npy", entry}, {"y.npy", entry}});
-  ASSERT_LT(std::filesystem::file_size(folder / "bomb.npz"), 10000U);
-  EXPECT_EQ(read_npz(folder / "bomb.npz", 2 * entry.size()).size(), 2U);
-  const auto refusal = [&](const auto& call) { return message_of<DataError>(call); };
-  EXPECT_TRUE(contains(refusal([&] { read_npz(folder / "bomb.npz", 2 * entry.size() - 1); }), "entry y.npy"));
-  EXPECT_TRUE(contains(refusal([&] { open_dataset({.data = "npz:" + folder.file("bomb.npz") + "?most=1000"}); }),
-                       "unpacks to more than the limit"));
-}
-
 TEST(Readers, refuse_a_named_pipe) {
   const TempFolder folder;
   const std::filesystem::path pipe = folder / "pipe";
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
   EXPECT_THROW(read_npy(pipe), DataError);
-  EXPECT_THROW(read_npz(pipe), DataError);
   EXPECT_THROW(read_idx(pipe), DataError);
-  EXPECT_THROW(csv_dataset(pipe), DataError);
   EXPECT_THROW(TokenDataset{pipe}, DataError);
   EXPECT_EQ(read_file(pipe), "");
-}
-
-TEST(Csv, reads_a_file_of_several_chunks) {
-  const TempFolder folder;
-  std::string text;
-  for (int i = 0; i < 300000; ++i) text += std::to_string(i) + ",1\n";
-  write_file(folder / "t.csv", text);
-  const auto table = csv_dataset(folder / "t.csv");
-  EXPECT_TRUE(torch::equal(table->data().flatten(), torch::arange(300000, torch::kFloat32)));
-}
-
-TEST(Csv, reads_numbers_with_and_without_names) {
-  const TempFolder folder;
-  write_file(folder / "t.csv", "height,\"kind\",width\r\n1.5,2,-3e2\r\n0,1,7\r\n");
-  const auto named = csv_dataset(folder / "t.csv", {.target = "kind"});
-  const Batch batch = named->make_batch(first(2));
-  EXPECT_TRUE(torch::equal(batch.data, torch::tensor({{1.5F, -300.F}, {0.F, 7.F}})));
-  EXPECT_TRUE(torch::equal(batch.target, torch::tensor({2, 1}, torch::kInt64)));
-  write_file(folder / "t.csv", "1;2\n3;4.5");
-  const auto plain = csv_dataset(folder / "t.csv", {.classes = false, .delimiter = ';'});
-  EXPECT_TRUE(torch::equal(plain->make_batch(first(2)).target, torch::tensor({2.F, 4.5F})));
-}
-
-TEST(Csv, names_line_and_column_of_an_error) {
-  const TempFolder folder;
-  const auto refusal = [&](const std::string& text, const CsvOptions& options = {}) {
-    write_file(folder / "t.csv", text);
-    return message_of<DataError>([&] { csv_dataset(folder / "t.csv", options); });
-  };
-  EXPECT_TRUE(contains(refusal("a,b\n1,2\n3,x\n"), "line 3 of t.csv: 'x' is not a number"));
-  EXPECT_TRUE(contains(refusal("a,b\n1,2\n3,x\n"), "column b"));
-  EXPECT_TRUE(contains(refusal("a,b\n1,\n"), "line 2 of t.csv: an empty field"));
-  EXPECT_TRUE(contains(refusal("1,2\n1\n"), "1 fields, the first line has 2"));
-  EXPECT_TRUE(contains(refusal(""), "no line of numbers"));
-  EXPECT_TRUE(contains(refusal("a,b\n"), "no line of numbers"));
-  EXPECT_TRUE(contains(refusal("1,2.5\n"), "the target of row 0 is 2.5, which is no class"));
-  write_file(folder / "t.csv", "a,b\n1,2\n");
-  EXPECT_TRUE(
-      contains(message_of<UsageError>([&] { csv_dataset(folder / "t.csv", {.target = "c"}); }), "one of: a, b"));
 }
 
 TEST(TokenDataset, cuts_text_into_blocks_with_the_next_token_as_target) {
@@ -206,7 +138,7 @@ TEST(OpenDataset, opens_every_kind_and_holds_a_part_out) {
   const TempFolder folder;
   write_file(folder / "x.npy", npy_text("|u1", "(4, 2, 2)", "0123456789abcdef"));
   write_file(folder / "y.npy", npy_text("|u1", "(4,)", std::string("\0\1\2\1", 4)));
-  write_file(folder / "t.csv", "1,2,0\n3,4,1\n5,6,1\n7,8,0\n");
+  write_file(folder / "rows.npy", npy_text("|i1", "(4, 2)", "abcdefgh"));
   write_file(folder / "t.txt", std::string(100, 'x'));
   const auto open = [](const std::string& data, const std::string& augment = "") {
     return open_dataset({.data = data, .augment = augment});
@@ -215,7 +147,7 @@ TEST(OpenDataset, opens_every_kind_and_holds_a_part_out) {
   EXPECT_EQ(both.train->size(), 3);
   EXPECT_EQ(both.validation->size(), 1);
   EXPECT_EQ(both.validation->make_batch(first(1)).target.item<std::int64_t>(), 1);
-  EXPECT_EQ(open("csv:" + folder.file("t.csv") + "?target=0&classes=0").train->make_batch(first(4)).data.size(1), 2);
+  EXPECT_EQ(open("npy:" + folder.file("rows.npy") + "," + folder.file("y.npy")).train->make_batch(first(4)).data.size(1), 2);
   EXPECT_EQ(open("text:" + folder.file("t.txt") + "?block=9&val=0.2").validation->size(), 2);
   EXPECT_EQ(open("synthetic:12x1x8x8?classes=3").train->make_batch(first(12)).target.max().item<int>(), 2);
 }
@@ -230,8 +162,10 @@ TEST(OpenDataset, names_the_part_it_does_not_understand) {
   EXPECT_TRUE(contains(refusal("synthetic:8x1x4"), "synthetic:NxCxHxW"));
   EXPECT_TRUE(contains(refusal("synthetic:8x1x4x4", "blur"), "--augment does not know 'blur'"));
   const TempFolder folder;
-  write_file(folder / "t.csv", "1,2\n");
-  EXPECT_TRUE(contains(refusal("csv:" + folder.file("t.csv"), "flip"), "--augment is for images"));
+  write_file(folder / "x.npy", npy_text("|i1", "(1, 2)", "ab"));
+  EXPECT_TRUE(contains(refusal("npy:" + folder.file("x.npy") + "," + folder.file("x.npy"), "flip"),
+                       "--augment is for images"));
+  EXPECT_TRUE(contains(refusal("csv:t.csv"), "give npy:DATA.npy,TARGETS.npy"));
 }
 
 }  // namespace

@@ -54,10 +54,6 @@ SharedDataset tensors(const std::string& name, const torch::Tensor& data, const 
   return {std::make_shared<TensorDataset>(name, data, target)};
 }
 
-SharedDataset csv(const fs::path& path, const std::string& target, bool classes, char delimiter) {
-  return {csv_dataset(path, {.target = target, .classes = classes, .delimiter = delimiter})};
-}
-
 SharedDataset tokens(const fs::path& path, std::int64_t block, int bits, std::int64_t vocabulary, double skip,
                      double leave) {
   return {std::make_shared<TokenDataset>(path, TokenOptions{.block = block,
@@ -209,12 +205,10 @@ void bind_datasets(py::module_& data) {
   data.def("split_images", &images_of_split, Release());
   data.def("image_folder", &image_folder, Release());
   data.def("tensors", &tensors, Release());
-  data.def("csv", &csv, Release());
   data.def("tokens", &tokens, Release());
   data.def("open", &open_by_name, Release());
   data.def("pack", &pack_into, Release());
   data.def("read_npy", &read_npy, Release());
-  data.def("read_npz", &read_npz, Release());
 }
 
 void bind_loader(py::module_& data) {

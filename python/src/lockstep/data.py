@@ -51,14 +51,12 @@ from lockstep._worlds import warn_of_lone_process
 __all__ = [
     "CIFAR10",
     "CIFAR100",
-    "CsvDataset",
     "DataLoader",
     "Dataset",
     "FashionMNIST",
     "ImageFolder",
     "MNIST",
     "NpyDataset",
-    "NpzDataset",
     "PackedDataset",
     "Sampler",
     "TensorDataset",
@@ -213,35 +211,6 @@ class NpyDataset(TensorDataset):
 
     def __init__(self, data: _Path, target: _Path, transform: str = "", classes: int | None = None):
         super().__init__(_native.read_npy(data), _native.read_npy(target), transform, classes, os.path.basename(data))
-
-
-class NpzDataset(TensorDataset):
-    """Two arrays of a .npz file, as TensorDataset. most_bytes: what the file may unpack to."""
-
-    def __init__(
-        self,
-        path: _Path,
-        data: str = "x",
-        target: str = "y",
-        transform: str = "",
-        classes: int | None = None,
-        most_bytes: int = 16 << 30,
-    ):
-        found = _native.read_npz(path, most_bytes)
-        for name in (data, target):
-            if name not in found:
-                _refuse(f"no array {name}, only {', '.join(found)}", here=str(path), next="name the arrays with data= and target=")
-        super().__init__(found[data], found[target], transform, classes, os.path.basename(path))
-
-
-class CsvDataset(Dataset):
-    """A table of numbers. data: (B, columns - 1) float32; target: (B) int64, or float32 with classes=False.
-
-    target is the column to predict: its name or its number from 0, by default the last one. The first line may name the columns.
-    """
-
-    def __init__(self, path: _Path, target: str | int = "", classes: bool = True, delimiter: str = ","):
-        super().__init__(_native.csv(path, str(target), classes, delimiter))
 
 
 class TokenDataset(Dataset):
