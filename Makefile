@@ -9,7 +9,7 @@ demo_options = --model lenet --data fashion-mnist --strategy ddp --ranks auto --
 
 wheel_path = PYTHONPATH=$(CURDIR)/.deps/wheel-tools PATH=$(CURDIR)/.deps/wheel-tools/bin:$$PATH
 
-.PHONY: help demo wheel deb packaged docs plots hops test check cuda bench bench-hosts bench-recovery format clean
+.PHONY: help demo wheel deb packaged docs plots test check cuda bench bench-hosts bench-recovery format clean
 
 help:  ## lists these commands
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -45,11 +45,6 @@ plots: setup-docs  ## draws README's and docs' plots; COMPARISONS="FOLDER..." th
 	cmake --preset release
 	cmake --build --preset release --target lockstep_command -j $(JOBS)
 	tools/plots.py build/release/bin/lockstep $(COMPARISONS)
-
-hops: setup-test  ## shows the functions that a step and an all-reduce enter, and checks the walks in HACKING.md
-	cmake --preset hops
-	cmake --build --preset hops -j $(JOBS)
-	tools/hops.py --check HACKING.md
 
 # One more at a time than there are cores: many tests wait for others.
 test: setup-test  ## builds and runs what every change has to pass; the rest is `make check`
