@@ -3,15 +3,15 @@
 """Keeps the layout true. It is one of the tests.
 
 Planner:  tools/plan/ includes rooms up to strategy/; only lockstep/train/choose_strategy.cc includes it, with one header.
-Rooms:    the folders of lockstep/ are those in ROOMS and SUB_ROOMS. A room includes itself and the rooms before it; base/, observe/,
-          launch/ and collective/shm/ include no torch; spdlog and fmt stay in .cc files of base/.
-Public:   include/lockstep/ is what is installed. Each of its headers belongs to a room (PUBLIC) and includes nothing but
-          its like, torch and the standard library.
+Rooms:    the folders of lockstep/ are those in HACKING.md. A room includes itself and the rooms before it, and no torch where
+          HACKING.md says "no"; spdlog and fmt stay in .cc files of base/.
+Public:   include/lockstep/ is what is installed. Each of its headers belongs to the room that has a source of its name, or to
+          that in PUBLIC, and includes nothing but its like, torch and the standard library.
 Headers:  say what they are in their first line and have #pragma once (x_body.h is included several times on purpose).
-Comments: paths named in comments and in documentation exist; no labels of a design paper (S0 to S4) in the code.
-Licence:  every source file names it, once one does.
+Comments: paths named in comments and in documentation exist.
+Licence:  every source file names it.
 Examples: are at most 80 lines long.
-Docs:     HACKING.md maps every room; README.md and docs/python-frameworks.md quote the examples as they are.
+Docs:     functions that HACKING.md names exist; README.md and docs/python-frameworks.md quote the examples as they are.
 """
 import re
 import subprocess
@@ -19,36 +19,27 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ["base", "observe", "launch", "collective", "data", "model", "step", "strategy", "checkpoint", "train"]
-SUB_ROOMS = {
-    "train": {"options", "reports", "state"},
-    "base": {"files", "process", "sockets"},
-    "collective": {"world", "calls", "transport", "meet", "store", "shm", "shm/connect", "shm/memory", "machines", "c10d"},
-    "data": {"formats", "images", "packed", "loader"},
-    "step": {"guards", "update"},
-    "strategy": {"ddp", "devices", "averaging", "pipeline", "kvstore"},
-}
-PUBLIC = {
-    "base": "error deadline cores memory stop stop_all",
+HACKING = (ROOT / "HACKING.md").read_text()
+ROWS = re.findall(r"^\| `(lockstep/[\w/]+/)` .* (yes|no) \|$", HACKING, re.MULTILINE)  # rooms, and whether they have torch
+ROOMS = [folder.split("/")[1] for folder, _ in ROWS if folder.count("/") == 2]
+PUBLIC = {  # headers that have no source of their name in their room alone
+    "base": "deadline stop_all",
     "launch": "recovery",
-    "collective": "collective_types world spawn timeline",
-    "data": "dataset datasets images sampler loader",
-    "model": "task models layout named_tensor sync_batch_norm",
-    "step": "communication_hook batch_totals batch_weight optimizer optimizers update_rule gradient_scaler schedule",
-    "strategy": "activation_checkpoint strategy ddp device_place devices towers data_parallel average_nets periodic_average kvstore verify",
-    "checkpoint": "checkpoint checkpoints",
-    "train": "run loop_recovery lockstep",
+    "data": "dataset datasets images",
+    "model": "task layout named_tensor",
+    "step": "batch_totals batch_weight optimizers update_rule",
+    "strategy": "kvstore",
+    "checkpoint": "checkpoint",
+    "train": "lockstep",
 }
-ROOM_OF_PUBLIC = {header: room for room, headers in PUBLIC.items() for header in headers.split()}
 PLANNER = ("lockstep/train/choose_strategy.cc", "tools/plan/auto.h")
-NO_TORCH = ("lockstep/base/", "lockstep/observe/", "lockstep/launch/", "lockstep/collective/shm/")
+NO_TORCH = tuple(folder for folder, torch in ROWS if torch == "no")
 LICENCE = "SPDX-License-Identifier: Apache-2.0"
 TREES = "lockstep|include|cli|tests|bench|examples|cmake|docs|tools|python"
 
 INCLUDE = re.compile(r'^#include [<"]([^>"]+)[>"]', re.MULTILINE)
 FULL_PATH = re.compile(rf"(?<![\w/.$}}>-])((?:{TREES})/[\w./-]+\.(?:h|cc|py|md|sh|cmake|pml|txt|json))(?![\w/])")
 SHORT_PATH = re.compile(rf"(?<![\w/.$}}>-])((?:{'|'.join(ROOMS)})/[\w/]+\.(?:h|cc|pml))(?![\w/])")
-LABEL = re.compile(r"(?<![\w.])S[0-4](?![\w.]*\.py)(?=_|\b)")
 
 problems = []
 
@@ -64,10 +55,19 @@ def tracked(*patterns):
     return [Path(name) for name in sorted(set(listed.splitlines())) if (ROOT / name).is_file()]
 
 
-def room_of(included):
-    """The room of a header of lockstep, by the text of its #include; None for one that nobody knows."""
-    parts = included.split("/")
-    return ROOM_OF_PUBLIC.get(Path(parts[1]).stem) if len(parts) == 2 else parts[1]
+SOURCES = tracked("lockstep/*.h", "lockstep/*.cc")
+ROOM_OF_PUBLIC = {path.stem: path.parts[1] for path in SOURCES}
+ROOM_OF_PUBLIC |= {header: room for room, headers in PUBLIC.items() for header in headers.split()}
+
+
+def room_of(path):
+    """The room of a source, or of the text of an #include of lockstep; None: it belongs to none."""
+    top, room, *rest = Path(path).parts
+    if top == "tools":
+        return "train" if rest == ["command.cc"] else "strategy"
+    if top == "include" or not rest:
+        return ROOM_OF_PUBLIC.get(Path(path).stem) if len(rest) < 2 else None
+    return room if room in ROOMS else None
 
 
 def check_includes(path, room, text):
@@ -77,7 +77,7 @@ def check_includes(path, room, text):
             complain(path, f"includes {included}, but only {PLANNER[0]} needs the planner")
         if included.startswith("lockstep/") and not name.endswith("_test.cc"):
             other = room_of(included)
-            if other not in ROOMS:
+            if not other:
                 complain(path, f"includes {included}, which belongs to no room")
             elif ROOMS.index(other) > ROOMS.index(room):
                 complain(path, f"includes {included}, but {other}/ comes after {room}/")
@@ -101,30 +101,16 @@ def check_header(path, text):
 
 
 def check_rooms():
-    for path in tracked("lockstep/*.h", "lockstep/*.cc"):
-        room, sub = path.parts[1], "/".join(path.parts[2:-1])
-        if len(path.parts) == 2:
+    for path in [*SOURCES, *tracked("tools/plan/*.h", "tools/plan/*.cc", "include/*.h")]:
+        if len(path.parts) == 2:  # lockstep/pch.h
             continue
-        if room not in ROOMS or (sub and sub not in SUB_ROOMS.get(room, ())):
-            complain(path, "stands in a folder that is no room")
+        room, text = room_of(path), (ROOT / path).read_text()
+        if not room:
+            complain(path, "belongs to no room: it is neither in a folder of HACKING.md nor in PUBLIC of tools/check_rooms.py")
             continue
-        text = (ROOT / path).read_text()
         check_includes(path, room, text)
         if path.suffix == ".h":
             check_header(path, text)
-    for path in tracked("tools/plan/*.h", "tools/plan/*.cc"):
-        text = (ROOT / path).read_text()
-        check_includes(path, "train" if path.name == "command.cc" else "strategy", text)
-        if path.suffix == ".h":
-            check_header(path, text)
-    for path in tracked("include/*.h"):
-        room = ROOM_OF_PUBLIC.get(path.stem)
-        text = (ROOT / path).read_text()
-        if room is None or len(path.parts) != 3:
-            complain(path, "is public, but PUBLIC in tools/check_rooms.py has no room for it")
-            continue
-        check_includes(path, room, text)
-        check_header(path, text)
 
 
 def comments_of(path, text):
@@ -148,26 +134,22 @@ def check_comments():
         for named in SHORT_PATH.findall(comments):
             if not (ROOT / "lockstep" / named).exists():
                 complain(path, f"names {named}, which does not exist in lockstep/")
-        if path.suffix in (".h", ".cc", ".py", ".sh", ".cmake") and LABEL.search(text):
-            complain(path, f"has the label {LABEL.search(text).group(0)}")
 
 
 def check_licence():
-    sources = tracked("*.h", "*.cc", "*.py", "*.sh", "*.cmake", "*CMakeLists.txt", "*.pml")
-    without = [path for path in sources if LICENCE not in "\n".join((ROOT / path).read_text().splitlines()[:3])]
-    if len(without) < len(sources) - 1:  # this file is one of them
-        for path in without:
+    for path in tracked("*.h", "*.cc", "*.py", "*.sh", "*.cmake", "*CMakeLists.txt", "*.pml"):
+        if LICENCE not in "\n".join((ROOT / path).read_text().splitlines()[:3]):
             complain(path, f"has no {LICENCE}")
 
 
 def check_map():
-    hacking = (ROOT / "HACKING.md").read_text()
-    for path in re.findall(rf"`((?:{TREES})/[\w./-]+)`", hacking):
+    for path in re.findall(rf"`((?:{TREES})/[\w./-]+)`", HACKING):
         if not (ROOT / path).exists():
             complain("HACKING.md", f"{path} does not exist")
-    for room in ROOMS:
-        if f"`lockstep/{room}/`" not in hacking:
-            complain("HACKING.md", f"the map does not mention lockstep/{room}/")
+    words = set(re.findall(r"\w+", "".join((ROOT / path).read_text() for path in tracked("*.h", "*.cc", "python/*.py"))))
+    for named in re.findall(r"`(\w+(?:::\w+)*(?:::\w+|\(\)))`", HACKING):
+        if not words.issuperset(re.findall(r"\w+", named)):
+            complain("HACKING.md", f"{named} does not exist")
 
 
 def check_examples():
