@@ -6,15 +6,15 @@
 namespace lockstep::python {
 namespace {
 
-using Tensors = std::vector<torch::Tensor>;
+using ParameterList = std::vector<torch::Tensor>;
 
 // The argument of add_param_group().
-torch::optim::OptimizerParamGroup group_of(const Tensors& parameters, const OptimizerOptions& options) {
+torch::optim::OptimizerParamGroup group_of(const ParameterList& parameters, const OptimizerOptions& options) {
   return std::visit([&](const auto& values) { return parameter_group(parameters, values); }, options);
 }
 
 // The rule is made from the first of `rule` and the groups' options.
-std::shared_ptr<Optimizer> make(const std::string& name, const std::vector<std::pair<Tensors, OptionValues>>& groups,
+std::shared_ptr<Optimizer> make(const std::string& name, const std::vector<std::pair<ParameterList, OptionValues>>& groups,
                                 const OptionValues& rule) {
   const auto optimizer = make_optimizer({}, optimizer_options(name, rule));
   optimizer->param_groups().clear();
