@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shm/reduce_kernels.h"
 
-#include <immintrin.h>
-
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #include "lockstep/collective/shm/thresholds.h"
 
@@ -16,10 +18,15 @@ using Kernel = void (*)(const Reduction&);
 }  // namespace lockstep::shm
 
 #define LOCKSTEP_KERNELS baseline
+#if defined(__AVX2__) && defined(__F16C__)
 #define LOCKSTEP_VECTOR_BYTES 32
+#else
+#define LOCKSTEP_VECTOR_BYTES 16
+#endif
 #include "lockstep/collective/shm/reduce_kernels_body.h"
 
-// The same with 64-byte vectors. Nothing there may run before the processor was asked.
+// The same with 64-byte vectors, or what the machine has. Nothing there may run before the processor was asked.
+#if defined(__x86_64__)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
 #else
@@ -34,13 +41,22 @@ using Kernel = void (*)(const Reduction&);
 #else
 #pragma GCC pop_options
 #endif
+#else
+namespace lockstep::shm::avx512 {
+using baseline::kernel_for;
+}
+#endif
 
 namespace lockstep::shm {
 
 bool supported(Kernels kernels) {
   if (kernels == Kernels::kBaseline) return true;
+#if defined(__x86_64__)
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+  return false;
+#endif
 }
 
 bool defined(DType dtype, ReduceOp op) { return baseline::kernel_for(dtype, op) != nullptr; }

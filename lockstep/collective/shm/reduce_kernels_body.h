@@ -86,12 +86,34 @@ struct Float16 : Half {
     constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     store_vector(to, _mm512_maskz_cvtps_ph(0xffff, (__m512)value, kNearest));
   }
-#else
+#elif LOCKSTEP_VECTOR_BYTES == 32
   static LOCKSTEP_INLINE Vector load(const std::byte* from) {
     return (Vector)_mm256_cvtph_ps(load_vector<__m128i>(from));
   }
   static LOCKSTEP_INLINE void store(std::byte* to, Vector value) {
     store_vector(to, _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT));
+  }
+#else
+  // Without conversion instructions in reach of the language: scale by powers of two, which rounds subnormals too.
+  static LOCKSTEP_INLINE Vector load(const std::byte* from) {
+    const Words words = load_words(from);
+    const Words magnitude = (words & 0x7fffU) << 13;
+    const Words special = (Words)(magnitude >= (0x7c00U << 13)) & 0x7f800000U;
+    const Vector finite = (Vector)magnitude * 0x1p112F;
+    return (Vector)((Words)finite | special | ((words & 0x8000U) << 16));
+  }
+  static LOCKSTEP_INLINE void store(std::byte* to, Vector value) {
+    const Words bits = (Words)value;
+    const Words magnitude = bits & 0x7fffffffU;
+    const Words normal = (magnitude - 0x38000000U + 0xfffU + ((magnitude >> 13) & 1U)) >> 13;
+    const Words subnormal = (Words)((Vector)magnitude + 0.5F) - 0x3f000000U;
+    const Words is_subnormal = (Words)(magnitude < 0x38800000U);
+    const Words overflows = (Words)(magnitude >= 0x477ff000U);
+    const Words is_nan = (Words)(magnitude > 0x7f800000U);
+    Words half = (is_subnormal & subnormal) | (~is_subnormal & normal);
+    half = (~overflows & half) | (overflows & 0x7c00U);
+    half = (~is_nan & half) | (is_nan & (0x7e00U | ((magnitude >> 13) & 0x3ffU)));
+    store_words(to, half | ((bits >> 16) & 0x8000U));
   }
 #endif
 };
@@ -117,6 +139,7 @@ LOCKSTEP_INLINE typename E::Vector finish(typename E::Vector total, int divisor)
 // As many bytes as a vector of E takes in memory, which is half a register for 16-bit floats. `to` is aligned to that.
 template <class E>
 LOCKSTEP_INLINE void store_past_caches(std::byte* to, typename E::Vector value) {
+#if LOCKSTEP_VECTOR_BYTES >= 32
   alignas(kVectorBytes) std::byte stored[kVectorBytes];
   E::store(stored, value);
   constexpr std::size_t kStored = E::kLanes * E::kBytes;
@@ -124,6 +147,9 @@ LOCKSTEP_INLINE void store_past_caches(std::byte* to, typename E::Vector value) 
   if constexpr (kStored == 32) _mm256_stream_si256((__m256i*)to, _mm256_load_si256((const __m256i*)stored));
 #if LOCKSTEP_VECTOR_BYTES == 64
   if constexpr (kStored == 64) _mm512_stream_si512((__m512i*)to, _mm512_load_si512((const __m512i*)stored));
+#endif
+#else
+  E::store(to, value);
 #endif
 }
 
@@ -175,7 +201,9 @@ void reduce_arrays(const Reduction& job) {
     reduce_vectors<E, op, kUnroll>(job, at, streamed);
   for (; at + E::kLanes <= job.count; at += E::kLanes) reduce_vectors<E, op, 1>(job, at, streamed);
   if (at < job.count) reduce_tail<E, op>(job, at);
+#if LOCKSTEP_VECTOR_BYTES >= 32
   if (streamed > 0) _mm_sfence();  // streaming stores are weakly ordered; the flag that follows is not
+#endif
 }
 
 // The kernel for `op`, if it is one of `ops`.

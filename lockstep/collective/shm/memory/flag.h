@@ -48,6 +48,12 @@ class Flag {
 static_assert(sizeof(Flag) == 8 && std::atomic<std::uint32_t>::is_always_lock_free);
 
 // Tells the processor that this is a spin loop.
-inline void pause() { __builtin_ia32_pause(); }
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#endif
+}
 
 }  // namespace lockstep::shm
