@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import unittest
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 import lockstep
 from support import expect, run_ranks
 from test_backend import everything, small_model, train
+
+
+def late_for_the_barrier():
+    group = dist.group.WORLD
+    group.monitored_barrier(timedelta(seconds=60))
+    try:
+        if dist.get_rank() == 0:
+            group.monitored_barrier(timedelta(milliseconds=50), wait_all_ranks=True)
+        else:
+            dist.barrier()
+    except lockstep.PeerLost as error:
+        assert "Rank 1 failed to pass monitoredBarrier" in str(error) or dist.get_rank() == 1, error
+        return
+    raise AssertionError("no error")
 
 
 def train_embedding(group):
@@ -41,6 +56,7 @@ def two_machines():
     gloo = dist.new_group(backend="gloo")
     for training in (train_dense, train_embedding):
         expect(training(dist.group.WORLD), training(gloo))
+    late_for_the_barrier()
 
 
 def two_machines_of_two():

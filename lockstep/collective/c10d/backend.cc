@@ -215,6 +215,19 @@ WorkPtr C10dBackend::barrier(const c10d::BarrierOptions& options) {
   return start(OpType::BARRIER, {{{.operation = Operation::kBarrier}}}, {}, options);
 }
 
+void C10dBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
+  const auto timeout = options.timeout == c10d::kUnsetTimeout ? timeout_ : options.timeout;
+  const auto send = [this](Tensors& byte, int to) { return start_message(OpType::SEND, byte, to, kBarrierTag); };
+  const auto receive = [this](Tensors& byte, int from) { return start_message(OpType::RECV, byte, from, kBarrierTag); };
+  if (rank_ > 0) return report_to_rank_0(rank_, send, receive);
+  try {
+    hear_of_all_ranks(size_, timeout, wait_all_ranks, send, receive);
+  } catch (const Error& error) {
+    transport().fail(error.text().what);
+    throw;
+  }
+}
+
 WorkPtr C10dBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
   const Tensors& whole = only_one(outputs, "lists of output tensors");
   only_one(inputs, "input tensors");

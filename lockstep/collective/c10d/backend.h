@@ -91,8 +91,9 @@ class C10dBackend final : public c10d::Backend {
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
 
-  // An ordinary one: its error names the rank that holds up the others.
-  void monitoredBarrier(const c10d::BarrierOptions& options, bool) override { barrier(options)->wait(); }
+  // As Gloo's: rank 0 waits for the others, at most for the timeout, and throws PeerLost naming the first rank that did
+  // not come, or all of them; then the group has failed and the other ranks get PeerLost.
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
 
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override;

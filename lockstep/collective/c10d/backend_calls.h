@@ -8,6 +8,7 @@
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <functional>
 #include <string_view>
@@ -61,5 +62,21 @@ const T& only_one(const std::vector<T>& list, std::string_view what) {
 // before; PeerLost.
 std::function<void(Transport&)> sparse_all_reduce(Member member, const torch::Tensor& tensor,
                                                   const c10d::AllreduceOptions& options);
+
+// ---- A barrier that can say which ranks did not come (monitored_barrier.cc): all report to rank 0, which then lets them go.
+// 2(p-1) messages of a byte. The messages of its errors have Gloo's words, for which programs look.
+
+inline constexpr std::int64_t kBarrierTag = 0x3fffffff;  // the largest that a message between machines may have
+
+// Starts a message to or from a rank.
+using StartMessage = std::function<c10::intrusive_ptr<c10d::Work>(Tensors& byte, int peer)>;
+
+// Rank 0 blocks until all ranks have reported, at most for `timeout`. Throws PeerLost: ranks that did not; `all`: it names
+// all of them, else the first.
+void hear_of_all_ranks(int size, std::chrono::milliseconds timeout, bool all, const StartMessage& send,
+                       const StartMessage& receive);
+
+// The others block until rank 0 has heard of all ranks, at most for the group's timeout. Throws PeerLost.
+void report_to_rank_0(int rank, const StartMessage& send, const StartMessage& receive);
 
 }  // namespace lockstep::backend

@@ -80,6 +80,39 @@ TEST_P(BackendOver, a_monitored_barrier_lets_all_ranks_go) {
   });
 }
 
+// The last two ranks of three or more do not come. They wait until rank 0 has ended, so that they are late and not lost.
+TEST_P(BackendOver, a_monitored_barrier_names_the_first_rank_that_is_missing_or_all) {
+  if (size() == 1) return;
+  for (const bool all : {false, true}) {
+    Gate over;
+    run_group(GetParam(), [&](const GroupPtr& group) {
+      if (group->getRank() > 0) return over.wait();
+      c10d::BarrierOptions options;
+      options.timeout = milliseconds(50);
+      const auto backend = group->getBackend(c10::kCPU);
+      const auto message = message_of<PeerLost>([&] { backend->monitoredBarrier(options, all); });
+      EXPECT_TRUE(contains(message, all ? "Ranks 1, 2 failed to pass" : "Rank 1 failed to pass"));
+      over.open();
+    });
+  }
+}
+
+TEST_P(BackendOver, who_came_to_a_monitored_barrier_learns_that_it_failed) {
+  if (size() == 1) return;
+  Gate over;
+  run_group(GetParam(), [&](const GroupPtr& group) {
+    c10d::BarrierOptions options;
+    options.timeout = milliseconds(50);
+    const auto come = [&] { group->getBackend(c10::kCPU)->monitoredBarrier(options, false); };
+    if (group->getRank() == 1) return over.wait();
+    const auto message = message_of<PeerLost>(come);
+    EXPECT_TRUE(contains(message, group->getRank() == 0 ? "Rank 1 failed to pass monitoredBarrier"
+                                                        : "Rank 2 successfully reached monitoredBarrier"));
+    if (group->getRank() != 2) return;
+    over.open();
+  });
+}
+
 TEST_P(BackendOver, the_timeout_of_a_call_ends_it_on_rank_0) {
   if (size() == 1) return;
   Gate over;
