@@ -20,6 +20,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
 #include "lockstep/deadline.h"
+#include "lockstep/launch/environment.h"
 #include "lockstep/observe/phase_scope.h"
 #include "lockstep/observe/trace.h"
 
@@ -277,6 +278,10 @@ int wait_in_a_circle(const Arguments&) {
 
 // MILLISECONDS: computes for so long, and takes steps meanwhile.
 int take_steps(const Arguments& arguments) {
+  if (const char* const rank = std::getenv("RANK"); rank != nullptr && *rank != '\0') {  // as World does
+    const auto job = lockstep::read_job_environment();
+    observe::meets({job.rank, job.world_size, job.job_id, job.node_rank});
+  }
   const lockstep::Stopwatch watch;
   for (int step = 0; watch.seconds() < std::stod(arguments.at(0)) / 1000; ++step) {
     observe::begin_step(step);

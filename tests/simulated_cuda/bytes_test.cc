@@ -186,9 +186,9 @@ std::map<int, BytesOfRank> bytes_between_ranks(int ranks, const StrategyOptions&
   return all;
 }
 
-// The numbers that are summed in an exchange beside a bucket: samples, ranks that count and that stop, the loss; two times 32
-// bits, counted; and two for each rank.
-std::int64_t totals(int ranks) { return 4 + 2 * (ranks == 2 ? 1 : 2) + 2 * ranks; }
+// The numbers that are summed in an exchange beside a bucket: samples, ranks that count and that stop, the loss; calls and two
+// halves of a hash, each with its square; and two for each rank.
+std::int64_t totals(int ranks) { return 4 + 3 * 2 + 2 * ranks; }
 
 // A bucket has the gradients and a number for each of the four tensors. Each rank then gives its slice of the parameters.
 TEST(BytesOfRanks, in_ddp_are_gradients_and_some_numbers) {
