@@ -215,8 +215,11 @@ TEST_F(SharedNetwork, outlives_a_connection_that_is_lost) {
     std::byte data{};
     GlooLink::Transfers transfers;
     if (rank == 1) {
-      made.front()->receive(0, &data, 1, transfers);
-      EXPECT_THROW(made.front()->wait(transfers), PeerLost);
+      const auto receive = [&] {  // which may find the connection closed before it begins to wait
+        made.front()->receive(0, &data, 1, transfers);
+        made.front()->wait(transfers);
+      };
+      EXPECT_THROW(receive(), PeerLost);
     }
     made.front() = std::make_unique<GlooLink>(
         c10::make_intrusive<c10d::PrefixStore>("again", store_),
