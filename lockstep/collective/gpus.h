@@ -38,7 +38,7 @@ DeviceError built_without_cuda();
 // Throws DeviceError: there is no GPU `index`.
 void require_gpus(int index);
 
-// Whether `gpu` can access the memory of the other one. A copy is made by the GPU that it comes from: that one has to reach the
+// Tells whether `gpu` can access the memory of the other one. A copy is made by the GPU that it comes from: that one has to reach the
 // other, or it goes over the host.
 bool gpu_reaches(torch::Device gpu, torch::Device other);
 

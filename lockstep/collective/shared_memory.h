@@ -40,7 +40,7 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   int rank() const;  // among the ranks that share
   int size() const;
 
-  // Whether somebody else can hold the memory, so that it outlives the ranks; and begins to hold all that this rank allocates.
+  // Tells whether somebody else can hold the memory, so that it outlives the ranks; and begins to hold all that this rank allocates.
   bool outlives_ranks() const { return outlives_ranks_; }
   void keep() const;
 

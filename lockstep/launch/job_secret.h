@@ -67,7 +67,7 @@ using SecretPtr = std::shared_ptr<const JobSecret>;
 // The secret in a credential of rank 0. Throws EnvironmentError.
 Secret secret_in(const std::string& credential);
 
-// Whether a job here has a secret without a file in the home: by a variable, or by munge.
+// Tells whether a job here has a secret without a file in the home: by a variable, or by munge.
 bool is_secret_told();
 
 // A line for a shell that makes a secret, and prints the line that tells it to another machine.

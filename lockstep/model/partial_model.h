@@ -29,7 +29,7 @@
 
 namespace lockstep {
 
-// Whether this process has the values of a parameter or buffer.
+// Tells whether this process has the values of a parameter or buffer.
 inline bool is_held(const torch::Tensor& tensor) { return !tensor.is_meta(); }
 std::vector<NamedTensor> held(const std::vector<NamedTensor>& tensors);
 

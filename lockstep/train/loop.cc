@@ -113,7 +113,7 @@ Json TrainingLoop::run() {
   return run;
 }
 
-// Whether steps are left, or an epoch that is not validated yet.
+// Tells whether steps are left, or an epoch that is not validated yet.
 bool TrainingLoop::has_more() const {
   return position_.step < last_step() || position_.step_in_epoch == loader_.steps_per_epoch();
 }

@@ -9,7 +9,7 @@
 
 namespace lockstep {
 
-// Whether NVIDIA's driver has made a file nvidiaN for a GPU. A container may see any one of them.
+// Tells whether NVIDIA's driver has made a file nvidiaN for a GPU. A container may see any one of them.
 inline bool machine_has_gpus(const std::filesystem::path& folder = "/dev") {
   std::error_code no_folder;
   for (const auto& file : std::filesystem::directory_iterator(folder, no_folder))

@@ -21,7 +21,7 @@ std::size_t resident_bytes() {
   return resident * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
 }
 
-// Whether a process that has called keep_freed_memory() keeps what it frees.
+// Tells whether a process that has called keep_freed_memory() keeps what it frees.
 bool keeps(const char* told) {
   const pid_t child = ::fork();
   if (child == 0) {

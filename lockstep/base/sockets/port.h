@@ -12,7 +12,7 @@
 
 namespace lockstep {
 
-// Whether an address is of the loopback interface: "localhost", "::1", "127.0.1.1". Other names are not looked up.
+// Tells whether an address is of the loopback interface: "localhost", "::1", "127.0.1.1". Other names are not looked up.
 bool is_loopback(std::string_view host);
 
 // "pid 4711 (python train.py)"; "a process of user 1000" where this user may not look at it; "" where nobody listens.

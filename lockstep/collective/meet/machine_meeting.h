@@ -13,7 +13,7 @@
 
 namespace lockstep {
 
-// Whether all ranks of `job` are on this machine, by what its launcher says.
+// Tells whether all ranks of `job` are on this machine, by what its launcher says.
 bool is_on_one_machine(const JobEnvironment& job);
 
 // Blocks until rank 0 answers; rank 0 until all have connected. Each end asks the kernel who the other is. Throws

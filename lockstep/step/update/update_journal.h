@@ -174,7 +174,7 @@ std::string manifest_of(const OptimizerState& state, const JournalShape& shape, 
 
 // An update whose ranks were lost: made from a manifest, in a process that maps the ranks' arenas.
 struct InterruptedUpdate {
-  // The address here of a place in an arena, for so many bytes. Throws what it likes if there is none.
+  // Returns the address of `bytes` at a place in an arena, in this process. Throws if there is no such place.
   using Find = std::function<std::byte*(const SharedMemory::Place& place, std::size_t bytes)>;
 
   // Throws CheckpointError: not a manifest of this version.

@@ -22,7 +22,7 @@
 
 namespace lockstep {
 
-// Whether --resume refuses another value than the checkpoint was made with. It has no default, so that a row without
+// Tells whether --resume refuses another value than the checkpoint was made with. It has no default, so that a row without
 // it does not compile.
 struct OnResume {
   constexpr OnResume(bool is_compared, bool is_used) : compared(is_compared), used(is_used) {}

@@ -25,7 +25,7 @@ int devices_of_worker(const TrainOptions& options, int worker) {
        .next = "give one number for all workers, or one for each"});
 }
 
-// Whether --ranks counts devices that are threads of one process.
+// Tells whether --ranks counts devices that are threads of one process.
 bool ranks_are_devices(const TrainOptions& options) {
   return strategy_info(options.strategy.kind).threads && options.devices_per_worker.empty() &&
          server_count(options) == 0;
@@ -144,7 +144,7 @@ bool sees_own_gpus_only(const TrainOptions& options, const Share& share) {
          cuda_device_count() == share.mine;
 }
 
-// Whether GPUs are chosen for a machine that needs `share.all`. torchrun and `lockstep run` give all ranks the same
+// Tells whether GPUs are chosen for a machine that needs `share.all`. torchrun and `lockstep run` give all ranks the same
 // CUDA_VISIBLE_DEVICES, so four ranks that see one GPU see the same.
 bool takes_gpus(const TrainOptions& options, const Share& share) {
   if (const auto wanted = wanted_kind(options)) return *wanted == torch::kCUDA;

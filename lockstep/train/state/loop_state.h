@@ -52,7 +52,7 @@ class LoopState {
   // After each step: whether to keep() now. The same on all ranks.
   bool is_due();
 
-  // Whether this rank's `common` is wanted: else it may be empty.
+  // Tells whether this rank's `common` is wanted: else it may be empty.
   bool keeps_common() const { return world_.local_rank() == 0; }
 
   // Blocks for the copy, then until all ranks have copied. From the second time on the copies are so far apart that they take no

@@ -390,7 +390,7 @@ Names names_lacking(const World& world, Strategy& strategy, const TensorsByName&
   return all;
 }
 
-// Whether `key` is a parameter or buffer of this name, or the optimizer's state of it.
+// Tells whether `key` is a parameter or buffer of this name, or the optimizer's state of it.
 bool belongs_to(const std::string& key, const Names& names) {
   if (key.starts_with("model.")) return names.contains(key.substr(key.find('.') + 1));
   return key.starts_with(kOptimizer) &&

@@ -102,7 +102,7 @@ struct KeptParts {
 };
 KeptParts parts_to_keep(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options);
 
-// Whether a rank has only a part of the model (a pipeline).
+// Tells whether a rank has only a part of the model (a pipeline).
 bool is_in_parts(Strategy& strategy);
 
 // Restores as restore_snapshot() does, from memory, where every rank has the common part. A part that this rank holds now, and neither it nor its

@@ -146,7 +146,7 @@ void StateKeeper::record_saved() {
     metrics_.write({{"event", "checkpoint"}, {"step", step}, {"seconds", seconds}});
 }
 
-// Whether rank 0 has this state on the disk, which it waits for. Half of the timeout is for the disk, so that ranks that wait
+// Tells whether rank 0 has this state on the disk, which it waits for. Half of the timeout is for the disk, so that ranks that wait
 // for rank 0 do not take it for lost.
 bool StateKeeper::is_saved(const Position& now) {
   const PhaseScope saving(Phase::kSaving);

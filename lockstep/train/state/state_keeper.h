@@ -23,7 +23,7 @@
 
 namespace lockstep {
 
-// Whether this rank validates and saves. Where each rank steps at its own pace (asynchronous servers), rank 0 does so for all.
+// Tells whether this rank validates and saves. Where each rank steps at its own pace (asynchronous servers), rank 0 does so for all.
 bool takes_part(const World& step_world, const World& world);
 
 class StateKeeper {

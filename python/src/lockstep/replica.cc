@@ -165,7 +165,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
   }
   bool no_sync() const { return no_sync_ != nullptr; }
 
-  // Whether the last backward() was one whose gradients are still to be exchanged.
+  // Tells whether the last backward() was one whose gradients are still to be exchanged.
   bool accumulates() const { return accumulates_; }
 
   DistributedDataParallel& ddp() { return ddp_; }
