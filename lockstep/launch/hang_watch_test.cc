@@ -120,9 +120,12 @@ TEST(HangWatch, a_rank_that_saves_has_more_time) {
   const TempFolder folder;
   ASSERT_EQ(::mkfifo(folder.file("disk").c_str(), 0600), 0);
   const auto done = meanwhile([&] {
-    testing::pid_in(folder, "saving");
+    const int pid = testing::pid_in(folder, "saving");
     std::this_thread::sleep_for(3 * kTimeout);
     std::ifstream(folder.file("disk")).get();
+    EXPECT_TRUE(wait_until([&] { return ::kill(pid, 0) != 0; }));
+    std::this_thread::sleep_for(kTimeout / 2);  // several looks, at which only rank 1 is left
+    write_file(folder / "saved", "");
   });
   const Watched watched = launch_and_watch(2, {"save-slowly", folder.path()});
   EXPECT_EQ(watched.result.exit_code, 0) << watched.error;
