@@ -103,10 +103,11 @@ std::optional<Hang> HangWatch::look(const Living& living, const std::vector<int>
   return {};
 }
 
-// Also where no rank has used lockstep yet: then nothing is known of them.
+// A rank that has ended moved before. Where no rank has used lockstep yet, nothing is known of them: all move.
 bool HangWatch::has_moved(const Living& living) {
   seen_.resize(to_size(page_->header().ranks));
-  bool moved = false, any_known = false;
+  bool moved = std::exchange(alive_, living.size()) != living.size();
+  bool any_known = false;
   for (const LivingRank& rank : living) {
     const RankRecord& record = page_->record(rank.local);
     any_known |= is_known(record);
