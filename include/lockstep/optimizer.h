@@ -56,8 +56,8 @@ class Optimizer : public torch::optim::Optimizer {
 
   ~Optimizer() override;
 
-  // Updates every parameter that has a gradient. Returns the closure's loss, if there is a closure. Attached, it blocks
-  // until all ranks have updated: HACKING.md lists the waits. Throws UsageError (a parameter group that was added after
+  // Updates every parameter that has a gradient. Returns the closure's loss, if there is a closure. Attached, it
+  // waits until all ranks make this step with the same settings, and until all have updated. Throws UsageError (a parameter group that was added after
   // the first step; a gradient or parameter that was changed by hand while attached), MismatchError on all ranks (settings()
   // that differ, or a step() that some ranks leave out: nothing was updated), PeerLost.
   torch::Tensor step(LossClosure closure = nullptr) final;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// step/buckets.cc: packs gradients into flat buckets and all-reduces each one while backward() still runs.
+// step/buckets.cc: packs gradients into flat buckets and starts an all-reduce of each full one.
 //
 // Note [A step through buckets]
 //   begin()   starts to all-reduce (m_j, m_j loss_j) and what shows that all ranks agree (step/exchange_totals.h)
 //   hooks     a gradient is ready: times m_j / s into its bucket. A bucket is full, and all before it are sent: its
-//             all-reduce starts
+//             all-reduce is started. Between machines and on GPUs it runs beside backward(); on the CPUs of one machine
+//             it is deferred to finish() (collective/calls/call_queue.h)
 //   finish()  sends the buckets that never filled; waits for all; puts s / n times the sums into .grad
 // n is not known while backward() runs, and waiting for it would put a round trip before the first gradient. So
 // gradients are scaled by s, which every rank knows already: the largest power of two that is at most n of the previous

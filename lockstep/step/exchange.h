@@ -5,7 +5,7 @@
 //                  published (published.cc)                buckets (buckets.cc)
 //   where          all ranks on one machine, which         everywhere else; with a communication hook or an algorithm
 //                  share the parameters                    by name
-//   backward()     autograd writes into shared memory      full buckets are all-reduced while it runs
+//   backward()     autograd writes into shared memory      starts to all-reduce full buckets
 //   finish()       publishes places, one barrier           waits for the buckets
 //   .grad          this rank's own                         the mean
 //   step()         sums the gradients of all ranks         uses .grad

@@ -9,8 +9,8 @@
 //
 // Side effect on the process: the first GradientMemory replaces libtorch's CPU allocator (c10::SetCPUAllocator) by one
 // that forwards every request to the allocator it found, except as the note says. It stays until the process ends. It
-// is made by a DistributedDataParallel whose ranks read each other's gradients; the options share_parameters = false
-// and mean_in_grad = true (--separate-parameters) avoid it. A program that sets an allocator of its own does so first.
+// is made by a DistributedDataParallel whose ranks read each other's gradients; share_parameters = false
+// (--separate-parameters) or mean_in_grad = true avoid it. A program that sets an allocator of its own does so first.
 //
 // Note [Gradients in place]
 // AccumulateGrad keeps a fresh gradient as .grad without a copy if nobody else holds it and its strides are the

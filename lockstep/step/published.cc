@@ -3,11 +3,11 @@
 // gradients are, and the ranks that update a slice of the parameters read that slice of all of them.
 //
 // Note [One step, three barriers]
-//   finish()        writes this rank's rows of the table, then barrier 1: every gradient of the machine is computed and
-//                   published, and no rank reads the parameters any more
-//   begin_update()  barrier 2: all ranks are about to make the same step, with the same settings. Then it reads the
-//                   other ranks' rows
-//   end_update()    barrier 3: every slice is updated, and no rank reads gradients any more
+//   finish()        writes this rank's row of the table, then barrier 1: all rows and gradients of the machine are
+//                   written. From here on rows are read. Ranks may still read parameters
+//   begin_update()  barrier 2: no rank reads parameters any more, and all make the same step, with the same settings.
+//                   From here on gradients are read and slices written
+//   end_update()    barrier 3: all slices are written, and no rank reads gradients any more
 // finish() may be called again without a step() in between, while another rank still reads the previous rows: so there
 // are two tables, used alternately. A rank that writes table k % 2 has passed barrier 1 of exchange k-1; all ranks were
 // there, so all have finished reading exchange k-2.

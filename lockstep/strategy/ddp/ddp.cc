@@ -109,9 +109,9 @@ class DistributedDataParallel::Impl {
   //               order of the buckets.
   //               finish_exchange: rank 0's buffers, one broadcast for each dtype, if the module has buffers.
   //   step()      with shared parameters: begin_update(), barrier 2: all ranks are here, with the same settings. Then
-  //               FlatUpdate, a barrier for the norms of clipping, loss scaling, LAMB and LARS;
-  //               LAMB and LARS a second one for their trust ratios; then end_update(), barrier 3: all ranks have
-  //               updated their slice. With separate parameters nothing.
+  //               FlatUpdate: one barrier if norms are needed (clipping, loss scaling, LAMB, LARS), for LAMB and LARS a
+  //               second. Then end_update(), barrier 3: all ranks have updated their slice. GPU slices: norms if needed,
+  //               then the all-gather of parameters. Own parameters: nothing.
   //
   // After a plain loss.backward() on published gradients, step() begins with the waits of backward().
   void backward(const torch::Tensor& loss, std::int64_t samples) {
@@ -134,7 +134,7 @@ class DistributedDataParallel::Impl {
 
   void end_backward() try {
     exchange_->end(begun_.exchanges);
-    if (begun_.exchanges && shard_buffers_.finish_shard()) exchange();
+    if (begun_.exchanges && shard_buffers_.finish_shard()) exchange();  // true without virtual shards
     backward_phase_.reset();
   } catch (...) {
     fail();
