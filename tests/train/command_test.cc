@@ -84,7 +84,7 @@ TEST_F(StartedRanks, need_no_folder_in_which_they_can_write) {
   }
 }
 
-TEST_F(StartedRanks, leave_nothing_behind) {
+TEST_F(StartedRanks, leave_nothing_behind_under_mpirun) {
   const TempFolder runtime;
   const Words mpirun = {"mpirun.mpich", "-np", "2"};
   const Ended ended = run(with_variables({{"XDG_RUNTIME_DIR", runtime.path()}}, mpirun + steps_into("mpi.jsonl")));
