@@ -27,8 +27,7 @@ class OperatorHandlerGuard {
  public:
   explicit OperatorHandlerGuard(OperatorHandler& handler);
   ~OperatorHandlerGuard();
-  OperatorHandlerGuard(const OperatorHandlerGuard&) = delete;
-  OperatorHandlerGuard& operator=(const OperatorHandlerGuard&) = delete;
+  OperatorHandlerGuard& operator=(OperatorHandlerGuard&&) = delete;
 
  private:
   c10::impl::IncludeDispatchKeyGuard include_;

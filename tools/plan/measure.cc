@@ -41,8 +41,7 @@ class SharedText {
     if (text_ == MAP_FAILED) throw system_error("map", "memory for measurements");
   }
   ~SharedText() { ::munmap(text_, kMost); }
-  SharedText(const SharedText&) = delete;
-  SharedText& operator=(const SharedText&) = delete;
+  SharedText& operator=(SharedText&&) = delete;
   void write(const std::string& text) { text.copy(static_cast<char*>(text_), kMost - 1); }
   std::string read() const { return static_cast<const char*>(text_); }
 

@@ -65,8 +65,7 @@ class Decoder {
     info_.progress = &progress_;
   }
   ~Decoder() { jpeg_destroy_decompress(&info_); }
-  Decoder(const Decoder&) = delete;
-  Decoder& operator=(const Decoder&) = delete;
+  Decoder& operator=(Decoder&&) = delete;
 
   ImageShape read_header(std::span<const std::uint8_t> file) {
     if (setjmp(errors_.back) != 0) throw damaged_image("JPEG", errors_.message);

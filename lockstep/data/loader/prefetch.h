@@ -38,8 +38,7 @@ class Prefetcher {
 
   Prefetcher(const PrefetchOptions& options, Load load);
   ~Prefetcher();
-  Prefetcher(const Prefetcher&) = delete;
-  Prefetcher& operator=(const Prefetcher&) = delete;
+  Prefetcher& operator=(Prefetcher&&) = delete;
 
   // The batch of the next step; call it `steps` times. Blocks until it is ready. Throws what `load` threw for this
   // step; DataError when no batch came within the timeout. Adds to `statistics` what happened since the last call.
