@@ -46,7 +46,7 @@ StepTimes Builder::times_of(int device) const {
 int Builder::add_actor(const std::string& name) {
   made_.actors.push_back(name);
   last_.push_back({});
-  return static_cast<int>(last_.size()) - 1;
+  return last_.size() - 1;
 }
 
 int Builder::compute(int device, const std::string& name, double seconds, const Ids& after) {
@@ -68,15 +68,12 @@ Builder::Message Builder::post(int actor, int from, int to, const std::string& n
     return {copied, copied};
   }
   const MessageBytes wire = bytes_on_wire(bytes);
-  sent_[to_size(from)] += wire.there;
-  received_[to_size(to)] += wire.there;
-  sent_[to_size(to)] += wire.back;
-  received_[to_size(from)] += wire.back;
-  const int left = beside(actor, {.name = name,
-                                  .kind = Kind::kLink,
-                                  .work = wire.there,
-                                  .uses = {out_[to_size(from)], in_[to_size(to)]},
-                                  .after = after});
+  sent_[from] += wire.there;
+  received_[to] += wire.there;
+  sent_[to] += wire.back;
+  received_[from] += wire.back;
+  const int left = beside(
+      actor, {.name = name, .kind = Kind::kLink, .work = wire.there, .uses = {out_[from], in_[to]}, .after = after});
   const double one_end = (work_.message + bytes * work_.byte) / 2;
   return {left,
           join({join({left}, latency_), handle_messages(from, one_end, after), handle_messages(to, one_end, after)})};
@@ -90,13 +87,13 @@ int Builder::exchange(int actor, int machine, const std::vector<double>& sizes, 
     all += others * (wire.there + wire.back);
     seconds += others * (work_.message + bytes * work_.byte);
   }
-  sent_[to_size(machine)] += all;
-  received_[to_size(machine)] += all;
+  sent_[machine] += all;
+  received_[machine] += all;
   const int carried = beside(actor, {.name = "exchange",
                                      .kind = Kind::kLink,
                                      .delay = latency_,
                                      .work = all,
-                                     .uses = {out_[to_size(machine)], in_[to_size(machine)]},
+                                     .uses = {out_[machine], in_[machine]},
                                      .after = after});
   return join({carried, handle_messages(machine, seconds, after)});
 }
@@ -110,19 +107,19 @@ int Builder::handle_messages(int machine, double seconds, const Ids& after) {
 
 void Builder::meet(const Ids& actors, const Ids& after) {
   Ids all = after;
-  for (const int actor : actors) all.insert(all.end(), last_[to_size(actor)].begin(), last_[to_size(actor)].end());
+  for (const int actor : actors) all.insert(all.end(), last_[actor].begin(), last_[actor].end());
   const int met = join(all);
-  for (const int actor : actors) last_[to_size(actor)] = {met};
+  for (const int actor : actors) last_[actor] = {met};
 }
 
 Ids Builder::all_devices() const {
-  Ids ids(to_size(devices()));
+  Ids ids(devices());
   std::iota(ids.begin(), ids.end(), 0);
   return ids;
 }
 
 Ids Builder::devices_on(int machine) const {
-  Ids ids(to_size(target_.devices));
+  Ids ids(target_.devices);
   std::iota(ids.begin(), ids.end(), machine * target_.devices);
   return ids;
 }
@@ -138,22 +135,21 @@ void Builder::forward_and_backward() {
 void Builder::end_step() {
   made_.ends.emplace_back();
   for (const int device : all_devices())
-    for (const int activity : last_[to_size(device)]) made_.ends.back().push_back(activity);
+    for (const int activity : last_[device]) made_.ends.back().push_back(activity);
 }
 
 Schedule Builder::take() {
-  const double steps = static_cast<double>(std::max<std::size_t>(1, made_.ends.size()));
+  const double steps = std::max(1, made_.ends.size());
   made_.sent_bytes = std::max(std::ranges::max(sent_), std::ranges::max(received_)) / steps;
   return std::move(made_);
 }
 
 // A device runs on its own cores, or takes turns with those that are bound to the same one; a server runs where there is room.
 int Builder::work(int actor, int machine, const std::string& name, Kind kind, double seconds, const Ids& after) {
-  Activity activity{
-      .name = name, .kind = kind, .work = seconds, .uses = {made_.cores[to_size(machine)]}, .after = after};
+  Activity activity{.name = name, .kind = kind, .work = seconds, .uses = {made_.cores[machine]}, .after = after};
   if (actor == kNobody) return beside(kNobody, std::move(activity));
-  if (actor < devices()) activity.uses.push_back(made_.seats[to_size(actor)]);
-  Ids& last = last_[to_size(actor)];
+  if (actor < devices()) activity.uses.push_back(made_.seats[actor]);
+  Ids& last = last_[actor];
   activity.after.insert(activity.after.end(), last.begin(), last.end());
   last = {beside(actor, std::move(activity))};
   return last.front();
@@ -175,7 +171,7 @@ void Builder::add_machine(int machine) {
   Ids seats;
   for (int i = 0; i < std::min(seats_, target_.devices); ++i)
     seats.push_back(simulation.add(Resource{concat("seat ", i), {1}}));
-  for (int i = 0; i < target_.devices; ++i) made_.seats.push_back(seats[to_size(i) % seats.size()]);
+  for (int i = 0; i < target_.devices; ++i) made_.seats.push_back(seats[i % seats.size()]);
 }
 
 // The factor by which computing takes longer while that many work than alone. A machine with more cores than the profile's is taken to

@@ -10,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/to_size.h"
 #include "tools/plan/schedules.h"
 
 namespace lockstep::plan {
@@ -54,8 +53,8 @@ class Builder {
   int exchange(int actor, int machine, const std::vector<double>& sizes, const Ids& after);
   int join(const Ids& after, double seconds = 0);  // once all of them have ended
 
-  Ids last(int actor) const { return last_[to_size(actor)]; }
-  void follow(int actor, const Ids& activities) { last_[to_size(actor)] = activities; }
+  Ids last(int actor) const { return last_[actor]; }
+  void follow(int actor, const Ids& activities) { last_[actor] = activities; }
 
   Ids all_devices() const;
   Ids devices_on(int machine) const;
@@ -76,9 +75,9 @@ class Builder {
   const Target& target_;
   const Choice& choice_;
   Schedule made_;
-  std::vector<Ids> last_;  // of each actor: what its next activity waits for
-  Ids out_, in_;           // the links of each machine
-  std::vector<double> sent_, received_;
+  IntVector<Ids> last_;  // of each actor: what its next activity waits for
+  Ids out_, in_;         // the links of each machine
+  IntVector<double> sent_, received_;
   double latency_ = 0;  // seconds until a message without bytes arrives
   WorkOfMessages work_;
   int threads_ = 1;  // of a device

@@ -8,7 +8,6 @@
 #include <tuple>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 #include "lockstep/strategy/strategies.h"
 
@@ -18,12 +17,12 @@ namespace {
 // The way from the beginning to the end of a schedule that allows no delay: back from the last activity, each time to the one that
 // ended last of those it waited for. Its seconds by the kind of work.
 std::map<Kind, double> critical_path(const Schedule& schedule, const Outcome& outcome) {
-  const auto end_of = [&](int activity) { return outcome.activities[to_size(activity)].end; };
+  const auto end_of = [&](int activity) { return outcome.activities[activity].end; };
   std::map<Kind, double> seconds;
   int activity = *std::ranges::max_element(schedule.ends.back(), {}, end_of);
   for (;;) {
-    const Activity& what = schedule.simulation.activities[to_size(activity)];
-    const Times& times = outcome.activities[to_size(activity)];
+    const Activity& what = schedule.simulation.activities[activity];
+    const Times& times = outcome.activities[activity];
     seconds[what.kind] += times.end - times.begin;
     if (what.after.empty()) return seconds;
     activity = *std::ranges::max_element(what.after, {}, end_of);
@@ -119,12 +118,11 @@ int steps_for(const Choice& choice) {
 double seconds_of_step(const Choice& choice, const Schedule& schedule, const Outcome& outcome) {
   const auto end_of = [&](const Ids& activities) {
     double end = 0;
-    for (const int activity : activities) end = std::max(end, outcome.activities[to_size(activity)].end);
+    for (const int activity : activities) end = std::max(end, outcome.activities[activity].end);
     return end;
   };
-  const std::size_t warm_up = to_size(steps_of_round(choice));
-  return (end_of(schedule.ends.back()) - end_of(schedule.ends[warm_up - 1])) /
-         static_cast<double>(schedule.ends.size() - warm_up);
+  const int warm_up = steps_of_round(choice);
+  return (end_of(schedule.ends.back()) - end_of(schedule.ends[warm_up - 1])) / (schedule.ends.size() - warm_up);
 }
 
 Forecast forecast(const Profile& profile, const Target& target, const Choice& choice) {
@@ -187,16 +185,14 @@ Recordings timeline_of(const Profile& profile, const Target& target, const Choic
   const Outcome outcome = made.simulation.run();
   const auto ns = [](double seconds) { return static_cast<std::int64_t>(std::llround(seconds * 1e9)); };
   Recordings recordings;
-  for (std::size_t actor = 0; actor < made.actors.size(); ++actor) {
-    trace::Recording recording{.process = {.rank = static_cast<std::int32_t>(actor),
-                                           .ranks = static_cast<std::int64_t>(made.actors.size()),
-                                           .finished = 1}};
+  for (int actor = 0; actor < made.actors.size(); ++actor) {
+    trace::Recording recording{.process = {.rank = actor, .ranks = made.actors.size(), .finished = 1}};
     const std::string name = concat("forecast: ", made.actors[actor]);
     name.copy(recording.process.host.data(), recording.process.host.size() - 1);
-    for (std::size_t i = 0; i < outcome.activities.size(); ++i) {
+    for (int i = 0; i < outcome.activities.size(); ++i) {
       const Activity& activity = made.simulation.activities[i];
       const Times& times = outcome.activities[i];
-      if (activity.actor != static_cast<int>(actor) || times.end <= times.begin) continue;
+      if (activity.actor != actor || times.end <= times.begin) continue;
       recording.events.push_back({.name = activity.name, .thread = 1, .begin = ns(times.begin), .end = ns(times.end)});
     }
     recordings.push_back(std::move(recording));

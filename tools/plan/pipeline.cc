@@ -40,14 +40,14 @@ class PlannedStep {
         are_processes_(b.machines() > 1),
         times_(b.alone(samples())) {
     for (const PieceTimes& piece : b.profile().pieces) seconds_of_pieces_ += piece.seconds;
-    for (const std::vector<int>& pieces : stages_of(b.profile(), stages_)) add_stage(pieces);
+    for (const Ids& pieces : stages_of(b.profile(), stages_)) add_stage(pieces);
   }
 
   void add() {
     // Turns are added in rounds: a turn comes after those that it waits for.
     for (bool moved = true; moved;) {
       moved = false;
-      for (int stage = 0; stage < static_cast<int>(all_.size()); ++stage) moved |= take_turn(stage);
+      for (int stage = 0; stage < all_.size(); ++stage) moved |= take_turn(stage);
     }
     are_processes_ ? end_in_processes() : end_in_threads();
   }
@@ -57,18 +57,17 @@ class PlannedStep {
     double share = 0;   // of the time of all stages
     double bytes = 0;   // of its parameters
     double output = 0;  // bytes, of a micro-batch
-    std::vector<lockstep::PipelineStep> turns;
-    std::size_t next = 0;
+    IntVector<lockstep::PipelineStep> turns;
+    int next = 0;
     Ids forward, backward;  // [micro-batch]: what the stage after it, or before it, waits for
   };
 
   double samples() const { return static_cast<double>(b_.target().batch) / micro_batches_; }
 
-  void add_stage(const std::vector<int>& pieces) {
-    const auto number = static_cast<int>(all_.size());
-    Stage stage{.turns = steps_of_stage(b_.choice().order, number, stages_, micro_batches_),
-                .forward = Ids(to_size(micro_batches_), -1),
-                .backward = Ids(to_size(micro_batches_), -1)};
+  void add_stage(const Ids& pieces) {
+    Stage stage{.turns = steps_of_stage(b_.choice().order, all_.size(), stages_, micro_batches_),
+                .forward = Ids(micro_batches_, -1),
+                .backward = Ids(micro_batches_, -1)};
     for (const int index : pieces) {
       const PieceTimes& piece = b_.profile().pieces[to_size(index)];
       stage.share += piece.seconds / seconds_of_pieces_;
@@ -80,19 +79,19 @@ class PlannedStep {
 
   // Returns false if the stage has no turn left, or if the next one waits for an activity that has not been added yet.
   bool take_turn(int number) {
-    Stage& stage = all_[to_size(number)];
+    Stage& stage = all_[number];
     if (stage.next == stage.turns.size()) return false;
     const auto [is_forward, micro_batch] = stage.turns[stage.next];
     const int neighbour = is_forward ? number - 1 : number + 1;
-    const Stage* const other = neighbour >= 0 && neighbour < stages_ ? &all_[to_size(neighbour)] : nullptr;
-    const int sent = other == nullptr ? 0 : (is_forward ? other->forward : other->backward)[to_size(micro_batch)];
+    const Stage* const other = neighbour >= 0 && neighbour < stages_ ? &all_[neighbour] : nullptr;
+    const int sent = other == nullptr ? 0 : (is_forward ? other->forward : other->backward)[micro_batch];
     if (sent < 0) return false;
     const Ids after = other == nullptr ? Ids() : Ids{sent};
     if (other != nullptr && are_processes_)
       receive(number, neighbour, is_forward ? "activations" : "gradients", is_forward ? other->output : stage.output,
               sent);
     const double seconds = stage.share * (is_forward ? times_.forward : times_.backward);
-    (is_forward ? stage.forward : stage.backward)[to_size(micro_batch)] =
+    (is_forward ? stage.forward : stage.backward)[micro_batch] =
         b_.compute(number, concat(is_forward ? "forward " : "backward ", micro_batch), seconds, after);
     ++stage.next;
     return true;
@@ -125,8 +124,7 @@ class PlannedStep {
     for (const Stage& stage : all_) bytes += stage.bytes;
     share_gradients(b_, bytes - b_.parameter_bytes());
     sum_up(b_, kLoss);
-    for (int stage = 0; stage < stages_; ++stage)
-      b_.update(stage, b_.machine_of(stage), all_[to_size(stage)].bytes / bytes);
+    for (int stage = 0; stage < stages_; ++stage) b_.update(stage, b_.machine_of(stage), all_[stage].bytes / bytes);
   }
 
   Builder& b_;
@@ -134,18 +132,18 @@ class PlannedStep {
   const bool are_processes_;
   const StepTimes times_;
   double seconds_of_pieces_ = 0;
-  std::vector<Stage> all_;
+  IntVector<Stage> all_;
   std::map<std::pair<int, int>, int> left_;  // [from, to] the newest data
 };
 
 }  // namespace
 
-std::vector<std::vector<int>> stages_of(const Profile& profile, int stages) {
+IntVector<Ids> stages_of(const Profile& profile, int stages) {
   std::vector<double> costs;
   for (const PieceTimes& piece : profile.pieces) costs.push_back(piece.seconds);
-  std::vector<std::vector<int>> all;
+  IntVector<Ids> all;
   for (const Range& range : balanced_cut(costs, stages)) {
-    all.emplace_back(to_size(static_cast<int>(range.end - range.begin)));
+    all.emplace_back(static_cast<int>(range.size()));
     std::iota(all.back().begin(), all.back().end(), static_cast<int>(range.begin));
   }
   return all;

@@ -30,7 +30,7 @@ void sum_up(Builder& b, double bytes);  // a few numbers of all devices, such as
 
 // docs/design/hierarchy.md: chunk by chunk, reduced inside each machine, exchanged in two rounds, shared. `actors`: one per
 // machine; after[machine].
-void all_reduce(Builder& b, const Ids& actors, double bytes, const std::vector<Ids>& after);
+void all_reduce(Builder& b, const Ids& actors, double bytes, const IntVector<Ids>& after);
 
 // ---- tools/plan/pipeline.cc
 
