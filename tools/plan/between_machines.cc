@@ -91,7 +91,7 @@ void ddp_between_machines(Builder& b, const Ids& networks) {
   const double limit = DdpOptions().bucket_mib * double{1 << 20};
   const int buckets = std::max(1, static_cast<int>(std::ceil(b.parameter_bytes() / limit)));
   const double bytes = b.parameter_bytes() / buckets;
-  for (const int device : b.all_devices()) b.compute(device, "forward", b.times_of(device).forward);
+  b.forward();
   for (int bucket = 0; bucket < buckets; ++bucket) {
     for (const int device : b.all_devices()) {
       b.compute(device, "backward", b.times_of(device).backward / buckets);

@@ -26,8 +26,9 @@ Builder::Builder(const Profile& profile, const Target& target, const Choice& cho
 
 // Measured are one thread, and one for each core; between the two it is taken evenly in logarithms.
 StepTimes Builder::alone(double samples) const {
-  const Curve& all = curve_alone(profile_, /*with_all_threads=*/true);
-  const StepTimes one = times_for(curve_alone(profile_), samples);
+  const auto threads_alone = [](const Curve& curve) { return curve.at_once == 1 ? curve.threads : 0; };
+  const Curve& all = *std::ranges::max_element(profile_.curves, {}, threads_alone);
+  const StepTimes one = times_for(profile_.curves.front(), samples);
   if (threads_ == 1 || all.threads == 1) return one;
   const StepTimes most = times_for(all, samples);
   const double share = std::min(1.0, std::log(threads_) / std::log(all.threads));
@@ -74,7 +75,7 @@ Builder::Message Builder::post(int actor, int from, int to, const std::string& n
   received_[from] += wire.back;
   const int left = beside(
       actor, {.name = name, .kind = Kind::kLink, .work = wire.there, .uses = {out_[from], in_[to]}, .after = after});
-  const double one_end = (work_.message + bytes * work_.byte) / 2;
+  const double one_end = work_.at(bytes) / 2;
   return {left,
           join({join({left}, latency_), handle_messages(from, one_end, after), handle_messages(to, one_end, after)})};
 }
@@ -85,7 +86,7 @@ int Builder::exchange(int actor, int machine, const std::vector<double>& sizes, 
   for (const double bytes : sizes) {
     const MessageBytes wire = bytes_on_wire(bytes);
     all += others * (wire.there + wire.back);
-    seconds += others * (work_.message + bytes * work_.byte);
+    seconds += others * work_.at(bytes);
   }
   sent_[machine] += all;
   received_[machine] += all;
@@ -124,12 +125,17 @@ Ids Builder::devices_on(int machine) const {
   return ids;
 }
 
+void Builder::forward() {
+  for (const int device : all_devices()) compute(device, "forward", times_of(device).forward);
+}
+
+void Builder::backward() {
+  for (const int device : all_devices()) compute(device, "backward", times_of(device).backward);
+}
+
 void Builder::forward_and_backward() {
-  for (const int device : all_devices()) {
-    const StepTimes times = times_of(device);
-    compute(device, "forward", times.forward);
-    compute(device, "backward", times.backward);
-  }
+  forward();
+  backward();
 }
 
 void Builder::end_step() {

@@ -59,7 +59,10 @@ class Builder {
   Ids all_devices() const;
   Ids devices_on(int machine) const;
 
-  void forward_and_backward();  // of all devices
+  // Of all devices.
+  void forward();
+  void backward();
+  void forward_and_backward();
   void end_step();
   Schedule take();
 
@@ -79,9 +82,9 @@ class Builder {
   Ids out_, in_;         // the links of each machine
   IntVector<double> sent_, received_;
   double latency_ = 0;  // seconds until a message without bytes arrives
-  WorkOfMessages work_;
-  int threads_ = 1;  // of a device
-  int seats_ = 1;    // devices of a machine that can compute at the same time
+  Line work_;           // of messages
+  int threads_ = 1;     // of a device
+  int seats_ = 1;       // devices of a machine that can compute at the same time
 };
 
 }  // namespace lockstep::plan

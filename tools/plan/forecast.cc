@@ -86,12 +86,6 @@ double memory_of_processes(const Profile& profile, const Target& target, const C
       .sum();
 }
 
-// With what they share, libraries above all.
-double memory_of(const Profile& profile, const Target& target, const Choice& choice) {
-  return profile.common_bytes + memory_of_processes(profile, target, choice) +
-         memory_of_connections(profile, target, choice);
-}
-
 std::string not_measured(const Profile& profile, const Target& target, const Choice& choice) {
   std::vector<std::string> what;
   const auto& points = profile.curves.front().points;
@@ -137,7 +131,8 @@ Forecast forecast(const Profile& profile, const Target& target, const Choice& ch
           .not_measured = not_measured(profile, target, choice),
           .bound = bound_of(path, outcome.end),
           .link_bytes = made.sent_bytes,
-          .memory = memory_of(profile, target, choice),
+          .memory = profile.common_bytes + memory_of_processes(profile, target, choice) +
+                    memory_of_connections(profile, target, choice),
           .epochs = steps_of_epoch * step * static_cast<double>(target.epochs)};
 }
 

@@ -10,10 +10,10 @@
 #include <ATen/Parallel.h>
 
 #include "lockstep/base/files/file.h"
+#include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/hash.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/median.h"
-#include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -133,11 +133,9 @@ void measure_pieces_of(const Subject& subject, const Datasets& data, Profile& pr
   tensors = {input};
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     tensors = as_leaves(pieces[i].forward(tensors));
-    double bytes = 0;
-    for (const torch::Tensor& parameter : parameters_of({pieces[i]})) bytes += static_cast<double>(parameter.nbytes());
     profile.pieces.push_back({.name = pieces[i].name,
                               .seconds = seconds[i],
-                              .bytes = static_cast<std::int64_t>(bytes),
+                              .bytes = static_cast<std::int64_t>(bytes_of(parameters_of({pieces[i]}))),
                               .output_bytes = bytes_of(tensors) / static_cast<double>(samples)});
   }
 }
@@ -159,9 +157,7 @@ std::string parameters_text(const torch::nn::Module& model) {
     elements += parameter.numel();
     text += concat(name, ' ', parameter.sizes(), ';');
   }
-  std::ostringstream hash;
-  hash << std::hex << (hash_of(text) & 0xffffffffU);
-  return concat(with_thousands(elements), " parameters (", hash.str(), ")");
+  return concat(with_thousands(elements), " parameters (", std::hex, hash_of(text) & 0xffffffffU, ")");
 }
 
 }  // namespace

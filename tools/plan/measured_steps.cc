@@ -6,8 +6,8 @@
 
 #include <ATen/Parallel.h>
 
-#include "lockstep/base/median.h"
 #include "lockstep/base/files/proc_file.h"
+#include "lockstep/base/median.h"
 #include "lockstep/deadline.h"
 
 namespace lockstep::plan {

@@ -17,9 +17,9 @@ void update_together(Builder& b) {
 
 // Threads: after each part the scheduling thread hears of all devices and gives them the next.
 void devices_with_one_update(Builder& b) {
-  for (const int device : b.all_devices()) b.compute(device, "forward", b.times_of(device).forward);
+  b.forward();
   b.meet(b.all_devices());
-  for (const int device : b.all_devices()) b.compute(device, "backward", b.times_of(device).backward);
+  b.backward();
   b.meet(b.all_devices());
   update_together(b);
 }

@@ -80,22 +80,16 @@ struct Profile {
 // Seconds of a forward and backward with that many samples; straight lines between the measured points.
 StepTimes times_for(const Curve& curve, double samples);
 
-// The curve of a rank that is alone: with one thread, or with as many as were measured.
-const Curve& curve_alone(const Profile& profile, bool with_all_threads = false);
-
-// Work of cores that messages between machines take.
-struct WorkOfMessages {
-  double message = 0;  // seconds at both ends, without its bytes
-  double byte = 0;     // seconds at both ends
-};
-WorkOfMessages work_of_messages(const Profile& profile);  // zeros: it was not measured
-
 // A straight line through the points: fixed cost, and cost per byte.
 struct Line {
   double fixed = 0;
   double per_byte = 0;
+  double at(double bytes) const { return fixed + bytes * per_byte; }
 };
 Line line_through(const std::vector<SizedTime>& points);
+
+// Seconds of cores that a message between machines takes, at both ends together. Zeros: it was not measured.
+Line work_of_messages(const Profile& profile);
 
 // As JSON, and back. `source` is what errors name. Throws DataError: damaged, no profile, or one of another version.
 std::string text_of(const Profile& profile);
