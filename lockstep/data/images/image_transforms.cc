@@ -63,7 +63,7 @@ Box centre_box(const ImageTransforms& t, const ImageShape& stored) {
 Box random_box(const ImageTransforms& t, const ImageShape& stored, SampleRandom& random) {
   const double scale = edge_scale(t, stored);
   const auto draw = [&](std::int64_t size, std::int64_t wanted) {
-    const auto whole = static_cast<std::int64_t>(std::lround(static_cast<double>(size) / scale));
+    const std::int64_t whole = std::lround(static_cast<double>(size) / scale);
     const std::int64_t room = whole + 2 * t.padding - wanted;
     if (room < 0) return -std::floor(static_cast<double>(-room) / 2) * scale;  // smaller than the crop: centred in it
     return static_cast<double>(random.below(room + 1) - t.padding) * scale;
@@ -119,7 +119,7 @@ void check_transforms(const ImageTransforms& t, std::int64_t channels) {
     if (!good) throw UsageError({.what = what, .likely = "--augment, or the ImageTransforms of the dataset"});
   };
   const auto fits = [&](const std::vector<float>& values) {
-    return values.size() == 1 || static_cast<std::int64_t>(values.size()) == channels;
+    return values.size() == 1 || std::ssize(values) == channels;
   };
   require(channels >= 1 && channels <= Normalisation::kMaxChannels,
           concat("images of ", channels, " channels; 1 to ", Normalisation::kMaxChannels, " can be transformed"));
