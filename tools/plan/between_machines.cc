@@ -10,8 +10,6 @@
 namespace lockstep::plan {
 namespace {
 
-void append(Ids& all, const Ids& more) { all.insert(all.end(), more.begin(), more.end()); }
-
 void meet_on_machines(Builder& b) {
   for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m));
 }

@@ -108,7 +108,7 @@ int Builder::handle_messages(int machine, double seconds, const Ids& after) {
 
 void Builder::meet(const Ids& actors, const Ids& after) {
   Ids all = after;
-  for (const int actor : actors) all.insert(all.end(), last_[actor].begin(), last_[actor].end());
+  for (const int actor : actors) append(all, last_[actor]);
   const int met = join(all);
   for (const int actor : actors) last_[actor] = {met};
 }
@@ -140,8 +140,7 @@ void Builder::forward_and_backward() {
 
 void Builder::end_step() {
   made_.ends.emplace_back();
-  for (const int device : all_devices())
-    for (const int activity : last_[device]) made_.ends.back().push_back(activity);
+  for (const int device : all_devices()) append(made_.ends.back(), last_[device]);
 }
 
 Schedule Builder::take() {
@@ -156,7 +155,7 @@ int Builder::work(int actor, int machine, const std::string& name, Kind kind, do
   if (actor == kNobody) return beside(kNobody, std::move(activity));
   if (actor < devices()) activity.uses.push_back(made_.seats[actor]);
   Ids& last = last_[actor];
-  activity.after.insert(activity.after.end(), last.begin(), last.end());
+  append(activity.after, last);
   last = {beside(actor, std::move(activity))};
   return last.front();
 }

@@ -22,7 +22,7 @@ void share_gradients(Builder& b, double shared) {
   const int there = b.machine_of(last), here = b.machine_of(first);
   for (const double bytes : {kFlags, shared}) {
     Ids ready = b.last(first);
-    for (const int activity : b.last(last)) ready.push_back(activity);
+    append(ready, b.last(last));
     const Ids arrived{b.post(first, here, there, "shared", bytes, ready).arrived,
                       b.post(last, there, here, "shared", bytes, ready).arrived};
     b.follow(first, arrived);
@@ -106,7 +106,7 @@ class PlannedStep {
     const int here = b_.machine_of(stage), there = b_.machine_of(from);
     Ids after{sent};
     for (const double size : {kDescription, kSize, bytes}) {
-      after.insert(after.end(), ready.begin(), ready.end());
+      append(after, ready);
       const Builder::Message message = b_.post(stage, there, here, name, size, after);
       left_[{from, stage}] = message.left;
       ready = {message.arrived};

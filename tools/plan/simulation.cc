@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <queue>
 #include <set>
 #include <utility>
 
@@ -59,18 +58,15 @@ class Run {
 
   // Goes to the next end of a delay or of some work.
   void next_event() {
-    now_ = std::min(delayed_.empty() ? kNever : delayed_.top().first, ends_.empty() ? kNever : ends_.begin()->first);
+    const auto first = [](const std::set<Event>& events) { return events.empty() ? kNever : events.begin()->first; };
+    now_ = std::min(first(delayed_), first(ends_));
     Ids ended;
-    while (!ends_.empty() && ends_.begin()->first <= now_ + kSameTime) {
+    while (first(ends_) <= now_ + kSameTime) {
       ended.push_back(ends_.begin()->second);
       stop_work(ended.back());
     }
     for (const int activity : ended) end(activity);
-    while (!delayed_.empty() && delayed_.top().first <= now_ + kSameTime) {
-      const int activity = delayed_.top().second;
-      delayed_.pop();
-      start_work(activity);
-    }
+    while (first(delayed_) <= now_ + kSameTime) start_work(delayed_.extract(delayed_.begin()).value().second);
     share_out();
   }
 
@@ -102,7 +98,8 @@ class Run {
     for (const int resource : resources) {
       Share& share = shares_[resource];
       share.open = share.users.size();
-      share.rest = share.open > 0 ? speed_of(resources_[resource], share.open) : 0;
+      const auto& speed = resources_[resource].speed;
+      share.rest = share.open > 0 ? speed[std::min(share.open, speed.size()) - 1] : 0;
     }
     while (!open.empty()) give_to_users_of_the_scarcest(resources, open);
   }
@@ -155,10 +152,6 @@ class Run {
     ends_.emplace(work.end, activity);
   }
 
-  static double speed_of(const Resource& resource, int users) {
-    return resource.speed[std::min(users, resource.speed.size()) - 1];
-  }
-
   struct Work {
     double left = 0;  // units, at `since`
     double since = 0;
@@ -182,10 +175,10 @@ class Run {
   IntVector<Ids> waited_for_by_;
   IntVector<Work> work_;
   IntVector<Share> shares_;
-  std::priority_queue<Event, std::vector<Event>, std::greater<>> delayed_;
-  std::set<Event> ends_;  // of the activities that work
-  Ids changed_;           // resources whose users are others than when shares were given
-  int round_ = 0;         // of share_out()
+  std::set<Event> delayed_;  // the ends of delays
+  std::set<Event> ends_;     // of the activities that work
+  Ids changed_;              // resources whose users are others than when shares were given
+  int round_ = 0;            // of share_out()
   double now_ = 0;
   int ended_ = 0;
   Outcome outcome_;

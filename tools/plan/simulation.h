@@ -20,6 +20,7 @@
 namespace lockstep::plan {
 
 using Ids = IntVector<int>;  // of resources, activities or actors
+inline void append(Ids& all, const Ids& more) { all.insert(all.end(), more.begin(), more.end()); }
 
 // While n activities use it, all of them together get speed[n-1] units per second; beyond the last entry, the last one.
 struct Resource {

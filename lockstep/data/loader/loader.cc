@@ -132,14 +132,13 @@ struct EpochBatches {
 };
 
 struct Loader::State {
-  State(const LoaderPlace& place, std::shared_ptr<const Dataset> data, const LoaderOptions& loader_options)
+  State(const LoaderPlace& where, std::shared_ptr<const Dataset> data, const LoaderOptions& loader_options)
       : options(loader_options),
-        device(place.device),
-        cores(place.cores),
+        place(where),
         dataset(std::move(data)),
         sampler(sampler_options(place, *dataset, options)),
         memory(std::make_shared<BatchMemory>(to_size(2 * (options.prefetch + options.workers + 1)),
-                                             place.pinned || !device.is_cpu())) {
+                                             place.pinned || !place.device.is_cpu())) {
     check_loader(options);
   }
 
@@ -158,8 +157,8 @@ struct Loader::State {
                                                         std::vector<Reading>(to_size(options.prefetch)));
     workers.emplace(PrefetchOptions{.loader = watching,
                                     .steps = sampler.steps(),
-                                    .cores = cores,
-                                    .device = device,
+                                    .cores = place.cores,
+                                    .device = place.device,
                                     .reading = [batches](std::int64_t at) { return batches->reading_of(at).origin(); }},
                     [batches](std::int64_t at, LoadingStatistics& took) { return batches->load(at, took); });
   }
@@ -183,8 +182,7 @@ struct Loader::State {
   }
 
   const LoaderOptions options;
-  const torch::Device device;
-  const CoreSet cores;
+  const LoaderPlace place;
   const std::shared_ptr<const Dataset> dataset;
   DistributedSampler sampler;
   const std::shared_ptr<BatchMemory> memory;
@@ -216,7 +214,7 @@ const LoadingStatistics& Loader::statistics() const { return state_->statistics;
 LoaderPosition Loader::position() const { return {state_->epoch, state_->sampler.samples_before(state_->step)}; }
 
 std::string Loader::hint(const LoadingStatistics& since, double seconds) const {
-  return loading_hint(since, state_->options, static_cast<int>(state_->cores.size()), seconds);
+  return loading_hint(since, state_->options, static_cast<int>(state_->place.cores.size()), seconds);
 }
 
 Loader::Epoch Loader::epoch(std::int64_t epoch, std::int64_t first_step) {
