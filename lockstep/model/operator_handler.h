@@ -19,7 +19,7 @@ class OperatorHandler {
 
   virtual ~OperatorHandler() = default;
 
-  // In place of the operator. What it calls itself, such as op.callBoxed(stack), goes to torch.
+  // Takes the place of the operator. Its own calls, such as op.callBoxed(stack), go to torch.
   virtual void call(const c10::OperatorHandle& op, Stack& stack) = 0;
 };
 

@@ -145,7 +145,7 @@ IntVector<torch::Tensor> tensors_of(const torch::nn::Module& model) {
 
 using Wanted = std::function<std::vector<torch::Tensor>(torch::nn::Module&)>;
 
-// For each of the model's tensors: whether it is wanted.
+// Tells for each of the model's tensors whether it is wanted.
 IntVector<bool> choose(torch::nn::Module& model, const Wanted& wanted) {
   std::set<const void*> chosen;
   for (const torch::Tensor& tensor : wanted(model)) chosen.insert(tensor.unsafeGetTensorImpl());

@@ -37,7 +37,7 @@ class Builder {
   int compute(int device, const std::string& name, double seconds, const Ids& after = {});  // forward or backward
   int touch(int actor, int machine, const std::string& name, double bytes, const Ids& after = {});  // read and written
   int update(int actor, int machine, double share, const Ids& after = {});  // that share of all parameters
-  // All of them go on when the last one is there.
+  // Lets all of them go on when the last one is there.
   void meet(const Ids& actors, const Ids& after = {});
 
   // ---- An activity beside its actor, which does not wait for it: after `after` only
@@ -59,7 +59,7 @@ class Builder {
   Ids all_devices() const;
   Ids devices_on(int machine) const;
 
-  // Of all devices.
+  // Computations of all devices.
   void forward();
   void backward();
   void forward_and_backward();

@@ -185,7 +185,7 @@ Profile measure(const Subject& subject) {
   profile = in_ranks(profile.cores, profile,
                      [&](const World& world, Profile& found) { measure_ranks(world, subject, found); });
   profile = in_ranks(1, profile, [&](const World&, Profile& found) { measure_alone(subject, found); });
-  // In a process of its own: memory that was freed before would hide what connections take.
+  // A process of its own measures them: memory that was freed before would hide what connections take.
   profile = in_ranks(1, profile, [](const World&, Profile& found) { measure_messages(found); });
   require_possible_numbers(profile, "what was measured");
   return profile;

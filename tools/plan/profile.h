@@ -91,14 +91,14 @@ Line line_through(const std::vector<SizedTime>& points);
 // Seconds of cores that a message between machines takes, at both ends together. Zeros: it was not measured.
 Line work_of_messages(const Profile& profile);
 
-// As JSON, and back. `source` is what errors name. Throws DataError: damaged, no profile, or one of another version.
+// Convert to JSON, and back. Errors name `source`. Throws DataError: damaged, no profile, or one of another version.
 std::string text_of(const Profile& profile);
 Profile profile_in(const std::string& text, const std::string& source);
 
 // Throws DataError: a number that can't be, which would make a strategy look as if it took no time.
 void require_possible_numbers(const Profile& profile, const std::string& source);
 
-// Both check the numbers. Throw DataError, or SystemError: the file can't be written, or read.
+// Check the numbers, too. Throw DataError, or SystemError: the file can't be written, or read.
 void save_profile(const std::filesystem::path& file, const Profile& profile);
 Profile load_profile(const std::filesystem::path& file);
 

@@ -22,7 +22,8 @@ namespace lockstep::plan {
 using Ids = IntVector<int>;  // of resources, activities or actors
 inline void append(Ids& all, const Ids& more) { all.insert(all.end(), more.begin(), more.end()); }
 
-// While n activities use it, all of them together get speed[n-1] units per second; beyond the last entry, the last one.
+// Something that activities share: while n of them use it, all together get speed[n-1] units per second; beyond the last
+// entry, the last one.
 struct Resource {
   std::string name;
   IntVector<double> speed;
@@ -55,7 +56,7 @@ struct Simulation {
   IntVector<Resource> resources;
   IntVector<Activity> activities;
 
-  // Both return the id: an index into the vectors above.
+  // Return the id: an index into the vectors above.
   int add(Resource resource);
   int add(Activity activity);
 

@@ -41,7 +41,7 @@ inline Box whole_image(const ImageShape& shape) {
   return {0, 0, static_cast<double>(shape.width), static_cast<double>(shape.height)};
 }
 
-// How a sample is made: `box`, resized to height x width, then mirrored if `flip`.
+// Makes a sample of `box`, resized to height x width, then mirrored if `flip`.
 struct Placement {
   Box box;
   std::int64_t height = 0;

@@ -71,7 +71,7 @@ Box random_box(const ImageTransforms& t, const Box& whole, SampleRandom& random)
   return {left, top, static_cast<double>(t.width) * scale, static_cast<double>(t.height) * scale};
 }
 
-// As torchvision's RandomResizedCrop: draws area and aspect ratio until the box fits, ten times at most.
+// Draws area and aspect ratio until the box fits, ten times at most, as torchvision's RandomResizedCrop does.
 Box random_resized_box(const ImageTransforms& t, const Box& whole, SampleRandom& random) {
   constexpr int kTries = 10;
   for (int i = 0; i < kTries; ++i) {
