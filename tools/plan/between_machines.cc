@@ -47,7 +47,7 @@ IntVector<IntVector<double>> parts_of_servers(const Profile& profile, int server
 void all_reduce(Builder& b, const Ids& actors, double bytes, const IntVector<Ids>& after) {
   constexpr double kOneRound = 16.0 * 1024;  // collective/machines/all_reduce.cc: up to here one round between machines
   constexpr double kSignature = 24;          // bytes: machines compare what they call
-  const int n = b.machines(), inside = b.target().devices;
+  const int n = b.machines(), inside = b.target.devices;
   const int chunks = std::max(
       1, static_cast<int>(std::ceil(bytes / static_cast<double>(chunk_bytes(static_cast<std::size_t>(bytes))))));
   const double size = bytes / chunks;
@@ -101,7 +101,7 @@ void ddp_between_machines(Builder& b, const Ids& networks) {
     b.meet(b.devices_on(m), b.last(networks[m]));
     for (const int device : b.devices_on(m)) {
       b.touch(device, m, "unpack", 2 * b.parameter_bytes());
-      b.update(device, m, 1.0 / b.target().devices);
+      b.update(device, m, 1.0 / b.target.devices);
     }
     b.meet(b.devices_on(m));
   }
@@ -114,18 +114,18 @@ void averaging(Builder& b, const Ids& networks, int step) {
   sum_up(b, kLoss);
   for (const int device : b.all_devices()) b.update(device, b.machine_of(device), 1);
   meet_on_machines(b);
-  if ((step + 1) % b.choice().average_every != 0) return;
+  if ((step + 1) % b.choice.average_every != 0) return;
   sum_up(b, kSamples);
   const double bytes = b.parameter_bytes();
   for (const int device : b.all_devices())
-    b.touch(device, b.machine_of(device), "collect", 3 * bytes + bytes / b.target().devices);
+    b.touch(device, b.machine_of(device), "collect", 3 * bytes + bytes / b.target.devices);
   meet_on_machines(b);
   if (b.machines() > 1) {
     all_reduce(b, networks, bytes, last_of_machines(b));
     for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), b.last(networks[m]));
   }
   for (const int device : b.all_devices())
-    if (device % b.target().devices != 0) b.touch(device, b.machine_of(device), "copy", 2 * bytes);
+    if (device % b.target.devices != 0) b.touch(device, b.machine_of(device), "copy", 2 * bytes);
   meet_on_machines(b);
 }
 
@@ -136,7 +136,7 @@ void store_sync(Builder& b, const Ids& servers) {
   constexpr double kLoss = 24;
   b.forward_and_backward();
   sum_up(b, kLoss);
-  const auto parts_of = parts_of_servers(b.profile(), servers.size());
+  const auto parts_of = parts_of_servers(b.profile, servers.size());
   IntVector<Ids> answers(b.devices());
   for (int s = 0; s < servers.size(); ++s) {
     const int home = s % b.machines();
@@ -171,7 +171,7 @@ void store_sync(Builder& b, const Ids& servers) {
 // A worker pushes to all servers, and pulls from all when they have updated. It waits for no other worker.
 void store_async(Builder& b) {
   b.forward_and_backward();
-  const auto parts = parts_of_servers(b.profile(), b.choice().servers);
+  const auto parts = parts_of_servers(b.profile, b.choice.servers);
   for (const int device : b.all_devices()) {
     const int machine = b.machine_of(device);
     Ids updated, pulled;

@@ -11,10 +11,10 @@
 
 namespace lockstep::plan {
 
-Builder::Builder(const Profile& profile, const Target& target, const Choice& choice)
-    : profile_(profile),
-      target_(target),
-      choice_(choice),
+Builder::Builder(const Profile& measured, const Target& wanted, const Choice& chosen)
+    : profile(measured),
+      target(wanted),
+      choice(chosen),
       latency_(target.link_latency + line_through(profile.loopback).fixed),
       work_(work_of_messages(profile)) {
   const int cores = target.cores > 0 ? target.cores : profile.cores;
@@ -27,8 +27,8 @@ Builder::Builder(const Profile& profile, const Target& target, const Choice& cho
 // Measured are one thread, and one for each core; between the two it is taken evenly in logarithms.
 StepTimes Builder::alone(double samples) const {
   const auto threads_alone = [](const Curve& curve) { return curve.at_once == 1 ? curve.threads : 0; };
-  const Curve& all = *std::ranges::max_element(profile_.curves, {}, threads_alone);
-  const StepTimes one = times_for(profile_.curves.front(), samples);
+  const Curve& all = *std::ranges::max_element(profile.curves, {}, threads_alone);
+  const StepTimes one = times_for(profile.curves.front(), samples);
   if (threads_ == 1 || all.threads == 1) return one;
   const StepTimes most = times_for(all, samples);
   const double share = std::min(1.0, std::log(threads_) / std::log(all.threads));
@@ -41,7 +41,7 @@ StepTimes Builder::alone(double samples) const {
 
 StepTimes Builder::times_of(int device) const {
   const auto parts = static_cast<std::int64_t>(devices());
-  return alone(static_cast<double>(target_.batch / parts + (device < target_.batch % parts ? 1 : 0)));
+  return alone(static_cast<double>(target.batch / parts + (device < target.batch % parts ? 1 : 0)));
 }
 
 int Builder::add_actor(const std::string& name) {
@@ -55,7 +55,7 @@ int Builder::compute(int device, const std::string& name, double seconds, const 
 }
 
 int Builder::touch(int actor, int machine, const std::string& name, double bytes, const Ids& after) {
-  return work(actor, machine, name, Kind::kMemory, bytes / profile_.copy_speed, after);
+  return work(actor, machine, name, Kind::kMemory, bytes / profile.copy_speed, after);
 }
 
 int Builder::update(int actor, int machine, double share, const Ids& after) {
@@ -120,8 +120,8 @@ Ids Builder::all_devices() const {
 }
 
 Ids Builder::devices_on(int machine) const {
-  Ids ids(target_.devices);
-  std::iota(ids.begin(), ids.end(), machine * target_.devices);
+  Ids ids(target.devices);
+  std::iota(ids.begin(), ids.end(), machine * target.devices);
   return ids;
 }
 
@@ -169,26 +169,26 @@ int Builder::beside(int actor, Activity activity) {
 void Builder::add_machine(int machine) {
   Simulation& simulation = made_.simulation;
   made_.cores.push_back(simulation.add(Resource{concat("cores of machine ", machine), speeds_of_cores()}));
-  out_.push_back(simulation.add(Resource{concat("link from machine ", machine), {target_.link_rate}}));
-  in_.push_back(simulation.add(Resource{concat("link to machine ", machine), {target_.link_rate}}));
+  out_.push_back(simulation.add(Resource{concat("link from machine ", machine), {target.link_rate}}));
+  in_.push_back(simulation.add(Resource{concat("link to machine ", machine), {target.link_rate}}));
   sent_.push_back(0);
   received_.push_back(0);
   Ids seats;
-  for (int i = 0; i < std::min(seats_, target_.devices); ++i)
+  for (int i = 0; i < std::min(seats_, target.devices); ++i)
     seats.push_back(simulation.add(Resource{concat("seat ", i), {1}}));
-  for (int i = 0; i < target_.devices; ++i) made_.seats.push_back(seats[i % seats.size()]);
+  for (int i = 0; i < target.devices; ++i) made_.seats.push_back(seats[i % seats.size()]);
 }
 
 // The factor by which computing takes longer while that many work than alone. A machine with more cores than the profile's is taken to
 // hinder them as much as that one.
 double Builder::slowdown(int at_once) const {
-  const double samples = std::max(1.0, static_cast<double>(target_.batch) / devices());
+  const double samples = std::max(1.0, static_cast<double>(target.batch) / devices());
   const auto in_one_process = [](const Curve& curve) { return curve.in_one_process; };
   const bool are_threads =
-      choice_.has_device_threads() && target_.devices > 1 && std::ranges::any_of(profile_.curves, in_one_process);
-  for (const Curve& curve : profile_.curves) {
+      choice.has_device_threads() && target.devices > 1 && std::ranges::any_of(profile.curves, in_one_process);
+  for (const Curve& curve : profile.curves) {
     if (curve.at_once == 1 || curve.in_one_process != are_threads) continue;
-    const double alone = times_for(profile_.curves.front(), samples).computing();
+    const double alone = times_for(profile.curves.front(), samples).computing();
     const double slower = std::max(1.0, times_for(curve, samples).computing() / alone);
     return 1 + (slower - 1) * (std::min(at_once, curve.at_once) - 1) / (curve.at_once - 1);
   }

@@ -19,15 +19,15 @@ constexpr int kNobody = -1;  // the actor of an activity that only waits for wha
 // The profile, the target and the choice must outlive it.
 class Builder {
  public:
-  Builder(const Profile& profile, const Target& target, const Choice& choice);
+  Builder(const Profile& measured, const Target& wanted, const Choice& chosen);
 
-  const Profile& profile() const { return profile_; }
-  const Target& target() const { return target_; }
-  const Choice& choice() const { return choice_; }
-  int devices() const { return target_.all_devices(); }
-  int machines() const { return target_.machines; }
-  int machine_of(int device) const { return device / target_.devices; }
-  double parameter_bytes() const { return static_cast<double>(profile_.parameter_bytes); }
+  const Profile& profile;
+  const Target& target;
+  const Choice& choice;
+  int devices() const { return target.all_devices(); }
+  int machines() const { return target.machines; }
+  int machine_of(int device) const { return device / target.devices; }
+  double parameter_bytes() const { return static_cast<double>(profile.parameter_bytes); }
   StepTimes alone(double samples) const;   // of a device alone on its machine
   StepTimes times_of(int device) const;    // the same, for its part of a batch: the first parts are larger by one
   int add_actor(const std::string& name);  // returns its number; the first ones are the devices
@@ -74,9 +74,6 @@ class Builder {
   double slowdown(int at_once) const;
   std::vector<double> speeds_of_cores() const;
 
-  const Profile& profile_;
-  const Target& target_;
-  const Choice& choice_;
   Schedule made_;
   IntVector<Ids> last_;  // of each actor: what its next activity waits for
   Ids out_, in_;         // the links of each machine

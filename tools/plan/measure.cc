@@ -11,6 +11,7 @@
 
 #include "lockstep/base/files/file.h"
 #include "lockstep/base/files/proc_file.h"
+#include "lockstep/base/files/write_all.h"
 #include "lockstep/base/hash.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/median.h"
@@ -34,32 +35,18 @@ namespace {
 // Seconds for steps: of ranks that have a core each; of one process with all cores.
 constexpr double kForSteps = 7, kForTogether = 3;
 
-// Memory that a process shares with those that it forks, for a text.
-class SharedText {
- public:
-  SharedText() {
-    if (text_ == MAP_FAILED) throw system_error("map", "memory for measurements");
-  }
-  ~SharedText() { ::munmap(text_, kMost); }
-  SharedText& operator=(SharedText&&) = delete;
-  void write(const std::string& text) { text.copy(static_cast<char*>(text_), kMost - 1); }
-  std::string read() const { return static_cast<const char*>(text_); }
-
- private:
-  static constexpr std::size_t kMost = std::size_t{64} << 20;
-  void* text_ = ::mmap(nullptr, kMost, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-};
-
 // Runs `body` in so many ranks, each with its share of the cores; returns what rank 0 has put into the profile.
 Profile in_ranks(int ranks, const Profile& so_far, const std::function<void(const World&, Profile&)>& body) {
-  SharedText result;
+  const UniqueFd result(::memfd_create("lockstep profile", MFD_CLOEXEC));
+  if (!result) throw system_error("make", "a memfd");
   const auto rank = [&] {
     keep_freed_memory();
     at::set_num_threads(1);
     Profile profile = so_far;
     const World world = World::from_env();
     body(world, profile);
-    if (world.rank() == 0) result.write(text_of(profile));
+    if (world.rank() == 0 && !write_all(result.get(), text_of(profile)))
+      throw system_error("write", "what was measured");
     return 0;
   };
   const LaunchResult ended = launch({.ranks = ranks, .output = RankOutput::kFirst}, rank);
@@ -68,7 +55,7 @@ Profile in_ranks(int ranks, const Profile& so_far, const std::function<void(cons
     throw SystemError({.what = concat("a process that measures has ended with code ", ended.exit_code),
                        .likely = ended.failure ? describe(*ended.failure, {}) : "it was asked to stop",
                        .next = "does `lockstep train` with the same options work?"});
-  return profile_in(result.read(), "what was measured");
+  return profile_in(read_file(concat("/proc/self/fd/", result.get())), "what was measured");
 }
 
 // ---- As many ranks as cores: steps alone and at once, and memory, first without a model

@@ -26,7 +26,7 @@ void devices_with_one_update(Builder& b) {
 
 // Each device reads its part of all gradients, writes their sum to all, and updates its own replica.
 void towers(Builder& b) {
-  if (b.choice().update_on_cpu) return devices_with_one_update(b);
+  if (b.choice.update_on_cpu) return devices_with_one_update(b);
   b.forward_and_backward();
   b.meet(b.all_devices());
   for (const int device : b.all_devices()) b.touch(device, 0, "all_reduce", 2 * b.parameter_bytes());

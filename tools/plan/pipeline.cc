@@ -35,12 +35,12 @@ class PlannedStep {
  public:
   explicit PlannedStep(Builder& b)
       : b_(b),
-        stages_(b.choice().stages),
-        micro_batches_(b.choice().parts_of_batch()),
+        stages_(b.choice.stages),
+        micro_batches_(b.choice.parts_of_batch()),
         are_processes_(b.machines() > 1),
         times_(b.alone(samples())) {
-    for (const PieceTimes& piece : b.profile().pieces) seconds_of_pieces_ += piece.seconds;
-    for (const Ids& pieces : stages_of(b.profile(), stages_)) add_stage(pieces);
+    for (const PieceTimes& piece : b.profile.pieces) seconds_of_pieces_ += piece.seconds;
+    for (const Ids& pieces : stages_of(b.profile, stages_)) add_stage(pieces);
   }
 
   void add() {
@@ -62,14 +62,14 @@ class PlannedStep {
     Ids forward, backward;  // [micro-batch]: what the stage after it, or before it, waits for
   };
 
-  double samples() const { return static_cast<double>(b_.target().batch) / micro_batches_; }
+  double samples() const { return static_cast<double>(b_.target.batch) / micro_batches_; }
 
   void add_stage(const Ids& pieces) {
-    Stage stage{.turns = steps_of_stage(b_.choice().order, all_.size(), stages_, micro_batches_),
+    Stage stage{.turns = steps_of_stage(b_.choice.order, all_.size(), stages_, micro_batches_),
                 .forward = Ids(micro_batches_, -1),
                 .backward = Ids(micro_batches_, -1)};
     for (const int index : pieces) {
-      const PieceTimes& piece = b_.profile().pieces[to_size(index)];
+      const PieceTimes& piece = b_.profile.pieces[to_size(index)];
       stage.share += piece.seconds / seconds_of_pieces_;
       stage.bytes += static_cast<double>(piece.bytes);
       stage.output = piece.output_bytes * samples();
