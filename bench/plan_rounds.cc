@@ -7,7 +7,6 @@
 #include "bench/plan_yardstick.h"
 #include "lockstep/base/median.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 #include "tools/plan/measure.h"
 #include "tools/plan/measured_steps.h"
@@ -36,14 +35,13 @@ plan::Schedule on_this_machine(plan::Schedule hosts, const plan::Profile& profil
   const plan::Target together{.devices = target.machines * target.devices, .batch = target.batch};
   const plan::Schedule here = plan::schedule(profile, together, {.method = plan::Method::kDdp}, /*steps=*/0);
   auto& resources = hosts.simulation.resources;
-  std::vector<int> place(resources.size());  // of each resource
+  plan::Ids place(resources.size());  // of each resource
   std::iota(place.begin(), place.end(), 0);
-  for (const int cores : hosts.cores) place[to_size(cores)] = hosts.cores.front();
-  for (std::size_t i = 0; i < hosts.seats.size(); ++i)
-    place[to_size(hosts.seats[i])] = hosts.seats[i % to_size(profile.cores)];
-  resources[to_size(hosts.cores.front())] = here.simulation.resources[to_size(here.cores.front())];
+  for (const int cores : hosts.cores) place[cores] = hosts.cores.front();
+  for (int i = 0; i < hosts.seats.size(); ++i) place[hosts.seats[i]] = hosts.seats[i % profile.cores];
+  resources[hosts.cores.front()] = here.simulation.resources[here.cores.front()];
   for (plan::Activity& activity : hosts.simulation.activities)
-    for (int& resource : activity.uses) resource = place[to_size(resource)];
+    for (int& resource : activity.uses) resource = place[resource];
   return hosts;
 }
 

@@ -19,7 +19,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-HACKING = (ROOT / "HACKING.md").read_text()
+
+
+def read(path):
+    return (ROOT / path).read_text()
+
+
+HACKING = read("HACKING.md")
 ROWS = re.findall(r"^\| `(lockstep/[\w/]+/)` .* (yes|no) \|$", HACKING, re.MULTILINE)  # rooms, and whether they have torch
 ROOMS = [folder.split("/")[1] for folder, _ in ROWS if folder.count("/") == 2]
 PUBLIC = {  # headers that have no source of their name in their room alone
@@ -104,7 +110,7 @@ def check_rooms():
     for path in [*SOURCES, *tracked("tools/plan/*.h", "tools/plan/*.cc", "include/*.h")]:
         if len(path.parts) == 2:  # lockstep/pch.h
             continue
-        room, text = room_of(path), (ROOT / path).read_text()
+        room, text = room_of(path), read(path)
         if not room:
             complain(path, "belongs to no room: it is neither in a folder of HACKING.md nor in PUBLIC of tools/check_rooms.py")
             continue
@@ -126,7 +132,7 @@ def check_comments():
     for path in tracked("*.h", "*.cc", "*.py", "*.sh", "*.cmake", "*.md", "*CMakeLists.txt"):
         if path.name in ("CHANGELOG.md", "check_rooms.py"):
             continue  # these name what is gone
-        text = (ROOT / path).read_text()
+        text = read(path)
         comments = comments_of(path, text)
         for named in FULL_PATH.findall(comments):
             if not any((base / named).exists() for base in (ROOT, ROOT / "include", ROOT / path.parent)):
@@ -138,7 +144,7 @@ def check_comments():
 
 def check_licence():
     for path in tracked("*.h", "*.cc", "*.py", "*.sh", "*.cmake", "*CMakeLists.txt", "*.pml"):
-        if LICENCE not in "\n".join((ROOT / path).read_text().splitlines()[:3]):
+        if LICENCE not in "\n".join(read(path).splitlines()[:3]):
             complain(path, f"has no {LICENCE}")
 
 
@@ -146,7 +152,7 @@ def check_map():
     for path in re.findall(rf"`((?:{TREES})/[\w./-]+)`", HACKING):
         if not (ROOT / path).exists():
             complain("HACKING.md", f"{path} does not exist")
-    words = set(re.findall(r"\w+", "".join((ROOT / path).read_text() for path in tracked("*.h", "*.cc", "python/*.py"))))
+    words = set(re.findall(r"\w+", "".join(read(path) for path in tracked("*.h", "*.cc", "python/*.py"))))
     for named in re.findall(r"`(\w+(?:::\w+)*(?:::\w+|\(\)))`", HACKING):
         if not words.issuperset(re.findall(r"\w+", named)):
             complain("HACKING.md", f"{named} does not exist")
@@ -154,21 +160,21 @@ def check_map():
 
 def check_examples():
     for path in tracked("examples/*.cc", "examples/*.py"):
-        length = len((ROOT / path).read_text().splitlines())
+        length = len(read(path).splitlines())
         if length > 80:
             complain(path, f"has {length} lines, more than 80")
 
 
 def check_quoted_programs():
-    readme = (ROOT / "README.md").read_text()
+    readme = read("README.md")
     for example in ("own_loop", "own_task"):
-        program = (ROOT / f"examples/{example}.cc").read_text()
+        program = read(f"examples/{example}.cc")
         program = "\n".join(line for line in program.splitlines() if LICENCE not in line)
         if program.split("\n", 1)[1].strip() not in readme:
             complain("README.md", f"does not quote examples/{example}.cc as it is")
     page = "docs/python-frameworks.md"
-    programs = [(ROOT / path).read_text() for path in tracked("examples/*.py")]
-    for block in re.findall(r"```diff\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+    programs = [read(path) for path in tracked("examples/*.py")]
+    for block in re.findall(r"```diff\n(.*?)```", read(page), re.DOTALL):
         kept = "\n".join(line[1:] for line in block.splitlines() if not line.startswith("-"))
         if not any(kept in program for program in programs):
             complain(page, f"what it shows is in none of examples/*.py:\n{kept}")

@@ -61,7 +61,7 @@ def draw(command, runs, titles, target):
 
 
 def described(folder):
-    """What a page says of a comparison: the command, the machine, the date, and the tables."""
+    """Returns what a page says of a comparison: the command, the machine, the date, and the tables."""
     about = json.loads((folder / "comparison.json").read_text())
     command = re.sub(r" --output \S+", "", about["command"])
     day = time.strftime("%Y-%m-%d", time.gmtime((folder / "tables.md").stat().st_mtime))

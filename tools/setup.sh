@@ -127,13 +127,10 @@ case "${1:-}" in
   docs)
     install_docs_tools
     ;;
-  bench)
+  bench | pytorch | recovery | originals)
     install_packages "${demo_packages[@]}" "${test_packages[@]}" "${check_packages[@]}" "${bench_packages[@]}"
     install_libtorch
-    ;;
-  pytorch | recovery | originals)
-    install_packages "${demo_packages[@]}" "${test_packages[@]}" "${check_packages[@]}" "${bench_packages[@]}"
-    install_libtorch
+    [ "$1" != bench ] || exit 0
     install_wheels "$deps/pytorch" "torch==$torch_version" numpy
     install_wheels "$deps/torchvision" --no-deps "torchvision==$torchvision_version" pillow
     if [ "$1" = recovery ]; then install_wheels "$deps/torchft" --no-deps "${torchft_wheels[@]}"; fi

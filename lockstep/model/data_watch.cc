@@ -13,7 +13,7 @@
 namespace lockstep {
 namespace {
 
-// All DataWatches of the process. Ranks that are threads watch the same parameters, each with a DataWatch of its own.
+// The DataWatches of the process. Ranks that are threads watch the same parameters, each with a DataWatch of its own.
 struct Registry {
   static std::mutex& mutex() {
     static auto* const instance = new std::mutex;

@@ -24,8 +24,7 @@ class DataWatch {
  public:
   DataWatch();
   ~DataWatch();
-  DataWatch(const DataWatch&) = delete;
-  DataWatch& operator=(const DataWatch&) = delete;
+  DataWatch& operator=(DataWatch&&) = delete;
 
   // Watches these tensors instead of those before. Undefined ones, and those without memory, are left out.
   void watch(const std::vector<torch::Tensor>& tensors);

@@ -36,7 +36,7 @@ Conv2dOptions window(std::int64_t in, std::int64_t out, std::int64_t size) {
   return Conv2dOptions(in, out, size).padding(size / 2);
 }
 
-// As torchvision initialises them: normal with deviation 0.01, cut at two deviations.
+// Initialises as torchvision does: normal with deviation 0.01, cut at two deviations.
 void cut_normal(torch::nn::Module& model) {
   const torch::NoGradGuard no_grad;
   for (torch::Tensor& weight : model.parameters())

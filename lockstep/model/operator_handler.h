@@ -19,7 +19,7 @@ class OperatorHandler {
 
   virtual ~OperatorHandler() = default;
 
-  // In place of the operator. What it calls itself, such as op.callBoxed(stack), goes to torch.
+  // Takes the place of the operator. Its own calls, such as op.callBoxed(stack), go to torch.
   virtual void call(const c10::OperatorHandle& op, Stack& stack) = 0;
 };
 
@@ -27,8 +27,7 @@ class OperatorHandlerGuard {
  public:
   explicit OperatorHandlerGuard(OperatorHandler& handler);
   ~OperatorHandlerGuard();
-  OperatorHandlerGuard(const OperatorHandlerGuard&) = delete;
-  OperatorHandlerGuard& operator=(const OperatorHandlerGuard&) = delete;
+  OperatorHandlerGuard& operator=(OperatorHandlerGuard&&) = delete;
 
  private:
   c10::impl::IncludeDispatchKeyGuard include_;

@@ -58,11 +58,12 @@ std::vector<NamedTensor> named_buffers(const torch::nn::Module& model) { return 
 
 std::set<std::string> sparse_parameters(const torch::nn::Module& model) {
   std::unordered_set<const void*> sparse;
+  const auto note = [&](const auto* embedding) {
+    if (embedding != nullptr && embedding->options.sparse()) sparse.insert(embedding->weight.unsafeGetTensorImpl());
+  };
   const auto look_at = [&](const torch::nn::Module& module) {
-    if (const auto* embedding = module.as<torch::nn::Embedding>(); embedding != nullptr && embedding->options.sparse())
-      sparse.insert(embedding->weight.unsafeGetTensorImpl());
-    if (const auto* bag = module.as<torch::nn::EmbeddingBag>(); bag != nullptr && bag->options.sparse())
-      sparse.insert(bag->weight.unsafeGetTensorImpl());
+    note(module.as<torch::nn::Embedding>());
+    note(module.as<torch::nn::EmbeddingBag>());
   };
   look_at(model);
   for (const auto& module : model.modules(/*include_self=*/false)) look_at(*module);

@@ -18,7 +18,7 @@
 
 namespace lockstep {
 
-// In the module's order, a tensor that has two names only once, under its first.
+// The tensors in the module's order; one that has two names comes once, under its first.
 std::vector<NamedTensor> named_parameters(const torch::nn::Module& model);
 std::vector<NamedTensor> named_buffers(const torch::nn::Module& model);
 

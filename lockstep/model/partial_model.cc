@@ -10,7 +10,6 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/to_size.h"
 #include "lockstep/model/operator_handler.h"
 #include "lockstep/model/parameters.h"
 
@@ -47,7 +46,7 @@ void for_each_tensor(Stack& stack, std::size_t from, const Change& change) {
 class Construction : public OperatorHandler {
  public:
   // is_wanted(n): whether the n-th tensor that is made keeps its memory.
-  explicit Construction(std::function<bool(std::size_t)> is_wanted, bool draws)
+  explicit Construction(std::function<bool(int)> is_wanted, bool draws)
       : is_wanted_(std::move(is_wanted)), draws_(draws) {}
 
   ModulePtr run(const std::function<ModulePtr()>& make) {
@@ -56,13 +55,13 @@ class Construction : public OperatorHandler {
   }
 
   // The tensors that were made, in order. Their storages stay alive, so that no two have the same address.
-  std::vector<c10::Storage> made;
-  std::unordered_map<const void*, std::int64_t> number_of;
-  std::vector<std::vector<std::int64_t>> sources;
+  IntVector<c10::Storage> made;
+  std::unordered_map<const void*, int> number_of;
+  IntVector<std::vector<int>> sources;
 
   void call(const c10::OperatorHandle& op, Stack& stack) override {
     const std::size_t begin = stack.size() - op.schema().arguments().size();
-    std::vector<std::int64_t> inputs;
+    std::vector<int> inputs;
     bool any_meta = false;
     for_each_tensor(stack, begin, [&](const torch::Tensor& tensor, std::size_t) {
       any_meta = any_meta || tensor.is_meta();
@@ -81,13 +80,14 @@ class Construction : public OperatorHandler {
 
  private:
   // Notes that a tensor that an operator writes into depends on its other inputs from now on.
-  void note_writes(const c10::OperatorHandle& op, Stack& stack, std::size_t begin,
-                   const std::vector<std::int64_t>& inputs) {
+  void note_writes(const c10::OperatorHandle& op, Stack& stack, std::size_t begin, const std::vector<int>& inputs) {
     for_each_tensor(stack, begin, [&](const torch::Tensor& tensor, std::size_t i) {
       const auto* alias = op.schema().arguments()[i - begin].alias_info();
       const auto found = number_of.find(storage_of(tensor));
-      if (alias != nullptr && alias->isWrite() && found != number_of.end())
-        sources[to_size(found->second)].insert(sources[to_size(found->second)].end(), inputs.begin(), inputs.end());
+      if (alias != nullptr && alias->isWrite() && found != number_of.end()) {
+        auto& into = sources[found->second];
+        into.insert(into.end(), inputs.begin(), inputs.end());
+      }
       return tensor;
     });
   }
@@ -121,23 +121,23 @@ class Construction : public OperatorHandler {
   }
 
   // A tensor with memory of its own, or the meta tensor that takes its place.
-  torch::Tensor noted(const torch::Tensor& result, const std::vector<std::int64_t>& inputs) {
+  torch::Tensor noted(const torch::Tensor& result, const std::vector<int>& inputs) {
     if (!result.has_storage() || number_of.contains(storage_of(result))) return result;
-    const std::size_t number = made.size();
+    const int number = made.size();
     const bool keep = result.is_meta() || result.numel() < kSmall || is_wanted_(number);
     const torch::Tensor tensor = keep ? result : on_meta(result).set_requires_grad(result.requires_grad());
     made.push_back(tensor.storage());
-    number_of[storage_of(tensor)] = static_cast<std::int64_t>(number);
+    number_of[storage_of(tensor)] = number;
     sources.push_back(inputs);
     return tensor;
   }
 
-  std::function<bool(std::size_t)> is_wanted_;
+  std::function<bool(int)> is_wanted_;
   bool draws_;
 };
 
-std::vector<torch::Tensor> tensors_of(const torch::nn::Module& model) {
-  std::vector<torch::Tensor> tensors;
+IntVector<torch::Tensor> tensors_of(const torch::nn::Module& model) {
+  IntVector<torch::Tensor> tensors;
   for (const auto& [name, tensor] : named_parameters(model)) tensors.push_back(tensor);
   for (const auto& [name, tensor] : named_buffers(model)) tensors.push_back(tensor);
   return tensors;
@@ -145,23 +145,23 @@ std::vector<torch::Tensor> tensors_of(const torch::nn::Module& model) {
 
 using Wanted = std::function<std::vector<torch::Tensor>(torch::nn::Module&)>;
 
-// For each of the model's tensors: whether it is wanted.
-std::vector<bool> choose(torch::nn::Module& model, const Wanted& wanted) {
+// Tells for each of the model's tensors whether it is wanted.
+IntVector<bool> choose(torch::nn::Module& model, const Wanted& wanted) {
   std::set<const void*> chosen;
   for (const torch::Tensor& tensor : wanted(model)) chosen.insert(tensor.unsafeGetTensorImpl());
-  std::vector<bool> is_wanted;
+  IntVector<bool> is_wanted;
   for (const torch::Tensor& tensor : tensors_of(model))
     is_wanted.push_back(chosen.contains(tensor.unsafeGetTensorImpl()));
   return is_wanted;
 }
 
-void free_others(const torch::nn::Module& model, const std::vector<bool>& is_wanted) {
+void free_others(const torch::nn::Module& model, const IntVector<bool>& is_wanted) {
   const auto tensors = tensors_of(model);
-  for (std::size_t i = 0; i < tensors.size(); ++i)
+  for (int i = 0; i < tensors.size(); ++i)
     if (!is_wanted[i] && is_held(tensors[i])) put_data(tensors[i], on_meta(tensors[i]));
 }
 
-bool same_shapes(const std::vector<torch::Tensor>& one, const std::vector<torch::Tensor>& other) {
+bool same_shapes(const IntVector<torch::Tensor>& one, const IntVector<torch::Tensor>& other) {
   return std::ranges::equal(one, other, [](const torch::Tensor& a, const torch::Tensor& b) {
     return a.sizes() == b.sizes() && a.dtype() == b.dtype();
   });
@@ -191,7 +191,7 @@ torch::Tensor on_meta(const torch::Tensor& tensor) {
 }
 
 PartialModel::PartialModel(std::function<ModulePtr()> make) : make_(std::move(make)) {
-  Construction construction([](std::size_t) { return false; }, /*draws=*/false);
+  Construction construction([](int) { return false; }, /*draws=*/false);
   try {
     skeleton_ = construction.run(make_);
   } catch (const std::exception& error) {
@@ -199,40 +199,40 @@ PartialModel::PartialModel(std::function<ModulePtr()> make) : make_(std::move(ma
     apart_ = false;
     skeleton_ = make_();
   }
-  std::set<std::int64_t> registered;
+  std::set<int> registered;
   for (const torch::Tensor& tensor : tensors_of(*skeleton_)) {
     const auto found = construction.number_of.find(storage_of(tensor));
     tensor_of_.push_back(found == construction.number_of.end() ? -1 : found->second);
     registered.insert(tensor_of_.back());
   }
-  for (std::size_t i = 0; i < construction.made.size(); ++i)
-    kept_.push_back(construction.made[i].use_count() > 1 && !registered.contains(static_cast<std::int64_t>(i)));
+  for (int i = 0; i < construction.made.size(); ++i)
+    kept_.push_back(construction.made[i].use_count() > 1 && !registered.contains(i));
   sources_ = std::move(construction.sources);
-  free_others(*skeleton_, std::vector<bool>(tensor_of_.size()));
+  free_others(*skeleton_, IntVector<bool>(tensor_of_.size()));
 }
 
 ModulePtr PartialModel::make_part(std::uint64_t seed, const Wanted& wanted) const {
-  const std::vector<bool> is_wanted = choose(*skeleton_, wanted);
-  std::vector<bool> needed = kept_;
-  std::vector<std::int64_t> to_do;
-  for (std::size_t i = 0; i < is_wanted.size(); ++i)
+  const IntVector<bool> is_wanted = choose(*skeleton_, wanted);
+  IntVector<bool> needed = kept_;
+  std::vector<int> to_do;
+  for (int i = 0; i < is_wanted.size(); ++i)
     if (is_wanted[i] && tensor_of_[i] >= 0) to_do.push_back(tensor_of_[i]);
-  for (std::size_t i = 0; i < kept_.size(); ++i)
-    if (kept_[i]) to_do.push_back(static_cast<std::int64_t>(i));
-  for (std::set<std::int64_t> seen; !to_do.empty();) {
-    const std::int64_t next = to_do.back();
+  for (int i = 0; i < kept_.size(); ++i)
+    if (kept_[i]) to_do.push_back(i);
+  for (std::set<int> seen; !to_do.empty();) {
+    const int next = to_do.back();
     to_do.pop_back();
     if (!seen.insert(next).second) continue;
-    needed[to_size(next)] = true;
-    to_do.insert(to_do.end(), sources_[to_size(next)].begin(), sources_[to_size(next)].end());
+    needed[next] = true;
+    to_do.insert(to_do.end(), sources_[next].begin(), sources_[next].end());
   }
   if (apart_) try {
       torch::manual_seed(seed);
-      Construction construction([&](std::size_t i) { return i < needed.size() && needed[i]; }, /*draws=*/true);
+      Construction construction([&](int i) { return i < needed.size() && needed[i]; }, /*draws=*/true);
       const ModulePtr model = construction.run(make_);
       const auto tensors = tensors_of(*model);
       if (!same_shapes(tensors, tensors_of(*skeleton_))) throw NotApart("its shapes differ from one time to the next");
-      for (std::size_t i = 0; i < tensors.size(); ++i)
+      for (int i = 0; i < tensors.size(); ++i)
         if (is_wanted[i] && !is_held(tensors[i])) throw NotApart("a parameter can't be told apart from others");
       free_others(*model, is_wanted);
       return model;

@@ -24,6 +24,7 @@
 #include <functional>
 #include <vector>
 
+#include "lockstep/base/int_vector.h"
 #include "lockstep/named_tensor.h"
 #include "lockstep/task.h"
 
@@ -54,10 +55,10 @@ class PartialModel {
  private:
   std::function<ModulePtr()> make_;
   ModulePtr skeleton_;
-  std::vector<std::int64_t> tensor_of_;             // of each parameter and buffer: the tensor it became; -1: another
-  std::vector<std::vector<std::int64_t>> sources_;  // of each tensor that was made: those it was computed from
-  std::vector<bool> kept_;                          // by the model, though neither parameter nor buffer
-  bool apart_ = true;                               // false: `make` can't run on meta tensors
+  IntVector<int> tensor_of_;             // of each parameter and buffer: the tensor it became; -1: another
+  IntVector<std::vector<int>> sources_;  // of each tensor that was made: those it was computed from
+  IntVector<bool> kept_;                 // by the model, though neither parameter nor buffer
+  bool apart_ = true;                    // false: `make` can't run on meta tensors
 };
 
 }  // namespace lockstep

@@ -85,13 +85,13 @@ class Normalise : public torch::autograd::Function<Normalise> {
   }
 
  private:
-  // How often this rank's loss counts in the mean over all ranks, in any unit. 0 only where its gradient is not used.
+  // The weight of this rank's loss in the mean over all ranks, in any unit. 0 only where its gradient is not used.
   static double loss_weight(AutogradContext* context, const Ranks& ranks) {
     return ranks.loss_weight ? ranks.loss_weight() : context->saved_data["mine"].toDouble();
   }
 
-  // With y the output: dx = inverse (dy - mean(dy) - y mean(dy y)), means over all ranks. dy is the gradient of a
-  // rank's own mean, which counts in the mean over all ranks by its weight: for the means it is multiplied by that, for
+  // Returns dx = inverse (dy - mean(dy) - y mean(dy y)), with y the output and means over all ranks. dy is the gradient of
+  // a rank's own mean, which counts in the mean over all ranks by its weight: for the means it is multiplied by that, for
   // dx divided again.
   static variable_list gradient_of_input(AutogradContext* context, const variable_list& gradients) {
     if (torch::GradMode::is_enabled())
@@ -121,7 +121,7 @@ std::vector<torch::Tensor> normalise_over_ranks(const World& world, const torch:
   return Normalise::apply(input, ranks, eps);
 }
 
-// In a group of its own its collectives keep their order, even while gradients are exchanged during backward.
+// A group of its own keeps its collectives in order, even while gradients are exchanged during backward.
 SyncBatchNormImpl::SyncBatchNormImpl(const World& world, const SyncBatchNormOptions& options)
     : weight(register_parameter("weight", torch::ones({options.features}))),
       bias(register_parameter("bias", torch::zeros({options.features}))),

@@ -10,27 +10,28 @@
 namespace lockstep::plan {
 namespace {
 
-void append(Ids& all, const Ids& more) { all.insert(all.end(), more.begin(), more.end()); }
+// The number of parts of at most `limit` bytes.
+int number_of_parts(double bytes, double limit) { return std::max(1, static_cast<int>(std::ceil(bytes / limit))); }
 
 void meet_on_machines(Builder& b) {
   for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m));
 }
 
 // [machine] what its devices have done so far
-std::vector<Ids> last_of_machines(const Builder& b) {
-  std::vector<Ids> last(to_size(b.machines()));
-  for (const int device : b.all_devices()) append(last[to_size(b.machine_of(device))], b.last(device));
+IntVector<Ids> last_of_machines(const Builder& b) {
+  IntVector<Ids> last(b.machines());
+  for (const int device : b.all_devices()) append(last[b.machine_of(device)], b.last(device));
   return last;
 }
 
 // The bytes of each part of each server's keys: parts are pushed one by one.
-std::vector<std::vector<double>> parts_of_servers(const Profile& profile, int servers) {
+IntVector<IntVector<double>> parts_of_servers(const Profile& profile, int servers) {
   std::vector<Key> keys;
   for (const double bytes : profile.tensors) {
     const auto elements = static_cast<std::int64_t>(bytes / 4);
     keys.push_back({.elements = elements, .rows = std::max<std::int64_t>(1, elements)});
   }
-  std::vector<std::vector<double>> parts;
+  IntVector<IntVector<double>> parts;
   for (const BlockLayout& layout : plan_keys(keys, to_size(servers), KVStoreOptions().split_above)) {
     parts.emplace_back();
     for (const SliceRange range : layout.parts_of({0, layout.slices().size()})) {
@@ -46,34 +47,33 @@ std::vector<std::vector<double>> parts_of_servers(const Profile& profile, int se
 
 // Every machine reduces chunk after chunk inside, exchanges parts with all others, and shares the result inside. All chunks of an
 // exchange may be under way at the same time: the links carry them one after the other.
-void all_reduce(Builder& b, const Ids& actors, double bytes, const std::vector<Ids>& after) {
+void all_reduce(Builder& b, const Ids& actors, double bytes, const IntVector<Ids>& after) {
   constexpr double kOneRound = 16.0 * 1024;  // collective/machines/all_reduce.cc: up to here one round between machines
   constexpr double kSignature = 24;          // bytes: machines compare what they call
-  const int n = b.machines(), inside = b.target().devices;
-  const int chunks = std::max(
-      1, static_cast<int>(std::ceil(bytes / static_cast<double>(chunk_bytes(static_cast<std::size_t>(bytes))))));
+  const int n = b.machines(), inside = b.target.devices;
+  const int chunks = number_of_parts(bytes, static_cast<double>(chunk_bytes(static_cast<std::size_t>(bytes))));
   const double size = bytes / chunks;
   const bool one_round = n == 2 || bytes <= kOneRound;
   const double part = one_round ? size : size / n;  // that goes from one machine to another
-  std::vector<Ids> ready = after, shared(to_size(n));
-  for (int m = 0; m < n; ++m) append(ready[to_size(m)], b.last(actors[to_size(m)]));
+  IntVector<Ids> ready = after, shared(n);
+  for (int m = 0; m < n; ++m) append(ready[m], b.last(actors[m]));
   for (int c = 0; c < chunks; ++c) {
     Ids arrived, reduced;
     for (int m = 0; m < n; ++m) {
-      if (inside > 1) ready[to_size(m)] = {b.touch(kNobody, m, "reduce", (inside + 1) * size, ready[to_size(m)])};
+      if (inside > 1) ready[m] = {b.touch(kNobody, m, "reduce", (inside + 1) * size, ready[m])};
       const std::vector<double> sizes = c == 0 ? std::vector{part, kSignature} : std::vector{part};
-      arrived.push_back(b.exchange(actors[to_size(m)], m, sizes, ready[to_size(m)]));
+      arrived.push_back(b.exchange(actors[m], m, sizes, ready[m]));
     }
     const int parts = b.join(arrived);
     for (int m = 0; m < n; ++m) {
       reduced.push_back(b.touch(kNobody, m, "reduce", (n + 1) * part, {parts}));
-      if (!one_round) reduced.back() = b.exchange(actors[to_size(m)], m, {part}, {reduced.back()});
+      if (!one_round) reduced.back() = b.exchange(actors[m], m, {part}, {reduced.back()});
     }
     const int result = b.join(reduced);
     for (int m = 0; m < n; ++m)
-      shared[to_size(m)].push_back(inside > 1 ? b.touch(kNobody, m, "share", 2 * size * inside, {result}) : result);
+      shared[m].push_back(inside > 1 ? b.touch(kNobody, m, "share", 2 * size * inside, {result}) : result);
   }
-  for (int m = 0; m < n; ++m) b.follow(actors[to_size(m)], shared[to_size(m)]);
+  for (int m = 0; m < n; ++m) b.follow(actors[m], shared[m]);
 }
 
 void sum_up(Builder& b, double bytes) {
@@ -81,17 +81,16 @@ void sum_up(Builder& b, double bytes) {
   if (b.machines() == 1) return;
   Ids first_devices;
   for (int m = 0; m < b.machines(); ++m) first_devices.push_back(b.devices_on(m).front());
-  all_reduce(b, first_devices, bytes, std::vector<Ids>(to_size(b.machines())));
+  all_reduce(b, first_devices, bytes, IntVector<Ids>(b.machines()));
   meet_on_machines(b);
 }
 
 // Buckets fill evenly while backward goes on; a thread of each machine exchanges them in their order. Gradients are copied into the
 // buckets, and their means out of them; each device updates its slice.
 void ddp_between_machines(Builder& b, const Ids& networks) {
-  const double limit = DdpOptions().bucket_mib * double{1 << 20};
-  const int buckets = std::max(1, static_cast<int>(std::ceil(b.parameter_bytes() / limit)));
+  const int buckets = number_of_parts(b.parameter_bytes(), DdpOptions().bucket_mib * double{1 << 20});
   const double bytes = b.parameter_bytes() / buckets;
-  for (const int device : b.all_devices()) b.compute(device, "forward", b.times_of(device).forward);
+  b.forward();
   for (int bucket = 0; bucket < buckets; ++bucket) {
     for (const int device : b.all_devices()) {
       b.compute(device, "backward", b.times_of(device).backward / buckets);
@@ -100,10 +99,10 @@ void ddp_between_machines(Builder& b, const Ids& networks) {
     all_reduce(b, networks, bytes, last_of_machines(b));
   }
   for (int m = 0; m < b.machines(); ++m) {
-    b.meet(b.devices_on(m), b.last(networks[to_size(m)]));
+    b.meet(b.devices_on(m), b.last(networks[m]));
     for (const int device : b.devices_on(m)) {
       b.touch(device, m, "unpack", 2 * b.parameter_bytes());
-      b.update(device, m, 1.0 / b.target().devices);
+      b.update(device, m, 1.0 / b.target.devices);
     }
     b.meet(b.devices_on(m));
   }
@@ -116,18 +115,18 @@ void averaging(Builder& b, const Ids& networks, int step) {
   sum_up(b, kLoss);
   for (const int device : b.all_devices()) b.update(device, b.machine_of(device), 1);
   meet_on_machines(b);
-  if ((step + 1) % b.choice().average_every != 0) return;
+  if ((step + 1) % b.choice.average_every != 0) return;
   sum_up(b, kSamples);
   const double bytes = b.parameter_bytes();
   for (const int device : b.all_devices())
-    b.touch(device, b.machine_of(device), "collect", 3 * bytes + bytes / b.target().devices);
+    b.touch(device, b.machine_of(device), "collect", 3 * bytes + bytes / b.target.devices);
   meet_on_machines(b);
   if (b.machines() > 1) {
     all_reduce(b, networks, bytes, last_of_machines(b));
-    for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), b.last(networks[to_size(m)]));
+    for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), b.last(networks[m]));
   }
   for (const int device : b.all_devices())
-    if (device % b.target().devices != 0) b.touch(device, b.machine_of(device), "copy", 2 * bytes);
+    if (device % b.target.devices != 0) b.touch(device, b.machine_of(device), "copy", 2 * bytes);
   meet_on_machines(b);
 }
 
@@ -138,48 +137,48 @@ void store_sync(Builder& b, const Ids& servers) {
   constexpr double kLoss = 24;
   b.forward_and_backward();
   sum_up(b, kLoss);
-  const auto parts_of = parts_of_servers(b.profile(), static_cast<int>(servers.size()));
-  std::vector<Ids> answers(to_size(b.devices()));
-  for (std::size_t s = 0; s < servers.size(); ++s) {
-    const int home = static_cast<int>(s) % b.machines();
-    const std::vector<double>& parts = parts_of[s];
+  const auto parts_of = parts_of_servers(b.profile, servers.size());
+  IntVector<Ids> answers(b.devices());
+  for (int s = 0; s < servers.size(); ++s) {
+    const int home = s % b.machines();
+    const IntVector<double>& parts = parts_of[s];
     if (parts.empty()) continue;
-    std::vector<Ids> pushed(parts.size() + 1);                     // [part][device] their arrivals
-    std::vector<Ids> sent(to_size(b.devices())), received = sent;  // [device] the newest message on its connection
-    for (std::size_t part = 0; part < parts.size(); ++part)
+    IntVector<Ids> pushed(parts.size() + 1);            // [part][device] their arrivals
+    IntVector<Ids> sent(b.devices()), received = sent;  // [device] the newest message on its connection
+    for (int part = 0; part < parts.size(); ++part)
       for (const int device : b.all_devices()) {
         Ids after{b.touch(device, b.machine_of(device), "pack", 2 * parts[part])};
-        append(after, sent[to_size(device)]);
+        append(after, sent[device]);
         const Builder::Message push = b.post(device, b.machine_of(device), home, "push", parts[part], after);
-        sent[to_size(device)] = {push.left};
+        sent[device] = {push.left};
         pushed[part].push_back(push.arrived);
       }
     pushed.back() = pushed[parts.size() - 1];
-    for (std::size_t part = 0; part < parts.size(); ++part) {
+    for (int part = 0; part < parts.size(); ++part) {
       b.update(servers[s], home, parts[part] / b.parameter_bytes(), pushed[part]);
       for (const int device : b.all_devices()) {
-        Ids after{b.touch(servers[s], home, "copy", 2 * parts[part]), pushed[part + 1][to_size(device)]};
-        append(after, received[to_size(device)]);
+        Ids after{b.touch(servers[s], home, "copy", 2 * parts[part]), pushed[part + 1][device]};
+        append(after, received[device]);
         const Builder::Message pull = b.post(servers[s], home, b.machine_of(device), "pull", parts[part], after);
-        received[to_size(device)] = {pull.left};
-        answers[to_size(device)].push_back(pull.arrived);
+        received[device] = {pull.left};
+        answers[device].push_back(pull.arrived);
       }
     }
   }
   for (const int device : b.all_devices())
-    b.touch(device, b.machine_of(device), "unpack", 2 * b.parameter_bytes(), answers[to_size(device)]);
+    b.touch(device, b.machine_of(device), "unpack", 2 * b.parameter_bytes(), answers[device]);
 }
 
 // A worker pushes to all servers, and pulls from all when they have updated. It waits for no other worker.
 void store_async(Builder& b) {
   b.forward_and_backward();
-  const auto parts = parts_of_servers(b.profile(), b.choice().servers);
+  const auto parts = parts_of_servers(b.profile, b.choice.servers);
   for (const int device : b.all_devices()) {
     const int machine = b.machine_of(device);
     Ids updated, pulled;
     const auto for_each_server = [&](const auto& talk) {
-      for (std::size_t s = 0; s < parts.size(); ++s)
-        talk(static_cast<int>(s) % b.machines(), std::accumulate(parts[s].begin(), parts[s].end(), 0.0));
+      for (int s = 0; s < parts.size(); ++s)
+        talk(s % b.machines(), std::accumulate(parts[s].begin(), parts[s].end(), 0.0));
     };
     for_each_server([&](int home, double bytes) {
       const int packed = b.touch(device, machine, "pack", 2 * bytes);

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 #include <utility>
 
 #include "lockstep/base/text.h"
@@ -11,10 +10,12 @@
 
 namespace lockstep::plan {
 
-Builder::Builder(const Profile& profile, const Target& target, const Choice& choice)
-    : profile_(profile),
-      target_(target),
-      choice_(choice),
+Builder::Builder(const Profile& measured, const Target& wanted, const Choice& chosen)
+    : profile(measured),
+      target(wanted),
+      choice(chosen),
+      sent_(target.machines),
+      received_(target.machines),
       latency_(target.link_latency + line_through(profile.loopback).fixed),
       work_(work_of_messages(profile)) {
   const int cores = target.cores > 0 ? target.cores : profile.cores;
@@ -26,8 +27,9 @@ Builder::Builder(const Profile& profile, const Target& target, const Choice& cho
 
 // Measured are one thread, and one for each core; between the two it is taken evenly in logarithms.
 StepTimes Builder::alone(double samples) const {
-  const Curve& all = curve_alone(profile_, /*with_all_threads=*/true);
-  const StepTimes one = times_for(curve_alone(profile_), samples);
+  const auto threads_alone = [](const Curve& curve) { return curve.at_once == 1 ? curve.threads : 0; };
+  const Curve& all = *std::ranges::max_element(profile.curves, {}, threads_alone);
+  const StepTimes one = times_for(profile.curves.front(), samples);
   if (threads_ == 1 || all.threads == 1) return one;
   const StepTimes most = times_for(all, samples);
   const double share = std::min(1.0, std::log(threads_) / std::log(all.threads));
@@ -40,13 +42,13 @@ StepTimes Builder::alone(double samples) const {
 
 StepTimes Builder::times_of(int device) const {
   const auto parts = static_cast<std::int64_t>(devices());
-  return alone(static_cast<double>(target_.batch / parts + (device < target_.batch % parts ? 1 : 0)));
+  return alone(static_cast<double>(target.batch / parts + (device < target.batch % parts ? 1 : 0)));
 }
 
 int Builder::add_actor(const std::string& name) {
   made_.actors.push_back(name);
   last_.push_back({});
-  return static_cast<int>(last_.size()) - 1;
+  return last_.size() - 1;
 }
 
 int Builder::compute(int device, const std::string& name, double seconds, const Ids& after) {
@@ -54,7 +56,7 @@ int Builder::compute(int device, const std::string& name, double seconds, const 
 }
 
 int Builder::touch(int actor, int machine, const std::string& name, double bytes, const Ids& after) {
-  return work(actor, machine, name, Kind::kMemory, bytes / profile_.copy_speed, after);
+  return work(actor, machine, name, Kind::kMemory, bytes / profile.copy_speed, after);
 }
 
 int Builder::update(int actor, int machine, double share, const Ids& after) {
@@ -68,16 +70,13 @@ Builder::Message Builder::post(int actor, int from, int to, const std::string& n
     return {copied, copied};
   }
   const MessageBytes wire = bytes_on_wire(bytes);
-  sent_[to_size(from)] += wire.there;
-  received_[to_size(to)] += wire.there;
-  sent_[to_size(to)] += wire.back;
-  received_[to_size(from)] += wire.back;
-  const int left = beside(actor, {.name = name,
-                                  .kind = Kind::kLink,
-                                  .work = wire.there,
-                                  .uses = {out_[to_size(from)], in_[to_size(to)]},
-                                  .after = after});
-  const double one_end = (work_.message + bytes * work_.byte) / 2;
+  sent_[from] += wire.there;
+  received_[to] += wire.there;
+  sent_[to] += wire.back;
+  received_[from] += wire.back;
+  const int left = beside(
+      actor, {.name = name, .kind = Kind::kLink, .work = wire.there, .uses = {out_[from], in_[to]}, .after = after});
+  const double one_end = work_.at(bytes) / 2;
   return {left,
           join({join({left}, latency_), handle_messages(from, one_end, after), handle_messages(to, one_end, after)})};
 }
@@ -88,15 +87,15 @@ int Builder::exchange(int actor, int machine, const std::vector<double>& sizes, 
   for (const double bytes : sizes) {
     const MessageBytes wire = bytes_on_wire(bytes);
     all += others * (wire.there + wire.back);
-    seconds += others * (work_.message + bytes * work_.byte);
+    seconds += others * work_.at(bytes);
   }
-  sent_[to_size(machine)] += all;
-  received_[to_size(machine)] += all;
+  sent_[machine] += all;
+  received_[machine] += all;
   const int carried = beside(actor, {.name = "exchange",
                                      .kind = Kind::kLink,
                                      .delay = latency_,
                                      .work = all,
-                                     .uses = {out_[to_size(machine)], in_[to_size(machine)]},
+                                     .uses = {out_[machine], in_[machine]},
                                      .after = after});
   return join({carried, handle_messages(machine, seconds, after)});
 }
@@ -110,51 +109,42 @@ int Builder::handle_messages(int machine, double seconds, const Ids& after) {
 
 void Builder::meet(const Ids& actors, const Ids& after) {
   Ids all = after;
-  for (const int actor : actors) all.insert(all.end(), last_[to_size(actor)].begin(), last_[to_size(actor)].end());
+  for (const int actor : actors) append(all, last_[actor]);
   const int met = join(all);
-  for (const int actor : actors) last_[to_size(actor)] = {met};
+  for (const int actor : actors) last_[actor] = {met};
 }
 
-Ids Builder::all_devices() const {
-  Ids ids(to_size(devices()));
-  std::iota(ids.begin(), ids.end(), 0);
-  return ids;
+void Builder::forward() {
+  for (const int device : all_devices()) compute(device, "forward", times_of(device).forward);
 }
 
-Ids Builder::devices_on(int machine) const {
-  Ids ids(to_size(target_.devices));
-  std::iota(ids.begin(), ids.end(), machine * target_.devices);
-  return ids;
+void Builder::backward() {
+  for (const int device : all_devices()) compute(device, "backward", times_of(device).backward);
 }
 
 void Builder::forward_and_backward() {
-  for (const int device : all_devices()) {
-    const StepTimes times = times_of(device);
-    compute(device, "forward", times.forward);
-    compute(device, "backward", times.backward);
-  }
+  forward();
+  backward();
 }
 
 void Builder::end_step() {
   made_.ends.emplace_back();
-  for (const int device : all_devices())
-    for (const int activity : last_[to_size(device)]) made_.ends.back().push_back(activity);
+  for (const int device : all_devices()) append(made_.ends.back(), last_[device]);
 }
 
 Schedule Builder::take() {
-  const double steps = static_cast<double>(std::max<std::size_t>(1, made_.ends.size()));
+  const double steps = std::max(1, made_.ends.size());
   made_.sent_bytes = std::max(std::ranges::max(sent_), std::ranges::max(received_)) / steps;
   return std::move(made_);
 }
 
 // A device runs on its own cores, or takes turns with those that are bound to the same one; a server runs where there is room.
 int Builder::work(int actor, int machine, const std::string& name, Kind kind, double seconds, const Ids& after) {
-  Activity activity{
-      .name = name, .kind = kind, .work = seconds, .uses = {made_.cores[to_size(machine)]}, .after = after};
+  Activity activity{.name = name, .kind = kind, .work = seconds, .uses = {made_.cores[machine]}, .after = after};
   if (actor == kNobody) return beside(kNobody, std::move(activity));
-  if (actor < devices()) activity.uses.push_back(made_.seats[to_size(actor)]);
-  Ids& last = last_[to_size(actor)];
-  activity.after.insert(activity.after.end(), last.begin(), last.end());
+  if (actor < devices()) activity.uses.push_back(made_.seats[actor]);
+  Ids& last = last_[actor];
+  append(activity.after, last);
   last = {beside(actor, std::move(activity))};
   return last.front();
 }
@@ -168,26 +158,24 @@ int Builder::beside(int actor, Activity activity) {
 void Builder::add_machine(int machine) {
   Simulation& simulation = made_.simulation;
   made_.cores.push_back(simulation.add(Resource{concat("cores of machine ", machine), speeds_of_cores()}));
-  out_.push_back(simulation.add(Resource{concat("link from machine ", machine), {target_.link_rate}}));
-  in_.push_back(simulation.add(Resource{concat("link to machine ", machine), {target_.link_rate}}));
-  sent_.push_back(0);
-  received_.push_back(0);
+  out_.push_back(simulation.add(Resource{concat("link from machine ", machine), {target.link_rate}}));
+  in_.push_back(simulation.add(Resource{concat("link to machine ", machine), {target.link_rate}}));
   Ids seats;
-  for (int i = 0; i < std::min(seats_, target_.devices); ++i)
+  for (int i = 0; i < std::min(seats_, target.devices); ++i)
     seats.push_back(simulation.add(Resource{concat("seat ", i), {1}}));
-  for (int i = 0; i < target_.devices; ++i) made_.seats.push_back(seats[to_size(i) % seats.size()]);
+  for (int i = 0; i < target.devices; ++i) made_.seats.push_back(seats[i % seats.size()]);
 }
 
 // The factor by which computing takes longer while that many work than alone. A machine with more cores than the profile's is taken to
 // hinder them as much as that one.
 double Builder::slowdown(int at_once) const {
-  const double samples = std::max(1.0, static_cast<double>(target_.batch) / devices());
+  const double samples = std::max(1.0, static_cast<double>(target.batch) / devices());
   const auto in_one_process = [](const Curve& curve) { return curve.in_one_process; };
   const bool are_threads =
-      choice_.has_device_threads() && target_.devices > 1 && std::ranges::any_of(profile_.curves, in_one_process);
-  for (const Curve& curve : profile_.curves) {
+      choice.has_device_threads() && target.devices > 1 && std::ranges::any_of(profile.curves, in_one_process);
+  for (const Curve& curve : profile.curves) {
     if (curve.at_once == 1 || curve.in_one_process != are_threads) continue;
-    const double alone = times_for(profile_.curves.front(), samples).computing();
+    const double alone = times_for(profile.curves.front(), samples).computing();
     const double slower = std::max(1.0, times_for(curve, samples).computing() / alone);
     return 1 + (slower - 1) * (std::min(at_once, curve.at_once) - 1) / (curve.at_once - 1);
   }

@@ -10,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/to_size.h"
 #include "tools/plan/schedules.h"
 
 namespace lockstep::plan {
@@ -20,15 +19,15 @@ constexpr int kNobody = -1;  // the actor of an activity that only waits for wha
 // The profile, the target and the choice must outlive it.
 class Builder {
  public:
-  Builder(const Profile& profile, const Target& target, const Choice& choice);
+  Builder(const Profile& measured, const Target& wanted, const Choice& chosen);
 
-  const Profile& profile() const { return profile_; }
-  const Target& target() const { return target_; }
-  const Choice& choice() const { return choice_; }
-  int devices() const { return target_.all_devices(); }
-  int machines() const { return target_.machines; }
-  int machine_of(int device) const { return device / target_.devices; }
-  double parameter_bytes() const { return static_cast<double>(profile_.parameter_bytes); }
+  const Profile& profile;
+  const Target& target;
+  const Choice& choice;
+  int devices() const { return target.all_devices(); }
+  int machines() const { return target.machines; }
+  int machine_of(int device) const { return device / target.devices; }
+  double parameter_bytes() const { return static_cast<double>(profile.parameter_bytes); }
   StepTimes alone(double samples) const;   // of a device alone on its machine
   StepTimes times_of(int device) const;    // the same, for its part of a batch: the first parts are larger by one
   int add_actor(const std::string& name);  // returns its number; the first ones are the devices
@@ -38,7 +37,7 @@ class Builder {
   int compute(int device, const std::string& name, double seconds, const Ids& after = {});  // forward or backward
   int touch(int actor, int machine, const std::string& name, double bytes, const Ids& after = {});  // read and written
   int update(int actor, int machine, double share, const Ids& after = {});  // that share of all parameters
-  // All of them go on when the last one is there.
+  // Lets all of them go on when the last one is there.
   void meet(const Ids& actors, const Ids& after = {});
 
   // ---- An activity beside its actor, which does not wait for it: after `after` only
@@ -54,13 +53,16 @@ class Builder {
   int exchange(int actor, int machine, const std::vector<double>& sizes, const Ids& after);
   int join(const Ids& after, double seconds = 0);  // once all of them have ended
 
-  Ids last(int actor) const { return last_[to_size(actor)]; }
-  void follow(int actor, const Ids& activities) { last_[to_size(actor)] = activities; }
+  Ids last(int actor) const { return last_[actor]; }
+  void follow(int actor, const Ids& activities) { last_[actor] = activities; }
 
-  Ids all_devices() const;
-  Ids devices_on(int machine) const;
+  Ids all_devices() const { return consecutive(0, devices()); }
+  Ids devices_on(int machine) const { return consecutive(machine * target.devices, target.devices); }
 
-  void forward_and_backward();  // of all devices
+  // Computations of all devices.
+  void forward();
+  void backward();
+  void forward_and_backward();
   void end_step();
   Schedule take();
 
@@ -72,17 +74,14 @@ class Builder {
   double slowdown(int at_once) const;
   std::vector<double> speeds_of_cores() const;
 
-  const Profile& profile_;
-  const Target& target_;
-  const Choice& choice_;
   Schedule made_;
-  std::vector<Ids> last_;  // of each actor: what its next activity waits for
-  Ids out_, in_;           // the links of each machine
-  std::vector<double> sent_, received_;
+  IntVector<Ids> last_;  // of each actor: what its next activity waits for
+  Ids out_, in_;         // the links of each machine
+  IntVector<double> sent_, received_;
   double latency_ = 0;  // seconds until a message without bytes arrives
-  WorkOfMessages work_;
-  int threads_ = 1;  // of a device
-  int seats_ = 1;    // devices of a machine that can compute at the same time
+  Line work_;           // of messages
+  int threads_ = 1;     // of a device
+  int seats_ = 1;       // devices of a machine that can compute at the same time
 };
 
 }  // namespace lockstep::plan

@@ -113,8 +113,6 @@ Profile profile_for(const PlanOptions& options, const Task& task) {
   return profile;
 }
 
-std::string megabytes(double bytes) { return fixed(bytes / 1e6, bytes < 1e8 ? 1 : 0); }
-
 void print_table(const PlanOptions& options, const Profile& profile, const std::vector<Forecast>& all) {
   const Target& target = options.target;
   std::cout << profile.model << "\nprofile of " << profile.machine << "\ntarget: " << target.machines
@@ -133,7 +131,7 @@ void print_table(const PlanOptions& options, const Profile& profile, const std::
     std::vector<std::string> cells{each.choice.name(), fixed(each.step * 1e3, each.step < 0.1 ? 2 : 1),
                                    concat(fixed(100 * each.uncertain, 0), " %"), each.bound};
     if (target.machines > 1) cells.push_back(fixed(each.link_bytes / 1e6, 2));
-    cells.push_back(megabytes(each.memory));
+    cells.push_back(fixed(each.memory / 1e6, each.memory < 1e8 ? 1 : 0));
     if (profile.dataset > 0) cells.push_back(human_seconds(each.epochs));
     table.add(cells);
   }

@@ -8,7 +8,6 @@
 #include <tuple>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 #include "lockstep/strategy/strategies.h"
 
@@ -18,12 +17,12 @@ namespace {
 // The way from the beginning to the end of a schedule that allows no delay: back from the last activity, each time to the one that
 // ended last of those it waited for. Its seconds by the kind of work.
 std::map<Kind, double> critical_path(const Schedule& schedule, const Outcome& outcome) {
-  const auto end_of = [&](int activity) { return outcome.activities[to_size(activity)].end; };
+  const auto end_of = [&](int activity) { return outcome.activities[activity].end; };
   std::map<Kind, double> seconds;
   int activity = *std::ranges::max_element(schedule.ends.back(), {}, end_of);
   for (;;) {
-    const Activity& what = schedule.simulation.activities[to_size(activity)];
-    const Times& times = outcome.activities[to_size(activity)];
+    const Activity& what = schedule.simulation.activities[activity];
+    const Times& times = outcome.activities[activity];
     seconds[what.kind] += times.end - times.begin;
     if (what.after.empty()) return seconds;
     activity = *std::ranges::max_element(what.after, {}, end_of);
@@ -39,9 +38,9 @@ std::string bound_of(const std::map<Kind, double>& path, double all) {
 // Half the difference between the mean of the slower half of single steps and that of the faster half.
 double half_spread(const std::vector<double>& sorted) {
   if (sorted.empty()) return 0;
-  const std::size_t half = (sorted.size() + 1) / 2;
-  const double slow = std::accumulate(sorted.end() - static_cast<std::ptrdiff_t>(half), sorted.end(), 0.0);
-  const double fast = std::accumulate(sorted.begin(), sorted.begin() + static_cast<std::ptrdiff_t>(half), 0.0);
+  const auto half = (std::ssize(sorted) + 1) / 2;
+  const double slow = std::accumulate(sorted.end() - half, sorted.end(), 0.0);
+  const double fast = std::accumulate(sorted.begin(), sorted.begin() + half, 0.0);
   return (slow - fast) / static_cast<double>(half) / 2;
 }
 
@@ -87,12 +86,6 @@ double memory_of_processes(const Profile& profile, const Target& target, const C
       .sum();
 }
 
-// With what they share, libraries above all.
-double memory_of(const Profile& profile, const Target& target, const Choice& choice) {
-  return profile.common_bytes + memory_of_processes(profile, target, choice) +
-         memory_of_connections(profile, target, choice);
-}
-
 std::string not_measured(const Profile& profile, const Target& target, const Choice& choice) {
   std::vector<std::string> what;
   const auto& points = profile.curves.front().points;
@@ -119,12 +112,11 @@ int steps_for(const Choice& choice) {
 double seconds_of_step(const Choice& choice, const Schedule& schedule, const Outcome& outcome) {
   const auto end_of = [&](const Ids& activities) {
     double end = 0;
-    for (const int activity : activities) end = std::max(end, outcome.activities[to_size(activity)].end);
+    for (const int activity : activities) end = std::max(end, outcome.activities[activity].end);
     return end;
   };
-  const std::size_t warm_up = to_size(steps_of_round(choice));
-  return (end_of(schedule.ends.back()) - end_of(schedule.ends[warm_up - 1])) /
-         static_cast<double>(schedule.ends.size() - warm_up);
+  const int warm_up = steps_of_round(choice);
+  return (end_of(schedule.ends.back()) - end_of(schedule.ends[warm_up - 1])) / (schedule.ends.size() - warm_up);
 }
 
 Forecast forecast(const Profile& profile, const Target& target, const Choice& choice) {
@@ -139,7 +131,8 @@ Forecast forecast(const Profile& profile, const Target& target, const Choice& ch
           .not_measured = not_measured(profile, target, choice),
           .bound = bound_of(path, outcome.end),
           .link_bytes = made.sent_bytes,
-          .memory = memory_of(profile, target, choice),
+          .memory = profile.common_bytes + memory_of_processes(profile, target, choice) +
+                    memory_of_connections(profile, target, choice),
           .epochs = steps_of_epoch * step * static_cast<double>(target.epochs)};
 }
 
@@ -187,16 +180,14 @@ Recordings timeline_of(const Profile& profile, const Target& target, const Choic
   const Outcome outcome = made.simulation.run();
   const auto ns = [](double seconds) { return static_cast<std::int64_t>(std::llround(seconds * 1e9)); };
   Recordings recordings;
-  for (std::size_t actor = 0; actor < made.actors.size(); ++actor) {
-    trace::Recording recording{.process = {.rank = static_cast<std::int32_t>(actor),
-                                           .ranks = static_cast<std::int64_t>(made.actors.size()),
-                                           .finished = 1}};
+  for (int actor = 0; actor < made.actors.size(); ++actor) {
+    trace::Recording recording{.process = {.rank = actor, .ranks = made.actors.size(), .finished = 1}};
     const std::string name = concat("forecast: ", made.actors[actor]);
     name.copy(recording.process.host.data(), recording.process.host.size() - 1);
-    for (std::size_t i = 0; i < outcome.activities.size(); ++i) {
+    for (int i = 0; i < outcome.activities.size(); ++i) {
       const Activity& activity = made.simulation.activities[i];
       const Times& times = outcome.activities[i];
-      if (activity.actor != static_cast<int>(actor) || times.end <= times.begin) continue;
+      if (activity.actor != actor || times.end <= times.begin) continue;
       recording.events.push_back({.name = activity.name, .thread = 1, .begin = ns(times.begin), .end = ns(times.end)});
     }
     recordings.push_back(std::move(recording));

@@ -10,10 +10,11 @@
 #include <ATen/Parallel.h>
 
 #include "lockstep/base/files/file.h"
+#include "lockstep/base/files/proc_file.h"
+#include "lockstep/base/files/write_all.h"
 #include "lockstep/base/hash.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/median.h"
-#include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -34,33 +35,18 @@ namespace {
 // Seconds for steps: of ranks that have a core each; of one process with all cores.
 constexpr double kForSteps = 7, kForTogether = 3;
 
-// Memory that a process shares with those that it forks, for a text.
-class SharedText {
- public:
-  SharedText() {
-    if (text_ == MAP_FAILED) throw system_error("map", "memory for measurements");
-  }
-  ~SharedText() { ::munmap(text_, kMost); }
-  SharedText(const SharedText&) = delete;
-  SharedText& operator=(const SharedText&) = delete;
-  void write(const std::string& text) { text.copy(static_cast<char*>(text_), kMost - 1); }
-  std::string read() const { return static_cast<const char*>(text_); }
-
- private:
-  static constexpr std::size_t kMost = std::size_t{64} << 20;
-  void* text_ = ::mmap(nullptr, kMost, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-};
-
 // Runs `body` in so many ranks, each with its share of the cores; returns what rank 0 has put into the profile.
 Profile in_ranks(int ranks, const Profile& so_far, const std::function<void(const World&, Profile&)>& body) {
-  SharedText result;
+  const UniqueFd result(::memfd_create("lockstep profile", MFD_CLOEXEC));
+  if (!result) throw system_error("make", "a memfd");
   const auto rank = [&] {
     keep_freed_memory();
     at::set_num_threads(1);
     Profile profile = so_far;
     const World world = World::from_env();
     body(world, profile);
-    if (world.rank() == 0) result.write(text_of(profile));
+    if (world.rank() == 0 && !write_all(result.get(), text_of(profile)))
+      throw system_error("write", "what was measured");
     return 0;
   };
   const LaunchResult ended = launch({.ranks = ranks, .output = RankOutput::kFirst}, rank);
@@ -69,7 +55,7 @@ Profile in_ranks(int ranks, const Profile& so_far, const std::function<void(cons
     throw SystemError({.what = concat("a process that measures has ended with code ", ended.exit_code),
                        .likely = ended.failure ? describe(*ended.failure, {}) : "it was asked to stop",
                        .next = "does `lockstep train` with the same options work?"});
-  return profile_in(result.read(), "what was measured");
+  return profile_in(read_file(concat("/proc/self/fd/", result.get())), "what was measured");
 }
 
 // ---- As many ranks as cores: steps alone and at once, and memory, first without a model
@@ -134,11 +120,9 @@ void measure_pieces_of(const Subject& subject, const Datasets& data, Profile& pr
   tensors = {input};
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     tensors = as_leaves(pieces[i].forward(tensors));
-    double bytes = 0;
-    for (const torch::Tensor& parameter : parameters_of({pieces[i]})) bytes += static_cast<double>(parameter.nbytes());
     profile.pieces.push_back({.name = pieces[i].name,
                               .seconds = seconds[i],
-                              .bytes = static_cast<std::int64_t>(bytes),
+                              .bytes = static_cast<std::int64_t>(bytes_of(parameters_of({pieces[i]}))),
                               .output_bytes = bytes_of(tensors) / static_cast<double>(samples)});
   }
 }
@@ -160,9 +144,7 @@ std::string parameters_text(const torch::nn::Module& model) {
     elements += parameter.numel();
     text += concat(name, ' ', parameter.sizes(), ';');
   }
-  std::ostringstream hash;
-  hash << std::hex << (hash_of(text) & 0xffffffffU);
-  return concat(with_thousands(elements), " parameters (", hash.str(), ")");
+  return concat(with_thousands(elements), " parameters (", std::hex, hash_of(text) & 0xffffffffU, ")");
 }
 
 }  // namespace
@@ -190,7 +172,7 @@ Profile measure(const Subject& subject) {
   profile = in_ranks(profile.cores, profile,
                      [&](const World& world, Profile& found) { measure_ranks(world, subject, found); });
   profile = in_ranks(1, profile, [&](const World&, Profile& found) { measure_alone(subject, found); });
-  // In a process of its own: memory that was freed before would hide what connections take.
+  // A process of its own measures them: memory that was freed before would hide what connections take.
   profile = in_ranks(1, profile, [](const World&, Profile& found) { measure_messages(found); });
   require_possible_numbers(profile, "what was measured");
   return profile;

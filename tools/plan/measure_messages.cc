@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/plan/measure_messages.h"
 
-#include <time.h>
-
 #include <algorithm>
 #include <array>
+#include <ctime>
 #include <functional>
 #include <memory>
-#include <numeric>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -19,6 +17,7 @@
 #include "lockstep/collective/world/world_state.h"
 #include "lockstep/deadline.h"
 #include "tools/plan/measured_steps.h"
+#include "tools/plan/simulation.h"
 
 namespace lockstep::plan {
 namespace {
@@ -26,15 +25,13 @@ namespace {
 constexpr std::array kMessages{1 << 10, 1 << 15, 1 << 20, 1 << 23};  // bytes that are all-reduced
 
 double cpu_seconds() {  // of this process
-  timespec time{};
-  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) / 1e9;
+  return static_cast<double>(std::clock()) / CLOCKS_PER_SEC;
 }
 
 // Measures all_reduce of each size: the median of its seconds, and the seconds that cores work for one in all threads of this process.
 void measure_all_reduce(const World& world, Profile& profile) {
   constexpr int kTimed = 10, kTimedIfSmall = 60;  // small ones vary most
-  for (const std::int64_t bytes : kMessages) {
+  for (const int bytes : kMessages) {
     const torch::Tensor data = world.allocate({bytes / 4}, torch::kFloat32).zero_();
     const int rounds = bytes < 1 << 20 ? kTimedIfSmall : kTimed;
     std::vector<double> seconds;
@@ -50,20 +47,18 @@ void measure_all_reduce(const World& world, Profile& profile) {
     world.barrier();
     const double work = (cpu_seconds() - before) / rounds;
     if (world.rank() > 0) continue;
-    profile.loopback.push_back({.bytes = static_cast<double>(bytes), .seconds = median(seconds)});
-    profile.loopback_work.push_back({.bytes = static_cast<double>(bytes), .seconds = work});
+    profile.loopback.push_back({.bytes = 1.0 * bytes, .seconds = median(seconds)});
+    profile.loopback_work.push_back({.bytes = 1.0 * bytes, .seconds = work});
   }
 }
 
 // Runs `body` in threads of this process, each of which counts as a machine: Gloo between them, over loopback.
 void run_machines(int count, const std::function<void(World&)>& body) {
-  std::vector<int> machines(static_cast<std::size_t>(count));
-  std::iota(machines.begin(), machines.end(), 0);
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto connect = [&](int rank) -> std::unique_ptr<Transport> {
     auto inside = shm::make_thread_group(1, {.timeout = std::chrono::seconds(30), .job_ranks = {rank}});
     return std::make_unique<Hierarchy>(
-        std::move(inside[0]), Topology{machines}, store,
+        std::move(inside[0]), Topology{consecutive(0, count)}, store,
         TransportOptions{.rank = rank, .size = count, .describe = concat("rank ", rank)});
   };
   run_threads(machines, connect, body, {.timeout = std::chrono::seconds(30)});

@@ -40,8 +40,8 @@ struct MeasuredSteps {
   std::vector<SizedMemory> memory;  // as Profile::memory_of_rank
 };
 
-// For `batch` samples, half as many, and so on. Takes about `seconds`, in rounds over all sizes, so that a machine that is
-// slower for a while is so for all of them; longer where three steps take longer.
+// Trains with `batch` samples, half as many, and so on. Takes about `seconds`, in rounds over all sizes, so that a machine
+// that is slower for a while is so for all of them; longer where three steps take longer.
 MeasuredSteps measure_steps(const World& world, Training& training, const Datasets& data, std::int64_t batch,
                             double seconds);
 

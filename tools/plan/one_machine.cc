@@ -6,27 +6,26 @@ namespace lockstep::plan {
 // docs/design/fused-step.md: publish, agree, each rank updates its slice from all gradients.
 void ddp_in_memory(Builder& b) {
   b.forward_and_backward();
-  b.meet(b.all_devices());
   update_together(b);
 }
 
 void update_together(Builder& b) {
+  b.meet(b.all_devices());
   for (const int device : b.all_devices()) b.update(device, 0, 1.0 / b.devices());
   b.meet(b.all_devices());
 }
 
 // Threads: after each part the scheduling thread hears of all devices and gives them the next.
 void devices_with_one_update(Builder& b) {
-  for (const int device : b.all_devices()) b.compute(device, "forward", b.times_of(device).forward);
+  b.forward();
   b.meet(b.all_devices());
-  for (const int device : b.all_devices()) b.compute(device, "backward", b.times_of(device).backward);
-  b.meet(b.all_devices());
+  b.backward();
   update_together(b);
 }
 
 // Each device reads its part of all gradients, writes their sum to all, and updates its own replica.
 void towers(Builder& b) {
-  if (b.choice().update_on_cpu) return devices_with_one_update(b);
+  if (b.choice.update_on_cpu) return devices_with_one_update(b);
   b.forward_and_backward();
   b.meet(b.all_devices());
   for (const int device : b.all_devices()) b.touch(device, 0, "all_reduce", 2 * b.parameter_bytes());

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <map>
-#include <numeric>
 #include <utility>
 
 #include "lockstep/base/text.h"
@@ -22,7 +21,7 @@ void share_gradients(Builder& b, double shared) {
   const int there = b.machine_of(last), here = b.machine_of(first);
   for (const double bytes : {kFlags, shared}) {
     Ids ready = b.last(first);
-    for (const int activity : b.last(last)) ready.push_back(activity);
+    append(ready, b.last(last));
     const Ids arrived{b.post(first, here, there, "shared", bytes, ready).arrived,
                       b.post(last, there, here, "shared", bytes, ready).arrived};
     b.follow(first, arrived);
@@ -35,21 +34,21 @@ class PlannedStep {
  public:
   explicit PlannedStep(Builder& b)
       : b_(b),
-        stages_(b.choice().stages),
-        micro_batches_(b.choice().parts_of_batch()),
+        stages_(b.choice.stages),
+        micro_batches_(b.choice.parts_of_batch()),
         are_processes_(b.machines() > 1),
         times_(b.alone(samples())) {
-    for (const PieceTimes& piece : b.profile().pieces) seconds_of_pieces_ += piece.seconds;
-    for (const std::vector<int>& pieces : stages_of(b.profile(), stages_)) add_stage(pieces);
+    for (const PieceTimes& piece : b.profile.pieces) seconds_of_pieces_ += piece.seconds;
+    for (const Ids& pieces : stages_of(b.profile, stages_)) add_stage(pieces);
   }
 
   void add() {
     // Turns are added in rounds: a turn comes after those that it waits for.
     for (bool moved = true; moved;) {
       moved = false;
-      for (int stage = 0; stage < static_cast<int>(all_.size()); ++stage) moved |= take_turn(stage);
+      for (int stage = 0; stage < all_.size(); ++stage) moved |= take_turn(stage);
     }
-    are_processes_ ? end_in_processes() : end_in_threads();
+    are_processes_ ? end_in_processes() : update_together(b_);
   }
 
  private:
@@ -57,20 +56,19 @@ class PlannedStep {
     double share = 0;   // of the time of all stages
     double bytes = 0;   // of its parameters
     double output = 0;  // bytes, of a micro-batch
-    std::vector<lockstep::PipelineStep> turns;
-    std::size_t next = 0;
+    IntVector<lockstep::PipelineStep> turns;
+    int next = 0;
     Ids forward, backward;  // [micro-batch]: what the stage after it, or before it, waits for
   };
 
-  double samples() const { return static_cast<double>(b_.target().batch) / micro_batches_; }
+  double samples() const { return static_cast<double>(b_.target.batch) / micro_batches_; }
 
-  void add_stage(const std::vector<int>& pieces) {
-    const auto number = static_cast<int>(all_.size());
-    Stage stage{.turns = steps_of_stage(b_.choice().order, number, stages_, micro_batches_),
-                .forward = Ids(to_size(micro_batches_), -1),
-                .backward = Ids(to_size(micro_batches_), -1)};
+  void add_stage(const Ids& pieces) {
+    Stage stage{.turns = steps_of_stage(b_.choice.order, all_.size(), stages_, micro_batches_),
+                .forward = Ids(micro_batches_, -1),
+                .backward = Ids(micro_batches_, -1)};
     for (const int index : pieces) {
-      const PieceTimes& piece = b_.profile().pieces[to_size(index)];
+      const PieceTimes& piece = b_.profile.pieces[to_size(index)];
       stage.share += piece.seconds / seconds_of_pieces_;
       stage.bytes += static_cast<double>(piece.bytes);
       stage.output = piece.output_bytes * samples();
@@ -80,19 +78,19 @@ class PlannedStep {
 
   // Returns false if the stage has no turn left, or if the next one waits for an activity that has not been added yet.
   bool take_turn(int number) {
-    Stage& stage = all_[to_size(number)];
+    Stage& stage = all_[number];
     if (stage.next == stage.turns.size()) return false;
     const auto [is_forward, micro_batch] = stage.turns[stage.next];
     const int neighbour = is_forward ? number - 1 : number + 1;
-    const Stage* const other = neighbour >= 0 && neighbour < stages_ ? &all_[to_size(neighbour)] : nullptr;
-    const int sent = other == nullptr ? 0 : (is_forward ? other->forward : other->backward)[to_size(micro_batch)];
+    const Stage* const other = neighbour >= 0 && neighbour < stages_ ? &all_[neighbour] : nullptr;
+    const int sent = other == nullptr ? 0 : (is_forward ? other->forward : other->backward)[micro_batch];
     if (sent < 0) return false;
     const Ids after = other == nullptr ? Ids() : Ids{sent};
     if (other != nullptr && are_processes_)
       receive(number, neighbour, is_forward ? "activations" : "gradients", is_forward ? other->output : stage.output,
               sent);
     const double seconds = stage.share * (is_forward ? times_.forward : times_.backward);
-    (is_forward ? stage.forward : stage.backward)[to_size(micro_batch)] =
+    (is_forward ? stage.forward : stage.backward)[micro_batch] =
         b_.compute(number, concat(is_forward ? "forward " : "backward ", micro_batch), seconds, after);
     ++stage.next;
     return true;
@@ -107,7 +105,7 @@ class PlannedStep {
     const int here = b_.machine_of(stage), there = b_.machine_of(from);
     Ids after{sent};
     for (const double size : {kDescription, kSize, bytes}) {
-      after.insert(after.end(), ready.begin(), ready.end());
+      append(after, ready);
       const Builder::Message message = b_.post(stage, there, here, name, size, after);
       left_[{from, stage}] = message.left;
       ready = {message.arrived};
@@ -115,18 +113,12 @@ class PlannedStep {
     b_.follow(stage, ready);
   }
 
-  void end_in_threads() {
-    b_.meet(b_.all_devices());
-    update_together(b_);
-  }
-
   void end_in_processes() {
     double bytes = 0;
     for (const Stage& stage : all_) bytes += stage.bytes;
     share_gradients(b_, bytes - b_.parameter_bytes());
     sum_up(b_, kLoss);
-    for (int stage = 0; stage < stages_; ++stage)
-      b_.update(stage, b_.machine_of(stage), all_[to_size(stage)].bytes / bytes);
+    for (int stage = 0; stage < stages_; ++stage) b_.update(stage, b_.machine_of(stage), all_[stage].bytes / bytes);
   }
 
   Builder& b_;
@@ -134,20 +126,18 @@ class PlannedStep {
   const bool are_processes_;
   const StepTimes times_;
   double seconds_of_pieces_ = 0;
-  std::vector<Stage> all_;
+  IntVector<Stage> all_;
   std::map<std::pair<int, int>, int> left_;  // [from, to] the newest data
 };
 
 }  // namespace
 
-std::vector<std::vector<int>> stages_of(const Profile& profile, int stages) {
+IntVector<Ids> stages_of(const Profile& profile, int stages) {
   std::vector<double> costs;
   for (const PieceTimes& piece : profile.pieces) costs.push_back(piece.seconds);
-  std::vector<std::vector<int>> all;
-  for (const Range& range : balanced_cut(costs, stages)) {
-    all.emplace_back(to_size(static_cast<int>(range.end - range.begin)));
-    std::iota(all.back().begin(), all.back().end(), static_cast<int>(range.begin));
-  }
+  IntVector<Ids> all;
+  for (const Range& range : balanced_cut(costs, stages))
+    all.push_back(consecutive(static_cast<int>(range.begin), static_cast<int>(range.size())));
   return all;
 }
 

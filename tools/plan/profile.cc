@@ -89,18 +89,11 @@ StepTimes times_for(const Curve& curve, double samples) {
   return result;
 }
 
-const Curve& curve_alone(const Profile& profile, bool with_all_threads) {
-  const Curve* found = &profile.curves.front();
-  for (const Curve& curve : profile.curves)
-    if (with_all_threads && curve.at_once == 1 && curve.threads > found->threads) found = &curve;
-  return *found;
-}
-
 // Two machines that reduce a small array send each other its signature and the array: four messages.
-WorkOfMessages work_of_messages(const Profile& profile) {
+Line work_of_messages(const Profile& profile) {
   const auto& two = profile.loopback_work;
   if (two.empty()) return {};
-  return {.message = two.front().seconds / 4, .byte = line_through(two).per_byte / 2};
+  return {.fixed = two.front().seconds / 4, .per_byte = line_through(two).per_byte / 2};
 }
 
 // Least squares, each point with the weight 1/seconds^2, so that small messages count as much as large.

@@ -80,31 +80,25 @@ struct Profile {
 // Seconds of a forward and backward with that many samples; straight lines between the measured points.
 StepTimes times_for(const Curve& curve, double samples);
 
-// The curve of a rank that is alone: with one thread, or with as many as were measured.
-const Curve& curve_alone(const Profile& profile, bool with_all_threads = false);
-
-// Work of cores that messages between machines take.
-struct WorkOfMessages {
-  double message = 0;  // seconds at both ends, without its bytes
-  double byte = 0;     // seconds at both ends
-};
-WorkOfMessages work_of_messages(const Profile& profile);  // zeros: it was not measured
-
 // A straight line through the points: fixed cost, and cost per byte.
 struct Line {
   double fixed = 0;
   double per_byte = 0;
+  double at(double bytes) const { return fixed + bytes * per_byte; }
 };
 Line line_through(const std::vector<SizedTime>& points);
 
-// As JSON, and back. `source` is what errors name. Throws DataError: damaged, no profile, or one of another version.
+// Seconds of cores that a message between machines takes, at both ends together. Zeros: it was not measured.
+Line work_of_messages(const Profile& profile);
+
+// Convert to JSON, and back. Errors name `source`. Throws DataError: damaged, no profile, or one of another version.
 std::string text_of(const Profile& profile);
 Profile profile_in(const std::string& text, const std::string& source);
 
 // Throws DataError: a number that can't be, which would make a strategy look as if it took no time.
 void require_possible_numbers(const Profile& profile, const std::string& source);
 
-// Both check the numbers. Throw DataError, or SystemError: the file can't be written, or read.
+// Check the numbers, too. Throw DataError, or SystemError: the file can't be written, or read.
 void save_profile(const std::filesystem::path& file, const Profile& profile);
 Profile load_profile(const std::filesystem::path& file);
 

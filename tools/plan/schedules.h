@@ -17,17 +17,17 @@ namespace lockstep::plan {
 
 struct Schedule {
   Simulation simulation;
-  std::vector<Ids> ends;            // [step] the activities with which it ends, one for each device
-  std::vector<std::string> actors;  // rows of the timeline; the first ones are the devices
-  double sent_bytes = 0;            // of a step, on the busiest link in one direction
-  Ids cores;                        // [machine] the resource that all of its devices share
-  Ids seats;                        // [device] the core, or cores, to which it is bound
+  IntVector<Ids> ends;            // [step] the activities with which it ends, one for each device
+  IntVector<std::string> actors;  // rows of the timeline; the first ones are the devices
+  double sent_bytes = 0;          // of a step, on the busiest link in one direction
+  Ids cores;                      // [machine] the resource that all of its devices share
+  Ids seats;                      // [device] the core, or cores, to which it is bound
 };
 
 // `steps` steps, one after the other. Throws UsageError: a choice that the target or the profile does not allow.
 Schedule schedule(const Profile& profile, const Target& target, const Choice& choice, int steps);
 
 // The pieces of each stage: the cut whose slowest stage is as fast as possible.
-std::vector<std::vector<int>> stages_of(const Profile& profile, int stages);
+IntVector<Ids> stages_of(const Profile& profile, int stages);
 
 }  // namespace lockstep::plan

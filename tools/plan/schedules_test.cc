@@ -157,7 +157,7 @@ TEST(Schedules, WithoutMicroBatchesStagesWorkOneAfterTheOther) {
 TEST(Schedules, StagesAreCutWhereTheSlowestIsFastest) {
   Profile profile = round_profile();
   profile.pieces[0].seconds = 3;
-  const std::vector<std::vector<int>> expected{{0}, {1, 2, 3}};
+  const IntVector<Ids> expected{{0}, {1, 2, 3}};
   EXPECT_EQ(stages_of(profile, 2), expected);
 }
 
@@ -284,7 +284,7 @@ TEST(Schedules, MessagesTakeTheCoresOfBothMachinesAsWasMeasured) {
   const auto seconds = [&](int machines, double bytes) {
     const Target target = with_perfect_links(machines);
     Builder builder(profile, target, choice);
-    all_reduce(builder, builder.all_devices(), bytes, std::vector<Ids>(to_size(machines)));
+    all_reduce(builder, builder.all_devices(), bytes, IntVector<Ids>(machines));
     return builder.take().simulation.run().end;
   };
   EXPECT_NEAR(seconds(2, kSmall), 2 * message, 1e-4);                        // on each machine

@@ -4,12 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <queue>
+#include <numeric>
 #include <set>
 #include <utility>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
 namespace lockstep::plan {
@@ -30,15 +29,15 @@ class Run {
         work_(activities_.size()),
         shares_(resources_.size()) {
     outcome_.activities.resize(activities_.size());
-    for (std::size_t i = 0; i < activities_.size(); ++i) {
-      waits_for_[i] = static_cast<int>(activities_[i].after.size());
-      for (const int before : activities_[i].after) waited_for_by_[to_size(before)].push_back(static_cast<int>(i));
+    for (int i = 0; i < activities_.size(); ++i) {
+      waits_for_[i] = activities_[i].after.size();
+      for (const int before : activities_[i].after) waited_for_by_[before].push_back(i);
     }
   }
 
   Outcome finish() {
-    for (std::size_t i = 0; i < activities_.size(); ++i)
-      if (waits_for_[i] == 0) begin(static_cast<int>(i));
+    for (int i = 0; i < activities_.size(); ++i)
+      if (waits_for_[i] == 0) begin(i);
     while (!delayed_.empty() || !ends_.empty()) next_event();
     if (ended_ < activities_.size()) throw UsageError({.what = "activities of a schedule wait for each other"});
     return std::move(outcome_);
@@ -46,50 +45,47 @@ class Run {
 
  private:
   void begin(int activity) {
-    outcome_.activities[to_size(activity)].begin = now_;
-    delayed_.emplace(now_ + activities_[to_size(activity)].delay, activity);
+    outcome_.activities[activity].begin = now_;
+    delayed_.emplace(now_ + activities_[activity].delay, activity);
   }
 
   void end(int activity) {
-    outcome_.activities[to_size(activity)].end = now_;
+    outcome_.activities[activity].end = now_;
     outcome_.end = std::max(outcome_.end, now_);
     ++ended_;
-    for (const int next : waited_for_by_[to_size(activity)])
-      if (--waits_for_[to_size(next)] == 0) begin(next);
+    for (const int next : waited_for_by_[activity])
+      if (--waits_for_[next] == 0) begin(next);
   }
 
   // Goes to the next end of a delay or of some work.
   void next_event() {
-    now_ = std::min(delayed_.empty() ? kNever : delayed_.top().first, ends_.empty() ? kNever : ends_.begin()->first);
-    std::vector<int> ended;
-    while (!ends_.empty() && ends_.begin()->first <= now_ + kSameTime) {
+    const auto first = [](const std::set<Event>& events) { return events.empty() ? kNever : events.begin()->first; };
+    now_ = std::min(first(delayed_), first(ends_));
+    Ids ended;
+    while (first(ends_) <= now_ + kSameTime) {
       ended.push_back(ends_.begin()->second);
       stop_work(ended.back());
     }
     for (const int activity : ended) end(activity);
-    while (!delayed_.empty() && delayed_.top().first <= now_ + kSameTime) {
-      const int activity = delayed_.top().second;
-      delayed_.pop();
-      start_work(activity);
-    }
+    while (first(delayed_) <= now_ + kSameTime) start_work(delayed_.extract(delayed_.begin()).value().second);
     share_out();
   }
 
   void start_work(int activity) {
-    const Activity& what = activities_[to_size(activity)];
+    const Activity& what = activities_[activity];
     if (what.uses.empty() || what.work <= 0) return end(activity);
-    work_[to_size(activity)] = {.left = what.work, .since = now_};
+    work_[activity] = {.left = what.work, .since = now_};
     for (const int resource : what.uses) {
-      Share& share = shares_[to_size(resource)];
+      Share& share = shares_[resource];
       share.users.push_back(activity);
       changed_.push_back(resource);
     }
   }
 
   void stop_work(int activity) {
-    ends_.erase({work_[to_size(activity)].end, activity});
-    for (const int resource : activities_[to_size(activity)].uses) {
-      Share& share = shares_[to_size(resource)];
+    ends_.erase({work_[activity].end, activity});
+    for (const int resource : activities_[activity].uses) {
+      Share& share = shares_[resource];
       std::erase(share.users, activity);
       changed_.push_back(resource);
     }
@@ -97,56 +93,57 @@ class Run {
 
   // Repeats until all have a speed: the resource with the least for each of its users gives each of them that.
   void share_out() {
-    std::vector<int> open;
-    const std::vector<int> resources = reached_from_changed(open);
+    Ids open;
+    const Ids resources = reached_from_changed(open);
     std::ranges::sort(open);
     for (const int resource : resources) {
-      Share& share = shares_[to_size(resource)];
-      share.open = static_cast<int>(share.users.size());
-      share.rest = share.open > 0 ? speed_of(resources_[to_size(resource)], share.open) : 0;
+      Share& share = shares_[resource];
+      share.open = share.users.size();
+      const auto& speed = resources_[resource].speed;
+      share.rest = share.open > 0 ? speed[std::min(share.open, speed.size()) - 1] : 0;
     }
     while (!open.empty()) give_to_users_of_the_scarcest(resources, open);
   }
 
   // Returns all resources that users of the changed ones use, and users of those, and so on; `activities`: their users.
-  std::vector<int> reached_from_changed(std::vector<int>& activities) {
+  Ids reached_from_changed(Ids& activities) {
     ++round_;
-    std::vector<int> resources;
+    Ids resources;
     const auto reach = [&](int resource) {
-      if (std::exchange(shares_[to_size(resource)].round, round_) != round_) resources.push_back(resource);
+      if (std::exchange(shares_[resource].round, round_) != round_) resources.push_back(resource);
     };
     for (const int resource : changed_) reach(resource);
     changed_.clear();
-    for (std::size_t i = 0; i < resources.size(); ++i)
-      for (const int activity : shares_[to_size(resources[i])].users) {
-        if (std::exchange(work_[to_size(activity)].round, round_) == round_) continue;
+    for (int i = 0; i < resources.size(); ++i)
+      for (const int activity : shares_[resources[i]].users) {
+        if (std::exchange(work_[activity].round, round_) == round_) continue;
         activities.push_back(activity);
-        for (const int resource : activities_[to_size(activity)].uses) reach(resource);
+        for (const int resource : activities_[activity].uses) reach(resource);
       }
     return resources;
   }
 
-  void give_to_users_of_the_scarcest(const std::vector<int>& resources, std::vector<int>& open) {
+  void give_to_users_of_the_scarcest(const Ids& resources, Ids& open) {
     double least = kNever;
-    for (const int resource : resources) least = std::min(least, shares_[to_size(resource)].for_each());
+    for (const int resource : resources) least = std::min(least, shares_[resource].for_each());
     for (const int resource : resources) {
-      Share& share = shares_[to_size(resource)];
+      Share& share = shares_[resource];
       share.is_scarce = share.for_each() <= least * (1 + 1e-9);
     }
     std::erase_if(open, [&](int activity) {
-      const auto& uses = activities_[to_size(activity)].uses;
-      if (std::ranges::none_of(uses, [&](int resource) { return shares_[to_size(resource)].is_scarce; })) return false;
+      const auto& uses = activities_[activity].uses;
+      if (std::ranges::none_of(uses, [&](int resource) { return shares_[resource].is_scarce; })) return false;
       give(activity, least);
       for (const int resource : uses) {
-        shares_[to_size(resource)].rest -= least;
-        --shares_[to_size(resource)].open;
+        shares_[resource].rest -= least;
+        --shares_[resource].open;
       }
       return true;
     });
   }
 
   void give(int activity, double speed) {
-    Work& work = work_[to_size(activity)];
+    Work& work = work_[activity];
     if (work.speed == speed) return;
     if (work.speed > 0) ends_.erase({work.end, activity});
     work.left -= work.speed * (now_ - work.since);
@@ -154,11 +151,6 @@ class Run {
     work.speed = speed;
     work.end = now_ + std::max(0.0, work.left) / speed;
     ends_.emplace(work.end, activity);
-  }
-
-  static double speed_of(const Resource& resource, int users) {
-    const std::size_t last = resource.speed.size() - 1;
-    return resource.speed[std::min(to_size(users - 1), last)];
   }
 
   struct Work {
@@ -169,40 +161,46 @@ class Run {
     int round = 0;
   };
   struct Share {
-    std::vector<int> users{};  // activities that work
-    int open = 0;              // users that have no share yet
-    double rest = 0;           // what they share
+    Ids users{};      // activities that work
+    int open = 0;     // users that have no share yet
+    double rest = 0;  // what they share
     bool is_scarce = false;
     int round = 0;
     double for_each() const { return open > 0 ? rest / open : kNever; }
   };
   using Event = std::pair<double, int>;
 
-  const std::vector<Resource>& resources_;
-  const std::vector<Activity>& activities_;
-  std::vector<int> waits_for_;
-  std::vector<std::vector<int>> waited_for_by_;
-  std::vector<Work> work_;
-  std::vector<Share> shares_;
-  std::priority_queue<Event, std::vector<Event>, std::greater<>> delayed_;
-  std::set<Event> ends_;      // of the activities that work
-  std::vector<int> changed_;  // resources whose users are others than when shares were given
-  int round_ = 0;             // of share_out()
+  const IntVector<Resource>& resources_;
+  const IntVector<Activity>& activities_;
+  Ids waits_for_;
+  IntVector<Ids> waited_for_by_;
+  IntVector<Work> work_;
+  IntVector<Share> shares_;
+  std::set<Event> delayed_;  // the ends of delays
+  std::set<Event> ends_;     // of the activities that work
+  Ids changed_;              // resources whose users are others than when shares were given
+  int round_ = 0;            // of share_out()
   double now_ = 0;
-  std::size_t ended_ = 0;
+  int ended_ = 0;
   Outcome outcome_;
 };
 
 }  // namespace
 
+Ids consecutive(int first, int count) {
+  Ids ids(count);
+  std::iota(ids.begin(), ids.end(), first);
+  return ids;
+}
+
 int Simulation::add(Resource resource) {
   resources.push_back(std::move(resource));
-  return static_cast<int>(resources.size()) - 1;
+  return resources.size() - 1;
 }
 
 int Simulation::add(Activity activity) {
   activities.push_back(std::move(activity));
-  return static_cast<int>(activities.size()) - 1;
+  return activities.size() - 1;
 }
 
 Outcome Simulation::run() const {

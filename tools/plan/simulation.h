@@ -15,14 +15,19 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/int_vector.h"
+
 namespace lockstep::plan {
 
-using Ids = std::vector<int>;  // of resources, activities or actors
+using Ids = IntVector<int>;  // of resources, activities or actors
+Ids consecutive(int first, int count);
+inline void append(Ids& all, const Ids& more) { all.insert(all.end(), more.begin(), more.end()); }
 
-// While n activities use it, all of them together get speed[n-1] units per second; beyond the last entry, the last one.
+// Something that activities share: while n of them use it, all together get speed[n-1] units per second; beyond the last
+// entry, the last one.
 struct Resource {
   std::string name;
-  std::vector<double> speed;
+  IntVector<double> speed;
 };
 
 // The kind of work that the forecast names when it says what bounds a step.
@@ -44,15 +49,15 @@ struct Times {
 };
 
 struct Outcome {
-  std::vector<Times> activities;  // seconds from the start
+  IntVector<Times> activities;  // seconds from the start
   double end = 0;
 };
 
 struct Simulation {
-  std::vector<Resource> resources;
-  std::vector<Activity> activities;
+  IntVector<Resource> resources;
+  IntVector<Activity> activities;
 
-  // Both return the id: an index into the vectors above.
+  // Return the id: an index into the vectors above.
   int add(Resource resource);
   int add(Activity activity);
 

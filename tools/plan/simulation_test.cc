@@ -21,8 +21,8 @@ TEST(Simulation, ChainTakesTheSumOfItsActivities) {
   const int second =
       simulation.add(Activity{.name = "second", .delay = 0.5, .work = 2, .uses = {cores}, .after = {first}});
   const Outcome outcome = simulation.run();
-  EXPECT_NEAR(outcome.activities[static_cast<std::size_t>(first)].end, 2, kNear);
-  EXPECT_NEAR(outcome.activities[static_cast<std::size_t>(second)].begin, 2, kNear);
+  EXPECT_NEAR(outcome.activities[first].end, 2, kNear);
+  EXPECT_NEAR(outcome.activities[second].begin, 2, kNear);
   EXPECT_NEAR(outcome.end, 3.5, kNear);
 }
 
@@ -32,8 +32,8 @@ TEST(Simulation, TwoActivitiesShareOneResource) {
   const int small = simulation.add(Activity{.name = "small", .work = 10, .uses = {link}});
   const int large = simulation.add(Activity{.name = "large", .work = 30, .uses = {link}});
   const Outcome outcome = simulation.run();
-  EXPECT_NEAR(outcome.activities[static_cast<std::size_t>(small)].end, 2, kNear);  // 5 units per second each
-  EXPECT_NEAR(outcome.activities[static_cast<std::size_t>(large)].end, 4, kNear);  // then 20 that are left, at 10
+  EXPECT_NEAR(outcome.activities[small].end, 2, kNear);  // 5 units per second each
+  EXPECT_NEAR(outcome.activities[large].end, 4, kNear);  // then 20 that are left, at 10
 }
 
 TEST(Simulation, MoreUsersMayGetMoreOutOfAResource) {
@@ -70,7 +70,7 @@ TEST(Simulation, WhatOneLinkLeavesOverGoesToTheOthers) {
   const int fast = simulation.add(Resource{"fast", {100.0}});
   simulation.add(Activity{.name = "to slow", .work = 10, .uses = {out, slow}});
   const int to_fast = simulation.add(Activity{.name = "to fast", .work = 90, .uses = {out, fast}});
-  EXPECT_NEAR(simulation.run().activities[static_cast<std::size_t>(to_fast)].end, 1, kNear);
+  EXPECT_NEAR(simulation.run().activities[to_fast].end, 1, kNear);
 }
 
 TEST(Simulation, RefusesWhatCannotBe) {

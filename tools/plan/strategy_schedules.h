@@ -17,7 +17,7 @@ namespace lockstep::plan {
 void ddp_in_memory(Builder& b);  // and single
 void towers(Builder& b);
 void devices_with_one_update(Builder& b);  // data_parallel, kvstore local
-void update_together(Builder& b);          // one pass over memory on the cores of all devices
+void update_together(Builder& b);          // once all are there: one pass over memory on the cores of all devices
 
 // ---- Between machines: tools/plan/between_machines.cc. `networks`: for each machine an actor that exchanges beside its devices.
 
@@ -30,7 +30,7 @@ void sum_up(Builder& b, double bytes);  // a few numbers of all devices, such as
 
 // docs/design/hierarchy.md: chunk by chunk, reduced inside each machine, exchanged in two rounds, shared. `actors`: one per
 // machine; after[machine].
-void all_reduce(Builder& b, const Ids& actors, double bytes, const std::vector<Ids>& after);
+void all_reduce(Builder& b, const Ids& actors, double bytes, const IntVector<Ids>& after);
 
 // ---- tools/plan/pipeline.cc
 

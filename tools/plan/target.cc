@@ -10,27 +10,32 @@
 namespace lockstep::plan {
 namespace {
 
-struct NamedMethod {
-  const char* name;
-  const char* arguments;  // after --strategy
-  StrategyKind kind;
+struct Kinds {
+  StrategyKind strategy;
   KVStoreKind store = KVStoreKind::kLocal;
 };
 
-const NamedMethod& named(Method method) {
-  static constexpr NamedMethod kMethods[] = {
+Kinds kinds_of(Method method) {
+  static constexpr Kinds kKinds[] = {
       // in the order of Method
-      {"single", "single", StrategyKind::kSingle},
-      {"ddp", "ddp", StrategyKind::kDdp},
-      {"towers", "towers", StrategyKind::kTowers},
-      {"data_parallel", "data_parallel", StrategyKind::kDataParallel},
-      {"kvstore local", "kvstore --kvstore local", StrategyKind::kKVStore},
-      {"kvstore dist_sync", "kvstore --kvstore dist_sync", StrategyKind::kKVStore, KVStoreKind::kDistSync},
-      {"kvstore dist_async", "kvstore --kvstore dist_async", StrategyKind::kKVStore, KVStoreKind::kDistAsync},
-      {"averaging", "averaging", StrategyKind::kAveraging},
-      {"pipeline", "pipeline", StrategyKind::kPipeline},
+      {StrategyKind::kSingle},
+      {StrategyKind::kDdp},
+      {StrategyKind::kTowers},
+      {StrategyKind::kDataParallel},
+      {StrategyKind::kKVStore},
+      {StrategyKind::kKVStore, KVStoreKind::kDistSync},
+      {StrategyKind::kKVStore, KVStoreKind::kDistAsync},
+      {StrategyKind::kAveraging},
+      {StrategyKind::kPipeline},
   };
-  return kMethods[static_cast<std::size_t>(method)];
+  return kKinds[static_cast<std::size_t>(method)];
+}
+
+// "kvstore dist_sync", with `option` between the two.
+std::string text_of(Method method, const char* option) {
+  const auto [strategy, store] = kinds_of(method);
+  const std::string name = strategy_info(strategy).name;
+  return strategy == StrategyKind::kKVStore ? concat(name, option, ' ', name_of(store)) : name;
 }
 
 // One, two, four, eight, and one for each of up to 16 machines. On one machine a second server has no link to add.
@@ -77,7 +82,7 @@ void require_possible(const Target& target) {
 }
 
 std::string Choice::name() const {
-  const std::string name = named(method).name;
+  const std::string name = text_of(method, "");
   if (has_servers()) return concat(name, ", ", servers, servers == 1 ? " server" : " servers");
   if (method == Method::kTowers && update_on_cpu) return name + ", one update";
   if (method == Method::kAveraging) return concat(name, ", h = ", average_every);
@@ -88,7 +93,7 @@ std::string Choice::name() const {
 }
 
 std::string Choice::arguments(int ranks) const {
-  std::string text = concat("--strategy ", named(method).arguments);
+  std::string text = concat("--strategy ", text_of(method, " --kvstore"));
   if (has_servers()) text += concat(" --servers ", servers);
   if (method == Method::kTowers && update_on_cpu) text += " --update cpu";
   if (method == Method::kAveraging) text += concat(" --average-every ", average_every);
@@ -98,19 +103,17 @@ std::string Choice::arguments(int ranks) const {
 }
 
 StrategyOptions Choice::options(StrategyOptions others) const {
-  others.kind = named(method).kind;
+  others.kind = kinds_of(method).strategy;
   if (method == Method::kTowers) others.towers.update = update_on_cpu ? UpdateOn::kCpu : UpdateOn::kDevice;
   if (method == Method::kAveraging) others.averaging.every = average_every;
-  if (others.kind == StrategyKind::kKVStore) others.kvstore.kind = named(method).store;
+  if (others.kind == StrategyKind::kKVStore) others.kvstore.kind = kinds_of(method).store;
   if (has_servers()) others.kvstore.servers = servers;
   if (method == Method::kPipeline)
     others.pipeline = {.stages = concat(stages), .micro_batches = micro_batches, .schedule = order};
   return others;
 }
 
-bool Choice::has_device_threads() const {
-  return method != Method::kSingle && method != Method::kDdp && !has_servers();
-}
+bool Choice::has_device_threads() const { return strategy_info(kinds_of(method).strategy).threads && !has_servers(); }
 
 bool Choice::exact() const { return method != Method::kStoreAsync && method != Method::kAveraging; }
 

@@ -5,6 +5,7 @@ settings as hyperparameters."""
 from pathlib import Path
 
 from common import Error, number
+from metrics import summed
 
 try:
     from google.protobuf.struct_pb2 import Value
@@ -81,7 +82,7 @@ def write_curves(folder, runs):
         place = Path(folder, name.replace("/", "_"))
         for former in place.glob("events.out.tfevents.*"):
             former.unlink()
-        began = metrics.path.stat().st_mtime - sum(step["seconds"] for step in metrics.steps)
+        began = metrics.path.stat().st_mtime - summed(metrics.steps, "seconds")
         writer = EventFileWriter(str(place))
         for step, seconds, summary in summaries(metrics):
             writer.add_event(Event(wall_time=began + seconds, step=step, summary=summary))

@@ -179,7 +179,7 @@ class Run:
 
     @property
     def name(self):
-        """That of its folder, too, such as averaging-2-average_every=8-seed1"""
+        """Names its folder, too: averaging-2-average_every=8-seed1"""
         return f"{self.group}-seed{self.seed}"
 
     def can_be(self):

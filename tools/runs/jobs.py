@@ -99,25 +99,20 @@ class Rank:
 
     def json(self):
         waits_for = None if not self.now["wait_since"] else "any" if self.waits_for is None else self.waits_for
+
+        def own(*names):
+            return {name: getattr(self, name) for name in names}
+
         facts = {
             "rank": self.number,
-            "pid": self.pid,
-            "state": self.state,
-            "phase": self.phase,
-            "step": self.step,
-            "steps_per_second": self.steps_per_second,
-            "samples_per_second": self.samples_per_second,
+            **own("pid", "state", "phase", "step", "steps_per_second", "samples_per_second"),
             "loss": self.now["loss"] if self.now["samples"] else None,
-            "shares": self.shares,
-            "own_code": self.own_code,
-            "awaited": self.awaited,
+            **own("shares", "own_code", "awaited"),
             "waits_for": waits_for,
-            "without_core": self.without_core,
-            "seconds_since_progress": self.seconds_since_progress,
-            "memory_bytes": self.now["memory_bytes"],
-            "private_bytes": self.now["private_bytes"],
+            **own("without_core", "seconds_since_progress"),
+            **{key: self.now[key] for key in ("memory_bytes", "private_bytes")},
         }
-        return facts | ({"server": self.server} if self.server else {})
+        return facts | (own("server") if self.server else {})
 
 
 class Job:
@@ -151,13 +146,12 @@ class Job:
         return sum(min(max(wait * NS / other.seconds, 0), 1) for wait, other in zip(waits, others)) / len(others)
 
     def json(self, verdicts):
-        facts = {key: self.now[key] for key in ("name", "command", "world_size", "machines", "machine")}
         return {
             "job": self.number,
-            "name": facts.pop("name"),
-            "command": facts.pop("command"),
+            "name": self.now["name"],
+            "command": self.now["command"],
             "seconds": self.seconds,
-            **facts,
+            **{key: self.now[key] for key in ("world_size", "machines", "machine")},
             "samples_per_second": self.samples_per_second,
             "verdicts": [verdict._asdict() for verdict in verdicts],
             "ranks": [rank.json() for rank in self.ranks],

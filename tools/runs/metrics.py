@@ -9,13 +9,7 @@ from common import DataError, count, number, parse, quotient, read, require_form
 FORMAT = 1  # kMetricsFormat of lockstep/train/reports/run_facts.h
 MOST_POINTS = 500
 WARM_UP = 3  # steps that connect, order buckets and grow memory
-EPOCH = {
-    "train_loss": "train_loss",
-    "val_loss": "val_loss",
-    "val_accuracy": "val_accuracy",
-    "samples_per_second": "samples_per_second",
-    "epoch_seconds": "seconds",
-}  # the columns of epochs, and their names in the events
+EPOCH = ("train_loss", "val_loss", "val_accuracy", "samples_per_second", "seconds")  # numbers of its event
 
 
 def chunks(items, most):
@@ -26,6 +20,10 @@ def chunks(items, most):
 
 def table(columns, rows):
     return {name: [row[i] for row in rows] for i, name in enumerate(columns)}
+
+
+def summed(steps, key):
+    return sum(step[key] for step in steps)
 
 
 class Metrics:
@@ -96,7 +94,7 @@ class Metrics:
         return median(step["seconds"] for step in self.timed()) if self.steps else None
 
     def samples_per_second(self):
-        return quotient(sum(step["samples"] for step in self.timed()), sum(step["seconds"] for step in self.timed()))
+        return quotient(summed(self.timed(), "samples"), summed(self.timed(), "seconds"))
 
     # ---- Points to draw. Where a point ends counts from the start of the run
 
@@ -106,7 +104,7 @@ class Metrics:
         for steps in chunks(self.steps, MOST_POINTS):
             losses = [step.get("loss") for step in steps]
             finite = [loss for loss in losses if number(loss) is not None]
-            now, time = sum(step["samples"] for step in steps), sum(step["seconds"] for step in steps)
+            now, time = summed(steps, "samples"), summed(steps, "seconds")
             samples, seconds = samples + now, seconds + time
             rows.append(
                 (
@@ -128,12 +126,12 @@ class Metrics:
             rows.append(
                 (
                     last,
-                    sum(step["samples"] for step in before),
-                    sum(step["seconds"] for step in before),
-                    *(number(event.get(name)) for name in EPOCH.values()),
+                    summed(before, "samples"),
+                    summed(before, "seconds"),
+                    *(number(event.get(name)) for name in EPOCH),
                 )
             )
-        return table(("step", "samples", "seconds", *EPOCH), rows)
+        return table(("step", "samples", "seconds", *EPOCH[:-1], "epoch_seconds"), rows)
 
     def speed(self):
         times = sorted(step["seconds"] * 1e3 for step in self.timed())
@@ -181,7 +179,7 @@ class Metrics:
             for phases in (("exchange", "data"), ("forward", "backward"))
         )
         return (
-            quotient(waits, sum(step["seconds"] for step in self.steps))
+            quotient(waits, summed(self.steps, "seconds"))
             if computes and self.total("bubble") is None
             else None
         )

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Draws the report out of the JSON in #data (cli/report/runs.h says what is in it). Text goes into the page as text only.
+// Draws the report out of the JSON in #data (report.py says what is in it). Text goes into the page as text only.
 "use strict";
 
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -8,7 +8,6 @@ const dark = matchMedia("screen and (prefers-color-scheme: dark)");
 const LIGHT = ["#0550ae", "#bc4c00", "#1a7f37", "#8250df", "#bf3989", "#0a7c86", "#7d6608", "#57606a"];
 const DARK = ["#58a6ff", "#f0883e", "#56d364", "#bc8cff", "#ff7bc0", "#4dd4d9", "#e3c341", "#a8b1bb"];
 const PHASES = ["forward", "backward", "exchange", "waiting", "update", "data", "checkpoint", "validation", "other"];
-const LINE = { borderWidth: 1.5, pointHitRadius: 8 };
 let printing = false;
 const charts = [];
 
@@ -16,7 +15,7 @@ const charts = [];
 
 const given = value => value !== null && value !== undefined;
 const sum = values => values.reduce((a, b) => a + b, 0);
-const mean = values => sum(values) / values.length;
+const mean = values => values.length ? sum(values) / values.length : null;
 const last = values => values[values.length - 1];
 const number = (value, digits = 4) => !given(value) ? "" : Math.abs(value) >= 1e4 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(digits));
 const percent = value => given(value) ? `${number(100 * value)} %` : "";
@@ -47,13 +46,17 @@ function section(title, note) {
   return made;
 }
 const grid = parent => element(parent, "div", null, "charts");
+// cells: rows of text, or of [text, the notes below it].
 function rows(parent, heads, cells) {
   const table = element(element(parent, "div", null, "scroll"), "table");
   const head = element(table, "tr");
   for (const title of heads) element(head, "th", title);
   for (const row of cells) {
     const made = element(table, "tr");
-    for (const cell of row) cell instanceof Node ? made.append(cell) : element(made, "td", cell);
+    for (const [text, ...notes] of row.map(cell => [cell].flat())) {
+      const cell = element(made, "td", text);
+      for (const note of notes) element(cell, "small", note);
+    }
   }
 }
 
@@ -76,31 +79,34 @@ function paint(chart) {
   }
 }
 
-// Draws lines from low to high over each point: what repeats of a run differ by.
-const errorBars = {
-  id: "errorBars",
+function errorBar(context, x, low, high) {
+  context.beginPath();
+  context.moveTo(x, low);
+  context.lineTo(x, high);
+  for (const y of [low, high]) {
+    context.moveTo(x - 4, y);
+    context.lineTo(x + 4, y);
+  }
+  context.stroke();
+}
+
+// Draws what a set has for each of its points: `errors`, from low to high, which say what repeats of a run differ by; `texts`,
+// behind the end of a bar.
+Chart.register({
+  id: "notes",
   afterDatasetsDraw(chart) {
-    chart.data.datasets.forEach((set, i) => {
-      if (!set.errors || !chart.isDatasetVisible(i)) return;
-      const context = chart.ctx;
-      context.save();
-      context.strokeStyle = variable("--text");
-      chart.getDatasetMeta(i).data.forEach((point, at) => {
-        if (!set.errors[at]) return;
-        const [low, high] = set.errors[at].map(value => chart.scales.y.getPixelForValue(value));
-        context.beginPath();
-        context.moveTo(point.x, low);
-        context.lineTo(point.x, high);
-        for (const y of [low, high]) {
-          context.moveTo(point.x - 4, y);
-          context.lineTo(point.x + 4, y);
-        }
-        context.stroke();
-      });
-      context.restore();
-    });
+    const context = chart.ctx;
+    context.save();
+    context.strokeStyle = context.fillStyle = variable("--text");
+    context.textBaseline = "middle";
+    chart.data.datasets.forEach((set, i) => chart.getDatasetMeta(i).data.forEach((point, at) => {
+      if (!chart.isDatasetVisible(i)) return;
+      if (set.errors?.[at]) errorBar(context, point.x, ...set.errors[at].map(value => chart.scales.y.getPixelForValue(value)));
+      if (set.texts?.[at]) context.fillText(set.texts[at], point.x + 4, point.y);
+    }));
+    context.restore();
   },
-};
+});
 
 // Shows or hides all that have one name in the legend.
 function toggle(event, item, legend) {
@@ -125,12 +131,12 @@ function chart(parent, title, type, sets, x, y, options = {}) {
   const canvas = element(holder, "canvas");
   canvas.setAttribute("role", "img");
   canvas.setAttribute("aria-label", title);
-  const value = options.indexAxis === "y" ? "x" : "y";
+  const along = options.indexAxis || "x", value = along === "y" ? "x" : "y";
   const made = new Chart(canvas, {
-    type, data: { labels: options.labels, datasets: sets }, plugins: [errorBars],
+    type, data: { labels: options.labels, datasets: sets },
     options: {
-      animation: false, responsive: true, maintainAspectRatio: false, normalized: true, indexAxis: options.indexAxis || "x",
-      interaction: { mode: type === "line" && !options.labels ? "nearest" : "index", axis: options.indexAxis || "x", intersect: false },
+      animation: false, responsive: true, maintainAspectRatio: false, normalized: true, indexAxis: along,
+      interaction: { mode: type === "line" && !options.labels ? "nearest" : "index", axis: along, intersect: false },
       scales: { x, y },
       plugins: {
         legend: { display: sets.length > 1 || options.legend, onClick: toggle, labels: { boxWidth: 12, filter: firstOfName } },
@@ -154,8 +160,8 @@ function repaint() {
   }
 }
 dark.addEventListener("change", repaint);
-addEventListener("beforeprint", () => { printing = true; repaint(); charts.forEach(each => each.resize()); });
-addEventListener("afterprint", () => { printing = false; repaint(); charts.forEach(each => each.resize()); });
+for (const [event, prints] of [["beforeprint", true], ["afterprint", false]])
+  addEventListener(event, () => { printing = prints; repaint(); charts.forEach(each => each.resize()); });
 
 // ---- What is known of a run
 
@@ -188,8 +194,8 @@ function waiting(run) {
 
 // Name, value of a run, how it is written, whether runs are compared by their ratio.
 const RESULTS = [
-  ["training time", run => run.steps?.seconds.length ? last(run.steps.seconds) : null, duration, true],
-  ["time per epoch", run => finite(run.epochs?.epoch_seconds).length ? mean(finite(run.epochs.epoch_seconds)) : null, duration, true],
+  ["training time", run => last(finite(run.steps?.seconds)), duration, true],
+  ["time per epoch", run => mean(finite(run.epochs?.epoch_seconds)), duration, true],
   ["samples/s", rate, number, true],
   ["step, median", run => run.speed?.p50_ms / 1e3 || null, duration, true],
   ["step, 95th percentile", run => run.speed?.p95_ms / 1e3 || null, duration, true],
@@ -212,7 +218,7 @@ const plain = value => given(value) ? typeof value === "object" ? JSON.stringify
 
 // Options that are not the same in all runs; files that a run writes are always others.
 function differingSettings() {
-  const skipped = ["metrics", "trace", "tensorboard", "checkpoint_dir"];
+  const skipped = ["metrics", "trace", "checkpoint_dir"];
   const known = data.runs.filter(run => run.start?.settings);
   const names = [...new Set(known.flatMap(run => Object.keys(settings(run))))];
   const differing = names.filter(name => !skipped.includes(name) && new Set(known.map(run => plain(settings(run)[name]))).size > 1);
@@ -232,18 +238,9 @@ function header() {
 const firstLike = run => data.runs.find(other => fact(other, "model") === fact(run, "model"));
 
 function resultCell(run, result) {
-  const made = document.createElement("td");
   const value = result.of(run), base = result.of(firstLike(run));
-  made.textContent = result.format(value);
-  if (result.ratio && run !== firstLike(run) && given(value) && base) element(made, "small", `× ${number(value / base, 3)}`);
-  return made;
-}
-
-function nameCell(run) {
-  const made = document.createElement("td");
-  made.textContent = run.name;
-  for (const text of run.partial) element(made, "small", `partial: ${text}`, "warn");
-  return made;
+  const compared = result.ratio && run !== firstLike(run) && given(value) && base;
+  return [result.format(value), ...(compared ? [`× ${number(value / base, 3)}`] : [])];
 }
 
 function table() {
@@ -252,7 +249,7 @@ function table() {
   const names = differingSettings().filter(name => data.runs.some(run => given(fact(run, name))));
   const results = RESULTS.filter(result => data.runs.some(run => given(result.of(run))));
   rows(made, ["run", ...names, ...results.map(result => result.name)],
-    data.runs.map(run => [nameCell(run), ...names.map(name => plain(fact(run, name))), ...results.map(result => resultCell(run, result))]));
+    data.runs.map(run => [[run.name, ...run.partial.map(text => `partial: ${text}`)], ...names.map(name => plain(fact(run, name))), ...results.map(result => resultCell(run, result))]));
 }
 
 // ---- A comparison: repeats of a case become a mean with an error bar
@@ -271,11 +268,11 @@ function grouped(runs) {
   const values = (key, some = facts) => new Set(some.map(each => each[key]).filter(given));
   const several = contender => values("devices", facts.filter(each => each.contender === contender)).size > 1;
   const tells = (each, key) => key !== across && (key === "devices" ? several(each.contender) : values(key).size > 1);
-  const words = { contender: (_, value) => value, devices: (_, value) => `${value} devices` };
+  const words = (key, value) => key === "contender" ? value : key === "devices" ? `${value} devices` : `${key.replaceAll("_", " ")} ${value}`;
   const x = run => factsOf(run)[across] ?? factsOf(run).contender;
   const series = run => {
     const each = factsOf(run);
-    return Object.keys(each).filter(key => tells(each, key)).map(key => (words[key] || ((name, value) => `${name} ${value}`))(key.replaceAll("_", " "), each[key])).join(", ") || each.contender;
+    return Object.keys(each).filter(key => tells(each, key)).map(key => words(key, each[key])).join(", ") || each.contender;
   };
   const labels = [...new Set(runs.map(x))];
   if (!labels.some(isNaN)) labels.sort((a, b) => a - b);
@@ -283,11 +280,11 @@ function grouped(runs) {
 }
 
 function speedUp(runs, groups) {
-  const alone = name => finite(runs.filter(run => run.case.devices === 1 && groups.series(run) === name).map(rate));
-  const single = finite(runs.filter(run => run.case.strategy === "single").map(rate));
+  const meanOf = isMeant => mean(finite(runs.filter(isMeant).map(rate)));
+  const single = meanOf(run => run.case.strategy === "single");
   return { name: "speed-up over one device", format: number, of: run => {
-    const base = alone(groups.series(run)).length ? alone(groups.series(run)) : single;
-    return base.length && given(rate(run)) ? rate(run) / mean(base) : null;
+    const base = meanOf(other => other.case.devices === 1 && groups.series(other) === groups.series(run)) ?? single;
+    return given(base) && given(rate(run)) ? rate(run) / base : null;
   } };
 }
 
@@ -305,7 +302,7 @@ function comparison() {
     const sets = groups.names.map((name, hue) => {
       const values = labels.map(label => finite(runs.filter(run => groups.series(run) === name && groups.x(run) === label).map(result.of)));
       const spread = list => Math.sqrt(sum(list.map(value => (value - mean(list)) ** 2)) / (list.length - 1));
-      return { label: name, hue, data: values.map(list => list.length ? mean(list) : null),
+      return { label: name, hue, data: values.map(mean),
         skipNull: true, errors: values.map(list => list.length > 1 ? [mean(list) - spread(list), mean(list) + spread(list)] : null) };
     }).filter(set => set.data.some(given));
     const x = axis(groups.across === "contender" ? "strategy" : groups.across.replaceAll("_", " "));
@@ -318,53 +315,36 @@ function comparison() {
 
 const PEERS = [["lockstep", model => model.lockstep.step], ["DDP, no exchange", model => model.pytorch?.no_sync], ["DDP over Gloo", model => model.pytorch?.ddp]];
 
-// The milliseconds of a bar behind its end.
-const barTexts = {
-  id: "barTexts",
-  afterDatasetsDraw(chart) {
-    chart.ctx.save();
-    chart.ctx.fillStyle = variable("--text");
-    chart.ctx.textBaseline = "middle";
-    chart.data.datasets.forEach((set, i) => chart.getDatasetMeta(i).data.forEach((bar, at) => {
-      if (set.texts?.[at] && chart.isDatasetVisible(i)) chart.ctx.fillText(set.texts[at], bar.x + 4, bar.y);
-    }));
-    chart.ctx.restore();
-  },
-};
-Chart.register(barTexts);
-
 function benchmarks() {
   if (!data.benchmarks.length) return;
-  const models = Object.assign({}, ...data.benchmarks.map(each => each.models));
+  const models = Object.assign({}, ...data.benchmarks.map(each => each.models)), values = Object.values(models);
   const machines = [...new Set(data.benchmarks.map(each => `${each.machine}, ${each.ranks} ranks`))];
   const base = model => model.pytorch?.ddp || model.lockstep.step;
   const sets = PEERS.map(([label, of], hue) => {
-    const seconds = Object.values(models).map(of);
-    return { label, hue, data: Object.values(models).map((model, i) => given(seconds[i]) ? seconds[i] / base(model) : null), texts: seconds.map(duration), skipNull: true };
+    const seconds = values.map(of);
+    return { label, hue, data: values.map((model, i) => given(seconds[i]) ? seconds[i] / base(model) : null), texts: seconds.map(duration), skipNull: true };
   }).filter(set => set.data.some(given));
   chart(grid(section("Benchmark", `lockstep bench step, beside PyTorch. ${machines.join("; ")}.`)), "Time of a training step", "bar", sets,
-    axis(`${sets.length > 1 ? "DDP over Gloo" : "lockstep"} = 1`, number, { beginAtZero: true, grace: "12%" }), axis(""), { labels: Object.keys(models), indexAxis: "y", height: 90 + 60 * Object.keys(models).length });
+    axis(`${sets.length > 1 ? "DDP over Gloo" : "lockstep"} = 1`, number, { beginAtZero: true, grace: "12%" }), axis(""), { labels: Object.keys(models), indexAxis: "y", height: 90 + 60 * values.length });
 }
 
 // ---- Curves
 
 const ACROSS = { time: ["seconds", "time of training steps", duration], samples: ["samples", "samples", number], steps: ["step", "step", number] };
 
-function curve(run, table, key, across) {
-  const points = run[table];
-  return points[ACROSS[across][0]].map((x, i) => ({ x, y: points[key][i] }));
-}
+const pointsOf = (xs, ys) => xs.map((x, i) => ({ x, y: ys[i] }));
+const lineOf = (xs, ys) => ({ borderWidth: 1.5, pointHitRadius: 8, pointRadius: xs.length > 60 ? 0 : 2, data: pointsOf(xs, ys) });
 
 function curveSets(table, key, across) {
   const runs = data.runs.filter(run => finite(run[table]?.[key]).length);
   const sets = [];
   for (const run of runs) {
-    const points = curve(run, table, key, across);
-    const look = { hue: hueOf(run), label: caseOf(run), full: run.name, ...LINE, pointRadius: points.length > 60 ? 0 : 2 };
-    sets.push({ ...look, data: points });
+    const xs = run[table][ACROSS[across][0]];
+    const line = { hue: hueOf(run), label: caseOf(run), full: run.name, ...lineOf(xs, run[table][key]) };
+    sets.push(line);
     if (table === "steps" && key === "loss" && runs.length <= 4 && run.steps.low.some((low, i) => low !== run.steps.high[i])) {
-      const edge = { ...look, band: true, borderWidth: 0, pointRadius: 0, pointHitRadius: 0 };
-      sets.push({ ...edge, data: curve(run, table, "low", across) }, { ...edge, data: curve(run, table, "high", across), fill: "-1" });
+      const edge = ys => ({ ...line, band: true, borderWidth: 0, pointRadius: 0, pointHitRadius: 0, data: pointsOf(xs, ys) });
+      sets.push(edge(run.steps.low), { ...edge(run.steps.high), fill: "-1" });
     }
   }
   return sets;
@@ -430,8 +410,8 @@ function barsOfRanks(place, run, ranks, sets, title, format, height, stacked = t
 // points(rank): [x of each, y of each]
 function linesOfRanks(place, title, ranks, points, x, y, options) {
   const line = (rank, hue) => {
-    const [xs, ys] = points(rank);
-    return { label: rankName(rank), hue, ...LINE, pointRadius: options.stepped || xs.length > 60 ? 0 : 2, stepped: options.stepped, data: xs.map((x, i) => ({ x, y: ys[i] })) };
+    const look = { ...lineOf(...points(rank)), label: rankName(rank), hue, stepped: options.stepped };
+    return options.stepped ? { ...look, pointRadius: 0 } : look;
   };
   chart(place, title, "line", ranks.map(line), x, y, options);
 }

@@ -7,7 +7,7 @@ from itertools import groupby
 from statistics import median
 
 from common import count
-from metrics import metrics_in
+from metrics import metrics_in, summed
 
 MOST_EPOCHS = 10  # columns
 
@@ -17,22 +17,21 @@ class Result:
 
     def __init__(self, run, entry, folder):
         self.run, self.entry, self.metrics = run, entry, metrics_in(folder)
+        self.epochs = [event for _, event in self.metrics.epochs]
 
     def link_bytes(self):
         """Bytes of a step, of the busiest link in its busier direction."""
         return max(self.entry.get("busiest_link_bytes_per_step", {}).values(), default=None)
 
     def epoch_seconds(self):
-        return median(event["seconds"] for _, event in self.metrics.epochs) if self.metrics.epochs else None
+        return median(event["seconds"] for event in self.epochs) if self.epochs else None
 
     def accuracy(self, epoch=-1):
         """After this epoch; None: it did not come so far, or there are no validation data."""
-        events = [event for _, event in self.metrics.epochs]
-        return events[epoch].get("val_accuracy") if epoch < len(events) and events else None
+        return self.epochs[epoch].get("val_accuracy") if self.epochs and epoch < len(self.epochs) else None
 
     def seconds_until(self, epoch):
-        events = [event for _, event in self.metrics.epochs[: epoch + 1]]
-        return sum(event["seconds"] for event in events) if epoch < len(events) else None
+        return summed(self.epochs[: epoch + 1], "seconds") if epoch < len(self.epochs) else None
 
 
 COLUMNS = [  # head, value, unit, digits

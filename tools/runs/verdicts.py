@@ -133,8 +133,8 @@ def slow(job):
 
 
 def workers_for(rank):
-    """Where w workers, which never rest, leave a share s of waiting, a step without it asks for w / (1 - s). Where
-    there are none, loading takes s of the step, and is to fit into the rest."""
+    """Returns the number that ends the waiting: w workers, which never rest and leave a share s of waiting, become
+    w / (1 - s). Without workers, loading takes s of the step, and is to fit into the rest."""
     share, workers = min(rank.shares["data"], 0.9), max(0, rank.now["loader_workers"])
     return max(workers + 1, ceil((workers or share) / (1 - share)))
 

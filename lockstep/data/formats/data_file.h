@@ -21,7 +21,7 @@ class DataFile {
   const std::filesystem::path& path() const { return path_; }
   std::uint64_t size() const { return size_; }  // when it was opened
 
-  // All of `into`, from `offset` on. Blocks for the disk. Throws DataError naming the file: it became shorter, or the disk
+  // Fills `into`, from `offset` on. Blocks for the disk. Throws DataError naming the file: it became shorter, or the disk
   // has an error.
   void read(std::uint64_t offset, std::span<std::uint8_t> into) const;
   std::vector<std::uint8_t> read_all() const;

@@ -88,7 +88,7 @@ class IdxReader {
     return bytes;
   }
 
-  // Up to `bytes` bytes; fewer only at the end of the file.
+  // Reads up to `bytes` bytes; fewer only at the end of the file.
   std::size_t read(std::uint8_t* into, std::size_t bytes) {
     const int got = gzread(file_.get(), into, static_cast<unsigned>(bytes));
     int code = Z_OK;

@@ -51,7 +51,7 @@ class Request {
     return static_cast<std::int64_t>(number(key, static_cast<double>(otherwise)));
   }
 
-  // These two are called when all options were read.
+  // The next two are called when all options were read.
   ImageTransforms transforms(const ImageTransforms& base, Split split) const {
     require_all_used();
     const ImageTransforms training = parse_transforms(augment_, base);

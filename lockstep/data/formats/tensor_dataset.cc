@@ -24,7 +24,7 @@ void gather(const torch::Tensor& rows, std::span<const std::int64_t> indices, To
 
 torch::Tensor gathered(const torch::Tensor& rows, const BatchRequest& request, bool as_float) {
   std::vector<std::int64_t> sizes = rows.sizes().vec();
-  sizes[0] = static_cast<std::int64_t>(request.indices.size());
+  sizes[0] = std::ssize(request.indices);
   torch::Tensor batch = allocate_for_batch(request.memory, sizes, as_float ? torch::kFloat32 : torch::kInt64);
   if (as_float)
     gather(rows, request.indices, batch.data_ptr<float>());

@@ -57,7 +57,7 @@ std::int64_t TokenDataset::token(const std::uint8_t* bytes, std::int64_t place) 
 }
 
 Batch TokenDataset::assemble(const BatchRequest& request) const {
-  const auto samples = static_cast<std::int64_t>(request.indices.size());
+  const auto samples = std::ssize(request.indices);
   Batch batch{allocate_for_batch(request.memory, {samples, options_.block}, torch::kInt64),
               allocate_for_batch(request.memory, {samples, options_.block}, torch::kInt64)};
   auto* data = batch.data.data_ptr<std::int64_t>();

@@ -23,8 +23,7 @@ class PngReader {
     image_.format = PNG_FORMAT_RGB;
   }
   ~PngReader() { png_image_free(&image_); }
-  PngReader(const PngReader&) = delete;
-  PngReader& operator=(const PngReader&) = delete;
+  PngReader& operator=(PngReader&&) = delete;
 
   ImageShape shape() const { return {3, image_.height, image_.width}; }
 

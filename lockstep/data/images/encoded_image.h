@@ -19,7 +19,7 @@ constexpr std::int64_t kMostPixels = std::int64_t{1} << 26;  // of an encoded im
 
 using DecodeScratch = std::vector<std::uint8_t>;  // holds the pixels of the last decoded image
 
-// For the decoders: a damaged `format` file, and why.
+// The error of a decoder: a damaged `format` file, and why.
 DataError damaged_image(const char* format, const std::string& why);
 
 bool is_jpeg(std::span<const std::uint8_t> file);

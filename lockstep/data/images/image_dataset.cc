@@ -119,7 +119,7 @@ Batch ImageDataset::assemble(const BatchRequest& request) const {
       allocate_for_batch(request.memory, {samples, shape_.channels, shape_.height, shape_.width}, torch::kFloat32),
       soft ? allocate_for_batch(request.memory, {samples, classes()}, torch::kFloat32)
            : torch::empty({samples}, torch::kInt64)};
-  const std::uint64_t epoch_seed = mix_seed(request.seed, static_cast<std::uint64_t>(request.epoch));
+  const std::uint64_t epoch_seed = mix_seed(request.seed, request.epoch);
   auto* data = batch.data.data_ptr<float>();
   auto* mixed = soft ? batch.target.data_ptr<float>() : nullptr;
   auto* label = soft ? nullptr : batch.target.data_ptr<std::int64_t>();

@@ -34,7 +34,7 @@ bool whole_plane(const ImageView& image, const Placement& placement) {
          placement.height == image.shape.height;
 }
 
-// Which of the `length` places from `begin` on are in [0, limit), counted from `begin`.
+// The part of [begin, begin + length) that is in [0, limit), counted from `begin`.
 Range inside(std::int64_t begin, std::int64_t length, std::int64_t limit) {
   const std::int64_t first = std::clamp<std::int64_t>(-begin, 0, length);
   return {first, std::clamp<std::int64_t>(limit - begin, first, length)};

@@ -5,6 +5,7 @@
 // Threads: no state but scratch memory of the calling thread
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -36,7 +37,11 @@ struct Box {
   double height = 0;
 };
 
-// How a sample is made: `box`, resized to height x width, then mirrored if `flip`.
+inline Box whole_image(const ImageShape& shape) {
+  return {0, 0, static_cast<double>(shape.width), static_cast<double>(shape.height)};
+}
+
+// Makes a sample of `box`, resized to height x width, then mirrored if `flip`.
 struct Placement {
   Box box;
   std::int64_t height = 0;
@@ -46,8 +51,7 @@ struct Placement {
   // Every pixel of the box is a pixel of the result: nothing has to be interpolated.
   bool is_copy() const {
     return box.width == static_cast<double>(width) && box.height == static_cast<double>(height) &&
-           box.left == static_cast<double>(static_cast<std::int64_t>(box.left)) &&
-           box.top == static_cast<double>(static_cast<std::int64_t>(box.top));
+           box.left == std::floor(box.left) && box.top == std::floor(box.top);
   }
 };
 

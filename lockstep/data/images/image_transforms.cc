@@ -39,20 +39,19 @@ ColourChange draw_colours(const ImageTransforms& t, SampleRandom& random) {
           .hue = static_cast<float>(random.uniform(-t.hue, t.hue))};
 }
 
-Box middle(double width, double height, const ImageShape& stored) {
-  return {(static_cast<double>(stored.width) - width) / 2, (static_cast<double>(stored.height) - height) / 2, width,
-          height};
+Box middle(double width, double height, const Box& whole) {
+  return {(whole.width - width) / 2, (whole.height - height) / 2, width, height};
 }
 
 // Stored pixels per pixel of the image resized to shorter_edge.
-double edge_scale(const ImageTransforms& t, const ImageShape& stored) {
+double edge_scale(const ImageTransforms& t, const Box& whole) {
   if (t.shorter_edge == 0) return 1;
-  return static_cast<double>(std::min(stored.height, stored.width)) / static_cast<double>(t.shorter_edge);
+  return std::min(whole.height, whole.width) / static_cast<double>(t.shorter_edge);
 }
 
-Box centre_box(const ImageTransforms& t, const ImageShape& stored) {
-  const double scale = edge_scale(t, stored);
-  Box box = middle(static_cast<double>(t.width) * scale, static_cast<double>(t.height) * scale, stored);
+Box centre_box(const ImageTransforms& t, const Box& whole) {
+  const double scale = edge_scale(t, whole);
+  Box box = middle(static_cast<double>(t.width) * scale, static_cast<double>(t.height) * scale, whole);
   if (scale == 1) {
     box.left = std::floor(box.left);
     box.top = std::floor(box.top);
@@ -60,45 +59,40 @@ Box centre_box(const ImageTransforms& t, const ImageShape& stored) {
   return box;
 }
 
-Box random_box(const ImageTransforms& t, const ImageShape& stored, SampleRandom& random) {
-  const double scale = edge_scale(t, stored);
-  const auto draw = [&](std::int64_t size, std::int64_t wanted) {
-    const auto whole = static_cast<std::int64_t>(std::lround(static_cast<double>(size) / scale));
-    const std::int64_t room = whole + 2 * t.padding - wanted;
+Box random_box(const ImageTransforms& t, const Box& whole, SampleRandom& random) {
+  const double scale = edge_scale(t, whole);
+  const auto draw = [&](double size, std::int64_t wanted) {
+    const std::int64_t room = std::lround(size / scale) + 2 * t.padding - wanted;
     if (room < 0) return -std::floor(static_cast<double>(-room) / 2) * scale;  // smaller than the crop: centred in it
     return static_cast<double>(random.below(room + 1) - t.padding) * scale;
   };
-  const double top = draw(stored.height, t.height);
-  const double left = draw(stored.width, t.width);
+  const double top = draw(whole.height, t.height);
+  const double left = draw(whole.width, t.width);
   return {left, top, static_cast<double>(t.width) * scale, static_cast<double>(t.height) * scale};
 }
 
-// As torchvision's RandomResizedCrop: draws area and aspect ratio until the box fits, ten times at most.
-Box random_resized_box(const ImageTransforms& t, const ImageShape& stored, SampleRandom& random) {
+// Draws area and aspect ratio until the box fits, ten times at most, as torchvision's RandomResizedCrop does.
+Box random_resized_box(const ImageTransforms& t, const Box& whole, SampleRandom& random) {
   constexpr int kTries = 10;
-  const double area = static_cast<double>(stored.height * stored.width);
   for (int i = 0; i < kTries; ++i) {
-    const double wanted = area * random.uniform(t.least_area, t.most_area);
+    const double wanted = whole.height * whole.width * random.uniform(t.least_area, t.most_area);
     const double aspect = std::exp(random.uniform(-std::log(t.most_stretch), std::log(t.most_stretch)));
-    const auto width = std::lround(std::sqrt(wanted * aspect));
-    const auto height = std::lround(std::sqrt(wanted / aspect));
-    if (width < 1 || height < 1 || width > stored.width || height > stored.height) continue;
-    const std::int64_t top = random.below(stored.height - height + 1);
-    const std::int64_t left = random.below(stored.width - width + 1);
-    return {static_cast<double>(left), static_cast<double>(top), static_cast<double>(width),
-            static_cast<double>(height)};
+    const double width = std::round(std::sqrt(wanted * aspect)), height = std::round(std::sqrt(wanted / aspect));
+    if (width < 1 || height < 1 || width > whole.width || height > whole.height) continue;
+    const double top = std::floor(random.uniform() * (whole.height - height + 1));
+    const double left = std::floor(random.uniform() * (whole.width - width + 1));
+    return {left, top, width, height};
   }
   // No box fits a very long image: take its middle, with the nearest aspect ratio that is allowed.
-  const double width = std::min<double>(stored.width, static_cast<double>(stored.height) * t.most_stretch);
-  const double height = std::min<double>(stored.height, static_cast<double>(stored.width) * t.most_stretch);
-  return middle(width, height, stored);
+  return middle(std::min(whole.width, whole.height * t.most_stretch),
+                std::min(whole.height, whole.width * t.most_stretch), whole);
 }
 
-Box draw_box(const ImageTransforms& t, const ImageShape& stored, SampleRandom& random) {
-  if (t.crop == Crop::kCentre) return centre_box(t, stored);
-  if (t.crop == Crop::kRandom) return random_box(t, stored, random);
-  if (t.crop == Crop::kRandomResized) return random_resized_box(t, stored, random);
-  return {0, 0, static_cast<double>(stored.width), static_cast<double>(stored.height)};
+Box draw_box(const ImageTransforms& t, const Box& whole, SampleRandom& random) {
+  if (t.crop == Crop::kCentre) return centre_box(t, whole);
+  if (t.crop == Crop::kRandom) return random_box(t, whole, random);
+  if (t.crop == Crop::kRandomResized) return random_resized_box(t, whole, random);
+  return whole;
 }
 
 void place(const ImageView& image, const Placement& placement, const Normalisation& normalisation, float* into) {
@@ -119,7 +113,7 @@ void check_transforms(const ImageTransforms& t, std::int64_t channels) {
     if (!good) throw UsageError({.what = what, .likely = "--augment, or the ImageTransforms of the dataset"});
   };
   const auto fits = [&](const std::vector<float>& values) {
-    return values.size() == 1 || static_cast<std::int64_t>(values.size()) == channels;
+    return values.size() == 1 || std::ssize(values) == channels;
   };
   require(channels >= 1 && channels <= Normalisation::kMaxChannels,
           concat("images of ", channels, " channels; 1 to ", Normalisation::kMaxChannels, " can be transformed"));
@@ -151,7 +145,7 @@ ImageTransforms without_augmentation(ImageTransforms t) {
 
 Placement draw_placement(const ImageTransforms& t, const ImageShape& stored, SampleRandom& random) {
   const ImageShape shape = output_shape(t, stored);
-  Placement placement{.box = draw_box(t, stored, random), .height = shape.height, .width = shape.width};
+  Placement placement{.box = draw_box(t, whole_image(stored), random), .height = shape.height, .width = shape.width};
   placement.flip = t.flip && random.coin();
   return placement;
 }

@@ -37,7 +37,7 @@ class BatchMemory : public std::enable_shared_from_this<BatchMemory> {  // made 
   std::vector<torch::Tensor> free_;
 };
 
-// From `memory` where there is one, else fresh.
+// Allocates from `memory` where there is one, else anew.
 torch::Tensor allocate_for_batch(BatchMemory* memory, torch::IntArrayRef sizes, torch::ScalarType dtype);
 
 }  // namespace lockstep

@@ -21,7 +21,7 @@ struct CopiedBatch {
   std::shared_ptr<c10::Event> copied;  // none on the CPU: there is no copy
 };
 
-// For copies from pinned memory to the device during another step; none on the CPU. This process has one for each device: CUDA's
+// The stream for copies from pinned memory to the device during another step; none on the CPU. A device has one: CUDA's
 // allocator keeps the memory of a stream for that stream.
 std::optional<c10::Stream> copy_stream(torch::Device device);
 

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <mutex>
 #include <optional>
+#include <utility>
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/process/stoppable.h"
@@ -31,8 +32,7 @@ SamplerOptions sampler_options(const LoaderPlace& place, const Dataset& dataset,
 }
 
 Batch joined(const std::vector<Batch>& parts) {
-  std::vector<torch::Tensor> data;
-  std::vector<torch::Tensor> target;
+  std::vector<torch::Tensor> data, target;
   for (const Batch& part : parts) {
     data.push_back(part.data);
     target.push_back(part.target);
@@ -69,7 +69,13 @@ struct EpochBatches {
     const std::vector<std::int64_t> indices = part(step);
     read_ahead(step);
     BatchTimes times;
-    Batch batch = assemble(step, indices, times, took);
+    Batch batch = assemble({.indices = indices,
+                            .seed = options.seed,
+                            .epoch = epoch,
+                            .memory = memory.get(),
+                            .times = &times,
+                            .reading = &reading_of(step)},
+                           took);
     took.read += times.read;
     took.assemble += watch.seconds() - times.read;
     return batch;
@@ -86,28 +92,29 @@ struct EpochBatches {
     if (next < sampler.steps()) dataset->will_read(part(next));
   }
 
-  Batch assemble(std::int64_t step, std::span<const std::int64_t> indices, BatchTimes& times, LoadingStatistics& took) {
+  Batch assemble(const BatchRequest& request, LoadingStatistics& took) {
     try {
-      return dataset->assemble(request(step, indices, times));
+      return dataset->assemble(request);
     } catch (const DataError&) {
       if (options.skip_bad == 0) throw;
     }
-    return assemble_good_ones(step, indices, times, took);
+    return assemble_good_ones(request, took);
   }
 
   // One by one, to find out which samples are bad.
-  Batch assemble_good_ones(std::int64_t step, std::span<const std::int64_t> indices, BatchTimes& times,
-                           LoadingStatistics& took) {
+  Batch assemble_good_ones(BatchRequest request, LoadingStatistics& took) {
     std::vector<Batch> good;
-    for (std::size_t i = 0; i < indices.size(); ++i) {
+    for (const std::int64_t& index : std::exchange(request.indices, {})) {
+      request.indices = {&index, 1};
       try {
-        good.push_back(dataset->assemble(request(step, indices.subspan(i, 1), times)));
+        good.push_back(dataset->assemble(request));
       } catch (const DataError& error) {
         skip(error);
         ++took.skipped;
       }
     }
-    return good.empty() ? dataset->assemble(request(step, {}, times)) : joined(good);
+    request.indices = {};
+    return good.empty() ? dataset->assemble(request) : joined(good);
   }
 
   void skip(const DataError& error) {
@@ -121,27 +128,17 @@ struct EpochBatches {
     if (count == 1) log_warning(concat("skipped a bad sample: ", error.text().what, " (", error.text().here, ")"));
   }
 
-  BatchRequest request(std::int64_t step, std::span<const std::int64_t> indices, BatchTimes& times) {
-    return {.indices = indices,
-            .seed = options.seed,
-            .epoch = epoch,
-            .memory = memory.get(),
-            .times = &times,
-            .reading = &reading_of(step)};
-  }
-
   Reading& reading_of(std::int64_t step) { return reading[to_size(step) % reading.size()]; }
 };
 
 struct Loader::State {
-  State(const LoaderPlace& place, std::shared_ptr<const Dataset> data, const LoaderOptions& loader_options)
+  State(const LoaderPlace& where, std::shared_ptr<const Dataset> data, const LoaderOptions& loader_options)
       : options(loader_options),
-        device(place.device),
-        cores(place.cores),
+        place(where),
         dataset(std::move(data)),
         sampler(sampler_options(place, *dataset, options)),
         memory(std::make_shared<BatchMemory>(to_size(2 * (options.prefetch + options.workers + 1)),
-                                             place.pinned || !device.is_cpu())) {
+                                             place.pinned || !place.device.is_cpu())) {
     check_loader(options);
   }
 
@@ -160,8 +157,8 @@ struct Loader::State {
                                                         std::vector<Reading>(to_size(options.prefetch)));
     workers.emplace(PrefetchOptions{.loader = watching,
                                     .steps = sampler.steps(),
-                                    .cores = cores,
-                                    .device = device,
+                                    .cores = place.cores,
+                                    .device = place.device,
                                     .reading = [batches](std::int64_t at) { return batches->reading_of(at).origin(); }},
                     [batches](std::int64_t at, LoadingStatistics& took) { return batches->load(at, took); });
   }
@@ -185,8 +182,7 @@ struct Loader::State {
   }
 
   const LoaderOptions options;
-  const torch::Device device;
-  const CoreSet cores;
+  const LoaderPlace place;
   const std::shared_ptr<const Dataset> dataset;
   DistributedSampler sampler;
   const std::shared_ptr<BatchMemory> memory;
@@ -218,7 +214,7 @@ const LoadingStatistics& Loader::statistics() const { return state_->statistics;
 LoaderPosition Loader::position() const { return {state_->epoch, state_->sampler.samples_before(state_->step)}; }
 
 std::string Loader::hint(const LoadingStatistics& since, double seconds) const {
-  return loading_hint(since, state_->options, static_cast<int>(state_->cores.size()), seconds);
+  return loading_hint(since, state_->options, static_cast<int>(state_->place.cores.size()), seconds);
 }
 
 Loader::Epoch Loader::epoch(std::int64_t epoch, std::int64_t first_step) {

@@ -48,7 +48,7 @@ TEST(Permuted, puts_every_sample_in_every_place) {
   constexpr int kCount = 6;
   constexpr int kKeys = 6000;
   int seen[kCount][kCount] = {};
-  for (std::uint64_t key = 0; key < kKeys; ++key)
+  for (int key = 0; key < kKeys; ++key)
     for (std::uint64_t i = 0; i < kCount; ++i) ++seen[i][permuted(i, kCount, mix_seed(3, key))];
   for (const auto& row : seen)
     for (const int count : row) EXPECT_NEAR(count, kKeys / kCount, 5 * std::sqrt(kKeys / kCount));

@@ -19,9 +19,9 @@
 
 namespace lockstep {
 
-// The queue between the workers and the training thread: a ring of `prefetch` places; the batch of step s goes to place
-// s % prefetch. Workers claim steps in order, and a step only when its place is free, that is, when step s - prefetch
-// was taken: claimed_ <= taken_ + prefetch. So two workers never share a place, batches wait for each other in any
+// The queue between the workers and the training thread: a ring of `prefetch` slots; the batch of step s goes to slot
+// s % prefetch. Workers claim steps in order, and a step only when its slot is free, that is, when step s - prefetch
+// was taken: claimed_ <= taken_ + prefetch. So two workers never share a slot, batches wait for each other in any
 // order of completion, and next() takes them in order. A claimed step is always put, as a batch or as an exception, so next()
 // can't wait for a step that no worker loads. All fields below mutex_ are guarded by it.
 class Prefetcher::Shared {
@@ -29,7 +29,7 @@ class Prefetcher::Shared {
   Shared(const PrefetchOptions& options, Load load)
       : options_(options),
         load_(std::move(load)),
-        places_(to_size(options.loader.prefetch)),
+        slots_(to_size(options.loader.prefetch)),
         running_(options.loader.workers) {}
 
   void work() {
@@ -39,18 +39,18 @@ class Prefetcher::Shared {
       LoadingStatistics took;
       const auto step = claim(took);
       if (!step) break;
-      Place place;
+      Slot slot;
       try {
         if (!std::exchange(pinned, true)) pin_this_thread(options_.cores);
         const trace::Span span("load batch", *step);
         Batch batch = load_(*step, took);
         const Stopwatch watch;
-        place.batch = start_copy(std::move(batch), stream);
+        slot.batch = start_copy(std::move(batch), stream);
         took.copy += watch.seconds();
       } catch (...) {
-        place.error = std::current_exception();
+        slot.error = std::current_exception();
       }
-      put(*step, std::move(place), took);
+      put(*step, std::move(slot), took);
     }
     const std::lock_guard lock(mutex_);
     --running_;
@@ -60,21 +60,21 @@ class Prefetcher::Shared {
   Batch next(LoadingStatistics& statistics) {
     const PhaseScope loading(Phase::kLoading, "wait for batch", taken_);
     const Stopwatch watch;
-    Place place;
+    Slot slot;
     {
       std::unique_lock lock(mutex_);
       wait_for_batch(lock, watch);
       statistics += std::exchange(took_, {});
-      const auto ready = std::ranges::count(places_, true, &Place::ready);
+      const auto ready = std::ranges::count(slots_, true, &Slot::ready);
       statistics.queued += static_cast<double>(ready);
       trace::count("batches ready", ready);
-      place = std::exchange(place_of(taken_), {});
+      slot = std::exchange(slot_of(taken_), {});
       ++taken_;
     }
     statistics.wait += watch.seconds();
     room_.notify_one();
-    if (place.error) std::rethrow_exception(place.error);
-    return receive(std::move(place.batch));
+    if (slot.error) std::rethrow_exception(slot.error);
+    return receive(std::move(slot.batch));
   }
 
   Batch load_here(LoadingStatistics& statistics) {
@@ -96,7 +96,7 @@ class Prefetcher::Shared {
   }
 
  private:
-  struct Place {
+  struct Slot {
     bool ready = false;
     CopiedBatch batch;
     std::exception_ptr error;
@@ -106,7 +106,7 @@ class Prefetcher::Shared {
   void wait_for_batch(std::unique_lock<std::mutex>& lock, const Stopwatch& watch) {
     const auto& look = options_.loader.while_waiting;
     const auto turn = look ? std::min(kBetweenLooks, timeout_) : timeout_;
-    while (!ready_.wait_for(lock, turn, [&] { return place_of(taken_).ready; })) {
+    while (!ready_.wait_for(lock, turn, [&] { return slot_of(taken_).ready; })) {
       if (!look || watch.seconds() >= std::chrono::duration<double>(timeout_).count()) no_batch_came(watch);
       late_ = true;  // if it throws
       lock.unlock();
@@ -116,24 +116,24 @@ class Prefetcher::Shared {
     }
   }
 
-  Place& place_of(std::int64_t step) { return places_[to_size(step) % places_.size()]; }
+  Slot& slot_of(std::int64_t step) { return slots_[to_size(step) % slots_.size()]; }
 
-  // The next step, once its place is free; nothing when all steps are claimed or the epoch is stopped. Without a
+  // The next step, once its slot is free; nothing when all steps are claimed or the epoch is stopped. Without a
   // deadline: a worker without work waits as long as the training thread computes, and stop() wakes it.
   std::optional<std::int64_t> claim(LoadingStatistics& took) {
     const Stopwatch watch;
     std::unique_lock lock(mutex_);
-    room_.wait(lock, [&] { return stopped_ || claimed_ == options_.steps || claimed_ < taken_ + std::ssize(places_); });
+    room_.wait(lock, [&] { return stopped_ || claimed_ == options_.steps || claimed_ < taken_ + std::ssize(slots_); });
     took.room += watch.seconds();
     if (stopped_ || claimed_ == options_.steps) return std::nullopt;
     return claimed_++;
   }
 
-  void put(std::int64_t step, Place place, const LoadingStatistics& took) {
+  void put(std::int64_t step, Slot slot, const LoadingStatistics& took) {
     {
       const std::lock_guard lock(mutex_);
-      place.ready = true;
-      place_of(step) = std::move(place);
+      slot.ready = true;
+      slot_of(step) = std::move(slot);
       took_ += took;
     }
     ready_.notify_one();
@@ -157,7 +157,7 @@ class Prefetcher::Shared {
   std::condition_variable ready_;  // a batch was put
   std::condition_variable room_;   // a batch was taken, or the epoch was stopped
   std::condition_variable ended_;  // a worker has ended
-  std::vector<Place> places_;
+  std::vector<Slot> slots_;
   std::int64_t claimed_ = 0;  // steps that workers have claimed
   std::int64_t taken_ = 0;    // steps that next() has returned
   int running_;               // workers

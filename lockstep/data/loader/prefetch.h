@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // data/loader/prefetch.h: threads that load the batches of an epoch ahead of the step that takes them.
 //
-// Flow:    workers claim steps in order -> load -> a queue of `prefetch` places -> next(), in order
+// Flow:    workers claim steps in order -> load -> a queue of `prefetch` slots -> next(), in order
 // Owns:    the threads, and the batches that are not taken yet
 // Threads: next() from one thread. The destructor stops the workers and waits for the batches they are loading, at most
 //          LoaderOptions::timeout; a worker that hangs longer, in a read that the disk does not answer, is left behind
@@ -38,8 +38,7 @@ class Prefetcher {
 
   Prefetcher(const PrefetchOptions& options, Load load);
   ~Prefetcher();
-  Prefetcher(const Prefetcher&) = delete;
-  Prefetcher& operator=(const Prefetcher&) = delete;
+  Prefetcher& operator=(Prefetcher&&) = delete;
 
   // The batch of the next step; call it `steps` times. Blocks until it is ready. Throws what `load` threw for this
   // step; DataError when no batch came within the timeout. Adds to `statistics` what happened since the last call.

@@ -16,8 +16,8 @@
 namespace lockstep {
 
 // Gives neighbouring epochs and seeds unrelated numbers.
-inline std::uint64_t mix_seed(std::uint64_t seed, std::uint64_t epoch) {
-  std::uint64_t z = seed + (epoch + 1) * 0x9E3779B97F4A7C15ULL;
+inline std::uint64_t mix_seed(std::uint64_t seed, std::int64_t epoch) {
+  std::uint64_t z = seed + (static_cast<std::uint64_t>(epoch) + 1) * 0x9E3779B97F4A7C15ULL;
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ULL;
   z = (z ^ (z >> 27)) * 0x94D049BB133111EBULL;
   return z ^ (z >> 31);
@@ -58,7 +58,7 @@ inline std::uint64_t permuted(std::uint64_t position, std::uint64_t count, std::
   do {
     std::uint64_t left = position >> half;
     std::uint64_t right = position & mask;
-    for (std::uint64_t round = 0; round < kRounds; ++round) {
+    for (int round = 0; round < kRounds; ++round) {
       const std::uint64_t next = left ^ (mix_seed(key + right, round) & mask);
       left = right;
       right = next;

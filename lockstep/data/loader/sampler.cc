@@ -16,10 +16,6 @@
 namespace lockstep {
 namespace {
 
-std::uint64_t epoch_seed(std::uint64_t seed, std::int64_t epoch) {
-  return mix_seed(seed, static_cast<std::uint64_t>(epoch));
-}
-
 // A shard in the order of one epoch: its first place in the epoch, and its first sample in the dataset.
 struct ShardRun {
   std::int64_t epoch_begin;
@@ -57,7 +53,7 @@ struct WindowedEpoch {
   std::int64_t shuffled(std::int64_t place) const {
     const std::int64_t window_begin = place / window * window;
     const std::int64_t size = std::min(window, samples - window_begin);
-    const std::uint64_t key = mix_seed(seed, to_size(window_begin));
+    const std::uint64_t key = mix_seed(seed, window_begin);
     return window_begin + static_cast<std::int64_t>(permuted(to_size(place - window_begin), to_size(size), key));
   }
   std::int64_t sample_of(std::int64_t place) const {
@@ -83,7 +79,7 @@ std::shared_ptr<const SampleOrder> sequential_order(std::int64_t samples) {
 
 std::shared_ptr<const SampleOrder> random_order(std::int64_t samples) {
   return std::make_shared<SampleOrder>(samples, [samples](std::uint64_t seed, std::int64_t epoch) {
-    const auto generator = at::make_generator<at::CPUGeneratorImpl>(epoch_seed(seed, epoch));
+    const auto generator = at::make_generator<at::CPUGeneratorImpl>(mix_seed(seed, epoch));
     const torch::Tensor order = torch::randperm(samples, generator, torch::kInt64);
     return [order](std::int64_t begin, std::span<std::int64_t> into) {
       std::copy_n(order.const_data_ptr<std::int64_t>() + begin, into.size(), into.begin());
@@ -104,7 +100,7 @@ std::shared_ptr<const SampleOrder> weighted_order(const std::vector<double>& wei
   if (sum <= 0 || !std::isfinite(sum))
     throw UsageError({.what = concat("the weights of the samples add up to ", sum), .next = "give some that are > 0"});
   return std::make_shared<SampleOrder>(samples, [sums](std::uint64_t seed, std::int64_t epoch) {
-    return [sums, key = epoch_seed(seed, epoch)](std::int64_t begin, std::span<std::int64_t> into) {
+    return [sums, key = mix_seed(seed, epoch)](std::int64_t begin, std::span<std::int64_t> into) {
       for (std::int64_t& sample : into) {
         const double number = SampleRandom(key, begin++).uniform() * sums->back();
         sample = std::ranges::upper_bound(*sums, number) - sums->begin();
@@ -118,7 +114,7 @@ std::shared_ptr<const SampleOrder> window_order(std::vector<std::int64_t> shard_
   const std::int64_t samples = std::accumulate(shard_sizes.begin(), shard_sizes.end(), std::int64_t{0});
   return std::make_shared<SampleOrder>(
       samples, [sizes = std::move(shard_sizes), samples, window](std::uint64_t seed, std::int64_t epoch) {
-        const std::uint64_t key = epoch_seed(seed, epoch);
+        const std::uint64_t key = mix_seed(seed, epoch);
         return WindowedEpoch{shuffle_shards(sizes, key), samples, window, key};
       });
 }

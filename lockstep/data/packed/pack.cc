@@ -25,11 +25,10 @@ std::vector<std::int64_t> order_of(std::int64_t samples, std::int64_t begin, con
 // Decodes an image, resizes it and encodes it again.
 std::vector<std::uint8_t> shrunk(std::span<const std::uint8_t> file, const ImageShape& shape,
                                  const PackOptions& options) {
-  const double scale =
-      static_cast<double>(options.shorter_edge) / static_cast<double>(std::min(shape.height, shape.width));
-  Placement placement{.box = {0, 0, static_cast<double>(shape.width), static_cast<double>(shape.height)},
-                      .height = std::lround(static_cast<double>(shape.height) * scale),
-                      .width = std::lround(static_cast<double>(shape.width) * scale)};
+  const Box whole = whole_image(shape);
+  const double scale = static_cast<double>(options.shorter_edge) / std::min(whole.height, whole.width);
+  Placement placement{
+      .box = whole, .height = std::lround(whole.height * scale), .width = std::lround(whole.width * scale)};
   DecodeScratch scratch;
   const ImageView view = decode_image(file, placement, scratch);
   const std::int64_t plane = placement.height * placement.width;

@@ -143,13 +143,13 @@ class RecordReader {
     DataFile file;
     packed::Trailer trailer;
   };
-  struct Place {
+  struct Location {
     const Shard& shard;
     std::int64_t index;  // in the shard
     packed::Entry entry;
   };
   void open_shard(const std::string& name, std::uint64_t records, std::uint64_t bytes);
-  Place place_of(std::int64_t index) const;
+  Location locate(std::int64_t index) const;
 
   std::filesystem::path folder_;
   PackedInfo info_;

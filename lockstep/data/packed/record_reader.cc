@@ -84,7 +84,7 @@ std::vector<std::int64_t> RecordReader::shard_sizes() const {
   return sizes;
 }
 
-RecordReader::Place RecordReader::place_of(std::int64_t index) const {
+RecordReader::Location RecordReader::locate(std::int64_t index) const {
   const auto begin = std::prev(std::ranges::upper_bound(begins_, index));
   const Shard& shard = shards_[to_size(begin - begins_.begin())];
   const std::int64_t index_in_shard = index - *begin;
@@ -99,7 +99,7 @@ RecordReader::Place RecordReader::place_of(std::int64_t index) const {
 // The checksum comes first: what follows reads bytes that are as the writer left them, and still checks them, because a
 // writer may be wrong too.
 Record RecordReader::read(std::int64_t index, std::vector<std::uint8_t>& scratch) const {
-  const auto& [shard, index_in_shard, entry] = place_of(index);
+  const auto& [shard, index_in_shard, entry] = locate(index);
   const auto refuse = [&, at = index_in_shard](const char* why) {
     return damaged_pack(shard.file.path(), concat("record ", at, ": ", why));
   };
@@ -120,7 +120,7 @@ Record RecordReader::read(std::int64_t index, std::vector<std::uint8_t>& scratch
     record.shape.push_back(packed::read_at<std::int64_t>(at));
   const auto expected = product(record.shape, static_cast<std::int64_t>(c10::elementSize(record.dtype)));
   if (!expected) throw refuse("a shape that makes no sense");
-  if (!record.encoded && *expected != static_cast<std::int64_t>(record.payload.size()))
+  if (!record.encoded && *expected != std::ssize(record.payload))
     throw refuse("a shape that is not that of its values");
   return record;
 }
@@ -131,14 +131,14 @@ Record RecordReader::read(std::int64_t index, std::vector<std::uint8_t>& scratch
 void RecordReader::will_read(std::span<const std::int64_t> indices) const {
   constexpr std::uint64_t kWorthACall = std::uint64_t{64} << 10;
   for (const std::int64_t index : indices) {
-    const Place place = place_of(index);
-    if (place.entry.bytes >= kWorthACall) place.shard.file.will_need(place.entry.offset, place.entry.bytes);
+    const Location found = locate(index);
+    if (found.entry.bytes >= kWorthACall) found.shard.file.will_need(found.entry.offset, found.entry.bytes);
   }
 }
 
 std::string RecordReader::origin(std::int64_t index) const {
-  const Place place = place_of(index);
-  return concat(place.shard.file.path().string(), ", record ", place.index);
+  const Location found = locate(index);
+  return concat(found.shard.file.path().string(), ", record ", found.index);
 }
 
 }  // namespace lockstep
