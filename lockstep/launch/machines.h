@@ -34,8 +34,7 @@ class Machines {
  public:
   Machines(const Membership::Options& options, Roster roster, std::shared_ptr<Arbiter> arbiter = nullptr);
   ~Machines();  // waits a moment until the others have heard its last words
-  Machines(const Machines&) = delete;
-  Machines& operator=(const Machines&) = delete;
+  Machines& operator=(Machines&&) = delete;
 
   // For poll(), with the longest wait before the next work().
   std::vector<Event> events();

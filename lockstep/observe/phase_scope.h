@@ -22,8 +22,7 @@ class PhaseScope {
   PhaseScope(Phase phase, double& seconds);  // adds to `seconds`
   PhaseScope(Phase phase, const char* span, std::int64_t number = -1);
   ~PhaseScope();
-  PhaseScope(const PhaseScope&) = delete;
-  PhaseScope& operator=(const PhaseScope&) = delete;
+  PhaseScope& operator=(PhaseScope&&) = delete;
 
  private:
   PhaseScope(Phase phase, double* seconds, const char* span, std::int64_t number);
@@ -43,8 +42,7 @@ class FaultScope {
  public:
   explicit FaultScope(Phase phase) : phase_(phase) { fault::begin(phase_); }
   ~FaultScope() { fault::end(phase_); }
-  FaultScope(const FaultScope&) = delete;
-  FaultScope& operator=(const FaultScope&) = delete;
+  FaultScope& operator=(FaultScope&&) = delete;
 
  private:
   Phase phase_;
