@@ -2,7 +2,6 @@
 #include "lockstep/launch/endpoint.h"
 
 #include <netinet/in.h>
-#include <poll.h>
 
 #include <algorithm>
 #include <array>
@@ -12,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -96,9 +96,8 @@ std::optional<Connection> connect_to(const AddressList& addresses, const Deadlin
     if (errno == EINPROGRESS) attempts.push_back(std::move(attempt));
   }
   std::vector<pollfd> waiting;
-  for (const Connection& attempt : attempts)
-    waiting.push_back({.fd = attempt.fd.get(), .events = POLLOUT, .revents = 0});
-  while (!waiting.empty() && ::poll(waiting.data(), waiting.size(), static_cast<int>(deadline.left().count())) > 0) {
+  for (const Connection& attempt : attempts) waiting.push_back(to_poll(attempt.fd.get(), POLLOUT));
+  while (!waiting.empty() && poll_for(waiting, deadline.left()) > 0) {
     if (const auto found = std::ranges::find_if(waiting, is_connected); found != waiting.end())
       return std::move(*std::ranges::find(attempts, found->fd, [](const Connection& one) { return one.fd.get(); }));
     std::erase_if(waiting, [](const pollfd& socket) { return socket.revents != 0; });

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <optional>
 
+#include "lockstep/base/process/environment_switch.h"
 #include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
@@ -17,12 +18,6 @@ namespace {
 
 constexpr const char* kAddress = "LOCKSTEP_KEEPER";
 constexpr std::chrono::seconds kToAnswer{60};  // the launcher answers at once, unless it was stopped
-
-int number_in(const char* variable) {
-  const char* const text = std::getenv(variable);
-  int number = 0;
-  return text != nullptr && parse_int(text, number) ? number : 0;
-}
 
 // Nothing: the launcher is gone, or has not answered in time.
 std::optional<KeeperMessage> receive_from_keeper(int socket, std::vector<UniqueFd>& descriptors,
@@ -70,8 +65,8 @@ JobMemory::JobMemory(const std::string& address) : socket_(connect_to_keeper(add
 }
 
 void JobMemory::set_place() {
-  local_rank_ = number_in("LOCAL_RANK");
-  generation_ = number_in("TORCHELASTIC_RESTART_COUNT");
+  local_rank_ = number_in_variable("LOCAL_RANK");
+  generation_ = number_in_variable("TORCHELASTIC_RESTART_COUNT");
 }
 
 JobMemory* JobMemory::get() {

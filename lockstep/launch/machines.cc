@@ -2,7 +2,6 @@
 #include "lockstep/launch/machines.h"
 
 #include <fcntl.h>
-#include <poll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -12,6 +11,7 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/pipe.h"
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/base/files/write_all.h"
@@ -56,8 +56,8 @@ Machines::~Machines() {
   const Deadline deadline = Deadline::after(kLastWordsWithin);
   while (!links_.empty() && !deadline.passed()) {
     std::vector<pollfd> open;
-    for (const Link& link : links_) open.push_back({.fd = link.lines.fd(), .events = POLLIN, .revents = 0});
-    ::poll(open.data(), open.size(), static_cast<int>(deadline.left().count()));
+    for (const Link& link : links_) open.push_back(to_poll(link.lines.fd()));
+    poll_for(open, deadline.left());
     std::erase_if(links_, [](Link& link) { return !link.lines.drain(); });
   }
 }

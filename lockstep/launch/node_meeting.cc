@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/launch/node_meeting.h"
 
-#include <poll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -151,10 +150,9 @@ void forget_gone(Guests& guests) {
 
 // Until somebody comes or says something.
 bool wait_for_any(const UniqueFd& listener, const Guests& newcomers, milliseconds longest) {
-  std::vector<pollfd> polls{{.fd = listener.get(), .events = POLLIN, .revents = 0}};
-  for (const Guest& guest : newcomers)
-    polls.push_back({.fd = guest.lines.fd(), .events = guest.lines.events(), .revents = 0});
-  ::poll(polls.data(), polls.size(), static_cast<int>(longest.count()));
+  std::vector<pollfd> polls{to_poll(listener.get())};
+  for (const Guest& guest : newcomers) polls.push_back(to_poll(guest.lines.fd(), guest.lines.events()));
+  poll_for(polls, longest);
   return polls.front().revents != 0;
 }
 

@@ -2,7 +2,6 @@
 #include "lockstep/launch/process.h"
 
 #include <fcntl.h>
-#include <poll.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
@@ -146,7 +145,7 @@ void detach(int launcher) {
 
 [[noreturn]] void guard(int launcher, Groups groups) {
   detach(launcher);
-  pollfd end{.fd = 0, .events = POLLIN, .revents = 0};
+  pollfd end = to_poll(0);
   // Without a deadline: this process exists to wait for the launcher's end, and the launcher's destructor kills it.
   while (::poll(&end, 1, -1) < 0 && errno == EINTR) {
   }

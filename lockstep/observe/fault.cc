@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/process/environment_switch.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/base/files/unique_fd.h"
@@ -94,19 +95,13 @@ std::vector<Fault> faults_in(const std::string& text) {
   return faults;
 }
 
-int number_of(const char* variable) {
-  const char* const text = std::getenv(variable);
-  int number = 0;
-  return text != nullptr && parse_int(text, number) ? number : 0;
-}
-
 bool is_at(int wanted, std::int64_t here) { return wanted == kAny || wanted == here; }
 
 std::int64_t present_step() { return observe::record().step.load(std::memory_order_relaxed); }
 
 void say(const Fault& fault) {
   const std::string line = concat(
-      "lockstep: ", kVariable, ": rank ", number_of("RANK"), ", step ", present_step(), ", ",
+      "lockstep: ", kVariable, ": rank ", number_in_variable("RANK"), ", step ", present_step(), ", ",
       std::ranges::find(kPhasesOfPlans, fault.phase, &Named<Phase>::value)->name, fault.at_end ? ", at its end" : "",
       fault.instructions > 0 ? concat(", after ", fault.instructions, " instructions") : "",
       fault.microseconds > 0 ? concat(", after ", fault.microseconds, " us") : "", ": signal ", fault.signal, "\n");
@@ -193,7 +188,7 @@ class Plan {
 
  private:
   Fault* next(Phase phase, bool at_end) {
-    const int rank = number_of("RANK"), generation = number_of("TORCHELASTIC_RESTART_COUNT");
+    const int rank = number_in_variable("RANK"), generation = number_in_variable("TORCHELASTIC_RESTART_COUNT");
     for (Fault& fault : faults_) {
       if (fault.phase != phase || fault.at_end != at_end || !is_at(fault.rank, rank) ||
           !is_at(fault.step, present_step()) || !is_at(fault.generation, generation))

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shm/connect/peers.h"
 
-#include <poll.h>
 #include <sched.h>
 #include <sys/ioctl.h>
 #include <sys/wait.h>
@@ -12,6 +11,7 @@
 #include <fstream>
 #include <optional>
 
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/thresholds.h"
 #include "lockstep/cores.h"
@@ -170,8 +170,8 @@ void Peers::throw_if_poisoned(const std::string& here) const {
 
 void Peers::poison_if_any_died() const {
   std::vector<pollfd> polls;
-  for (const UniqueFd& pidfd : pidfds_) polls.push_back({.fd = pidfd.get(), .events = POLLIN, .revents = 0});
-  if (polls.empty() || ::poll(polls.data(), polls.size(), 0) <= 0) return;
+  for (const UniqueFd& pidfd : pidfds_) polls.push_back(to_poll(pidfd.get()));
+  if (polls.empty() || poll_for(polls, {}) <= 0) return;
   for (std::size_t i = 0; i < polls.size(); ++i) {
     const int rank = static_cast<int>(i);
     if (polls[i].revents == 0 || left(rank)) continue;

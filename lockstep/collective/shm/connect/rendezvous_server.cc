@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 
-#include <poll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "lockstep/base/int_vector.h"
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/connect/peers.h"
 #include "lockstep/collective/shm/thresholds.h"
@@ -106,10 +106,10 @@ class ServerHandshake {
   }
 
   void wait_for_input() {
-    std::vector<pollfd> polls{{.fd = listener_, .events = POLLIN, .revents = 0}};
-    for (const UniqueFd& newcomer : newcomers_) polls.push_back({.fd = newcomer.get(), .events = POLLIN, .revents = 0});
-    for (const UniqueFd& peer : peers_) polls.push_back({.fd = peer.get(), .events = POLLIN, .revents = 0});
-    ::poll(polls.data(), polls.size(), static_cast<int>(deadline_.left().count()));
+    std::vector<pollfd> polls{to_poll(listener_)};
+    for (const UniqueFd& newcomer : newcomers_) polls.push_back(to_poll(newcomer.get()));
+    for (const UniqueFd& peer : peers_) polls.push_back(to_poll(peer.get()));
+    poll_for(polls, deadline_.left());
   }
 
   void accept_new() {
@@ -137,8 +137,8 @@ class ServerHandshake {
   // A peer has nothing to say before it was welcomed: if there is something, it is gone.
   void drop_lost_peers() {
     for (UniqueFd& peer : peers_) {
-      pollfd gone{.fd = peer.get(), .events = POLLIN, .revents = 0};
-      if (::poll(&gone, 1, 0) > 0) peer.reset();
+      pollfd gone = to_poll(peer.get());
+      if (poll_for({&gone, 1}, {}) > 0) peer.reset();
     }
   }
 
