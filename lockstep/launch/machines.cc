@@ -138,7 +138,7 @@ void Machines::accept_all() {
     const auto is_stranger = [](const Link& link) { return link.kind == Kind::kStranger; };
     if (std::ranges::count_if(links_, is_stranger) >= kMostUnknown)
       links_.erase(std::ranges::find_if(links_, is_stranger));  // the oldest makes room
-    links_.push_back({.kind = Kind::kStranger, .peer = "", .lines = PeerLink(std::move(channel))});
+    links_.push_back({.kind = Kind::kStranger, .peer = "", .lines = LineChannel(std::move(channel))});
   }
 }
 
@@ -146,7 +146,7 @@ void Machines::open(Kind kind, const std::string& peer, const std::string& addre
                     const std::string& first_line) {
   UniqueFd fd = begin_to_connect({address, port});
   if (!fd) return;
-  links_.push_back({.kind = kind, .peer = peer, .lines = PeerLink(channel_of(std::move(fd)))});
+  links_.push_back({.kind = kind, .peer = peer, .lines = LineChannel(channel_of(std::move(fd)))});
   links_.back().lines.write(first_line);
 }
 

@@ -23,8 +23,8 @@
 
 #include "lockstep/launch/arbiter.h"
 #include "lockstep/launch/events.h"
+#include "lockstep/launch/line_channel.h"
 #include "lockstep/launch/membership.h"
-#include "lockstep/launch/peer_link.h"
 #include "lockstep/launch/process.h"
 #include "lockstep/launch/roster.h"
 
@@ -68,7 +68,7 @@ class Machines {
   struct Link {
     Kind kind;
     std::string peer;  // a member's or guest's id
-    PeerLink lines;
+    LineChannel lines;
     Clock::time_point since = Clock::now();
   };
 

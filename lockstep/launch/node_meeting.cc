@@ -29,7 +29,6 @@ constexpr milliseconds kGreetsWithin{10'000};
 constexpr milliseconds kHearsItsPlaceWithin{1000};
 constexpr milliseconds kSecretIsSeenWithin{60'000};  // a file in a home on NFS may be seen late
 constexpr std::size_t kLongestGreeting = 4096;
-constexpr std::size_t kLongestEpoch = std::size_t{1} << 20;
 constexpr std::size_t kMostNewcomers = 64;  // that have not greeted; the oldest makes room
 
 Endpoint endpoint_of(const NodeMeeting& meeting) { return {meeting.host, meeting.port}; }
@@ -122,8 +121,9 @@ std::optional<Endpoint> place_of_job(const std::string& line, const NodeMeeting&
 
 // False: it has said something else than a launcher of this job.
 bool hear_greeting(Guest& guest, const NodeMeeting& meeting, Gathered& gathered) {
+  guest.lines.move();
   const auto line = guest.lines.take();
-  if (!line) return !guest.lines.is_lost();
+  if (!line) return !guest.lines.is_gone();
   const std::string expected = greeting(meeting);
   if (line->starts_with(expected)) guest.member = parse_member(line->substr(expected.size()));
   if (guest.member) return true;
@@ -145,7 +145,10 @@ void hear(Guests& newcomers, Gathered& gathered, const NodeMeeting& meeting) {
 }
 
 void forget_gone(Guests& guests) {
-  std::erase_if(guests, [](Guest& guest) { return guest.lines.take() || guest.lines.is_lost(); });
+  std::erase_if(guests, [](Guest& guest) {
+    guest.lines.move();
+    return guest.lines.take() || guest.lines.is_gone();
+  });
 }
 
 // Until somebody comes or says something.
@@ -237,7 +240,7 @@ class Newcomer {
     if (!secret_by_) secret_by_ = Deadline::after(kSecretIsSeenWithin);
     if (!answered->channel) return {};
     become(endpoint_of_socket(answered->channel->fd()).host);
-    LineChannel lines(std::move(answered->channel), kLongestEpoch);
+    LineChannel lines(std::move(answered->channel));
     if (!lines.write(greeting(meeting_) + to_text(roster_->me), last_answer_)) return {};
     const auto answer = lines.read(last_answer_);
     if (answer == "refused") throw wrong_job(meeting_);
@@ -281,10 +284,10 @@ class Newcomer {
 };
 
 void require_sayable(const NodeMeeting& meeting) {
-  constexpr std::size_t kForNumbers = 80;
-  if (meeting.job.size() + kForNumbers <= LineChannel::kLongest && meeting.job.find('\n') == std::string::npos) return;
+  constexpr std::size_t kLongestName = 176;
+  if (meeting.job.size() <= kLongestName && meeting.job.find('\n') == std::string::npos) return;
   throw UsageError({.what = concat("--rdzv-id has ", meeting.job.size(), " characters"),
-                    .next = concat("choose a line of at most ", LineChannel::kLongest - kForNumbers)});
+                    .next = concat("choose a line of at most ", kLongestName)});
 }
 
 }  // namespace
