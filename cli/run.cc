@@ -215,7 +215,8 @@ void meet(const RendezvousArguments& arguments, const Nodes& nodes, LaunchOption
   read_config(arguments.config, meeting);
   meeting.stays = options.max_restarts > 0;
   const auto arbiter = make_arbiter(arguments.arbiter);
-  NodePlace place = meet_nodes(meeting);
+  Roster roster = meet_nodes(meeting);
+  const PlaceInJob place = place_of(roster.epoch, roster.me.id);
   if (meeting.stays) {
     const std::chrono::milliseconds silence(static_cast<long>(arguments.silence_seconds * 1000));
     options.machines = std::make_shared<Machines>(Membership::Options{.least = nodes.least,
@@ -223,7 +224,7 @@ void meet(const RendezvousArguments& arguments, const Nodes& nodes, LaunchOption
                                                                       .beat = silence / 10,
                                                                       .silence = silence,
                                                                       .has_arbiter = arbiter != nullptr},
-                                                  std::move(place.roster), arbiter);
+                                                  std::move(roster), arbiter);
   }
   options.nodes = place.nodes;
   options.node_rank = place.node_rank;

@@ -83,16 +83,6 @@ Roster own_roster(const NodeMeeting& meeting, const std::string& address, Unique
   return roster;
 }
 
-NodePlace place_of(Roster roster) {
-  const Epoch& epoch = roster.epoch;
-  NodePlace place{.node_rank = epoch.index_of(roster.me.id),
-                  .nodes = static_cast<int>(epoch.members.size()),
-                  .first_rank = epoch.first_rank(roster.me.id),
-                  .world_size = epoch.world_size()};
-  place.roster = std::move(roster);
-  return place;
-}
-
 RendezvousError too_few(const NodeMeeting& meeting, std::size_t came) {
   return RendezvousError({.what = concat(came, " of at least ", meeting.least, " machines came to ",
                                          endpoint_of(meeting).text(), " within ", human_seconds(meeting.timeout)),
@@ -179,13 +169,13 @@ Gathered gather(const UniqueFd& listener, const SecretPtr& secret, const NodeMee
   return gathered;
 }
 
-NodePlace place_everybody(Roster roster, Guests guests) {
+Roster place_everybody(Roster roster, Guests guests) {
   roster.job = roster.me.id;
   roster.epoch.members.push_back(roster.me);
   for (const Guest& guest : guests) roster.epoch.members.push_back(*guest.member);
   for (Guest& guest : guests)
     guest.lines.write(concat("epoch ", roster.job, " ", to_text(roster.epoch)), Deadline::after(kHearsItsPlaceWithin));
-  return place_of(std::move(roster));
+  return roster;
 }
 
 // ---- the others
@@ -233,7 +223,7 @@ class Newcomer {
       : meeting_(meeting), last_answer_(Deadline::after(meeting.timeout + meeting.last_call)) {}
 
   // Nothing: nobody answers there, or not a launcher of this version, or it has gone.
-  std::optional<NodePlace> ask_at(const AddressList& addresses, const Deadline& deadline) {
+  std::optional<Roster> ask_at(const AddressList& addresses, const Deadline& deadline) {
     if (!secret_) secret_ = secret_of(meeting_, /*is_first=*/false);
     auto answered = connect_securely(addresses, *secret_, Deadline::after(std::min(kConnectsWithin, deadline.left())));
     if (!answered) return {};
@@ -247,7 +237,7 @@ class Newcomer {
     if (!answer || !take_epoch(*answer, meeting_, *roster_)) return {};
     roster_->key = answered->key;
     roster_->secret = JobSecret::learned(*secret_, answered->key);
-    return place_of(std::move(*roster_));
+    return std::move(roster_);
   }
 
   // Waits a little. Where a member of the job has come and told where it runs: there.
@@ -292,7 +282,7 @@ void require_sayable(const NodeMeeting& meeting) {
 
 }  // namespace
 
-NodePlace meet_nodes(const NodeMeeting& meeting) {
+Roster meet_nodes(const NodeMeeting& meeting) {
   require_sayable(meeting);
   const Deadline deadline = Deadline::after(meeting.timeout);
   Newcomer newcomer(meeting);
@@ -310,13 +300,13 @@ NodePlace meet_nodes(const NodeMeeting& meeting) {
         return place_everybody(std::move(roster), std::move(gathered.guests));
       }
       running = gathered.running;
-    } else if (auto place = newcomer.ask_at(addresses, deadline)) {
-      return std::move(*place);
+    } else if (auto roster = newcomer.ask_at(addresses, deadline)) {
+      return std::move(*roster);
     }
     if (newcomer.is_refused()) break;
     if (!running) running = newcomer.wait_for_a_knock(addresses, std::min(kTryEvery, deadline.left()));
     if (running)
-      if (auto place = newcomer.ask_at(look_up(*running, deadline).addresses, deadline)) return std::move(*place);
+      if (auto roster = newcomer.ask_at(look_up(*running, deadline).addresses, deadline)) return std::move(*roster);
   } while (!deadline.passed());
   throw nobody(meeting, newcomer.was_answered());
 }
