@@ -25,8 +25,7 @@ struct JobOfMachines : ::testing::Test {
   ~JobOfMachines() override { ::unsetenv("LOCKSTEP_SECRET"); }
 
   NodeMeeting meeting(int least, int most) const {
-    return {.host = "127.0.0.1",
-            .port = port.number(),
+    return {.place = {"127.0.0.1", port.number()},
             .job = "a job that stays",
             .least = least,
             .most = most,

@@ -15,7 +15,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/files/unique_fd.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/endpoint.h"
 #include "lockstep/launch/interfaces.h"
 #include "lockstep/launch/line_channel.h"
 #include "lockstep/launch/secured_channel.h"
@@ -31,15 +30,13 @@ constexpr milliseconds kSecretIsSeenWithin{60'000};  // a file in a home on NFS 
 constexpr std::size_t kLongestGreeting = 4096;
 constexpr std::size_t kMostNewcomers = 64;  // that have not greeted; the oldest makes room
 
-Endpoint endpoint_of(const NodeMeeting& meeting) { return {meeting.host, meeting.port}; }
-
 // None while the name is not known: where machines start with the job, DNS learns it a little later. Debian gives a
 // machine's own name the address 127.0.1.1, at which the others can't reach it.
 AddressList find_addresses(const NodeMeeting& meeting, const Deadline& deadline) {
-  AddressList found = look_up(endpoint_of(meeting), deadline).addresses;
-  if (!found || is_loopback(meeting.host) || !is_loopback(numeric(found->ai_addr, found->ai_addrlen))) return found;
+  AddressList found = look_up(meeting.place, deadline).addresses;
+  if (!found || is_loopback(meeting.place.host) || !is_loopback(numeric(found->ai_addr, found->ai_addrlen))) return found;
   const std::string mine = address_for_others();
-  return mine.empty() ? std::move(found) : look_up({mine, meeting.port}, deadline).addresses;
+  return mine.empty() ? std::move(found) : look_up({mine, meeting.place.port}, deadline).addresses;
 }
 
 // What a launcher says first, before its member.
@@ -63,7 +60,7 @@ struct Gathered {
 
 // A job that runs already has its secret: machine 0 that comes back makes no other one.
 SecretPtr secret_of(const NodeMeeting& meeting, bool is_first) {
-  const std::string name = concat("machines ", endpoint_of(meeting).text(), " ", meeting.job);
+  const std::string name = concat("machines ", meeting.place.text(), " ", meeting.job);
   auto found = std::make_shared<const JobSecret>(name, false);
   const bool is_known = !found->comes_by_munge() && (found->is_off() || (meeting.stays && found->find()));
   return !is_first || is_known ? found : std::make_shared<const JobSecret>(name, true);
@@ -72,11 +69,11 @@ SecretPtr secret_of(const NodeMeeting& meeting, bool is_first) {
 // What this launcher will be to the others: where it listens, at the meeting's port if that is free here.
 Roster own_roster(const NodeMeeting& meeting, const std::string& address, UniqueFd listener = {}) {
   const Deadline at_once = Deadline::after(kConnectsWithin);
-  for (const int port : {meeting.port, 0})
+  for (const int port : {meeting.place.port, 0})
     if (!listener) listener = listen_at(look_up({address, port}, at_once).addresses);
   if (!listener) throw system_error("listen at", address);
   Roster roster{.me = {.id = new_member_id(), .address = address, .ranks = meeting.ranks}};
-  roster.me.port = endpoint_of(listener).port;
+  roster.me.port = endpoint_of(listener.get()).port;
   roster.greeting = greeting(meeting);
   roster.listener = std::move(listener);
   for (int& port : roster.me.master_ports) port = roster.ports.emplace_back(address).number();
@@ -85,7 +82,7 @@ Roster own_roster(const NodeMeeting& meeting, const std::string& address, Unique
 
 RendezvousError too_few(const NodeMeeting& meeting, std::size_t came) {
   return RendezvousError({.what = concat(came, " of at least ", meeting.least, " machines came to ",
-                                         endpoint_of(meeting).text(), " within ", human_seconds(meeting.timeout)),
+                                         meeting.place.text(), " within ", human_seconds(meeting.timeout)),
                           .likely = "a machine that did not start, or has another --rdzv-endpoint",
                           .next = "look at the other machines; --rdzv-conf join_timeout=SECONDS waits longer"});
 }
@@ -182,7 +179,7 @@ Roster place_everybody(Roster roster, Guests guests) {
 
 RendezvousError wrong_job(const NodeMeeting& meeting) {
   return RendezvousError(
-      {.what = concat("the launcher at ", endpoint_of(meeting).text(), " is not one of this job"),
+      {.what = concat("the launcher at ", meeting.place.text(), " is not one of this job"),
        .here = concat("--rdzv-id '", meeting.job, "', --nnodes ", meeting.least, ":", meeting.most),
        .likely = "two jobs with one --rdzv-endpoint, or machines with different --nnodes or --max-restarts",
        .next = "give every machine the same --nnodes, --rdzv-id, --rdzv-endpoint and --max-restarts"});
@@ -190,12 +187,12 @@ RendezvousError wrong_job(const NodeMeeting& meeting) {
 
 RendezvousError nobody(const NodeMeeting& meeting, bool was_refused) {
   if (was_refused)
-    return RendezvousError({.what = concat("this machine was not let in at ", endpoint_of(meeting).text()),
+    return RendezvousError({.what = concat("this machine was not let in at ", meeting.place.text()),
                             .here = concat("--rdzv-id '", meeting.job, "'"),
                             .likely = "another secret there than here, or none; or another program answers",
                             .next = ways_to_a_secret()});
   return RendezvousError(
-      {.what = concat("no launcher of this job at ", endpoint_of(meeting).text()),
+      {.what = concat("no launcher of this job at ", meeting.place.text()),
        .likely = "a name that does not resolve, a firewall, or machines that have begun without this one",
        .next = "give every machine the same --rdzv-endpoint, the address of one of them"});
 }
@@ -229,7 +226,7 @@ class Newcomer {
     if (!answered) return {};
     if (!secret_by_) secret_by_ = Deadline::after(kSecretIsSeenWithin);
     if (!answered->channel) return {};
-    become(endpoint_of_socket(answered->channel->fd()).host);
+    become(endpoint_of(answered->channel->fd()).host);
     LineChannel lines(std::move(answered->channel));
     if (!lines.write(greeting(meeting_) + to_text(roster_->me), last_answer_)) return {};
     const auto answer = lines.read(last_answer_);
@@ -293,7 +290,7 @@ Roster meet_nodes(const NodeMeeting& meeting) {
       const auto secret = secret_of(meeting, /*is_first=*/true);
       Gathered gathered = gather(listener, secret, meeting);
       if (!gathered.running) {
-        const std::string address = endpoint_of(listener).host;
+        const std::string address = endpoint_of(listener.get()).host;
         Roster roster = own_roster(meeting, address, std::move(listener));
         roster.secret = secret;
         roster.key = secret->find();

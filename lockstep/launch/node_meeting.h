@@ -21,14 +21,14 @@
 
 #include <string>
 
+#include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/deadline.h"
 #include "lockstep/launch/roster.h"
 
 namespace lockstep {
 
 struct NodeMeeting {
-  std::string host;  // where they meet
-  int port = 0;
+  Endpoint place;   // where they meet
   std::string job;  // --rdzv-id: launchers with another one are refused
   int least = 1;    // machines
   int most = 1;

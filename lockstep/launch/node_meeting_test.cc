@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/launch/node_meeting.h"
 
 #include <gtest/gtest.h>
@@ -16,7 +17,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/files/unique_fd.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/endpoint.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -37,8 +37,7 @@ struct MeetingOfNodes : ::testing::Test {
 };
 
 NodeMeeting at_port(const ReservedPort& port, int least, int most) {
-  return {.host = "127.0.0.1",
-          .port = port.number(),
+  return {.place = {"127.0.0.1", port.number()},
           .job = "a job",
           .least = least,
           .most = most,

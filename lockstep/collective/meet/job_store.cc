@@ -101,7 +101,7 @@ SecretPtr secret_of(const JobEnvironment& job, const std::string& place) {
 }
 
 StorePtr serve_store(UniqueFd listener, SecretPtr secret, milliseconds timeout) {
-  const std::string host = endpoint_of(listener).host;
+  const std::string host = endpoint_of(listener.get()).host;
   const auto admit = [secret = std::move(secret)](UniqueFd fd) -> std::unique_ptr<Channel> {
     try {
       return serve_channel(std::move(fd), secret);
