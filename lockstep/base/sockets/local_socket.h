@@ -8,6 +8,7 @@
 #include <sys/socket.h>
 
 #include <cstddef>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -32,7 +33,9 @@ UniqueFd accept_locally(int listener);  // none: nobody is waiting. Throws: no d
 // Gives this process as many descriptors as it may have without privileges, up to 65,536: each group of N ranks takes 2 N.
 void raise_descriptor_limit();
 
-bool is_own_user(int socket);  // the process at the other end has this one's user
+// The process at the other end. Nothing: this is no socket.
+std::optional<ucred> peer_of(int socket);
+bool is_own_user(int socket);  // it has this process's user
 
 // Blocks until the other end has room, at most until the deadline. At most kMostDescriptors. False: the other end is gone,
 // or did not take it in time.

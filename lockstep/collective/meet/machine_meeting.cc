@@ -51,12 +51,9 @@ UniqueFd try_to_connect(const std::string& name) {
 }
 
 [[noreturn]] void refuse_second(const JobEnvironment& job, const UniqueFd& first) {
-  ucred other{};
-  socklen_t length = sizeof other;
-  ::getsockopt(first.get(), SOL_SOCKET, SO_PEERCRED, &other, &length);
   throw RendezvousError({.what = concat("another rank 0 waits for its job at ", where(job)),
                          .here = concat("rank 0 of ", job.world_size),
-                         .peer = concat("pid ", other.pid),
+                         .peer = concat("pid ", peer_of(first.get()).value_or(ucred{}).pid),
                          .likely = "two jobs with one MASTER_PORT",
                          .next = "choose another MASTER_PORT, or wait until the other job has begun"});
 }

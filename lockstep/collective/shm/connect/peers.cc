@@ -8,9 +8,9 @@
 
 #include <algorithm>
 #include <bit>
-#include <fstream>
 #include <optional>
 
+#include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/thresholds.h"
@@ -62,15 +62,13 @@ std::optional<int> status_of_collected(int pidfd) {
 }
 
 // Before its parent collected it, a process is a zombie, and the last field of /proc/PID/stat is its status.
-std::optional<int> status_of_zombie(pid_t pid) {
-  std::ifstream file(concat("/proc/", pid, "/stat"));
-  std::string line;
-  std::getline(file, line);
-  const std::size_t name_end = line.rfind(')');
-  if (name_end == std::string::npos || line.compare(name_end, 3, ") Z") != 0) return std::nullopt;
+std::optional<int> status_of_zombie(pid_t pid) try {
   int status = 0;
-  const std::vector<std::string> fields = split(line, ' ');
-  return parse_int(fields.back(), status) ? std::optional(status) : std::nullopt;
+  const auto fields = fields_of_stat(concat("/proc/", pid, "/stat"));
+  return fields.front() == "Z" && parse_int(split(fields.back(), '\n').front(), status) ? std::optional(status)
+                                                                                        : std::nullopt;
+} catch (const SystemError&) {
+  return std::nullopt;
 }
 
 std::string ending_with(int status) {
