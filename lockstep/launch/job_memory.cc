@@ -25,10 +25,9 @@ std::optional<KeeperMessage> receive_from_keeper(int socket, std::vector<UniqueF
   KeeperMessage message;
   for (;;) {
     if (!wait_for(POLLIN, socket, deadline)) return {};
-    const auto bytes =
-        receive_with_descriptors(socket, std::as_writable_bytes(std::span(&message, 1)), descriptors, 0);
-    if (bytes < 0) continue;
-    return bytes == sizeof message && message.is_well_formed() ? std::optional(message) : std::nullopt;
+    const Incoming incoming = receive_message(socket, message, descriptors);
+    if (incoming != Incoming::kNothingYet)
+      return incoming == Incoming::kMessage ? std::optional(message) : std::nullopt;
   }
 }
 
@@ -83,7 +82,7 @@ void JobMemory::send(KeeperMessage message, const std::vector<int>& descriptors)
   message.seat = seat_;
   message.local_rank = local_rank_;
   message.generation = generation_;
-  if (!send_with_descriptors(socket_.get(), message.bytes(), descriptors, Deadline::after(kToAnswer)))
+  if (!send_message(socket_.get(), message, Deadline::after(kToAnswer), descriptors))
     throw keeper_lost("does not take this rank's messages");
 }
 

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "lockstep/base/int_vector.h"
+#include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/connect/peers.h"
@@ -73,7 +74,7 @@ class ServerHandshake {
       const int socket = peers_[rank].get();
       Message ready;
       std::vector<UniqueFd> none;
-      if (!wait_readable(socket, deadline_) || receive_message(socket, ready, none, 0) != Received::kMessage ||
+      if (!wait_for(POLLIN, socket, deadline_) || receive_message(socket, ready, none, 0) != Incoming::kMessage ||
           ready.kind != Message::kReady)
         lost(rank);
     }
@@ -121,9 +122,9 @@ class ServerHandshake {
   bool hear(UniqueFd& newcomer) {
     Message hello;
     std::vector<UniqueFd> descriptors;
-    const Received received = receive_message(newcomer.get(), hello, descriptors, 2);
-    if (received == Received::kNothingYet) return false;
-    if (received != Received::kMessage || !agrees(hello, Message::kHello, size_) || hello.rank < 1 ||
+    const Incoming incoming = receive_message(newcomer.get(), hello, descriptors, 2);
+    if (incoming == Incoming::kNothingYet) return false;
+    if (incoming != Incoming::kMessage || !agrees(hello, Message::kHello, size_) || hello.rank < 1 ||
         hello.rank >= size_)
       return true;
     drop_lost_peers();  // a rank that came, died and was started again may have left two hellos here
@@ -220,12 +221,12 @@ class ClientHandshake {
 
   Message receive(Message::Kind kind, std::vector<UniqueFd>& descriptors, std::size_t expected) const {
     Message message;
-    if (!wait_readable(socket_.get(), deadline_))
+    if (!wait_for(POLLIN, socket_.get(), deadline_))
       throw RendezvousError({.what = "the ranks of this machine are not complete at the deadline",
                              .here = concat("rank ", rank_, " of ", size_),
                              .likely = "a rank that did not start",
                              .next = "rank 0's error names it"});
-    if (receive_message(socket_.get(), message, descriptors, expected) != Received::kMessage ||
+    if (receive_message(socket_.get(), message, descriptors, expected) != Incoming::kMessage ||
         !agrees(message, kind, size_))
       refused();
     return message;
