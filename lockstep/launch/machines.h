@@ -43,9 +43,9 @@ class Machines {
   void work();
 
   const Epoch& epoch() const { return membership_.epoch(); }
-  const Member& me() const { return me_; }
-  int node_rank() const { return epoch().index_of(me_.id); }
-  const std::string& job() const { return job_; }
+  const Member& me() const { return roster_.me; }
+  int node_rank() const { return epoch().index_of(me().id); }
+  const std::string& job() const { return roster_.job; }
 
   // A newer epoch than the last one taken, of which this machine is a member.
   std::optional<Epoch> take_news();
@@ -89,19 +89,12 @@ class Machines {
   void say_when_all_are_connected();
   Link* link_of(const std::string& peer);
 
-  Member me_;
-  std::string job_;
-  std::string greeting_;
-  SecretPtr secret_;
-  std::optional<Secret> key_;
-  UniqueFd listener_;
-  std::vector<ReservedPort> ports_;
+  Roster roster_;  // with the epoch whose links these are
   Membership membership_;
   milliseconds beat_;
   int most_;
   std::shared_ptr<Arbiter> arbiter_;
   std::list<Link> links_{};
-  Epoch followed_;      // whose links these are
   int taken_;           // number of the last news
   int connected_ = -1;  // number of the last epoch all of whose members were connected
   Clock::time_point last_ = Clock::now();

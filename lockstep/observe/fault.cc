@@ -17,10 +17,10 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/pipe.h"
 #include "lockstep/base/process/environment_switch.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/error.h"
 #include "lockstep/observe/rank_progress.h"
 
@@ -143,22 +143,19 @@ void send_own_later(int signal, int microseconds) {
 
 // Returns in single steps.
 void send_own_after_instructions(int signal, int instructions) {
-  std::array<int, 2> go{}, ready{};
-  if (::pipe(go.data()) != 0 || ::pipe(ready.data()) != 0) throw system_error("make", "a pipe");
-  const UniqueFd go_from(go[0]), go_to(go[1]), ready_from(ready[0]);
-  UniqueFd ready_to(ready[1]);
+  Pipe go = make_pipe(), ready = make_pipe();
   const pid_t process = ::getpid(), thread = static_cast<pid_t>(::syscall(SYS_gettid));
   const pid_t tracer = ::fork();
   if (tracer == 0) {
-    ::close(go[1]);
-    ::close(ready[0]);
-    step_through(process, thread, instructions, signal, go[0], ready[1]);
+    go.in.reset();
+    ready.out.reset();
+    step_through(process, thread, instructions, signal, go.out.get(), ready.in.get());
   }
   if (tracer < 0) throw system_error("start", "a process that traces this one");
   ::prctl(PR_SET_PTRACER, tracer, 0, 0, 0);
   char byte = 0;
-  ready_to.reset();  // the tracer's end closes it then
-  if (::write(go_to.get(), "g", 1) != 1 || ::read(ready_from.get(), &byte, 1) != 1)
+  ready.in.reset();  // the tracer's end closes it then
+  if (::write(go.in.get(), "g", 1) != 1 || ::read(ready.out.get(), &byte, 1) != 1)
     throw SystemError({.what = concat(kVariable, ": this process can't be traced"),
                        .likely = "kernel.yama.ptrace_scope is 2 or 3, or a debugger is attached",
                        .next = "use delay= (microseconds) instead of after="});
