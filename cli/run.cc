@@ -206,16 +206,20 @@ void read_config(const std::string& text, NodeMeeting& meeting) {
 // The machines meet and number themselves, as with torchrun's c10d backend.
 void meet(const RendezvousArguments& arguments, const Nodes& nodes, LaunchOptions& options) {
   constexpr int kPortOfTorchrun = 29400;
-  NodeMeeting meeting{
-      .port = kPortOfTorchrun, .job = arguments.id, .least = nodes.least, .most = nodes.most, .ranks = options.ranks};
+  NodeMeeting meeting{.place = {"", kPortOfTorchrun},
+                      .job = arguments.id,
+                      .least = nodes.least,
+                      .most = nodes.most,
+                      .ranks = options.ranks};
   if (arguments.endpoint.empty())
     throw UsageError({.what = "--rdzv-backend c10d without --rdzv-endpoint",
                       .next = "give every machine the same --rdzv-endpoint HOST:PORT, the address of one of them"});
-  split_endpoint(arguments.endpoint, meeting.host, meeting.port);
+  split_endpoint(arguments.endpoint, meeting.place.host, meeting.place.port);
   read_config(arguments.config, meeting);
   meeting.stays = options.max_restarts > 0;
   const auto arbiter = make_arbiter(arguments.arbiter);
-  NodePlace place = meet_nodes(meeting);
+  Roster roster = meet_nodes(meeting);
+  const PlaceInJob place = place_of(roster.epoch, roster.me.id);
   if (meeting.stays) {
     const std::chrono::milliseconds silence(static_cast<long>(arguments.silence_seconds * 1000));
     options.machines = std::make_shared<Machines>(Membership::Options{.least = nodes.least,
@@ -223,14 +227,14 @@ void meet(const RendezvousArguments& arguments, const Nodes& nodes, LaunchOption
                                                                       .beat = silence / 10,
                                                                       .silence = silence,
                                                                       .has_arbiter = arbiter != nullptr},
-                                                  std::move(place.roster), arbiter);
+                                                  std::move(roster), arbiter);
   }
   options.nodes = place.nodes;
   options.node_rank = place.node_rank;
   options.first_rank = place.first_rank;
   options.world_size = place.world_size;
-  options.master_addr = meeting.host;
-  options.master_port = meeting.port;
+  options.master_addr = meeting.place.host;
+  options.master_port = meeting.place.port;
 }
 
 // The machines were numbered by --node-rank.

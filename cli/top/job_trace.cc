@@ -103,8 +103,7 @@ class TraceOfJob {
   ~TraceOfJob() {
     for (const TracedRank& rank : ranks_) rank.set_end(trace::now());
   }
-  TraceOfJob(const TraceOfJob&) = delete;
-  TraceOfJob& operator=(const TraceOfJob&) = delete;
+  TraceOfJob& operator=(TraceOfJob&&) = delete;
 
   void begin() {
     const std::int64_t at_most = from_now(2 * order_.patience + order_.length);

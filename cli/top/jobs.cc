@@ -11,6 +11,7 @@
 #include <map>
 
 #include "lockstep/base/files/file.h"
+#include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/observe/trace.h"
@@ -183,13 +184,12 @@ std::string file_of(int pid, const std::string& name) try {
   return "";
 }
 
-// The letter stands after the name, which may itself have blanks and brackets. The process's own `stat` sums up all threads.
-char state_of(int pid) {
-  const std::string stat = file_of(pid, concat("task/", pid, "/stat"));
-  const std::size_t name_ends = stat.rfind(')');
-  if (name_ends == std::string::npos || name_ends + 2 >= stat.size()) return 0;
-  const char state = stat[name_ends + 2];
+// By the main thread's file: the process's own sums up all threads.
+char state_of(int pid) try {
+  const char state = fields_of_stat(concat("/proc/", pid, "/task/", pid, "/stat")).front()[0];
   return state == 'Z' || state == 'X' ? '\0' : state;
+} catch (const SystemError&) {
+  return 0;
 }
 
 bool has_ended(const Job& job) {

@@ -2,7 +2,6 @@
 #include "lockstep/base/text.h"
 
 #include <array>
-#include <charconv>
 
 #include <fmt/format.h>
 
@@ -44,11 +43,6 @@ std::string with_thousands(std::int64_t value) {
   const std::size_t first = digits.front() == '-' ? 1 : 0;
   for (std::size_t i = digits.size(); i > first + 3;) digits.insert(i -= 3, ",");
   return digits;
-}
-
-bool parse_int(std::string_view text, int& value) {
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  return error == std::errc() && end == text.data() + text.size();
 }
 
 }  // namespace lockstep

@@ -5,7 +5,9 @@
 // include path breaks the other.
 #pragma once
 
+#include <charconv>
 #include <chrono>
+#include <concepts>
 #include <cstdint>
 #include <exception>
 #include <sstream>
@@ -45,9 +47,13 @@ inline std::string human_seconds(std::chrono::nanoseconds time) {
 }
 std::string with_thousands(std::int64_t value);  // 60000 -> "60,000"
 
-// The whole text as a number; nothing if it is not one, or does not fit.
 std::string first_line_of(const std::exception& error);
 
-bool parse_int(std::string_view text, int& value);
+// Reads the whole text as a number. Returns false if it is none, or does not fit.
+template <std::integral Number>
+bool parse_int(std::string_view text, Number& value) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  return error == std::errc() && end == text.data() + text.size();
+}
 
 }  // namespace lockstep

@@ -14,13 +14,13 @@
 
 #include <nlohmann/json.hpp>
 
+#include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/agreement.h"
 #include "lockstep/launch/channel.h"
-#include "lockstep/launch/endpoint.h"
 
 namespace lockstep {
 namespace {

@@ -18,8 +18,7 @@ class Channel {
  public:
   explicit Channel(UniqueFd fd);  // makes it one that does not block
   virtual ~Channel() = default;
-  Channel(const Channel&) = delete;
-  Channel& operator=(const Channel&) = delete;
+  Channel& operator=(Channel&&) = delete;
 
   // How many bytes were moved; 0: none for now; nothing: the peer is gone.
   virtual std::optional<std::size_t> read(std::span<char> room);

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/launch/environment.h"
 
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
 
-#include "lockstep/base/files/file.h"
+#include "lockstep/base/files/proc_file.h"
+#include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
@@ -29,15 +29,12 @@ std::optional<int> index_of_daemon(const std::string& uri) {
 }
 
 // Names the process that made the other end of socket `fd`; nothing if `fd` is no socket or that process can't be seen.
-std::optional<std::string> identity_of_peer(int fd) {
-  ucred peer{};
-  socklen_t size = sizeof peer;
-  if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.pid <= 0) return {};
-  try {
-    return concat(peer.pid, "-", start_time_of(peer.pid));
-  } catch (const SystemError&) {
-    return {};
-  }
+std::optional<std::string> identity_of_peer(int fd) try {
+  const auto peer = peer_of(fd);
+  if (!peer || peer->pid <= 0) return {};
+  return concat(peer->pid, "-", start_time_of(peer->pid));
+} catch (const SystemError&) {
+  return {};
 }
 
 // Fills one JobEnvironment. Missing variables are collected, so that one error can name all of them.
@@ -383,9 +380,8 @@ int allotted_cores() {
 }
 
 std::string start_time_of(int pid) {
-  const std::string stat = read_file(concat("/proc/", pid, "/stat"));
-  constexpr std::size_t kStartTime = 20;  // fields after the name, which itself may hold blanks and brackets
-  return split(stat.substr(stat.rfind(')') + 1), ' ').at(kStartTime);
+  constexpr std::size_t kStartTime = 19;
+  return fields_of_stat(concat("/proc/", pid, "/stat")).at(kStartTime);
 }
 
 }  // namespace lockstep

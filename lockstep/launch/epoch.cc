@@ -46,6 +46,15 @@ int Epoch::world_size() const {
   return ranks;
 }
 
+PlaceInJob place_of(const Epoch& epoch, const std::string& member) {
+  return {.nodes = static_cast<int>(epoch.members.size()),
+          .node_rank = epoch.index_of(member),
+          .first_rank = epoch.first_rank(member),
+          .world_size = epoch.world_size(),
+          .master_addr = epoch.members.front().address,
+          .master_port = epoch.master_port()};
+}
+
 std::string new_member_id() {
   std::uint64_t number = 0;
   if (::getrandom(&number, sizeof number, 0) != sizeof number) throw system_error("make", "random bytes");

@@ -38,6 +38,17 @@ struct Epoch {
   int master_port() const { return members.front().master_ports[static_cast<std::size_t>(number % 2)]; }
 };
 
+// Where the ranks of a machine are in the job.
+struct PlaceInJob {
+  int nodes = 1;
+  int node_rank = 0;
+  int first_rank = 0;
+  int world_size = 1;
+  std::string master_addr;
+  int master_port = 0;
+};
+PlaceInJob place_of(const Epoch& epoch, const std::string& member);
+
 // An id for this process.
 std::string new_member_id();
 

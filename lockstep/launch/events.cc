@@ -3,6 +3,7 @@
 
 #include <sys/signalfd.h>
 
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -42,8 +43,8 @@ int SignalReader::next() const {
 
 void poll_events(const std::vector<Event>& events, int timeout_ms) {
   std::vector<pollfd> fds;
-  for (const Event& event : events) fds.push_back({.fd = event.fd, .events = event.events, .revents = 0});
-  const int ready = ::poll(fds.data(), fds.size(), timeout_ms);
+  for (const Event& event : events) fds.push_back(to_poll(event.fd, event.events));
+  const int ready = poll_for(fds, milliseconds(timeout_ms));
   if (ready < 0 && errno != EINTR) throw system_error("wait for", "the ranks");
   for (std::size_t i = 0; ready > 0 && i < fds.size(); ++i)
     if (fds[i].revents != 0) events[i].on_ready();

@@ -20,8 +20,7 @@ class SignalReader {
  public:
   explicit SignalReader(const std::vector<int>& others = {});  // throws SystemError
   ~SignalReader();  // signals are as before; what has not been read takes effect
-  SignalReader(const SignalReader&) = delete;
-  SignalReader& operator=(const SignalReader&) = delete;
+  SignalReader& operator=(SignalReader&&) = delete;
 
   int fd() const { return fd_.get(); }
   int next() const;                                          // 0: none

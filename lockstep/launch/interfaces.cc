@@ -11,10 +11,10 @@
 #include <cstdlib>
 #include <memory>
 
+#include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/endpoint.h"
 
 namespace lockstep {
 namespace {

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <optional>
 
+#include "lockstep/base/process/environment_switch.h"
 #include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
@@ -18,22 +19,15 @@ namespace {
 constexpr const char* kAddress = "LOCKSTEP_KEEPER";
 constexpr std::chrono::seconds kToAnswer{60};  // the launcher answers at once, unless it was stopped
 
-int number_in(const char* variable) {
-  const char* const text = std::getenv(variable);
-  int number = 0;
-  return text != nullptr && parse_int(text, number) ? number : 0;
-}
-
 // Nothing: the launcher is gone, or has not answered in time.
 std::optional<KeeperMessage> receive_from_keeper(int socket, std::vector<UniqueFd>& descriptors,
                                                  Deadline deadline) {
   KeeperMessage message;
   for (;;) {
     if (!wait_for(POLLIN, socket, deadline)) return {};
-    const auto bytes =
-        receive_with_descriptors(socket, std::as_writable_bytes(std::span(&message, 1)), descriptors, 0);
-    if (bytes < 0) continue;
-    return bytes == sizeof message && message.is_well_formed() ? std::optional(message) : std::nullopt;
+    const Incoming incoming = receive_message(socket, message, descriptors);
+    if (incoming != Incoming::kNothingYet)
+      return incoming == Incoming::kMessage ? std::optional(message) : std::nullopt;
   }
 }
 
@@ -70,8 +64,8 @@ JobMemory::JobMemory(const std::string& address) : socket_(connect_to_keeper(add
 }
 
 void JobMemory::set_place() {
-  local_rank_ = number_in("LOCAL_RANK");
-  generation_ = number_in("TORCHELASTIC_RESTART_COUNT");
+  local_rank_ = number_in_variable("LOCAL_RANK");
+  generation_ = number_in_variable("TORCHELASTIC_RESTART_COUNT");
 }
 
 JobMemory* JobMemory::get() {
@@ -88,7 +82,7 @@ void JobMemory::send(KeeperMessage message, const std::vector<int>& descriptors)
   message.seat = seat_;
   message.local_rank = local_rank_;
   message.generation = generation_;
-  if (!send_with_descriptors(socket_.get(), message.bytes(), descriptors, Deadline::after(kToAnswer)))
+  if (!send_message(socket_.get(), message, Deadline::after(kToAnswer), descriptors))
     throw keeper_lost("does not take this rank's messages");
 }
 

@@ -33,8 +33,7 @@ class JobSecret {
   // secret, or that others can read; no munge, and no home to write to.
   JobSecret(const std::string& job, bool is_rank_0);
   ~JobSecret();
-  JobSecret(const JobSecret&) = delete;
-  JobSecret& operator=(const JobSecret&) = delete;
+  JobSecret& operator=(JobSecret&&) = delete;
 
   // Of another process than rank 0, which has learned the secret by now and can pass it on as rank 0 does.
   static std::shared_ptr<const JobSecret> learned(const JobSecret& how, const std::optional<Secret>& secret);

@@ -52,10 +52,9 @@ void Keeper::accept_new() {
 bool Keeper::serve(Client& client) {
   KeeperMessage message;
   std::vector<UniqueFd> descriptors;
-  const auto bytes =
-      receive_with_descriptors(client.socket.get(), std::as_writable_bytes(std::span(&message, 1)), descriptors, 0);
-  if (bytes < 0) return false;
-  if (bytes == sizeof message && message.is_well_formed())
+  const Incoming incoming = receive_message(client.socket.get(), message, descriptors);
+  if (incoming == Incoming::kNothingYet) return false;
+  if (incoming == Incoming::kMessage)
     handle(client, message, descriptors);
   else
     client.socket.reset();
@@ -102,8 +101,7 @@ void Keeper::send_kept(Client& client, int generation) {
 }
 
 bool Keeper::send(Client& client, const KeeperMessage& message, const std::vector<int>& descriptors) {
-  if (send_with_descriptors(client.socket.get(), message.bytes(), descriptors, Deadline::after(kToTakeAnswer)))
-    return true;
+  if (send_message(client.socket.get(), message, Deadline::after(kToTakeAnswer), descriptors)) return true;
   client.socket.reset();
   return false;
 }

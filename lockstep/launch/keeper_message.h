@@ -13,8 +13,6 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
-#include <optional>
-#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -43,12 +41,6 @@ struct KeeperMessage {
     value.copy(text.data(), text.size() - 1);
   }
   std::string get_text() const { return {text.data(), ::strnlen(text.data(), text.size())}; }
-
-  std::span<const std::byte> bytes() const { return std::as_bytes(std::span(this, 1)); }
-  bool is_well_formed() const {
-    const KeeperMessage expected;
-    return magic == expected.magic && version == expected.version;
-  }
 };
 
 using Variables = std::vector<std::pair<std::string, std::string>>;  // of the environment

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// launch/line_channel.h: lines of text through a channel.
+// launch/line_channel.h: lines of text through a channel: for a loop that must never wait for the other end, and for one that
+// waits, but not beyond a deadline.
 //
-// Flow:    node_meeting.h -> here -> channel.h
+// Flow:    node_meeting.h, machines.h -> here -> channel.h
 // Owns:    the channel
 // Threads: one at a time
 #pragma once
@@ -17,27 +18,44 @@ namespace lockstep {
 
 class LineChannel {
  public:
-  static constexpr std::size_t kLongest = 256;
+  static constexpr std::size_t kLongest = std::size_t{1} << 20;  // an epoch of thousands of machines
 
   explicit LineChannel(std::unique_ptr<Channel> channel, std::size_t longest = kLongest)
       : channel_(std::move(channel)), longest_(longest) {}
+  LineChannel(LineChannel&&) = default;
+  LineChannel& operator=(LineChannel&&) = default;
+  ~LineChannel();  // the other end learns of it, even if a child of this process has the socket, too
 
-  // The next line, if all of it has come. Does not block.
+  void write(const std::string& line) { out_ += line + '\n'; }
+  void move();  // what can be sent and received at once
+
+  // The next line that has come whole.
   std::optional<std::string> take();
 
   // Block until the deadline at most. Nothing, false: the other end has gone, or the deadline has passed.
   std::optional<std::string> read(const Deadline& deadline);
   bool write(const std::string& line, const Deadline& deadline);
 
-  bool is_lost() const { return lost_; }  // the other end has gone, was not let in, or sent a line that is too long
+  // Says that no more comes, and throws away what the other end has said: what is not read when a socket is closed
+  // makes the kernel take back what was sent. False: the other end has closed, too.
+  void say_end();
+  bool drain();
+
+  // No more is read, and the channel is gone once everything is sent.
+  void finish() { finishing_ = true; }
+  // The other end has gone, was not let in, or has sent too much.
+  bool is_gone() const { return gone_ || (finishing_ && out_.empty()); }
+
   int fd() const { return channel_->fd(); }
-  short events() const { return channel_->events(/*has_to_write=*/false); }
+  short events() const { return channel_->events(/*has_to_write=*/!out_.empty()); }
 
  private:
   std::unique_ptr<Channel> channel_;
   std::size_t longest_;
-  std::string come_;
-  bool lost_ = false;
+  std::string in_{};
+  std::string out_{};
+  bool gone_ = false;
+  bool finishing_ = false;
 };
 
 }  // namespace lockstep

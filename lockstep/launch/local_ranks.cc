@@ -34,15 +34,6 @@ PlaceInJob place_of(const LaunchOptions& options) {
           .master_port = options.master_port};
 }
 
-PlaceInJob place_of(const Epoch& epoch, const std::string& member) {
-  return {.nodes = static_cast<int>(epoch.members.size()),
-          .node_rank = epoch.index_of(member),
-          .first_rank = epoch.first_rank(member),
-          .world_size = epoch.world_size(),
-          .master_addr = epoch.members.front().address,
-          .master_port = epoch.master_port()};
-}
-
 std::string log_path(const LaunchOptions& options, int rank, const std::string& suffix) {
   return std::filesystem::path(options.log_dir) / concat("rank", rank, suffix);
 }

@@ -46,17 +46,7 @@ struct LocalRank {
   bool is_waiting() const { return waits && !end; }
 };
 
-// Where the ranks of this machine are in the job.
-struct PlaceInJob {
-  int nodes = 1;
-  int node_rank = 0;
-  int first_rank = 0;
-  int world_size = 1;
-  std::string master_addr;
-  int master_port = 0;
-};
 PlaceInJob place_of(const LaunchOptions& options);
-PlaceInJob place_of(const Epoch& epoch, const std::string& member);
 
 // What this process passes on.
 struct Sinks {

@@ -2,7 +2,6 @@
 #include "lockstep/launch/machines.h"
 
 #include <fcntl.h>
-#include <poll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -12,11 +11,12 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/pipe.h"
+#include "lockstep/base/sockets/endpoint.h"
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/base/files/write_all.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/endpoint.h"
 #include "lockstep/launch/secured_channel.h"
 #include "lockstep/launch/tls_channel.h"
 
@@ -34,20 +34,13 @@ constexpr int kRefusals = 3;  // a member listens before anybody hears of it
 }  // namespace
 
 Machines::Machines(const Membership::Options& options, Roster roster, std::shared_ptr<Arbiter> arbiter)
-    : me_(std::move(roster.me)),
-      job_(std::move(roster.job)),
-      greeting_(std::move(roster.greeting)),
-      secret_(std::move(roster.secret)),
-      key_(roster.key),
-      listener_(std::move(roster.listener)),
-      ports_(std::move(roster.ports)),
-      membership_(options, me_.id, roster.epoch),
+    : roster_(std::move(roster)),
+      membership_(options, me().id, roster_.epoch),
       beat_(options.beat),
       most_(options.most),
       arbiter_(std::move(arbiter)),
-      followed_(roster.epoch),
-      taken_(roster.epoch.number) {
-  ::fcntl(listener_.get(), F_SETFL, ::fcntl(listener_.get(), F_GETFL) | O_NONBLOCK);
+      taken_(epoch().number) {
+  ::fcntl(roster_.listener.get(), F_SETFL, ::fcntl(roster_.listener.get(), F_GETFL) | O_NONBLOCK);
 }
 
 Machines::~Machines() {
@@ -56,23 +49,23 @@ Machines::~Machines() {
   const Deadline deadline = Deadline::after(kLastWordsWithin);
   while (!links_.empty() && !deadline.passed()) {
     std::vector<pollfd> open;
-    for (const Link& link : links_) open.push_back({.fd = link.lines.fd(), .events = POLLIN, .revents = 0});
-    ::poll(open.data(), open.size(), static_cast<int>(deadline.left().count()));
+    for (const Link& link : links_) open.push_back(to_poll(link.lines.fd()));
+    poll_for(open, deadline.left());
     std::erase_if(links_, [](Link& link) { return !link.lines.drain(); });
   }
 }
 
 std::vector<Event> Machines::events() {
-  std::vector<Event> events{{listener_.get(), POLLIN, [] {}}};
+  std::vector<Event> events{{roster_.listener.get(), POLLIN, [] {}}};
   for (const Link& link : links_) events.push_back({link.lines.fd(), link.lines.events(), [] {}});
   if (answer_) events.push_back({answer_.get(), POLLIN, [] {}});
   return events;
 }
 
 std::vector<int> Machines::descriptors() const {
-  std::vector<int> fds{listener_.get()};
+  std::vector<int> fds{roster_.listener.get()};
   for (const Link& link : links_) fds.push_back(link.lines.fd());
-  for (const ReservedPort& port : ports_) fds.push_back(port.fd());
+  for (const ReservedPort& port : roster_.ports) fds.push_back(port.fd());
   if (answer_) fds.push_back(answer_.get());
   return fds;
 }
@@ -125,20 +118,20 @@ Machines::Link* Machines::link_of(const std::string& peer) {
 }
 
 std::unique_ptr<Channel> Machines::channel_of(UniqueFd fd) const {
-  if (!key_) return std::make_unique<Channel>(std::move(fd));
-  return std::make_unique<TlsChannel>(std::move(fd), *key_, TlsChannel::Role::kClient);
+  if (!roster_.key) return std::make_unique<Channel>(std::move(fd));
+  return std::make_unique<TlsChannel>(std::move(fd), *roster_.key, TlsChannel::Role::kClient);
 }
 
 void Machines::accept_all() {
   for (;;) {
-    UniqueFd fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    UniqueFd fd(::accept4(roster_.listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!fd) return;
-    auto channel = serve_channel(std::move(fd), secret_);
+    auto channel = serve_channel(std::move(fd), roster_.secret);
     if (!channel) continue;
     const auto is_stranger = [](const Link& link) { return link.kind == Kind::kStranger; };
     if (std::ranges::count_if(links_, is_stranger) >= kMostUnknown)
       links_.erase(std::ranges::find_if(links_, is_stranger));  // the oldest makes room
-    links_.push_back({.kind = Kind::kStranger, .peer = "", .lines = PeerLink(std::move(channel))});
+    links_.push_back({.kind = Kind::kStranger, .peer = "", .lines = LineChannel(std::move(channel))});
   }
 }
 
@@ -146,7 +139,7 @@ void Machines::open(Kind kind, const std::string& peer, const std::string& addre
                     const std::string& first_line) {
   UniqueFd fd = begin_to_connect({address, port});
   if (!fd) return;
-  links_.push_back({.kind = kind, .peer = peer, .lines = PeerLink(channel_of(std::move(fd)))});
+  links_.push_back({.kind = kind, .peer = peer, .lines = LineChannel(channel_of(std::move(fd)))});
   links_.back().lines.write(first_line);
 }
 
@@ -157,7 +150,7 @@ void Machines::open_links() {
   const int mine = node_rank();
   for (const Member& other : membership_.others())
     if (epoch().index_of(other.id) < mine && link_of(other.id) == nullptr && !was_linked_.contains(other.id))
-      open(Kind::kMember, other.id, other.address, other.port, concat("member ", job_, " ", me_.id, " ", other.id));
+      open(Kind::kMember, other.id, other.address, other.port, concat("member ", job(), " ", me().id, " ", other.id));
 }
 
 void Machines::read_links() {
@@ -172,12 +165,8 @@ void Machines::read_links() {
 }
 
 bool Machines::hear(Link& link, const std::string& line) {
-  switch (link.kind) {
-    case Kind::kStranger: return hear_stranger(link, line);
-    case Kind::kMember: break;
-    case Kind::kGuest:
-    case Kind::kKnock: return false;
-  }
+  if (link.kind == Kind::kStranger) return hear_stranger(link, line);
+  if (link.kind != Kind::kMember) return false;
   if (line == "welcome") {
     was_linked_.insert(link.peer);
     return true;
@@ -194,14 +183,15 @@ bool Machines::hear(Link& link, const std::string& line) {
 bool Machines::hear_stranger(Link& link, const std::string& line) {
   const auto parts = split(line, ' ');
   if (parts.size() == 4 && parts[0] == "member") {
-    if (parts[1] != job_ || parts[3] != me_.id || link_of(parts[2]) != nullptr) return false;
+    if (parts[1] != job() || parts[3] != me().id || link_of(parts[2]) != nullptr) return false;
     link.kind = Kind::kMember;
     link.peer = parts[2];
     was_linked_.insert(link.peer);
     link.lines.write("welcome");
     return true;
   }
-  const auto guest = line.starts_with(greeting_) ? parse_member(line.substr(greeting_.size())) : std::nullopt;
+  const std::string& greeting = roster_.greeting;
+  const auto guest = line.starts_with(greeting) ? parse_member(line.substr(greeting.size())) : std::nullopt;
   if (!guest) {
     link.lines.write("refused");
     return false;
@@ -248,12 +238,12 @@ void Machines::deliver() {
 
 // Guests hear that they are in; who is not in any more has heard of it by now.
 void Machines::follow_epoch() {
-  if (epoch().number == followed_.number) return;
+  if (epoch().number == roster_.epoch.number) return;
   deliver();
-  const Epoch before = std::exchange(followed_, epoch());
+  const Epoch before = std::exchange(roster_.epoch, epoch());
   for (Link& link : links_) {
     if (link.kind == Kind::kGuest && epoch().has(link.peer)) {
-      link.lines.write(concat("epoch ", job_, " ", to_text(epoch())));
+      link.lines.write(concat("epoch ", job(), " ", to_text(epoch())));
       link.lines.finish();
       link.lines.move();
     }
@@ -275,7 +265,7 @@ void Machines::say_what_is_lost() {
 void Machines::say_when_all_are_connected() {
   if (connected_ == epoch().number) return;
   for (const Member& member : epoch().members)
-    if (member.id != me_.id && (!was_linked_.contains(member.id) || link_of(member.id) == nullptr)) return;
+    if (member.id != me().id && (!was_linked_.contains(member.id) || link_of(member.id) == nullptr)) return;
   connected_ = epoch().number;
   log_debug(concat("generation ", connected_, ": connected to all machines"));
 }
@@ -288,7 +278,7 @@ void Machines::knock() {
   for (const auto& [id, member] : gone_)
     if (knocked.insert(concat(member.address, " ", member.port)).second)
       open(Kind::kKnock, "", member.address, member.port,
-           concat("running ", me_.address, " ", me_.port, " ", greeting_));
+           concat("running ", me().address, " ", me().port, " ", roster_.greeting));
 }
 
 // ---- the arbiter, asked by a child: it may block
@@ -299,7 +289,7 @@ void Machines::ask_arbiter(const std::string& request) {
   answer_ = std::move(pipe.out);
   ::fcntl(answer_.get(), F_SETFL, O_NONBLOCK);
   ProcessOptions options{.body =
-                             [arbiter = arbiter_, job = job_, request] {
+                             [arbiter = arbiter_, job = job(), request] {
                                write_all(STDOUT_FILENO, arbiter->answer(job, request) + "\n");
                                return 0;
                              },

@@ -23,8 +23,8 @@
 
 #include "lockstep/launch/arbiter.h"
 #include "lockstep/launch/events.h"
+#include "lockstep/launch/line_channel.h"
 #include "lockstep/launch/membership.h"
-#include "lockstep/launch/peer_link.h"
 #include "lockstep/launch/process.h"
 #include "lockstep/launch/roster.h"
 
@@ -34,8 +34,7 @@ class Machines {
  public:
   Machines(const Membership::Options& options, Roster roster, std::shared_ptr<Arbiter> arbiter = nullptr);
   ~Machines();  // waits a moment until the others have heard its last words
-  Machines(const Machines&) = delete;
-  Machines& operator=(const Machines&) = delete;
+  Machines& operator=(Machines&&) = delete;
 
   // For poll(), with the longest wait before the next work().
   std::vector<Event> events();
@@ -44,9 +43,9 @@ class Machines {
   void work();
 
   const Epoch& epoch() const { return membership_.epoch(); }
-  const Member& me() const { return me_; }
-  int node_rank() const { return epoch().index_of(me_.id); }
-  const std::string& job() const { return job_; }
+  const Member& me() const { return roster_.me; }
+  int node_rank() const { return epoch().index_of(me().id); }
+  const std::string& job() const { return roster_.job; }
 
   // A newer epoch than the last one taken, of which this machine is a member.
   std::optional<Epoch> take_news();
@@ -69,7 +68,7 @@ class Machines {
   struct Link {
     Kind kind;
     std::string peer;  // a member's or guest's id
-    PeerLink lines;
+    LineChannel lines;
     Clock::time_point since = Clock::now();
   };
 
@@ -90,19 +89,12 @@ class Machines {
   void say_when_all_are_connected();
   Link* link_of(const std::string& peer);
 
-  Member me_;
-  std::string job_;
-  std::string greeting_;
-  SecretPtr secret_;
-  std::optional<Secret> key_;
-  UniqueFd listener_;
-  std::vector<ReservedPort> ports_;
+  Roster roster_;  // with the epoch whose links these are
   Membership membership_;
   milliseconds beat_;
   int most_;
   std::shared_ptr<Arbiter> arbiter_;
   std::list<Link> links_{};
-  Epoch followed_;      // whose links these are
   int taken_;           // number of the last news
   int connected_ = -1;  // number of the last epoch all of whose members were connected
   Clock::time_point last_ = Clock::now();

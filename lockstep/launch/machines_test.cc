@@ -25,8 +25,7 @@ struct JobOfMachines : ::testing::Test {
   ~JobOfMachines() override { ::unsetenv("LOCKSTEP_SECRET"); }
 
   NodeMeeting meeting(int least, int most) const {
-    return {.host = "127.0.0.1",
-            .port = port.number(),
+    return {.place = {"127.0.0.1", port.number()},
             .job = "a job that stays",
             .least = least,
             .most = most,
@@ -43,7 +42,7 @@ Membership::Options options_of(const NodeMeeting& meeting) { return {.least = me
 using Launcher = std::unique_ptr<Machines>;
 
 Launcher meet_and_stay(const NodeMeeting& meeting) {
-  return std::make_unique<Machines>(options_of(meeting), meet_nodes(meeting).roster);
+  return std::make_unique<Machines>(options_of(meeting), meet_nodes(meeting));
 }
 
 std::vector<Launcher> begin_job(const NodeMeeting& meeting, int machines) {
@@ -143,12 +142,12 @@ class FirstComesFirst final : public Arbiter {
 TEST_F(JobOfMachines, of_two_one_goes_on_with_the_arbiters_vote) {
   auto launchers = begin_job(meeting(1, 2), 2);
   launchers.clear();
-  std::vector<std::future<NodePlace>> beginning;
+  std::vector<std::future<Roster>> beginning;
   for (int i = 0; i < 2; ++i) beginning.push_back(std::async(std::launch::async, meet_nodes, meeting(1, 2)));
   Membership::Options options = options_of(meeting(1, 2));
   options.has_arbiter = true;
   for (auto& each : beginning)
-    launchers.push_back(std::make_unique<Machines>(options, each.get().roster, std::make_shared<FirstComesFirst>()));
+    launchers.push_back(std::make_unique<Machines>(options, each.get(), std::make_shared<FirstComesFirst>()));
   launchers[0]->want_restart();
   ASSERT_TRUE(comes(launchers, [&] { return all_at(launchers, 1); }));
   launchers.pop_back();

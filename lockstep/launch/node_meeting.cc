@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/launch/node_meeting.h"
 
-#include <poll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -16,7 +15,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/files/unique_fd.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/endpoint.h"
 #include "lockstep/launch/interfaces.h"
 #include "lockstep/launch/line_channel.h"
 #include "lockstep/launch/secured_channel.h"
@@ -30,18 +28,15 @@ constexpr milliseconds kGreetsWithin{10'000};
 constexpr milliseconds kHearsItsPlaceWithin{1000};
 constexpr milliseconds kSecretIsSeenWithin{60'000};  // a file in a home on NFS may be seen late
 constexpr std::size_t kLongestGreeting = 4096;
-constexpr std::size_t kLongestEpoch = std::size_t{1} << 20;
 constexpr std::size_t kMostNewcomers = 64;  // that have not greeted; the oldest makes room
-
-Endpoint endpoint_of(const NodeMeeting& meeting) { return {meeting.host, meeting.port}; }
 
 // None while the name is not known: where machines start with the job, DNS learns it a little later. Debian gives a
 // machine's own name the address 127.0.1.1, at which the others can't reach it.
 AddressList find_addresses(const NodeMeeting& meeting, const Deadline& deadline) {
-  AddressList found = look_up(endpoint_of(meeting), deadline).addresses;
-  if (!found || is_loopback(meeting.host) || !is_loopback(numeric(found->ai_addr, found->ai_addrlen))) return found;
+  AddressList found = look_up(meeting.place, deadline).addresses;
+  if (!found || is_loopback(meeting.place.host) || !is_loopback(numeric(found->ai_addr, found->ai_addrlen))) return found;
   const std::string mine = address_for_others();
-  return mine.empty() ? std::move(found) : look_up({mine, meeting.port}, deadline).addresses;
+  return mine.empty() ? std::move(found) : look_up({mine, meeting.place.port}, deadline).addresses;
 }
 
 // What a launcher says first, before its member.
@@ -65,7 +60,7 @@ struct Gathered {
 
 // A job that runs already has its secret: machine 0 that comes back makes no other one.
 SecretPtr secret_of(const NodeMeeting& meeting, bool is_first) {
-  const std::string name = concat("machines ", endpoint_of(meeting).text(), " ", meeting.job);
+  const std::string name = concat("machines ", meeting.place.text(), " ", meeting.job);
   auto found = std::make_shared<const JobSecret>(name, false);
   const bool is_known = !found->comes_by_munge() && (found->is_off() || (meeting.stays && found->find()));
   return !is_first || is_known ? found : std::make_shared<const JobSecret>(name, true);
@@ -74,30 +69,20 @@ SecretPtr secret_of(const NodeMeeting& meeting, bool is_first) {
 // What this launcher will be to the others: where it listens, at the meeting's port if that is free here.
 Roster own_roster(const NodeMeeting& meeting, const std::string& address, UniqueFd listener = {}) {
   const Deadline at_once = Deadline::after(kConnectsWithin);
-  for (const int port : {meeting.port, 0})
+  for (const int port : {meeting.place.port, 0})
     if (!listener) listener = listen_at(look_up({address, port}, at_once).addresses);
   if (!listener) throw system_error("listen at", address);
   Roster roster{.me = {.id = new_member_id(), .address = address, .ranks = meeting.ranks}};
-  roster.me.port = endpoint_of(listener).port;
+  roster.me.port = endpoint_of(listener.get()).port;
   roster.greeting = greeting(meeting);
   roster.listener = std::move(listener);
   for (int& port : roster.me.master_ports) port = roster.ports.emplace_back(address).number();
   return roster;
 }
 
-NodePlace place_of(Roster roster) {
-  const Epoch& epoch = roster.epoch;
-  NodePlace place{.node_rank = epoch.index_of(roster.me.id),
-                  .nodes = static_cast<int>(epoch.members.size()),
-                  .first_rank = epoch.first_rank(roster.me.id),
-                  .world_size = epoch.world_size()};
-  place.roster = std::move(roster);
-  return place;
-}
-
 RendezvousError too_few(const NodeMeeting& meeting, std::size_t came) {
   return RendezvousError({.what = concat(came, " of at least ", meeting.least, " machines came to ",
-                                         endpoint_of(meeting).text(), " within ", human_seconds(meeting.timeout)),
+                                         meeting.place.text(), " within ", human_seconds(meeting.timeout)),
                           .likely = "a machine that did not start, or has another --rdzv-endpoint",
                           .next = "look at the other machines; --rdzv-conf join_timeout=SECONDS waits longer"});
 }
@@ -123,8 +108,9 @@ std::optional<Endpoint> place_of_job(const std::string& line, const NodeMeeting&
 
 // False: it has said something else than a launcher of this job.
 bool hear_greeting(Guest& guest, const NodeMeeting& meeting, Gathered& gathered) {
+  guest.lines.move();
   const auto line = guest.lines.take();
-  if (!line) return !guest.lines.is_lost();
+  if (!line) return !guest.lines.is_gone();
   const std::string expected = greeting(meeting);
   if (line->starts_with(expected)) guest.member = parse_member(line->substr(expected.size()));
   if (guest.member) return true;
@@ -146,15 +132,17 @@ void hear(Guests& newcomers, Gathered& gathered, const NodeMeeting& meeting) {
 }
 
 void forget_gone(Guests& guests) {
-  std::erase_if(guests, [](Guest& guest) { return guest.lines.take() || guest.lines.is_lost(); });
+  std::erase_if(guests, [](Guest& guest) {
+    guest.lines.move();
+    return guest.lines.take() || guest.lines.is_gone();
+  });
 }
 
 // Until somebody comes or says something.
 bool wait_for_any(const UniqueFd& listener, const Guests& newcomers, milliseconds longest) {
-  std::vector<pollfd> polls{{.fd = listener.get(), .events = POLLIN, .revents = 0}};
-  for (const Guest& guest : newcomers)
-    polls.push_back({.fd = guest.lines.fd(), .events = guest.lines.events(), .revents = 0});
-  ::poll(polls.data(), polls.size(), static_cast<int>(longest.count()));
+  std::vector<pollfd> polls{to_poll(listener.get())};
+  for (const Guest& guest : newcomers) polls.push_back(to_poll(guest.lines.fd(), guest.lines.events()));
+  poll_for(polls, longest);
   return polls.front().revents != 0;
 }
 
@@ -178,20 +166,20 @@ Gathered gather(const UniqueFd& listener, const SecretPtr& secret, const NodeMee
   return gathered;
 }
 
-NodePlace place_everybody(Roster roster, Guests guests) {
+Roster place_everybody(Roster roster, Guests guests) {
   roster.job = roster.me.id;
   roster.epoch.members.push_back(roster.me);
   for (const Guest& guest : guests) roster.epoch.members.push_back(*guest.member);
   for (Guest& guest : guests)
     guest.lines.write(concat("epoch ", roster.job, " ", to_text(roster.epoch)), Deadline::after(kHearsItsPlaceWithin));
-  return place_of(std::move(roster));
+  return roster;
 }
 
 // ---- the others
 
 RendezvousError wrong_job(const NodeMeeting& meeting) {
   return RendezvousError(
-      {.what = concat("the launcher at ", endpoint_of(meeting).text(), " is not one of this job"),
+      {.what = concat("the launcher at ", meeting.place.text(), " is not one of this job"),
        .here = concat("--rdzv-id '", meeting.job, "', --nnodes ", meeting.least, ":", meeting.most),
        .likely = "two jobs with one --rdzv-endpoint, or machines with different --nnodes or --max-restarts",
        .next = "give every machine the same --nnodes, --rdzv-id, --rdzv-endpoint and --max-restarts"});
@@ -199,12 +187,12 @@ RendezvousError wrong_job(const NodeMeeting& meeting) {
 
 RendezvousError nobody(const NodeMeeting& meeting, bool was_refused) {
   if (was_refused)
-    return RendezvousError({.what = concat("this machine was not let in at ", endpoint_of(meeting).text()),
+    return RendezvousError({.what = concat("this machine was not let in at ", meeting.place.text()),
                             .here = concat("--rdzv-id '", meeting.job, "'"),
                             .likely = "another secret there than here, or none; or another program answers",
                             .next = ways_to_a_secret()});
   return RendezvousError(
-      {.what = concat("no launcher of this job at ", endpoint_of(meeting).text()),
+      {.what = concat("no launcher of this job at ", meeting.place.text()),
        .likely = "a name that does not resolve, a firewall, or machines that have begun without this one",
        .next = "give every machine the same --rdzv-endpoint, the address of one of them"});
 }
@@ -232,21 +220,21 @@ class Newcomer {
       : meeting_(meeting), last_answer_(Deadline::after(meeting.timeout + meeting.last_call)) {}
 
   // Nothing: nobody answers there, or not a launcher of this version, or it has gone.
-  std::optional<NodePlace> ask_at(const AddressList& addresses, const Deadline& deadline) {
+  std::optional<Roster> ask_at(const AddressList& addresses, const Deadline& deadline) {
     if (!secret_) secret_ = secret_of(meeting_, /*is_first=*/false);
     auto answered = connect_securely(addresses, *secret_, Deadline::after(std::min(kConnectsWithin, deadline.left())));
     if (!answered) return {};
     if (!secret_by_) secret_by_ = Deadline::after(kSecretIsSeenWithin);
     if (!answered->channel) return {};
-    become(endpoint_of_socket(answered->channel->fd()).host);
-    LineChannel lines(std::move(answered->channel), kLongestEpoch);
+    become(endpoint_of(answered->channel->fd()).host);
+    LineChannel lines(std::move(answered->channel));
     if (!lines.write(greeting(meeting_) + to_text(roster_->me), last_answer_)) return {};
     const auto answer = lines.read(last_answer_);
     if (answer == "refused") throw wrong_job(meeting_);
     if (!answer || !take_epoch(*answer, meeting_, *roster_)) return {};
     roster_->key = answered->key;
     roster_->secret = JobSecret::learned(*secret_, answered->key);
-    return place_of(std::move(*roster_));
+    return std::move(roster_);
   }
 
   // Waits a little. Where a member of the job has come and told where it runs: there.
@@ -283,15 +271,15 @@ class Newcomer {
 };
 
 void require_sayable(const NodeMeeting& meeting) {
-  constexpr std::size_t kForNumbers = 80;
-  if (meeting.job.size() + kForNumbers <= LineChannel::kLongest && meeting.job.find('\n') == std::string::npos) return;
+  constexpr std::size_t kLongestName = 176;
+  if (meeting.job.size() <= kLongestName && meeting.job.find('\n') == std::string::npos) return;
   throw UsageError({.what = concat("--rdzv-id has ", meeting.job.size(), " characters"),
-                    .next = concat("choose a line of at most ", LineChannel::kLongest - kForNumbers)});
+                    .next = concat("choose a line of at most ", kLongestName)});
 }
 
 }  // namespace
 
-NodePlace meet_nodes(const NodeMeeting& meeting) {
+Roster meet_nodes(const NodeMeeting& meeting) {
   require_sayable(meeting);
   const Deadline deadline = Deadline::after(meeting.timeout);
   Newcomer newcomer(meeting);
@@ -302,20 +290,20 @@ NodePlace meet_nodes(const NodeMeeting& meeting) {
       const auto secret = secret_of(meeting, /*is_first=*/true);
       Gathered gathered = gather(listener, secret, meeting);
       if (!gathered.running) {
-        const std::string address = endpoint_of(listener).host;
+        const std::string address = endpoint_of(listener.get()).host;
         Roster roster = own_roster(meeting, address, std::move(listener));
         roster.secret = secret;
         roster.key = secret->find();
         return place_everybody(std::move(roster), std::move(gathered.guests));
       }
       running = gathered.running;
-    } else if (auto place = newcomer.ask_at(addresses, deadline)) {
-      return std::move(*place);
+    } else if (auto roster = newcomer.ask_at(addresses, deadline)) {
+      return std::move(*roster);
     }
     if (newcomer.is_refused()) break;
     if (!running) running = newcomer.wait_for_a_knock(addresses, std::min(kTryEvery, deadline.left()));
     if (running)
-      if (auto place = newcomer.ask_at(look_up(*running, deadline).addresses, deadline)) return std::move(*place);
+      if (auto roster = newcomer.ask_at(look_up(*running, deadline).addresses, deadline)) return std::move(*roster);
   } while (!deadline.passed());
   throw nobody(meeting, newcomer.was_answered());
 }

@@ -2,7 +2,7 @@
 // launch/node_meeting.h: how the launchers of several machines agree on who is which machine, when nobody told them:
 // torchrun's dynamic rendezvous (--rdzv-backend c10d).
 //
-// Flow:    `lockstep run --rdzv-endpoint` on each machine -> here -> LaunchOptions
+// Flow:    `lockstep run --rdzv-endpoint` on each machine -> here -> LaunchOptions, machines.h
 // Owns:    the listening socket at the endpoint, until all have their answer; then rank 0 listens there
 // Threads: main's
 // Ranks:   before there are any; one call per machine
@@ -21,14 +21,14 @@
 
 #include <string>
 
+#include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/deadline.h"
 #include "lockstep/launch/roster.h"
 
 namespace lockstep {
 
 struct NodeMeeting {
-  std::string host;  // where they meet
-  int port = 0;
+  Endpoint place;   // where they meet
   std::string job;  // --rdzv-id: launchers with another one are refused
   int least = 1;    // machines
   int most = 1;
@@ -38,17 +38,9 @@ struct NodeMeeting {
   bool stays = false;                           // the launchers stay connected; all must want it, or none
 };
 
-struct NodePlace {
-  int node_rank = 0;
-  int nodes = 1;
-  int first_rank = 0;  // of this machine
-  int world_size = 1;
-  Roster roster{};
-};
-
-// Blocks until every machine has its place. Throws RendezvousError: too few machines at the deadline, another job at the
+// Blocks until every machine has its place (place_of() of epoch.h). Throws RendezvousError: too few machines at the deadline, another job at the
 // endpoint, no address of any machine, another secret here than there; EnvironmentError: a secret that is none;
 // UsageError: a job whose name does not fit into a line.
-NodePlace meet_nodes(const NodeMeeting& meeting);
+Roster meet_nodes(const NodeMeeting& meeting);
 
 }  // namespace lockstep

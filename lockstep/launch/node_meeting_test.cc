@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/launch/node_meeting.h"
 
 #include <gtest/gtest.h>
@@ -16,7 +17,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/files/unique_fd.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/endpoint.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -37,8 +37,7 @@ struct MeetingOfNodes : ::testing::Test {
 };
 
 NodeMeeting at_port(const ReservedPort& port, int least, int most) {
-  return {.host = "127.0.0.1",
-          .port = port.number(),
+  return {.place = {"127.0.0.1", port.number()},
           .job = "a job",
           .least = least,
           .most = most,
@@ -46,11 +45,13 @@ NodeMeeting at_port(const ReservedPort& port, int least, int most) {
           .last_call = milliseconds(300)};
 }
 
-std::vector<NodePlace> meet(const std::vector<NodeMeeting>& meetings) {
-  std::vector<std::future<NodePlace>> launchers;
+PlaceInJob place_in(const Roster& roster) { return place_of(roster.epoch, roster.me.id); }
+
+std::vector<PlaceInJob> meet(const std::vector<NodeMeeting>& meetings) {
+  std::vector<std::future<Roster>> launchers;
   for (const NodeMeeting& meeting : meetings) launchers.push_back(std::async(std::launch::async, meet_nodes, meeting));
-  std::vector<NodePlace> places;
-  for (auto& launcher : launchers) places.push_back(launcher.get());
+  std::vector<PlaceInJob> places;
+  for (auto& launcher : launchers) places.push_back(place_in(launcher.get()));
   return places;
 }
 
@@ -60,7 +61,7 @@ TEST_F(MeetingOfNodes, gives_every_machine_a_place_and_its_ranks_their_numbers) 
   for (int i = 0; i < 4; ++i) meetings[static_cast<unsigned>(i)].ranks = i + 1;
   std::set<int> nodes;
   std::set<int> ranks;
-  for (std::size_t i = 0; const NodePlace& place : meet(meetings)) {
+  for (std::size_t i = 0; const PlaceInJob& place : meet(meetings)) {
     nodes.insert(place.node_rank);
     for (int rank = 0; rank < meetings[i].ranks; ++rank) ranks.insert(place.first_rank + rank);
     EXPECT_EQ(place.nodes, 4);
@@ -73,7 +74,7 @@ TEST_F(MeetingOfNodes, gives_every_machine_a_place_and_its_ranks_their_numbers) 
 
 TEST_F(MeetingOfNodes, begins_with_fewer_machines_than_the_most) {
   const ReservedPort port;
-  for (const NodePlace& place : meet({2, at_port(port, 2, 7)})) EXPECT_EQ(place.nodes, 2);
+  for (const PlaceInJob& place : meet({2, at_port(port, 2, 7)})) EXPECT_EQ(place.nodes, 2);
 }
 
 TEST_F(MeetingOfNodes, too_few_machines_are_an_error_at_the_deadline) {
@@ -92,8 +93,8 @@ TEST_F(MeetingOfNodes, refuses_another_job) {
   while (listener_of_port(port.number()).empty()) std::this_thread::yield();
   const std::string message = testing::message_of<RendezvousError>([&] { meet_nodes(other); });
   EXPECT_TRUE(testing::contains(message, "is not one of this job")) << message;
-  EXPECT_EQ(meet_nodes(at_port(port, 2, 2)).node_rank, 1);
-  EXPECT_EQ(first.get().nodes, 2);
+  EXPECT_EQ(place_in(meet_nodes(at_port(port, 2, 2))).node_rank, 1);
+  EXPECT_EQ(place_in(first.get()).nodes, 2);
 }
 
 UniqueFd connection_to(const ReservedPort& port) {
@@ -124,8 +125,8 @@ TEST_F(MeetingOfNodes, strangers_take_no_place_and_keep_nobody_out) {
     EXPECT_TRUE(testing::contains(message, "was not let in at 127.0.0.1"));
   }
   const Told right(std::string(64, 'a'));
-  EXPECT_EQ(meet_nodes(at_port(port, 2, 2)).node_rank, 1);
-  EXPECT_EQ(first.get().world_size, 2);
+  EXPECT_EQ(place_in(meet_nodes(at_port(port, 2, 2))).node_rank, 1);
+  EXPECT_EQ(place_in(first.get()).world_size, 2);
 }
 
 }  // namespace

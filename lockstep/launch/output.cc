@@ -2,7 +2,6 @@
 #include "lockstep/launch/output.h"
 
 #include <fcntl.h>
-#include <poll.h>
 #include <sys/resource.h>
 
 #include <array>
@@ -11,6 +10,7 @@
 #include <fstream>
 
 #include "lockstep/base/pipe.h"
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
@@ -118,10 +118,9 @@ void Sink::write_some() {
 }
 
 void Sink::flush() {
-  pollfd writable{.fd = fd(), .events = POLLOUT, .revents = 0};
-  while (!empty()) {
+  pollfd writable = to_poll(fd(), POLLOUT);
+  while (!empty())
     if (::poll(&writable, 1, -1) > 0) write_some();
-  }
 }
 
 UniqueFd RankStream::open() {

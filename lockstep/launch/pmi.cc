@@ -10,8 +10,7 @@
 
 #include <sys/socket.h>
 
-#include <cstdlib>
-
+#include "lockstep/base/process/environment_switch.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
@@ -19,12 +18,6 @@
 
 namespace lockstep {
 namespace {
-
-int number_in_variable(const char* name) {
-  const char* text = std::getenv(name);
-  int number = -1;
-  return text != nullptr && parse_int(text, number) ? number : -1;
-}
 
 RendezvousError pmi_error(const std::string& what) {
   return RendezvousError({.what = concat(what, ", MPICH's way to tell the ranks where to meet"),
@@ -52,7 +45,7 @@ std::string value_in(const std::string& line, const std::string& key) {
 class PmiStore final : public LauncherStore {
  public:
   explicit PmiStore(milliseconds timeout)
-      : fd_(number_in_variable("PMI_FD")), rank_(number_in_variable("PMI_RANK")), timeout_(timeout) {
+      : fd_(number_in_variable("PMI_FD", -1)), rank_(number_in_variable("PMI_RANK", -1)), timeout_(timeout) {
     space_ = value_in(ask("cmd=get_my_kvsname", "my_kvsname"), "kvsname");
   }
 

@@ -2,7 +2,6 @@
 #include "lockstep/launch/process.h"
 
 #include <fcntl.h>
-#include <poll.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
@@ -12,6 +11,7 @@
 #include <cstring>
 #include <limits>
 
+#include "lockstep/base/files/write_all.h"
 #include "lockstep/base/guarded.h"
 #include "lockstep/base/pipe.h"
 #include "lockstep/base/sockets/poll.h"
@@ -64,18 +64,13 @@ void execute(const std::vector<std::string>& command) {
   ::_exit(code);
 }
 
-void write_report(int report, const std::string& text) {
-  // Less than a pipe holds; the parent reads all.
-  [[maybe_unused]] const ssize_t written = ::write(report, text.data(), text.size());
-}
-
 // The parent reads `report`: text if the child could not start, its end when it has (exec closes it).
 [[noreturn]] void be_child(const ProcessOptions& options, pid_t parent, UniqueFd report) {
   try {
     set_up(options, parent);
     if (!options.body) execute(options.command);
   } catch (const Error& error) {
-    write_report(report.get(), error.text().what);
+    write_all(report.get(), error.text().what);
     ::_exit(kFailed);
   }
   for (const int fd : options.close_in_child) ::close(fd);
@@ -146,7 +141,7 @@ void detach(int launcher) {
 
 [[noreturn]] void guard(int launcher, Groups groups) {
   detach(launcher);
-  pollfd end{.fd = 0, .events = POLLIN, .revents = 0};
+  pollfd end = to_poll(0);
   // Without a deadline: this process exists to wait for the launcher's end, and the launcher's destructor kills it.
   while (::poll(&end, 1, -1) < 0 && errno == EINTR) {
   }

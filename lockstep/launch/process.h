@@ -76,8 +76,7 @@ class Guardian {
  public:
   explicit Guardian(int ranks);  // throws SystemError
   ~Guardian();
-  Guardian(const Guardian&) = delete;
-  Guardian& operator=(const Guardian&) = delete;
+  Guardian& operator=(Guardian&&) = delete;
 
   // Where rank `index` writes its process group; 0 until then.
   std::atomic<pid_t>* group(int index) { return &groups_[to_size(index)]; }

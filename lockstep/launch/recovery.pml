@@ -96,24 +96,16 @@ byte losses;
 byte finished = 0; /* the last step after which some rank has gone on */
 
 #if N == 2
-#define all_arrived (arrived[mine * N] >= sequence && arrived[mine * N + 1] >= sequence)
-#define lost_one (dead[0] || dead[1] || generation > mine)
-#define all_ask ((asks[0] || ended[0] || dead[0]) && (asks[1] || ended[1] || dead[1]))
-#define any_asks (asks[0] || asks[1])
-#define any_dead (dead[0] || dead[1])
-#define any_killed (killed[0] || killed[1])
-#define all_ended (ended[0] && ended[1])
+#define ALL(of) (of(0) && of(1))
+#define ANY(of) (of[0] || of[1])
 #else
-#define all_arrived \
-  (arrived[mine * N] >= sequence && arrived[mine * N + 1] >= sequence && arrived[mine * N + 2] >= sequence)
-#define lost_one (dead[0] || dead[1] || dead[2] || generation > mine)
-#define all_ask \
-  ((asks[0] || ended[0] || dead[0]) && (asks[1] || ended[1] || dead[1]) && (asks[2] || ended[2] || dead[2]))
-#define any_asks (asks[0] || asks[1] || asks[2])
-#define any_dead (dead[0] || dead[1] || dead[2])
-#define any_killed (killed[0] || killed[1] || killed[2])
-#define all_ended (ended[0] && ended[1] && ended[2])
+#define ALL(of) (of(0) && of(1) && of(2))
+#define ANY(of) (of[0] || of[1] || of[2])
 #endif
+#define HAS_ARRIVED(i) arrived[mine * N + i] >= sequence
+#define NEED_NOT_ASK(i) (asks[i] || ended[i] || dead[i])
+#define HAS_ENDED(i) ended[i]
+#define lost_one (ANY(dead) || generation > mine)
 
 inline maybe_die() {
   if
@@ -128,9 +120,9 @@ inline barrier() {
   maybe_die();
   d_step { sequence++; arrived[mine * N + me] = sequence };
   if
-  :: atomic { all_arrived -> skip }
+  :: atomic { ALL(HAS_ARRIVED) -> skip }
   :: atomic { (lost_one || poison[mine]) -> poison[mine] = true; goto lost }
-  :: atomic { !all_arrived && !lost_one && losses < LOSSES -> losses++; poison[mine] = true; goto lost } /* deadline */
+  :: atomic { !ALL(HAS_ARRIVED) && !lost_one && losses < LOSSES -> losses++; poison[mine] = true; goto lost } /* deadline */
   :: atomic { killed[me] -> goto died }
   fi
 }
@@ -288,7 +280,7 @@ meeting:
   maybe_die();
   d_step { sequence++; arrived[mine * N + me] = sequence };
   if
-  :: all_arrived
+  :: ALL(HAS_ARRIVED)
   :: atomic { (generation > mine && DEFECT != 8) -> goto begin }
   :: atomic { killed[me] -> goto died }
   fi;
@@ -355,7 +347,7 @@ restore:
   /* a process that has ended is started again if another dies before all have ended */
   if
   :: atomic { generation > mine && DEFECT != 5 -> goto begin }
-  :: all_ended -> goto out
+  :: ALL(HAS_ENDED) -> goto out
   fi;
 
 lost:
@@ -400,12 +392,12 @@ proctype launcher() {
   byte i;
   do
   :: atomic { sent_complete[generation] && !complete[generation] -> read_sockets() }
-  :: atomic { any_dead && !any_killed ->
+  :: atomic { ANY(dead) && !ANY(killed) ->
        if :: DEFECT != 4 -> read_sockets() :: else fi;
        next_generation()
      }
-  :: atomic { any_asks && !any_dead && !any_killed && all_ask -> read_sockets(); next_generation() }
-  :: atomic { any_asks && !any_dead && !all_ask ->
+  :: atomic { ANY(asks) && !ANY(dead) && !ANY(killed) && ALL(NEED_NOT_ASK) -> read_sockets(); next_generation() }
+  :: atomic { ANY(asks) && !ANY(dead) && !ALL(NEED_NOT_ASK) ->
        /* a rank that does not ask is killed, and the next generation begins when it is dead */
        i = 0;
        do
@@ -413,7 +405,7 @@ proctype launcher() {
        :: else -> if :: !asks[i] && !ended[i] && !dead[i] -> killed[i] = true :: else fi; i++
        od
      }
-  :: all_ended && !any_dead -> break
+  :: ALL(HAS_ENDED) && !ANY(dead) -> break
   od
 }
 

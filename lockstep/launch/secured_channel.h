@@ -13,8 +13,8 @@
 #include <optional>
 #include <string>
 
+#include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/launch/channel.h"
-#include "lockstep/launch/endpoint.h"
 #include "lockstep/launch/job_secret.h"
 
 namespace lockstep {

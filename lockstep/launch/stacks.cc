@@ -14,6 +14,7 @@
 #include <memory>
 
 #include "lockstep/base/files/file.h"
+#include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/pipe.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
@@ -134,16 +135,8 @@ std::string system_call_of(const std::filesystem::path& task) {
   return found == kSystemCalls.end() ? concat("in system call ", number) : concat("in ", found->name);
 }
 
-std::string state_of(const std::filesystem::path& task) {
-  const std::string status = proc_file(task, "status");
-  const std::size_t begin = status.find("State:\t");
-  if (begin == std::string::npos) return "";
-  const std::size_t value = begin + std::string_view("State:\t").size();
-  return status.substr(value, status.find('\n', value) - value);
-}
-
 std::string describe_task(const std::filesystem::path& task) {
-  std::string text = concat("thread ", task.filename().string(), " (", proc_file(task, "comm"), "): ", state_of(task));
+  std::string text = concat("thread ", task.filename().string(), " (", proc_file(task, "comm"), "): ", proc_value(task / "status", "State:"));
   if (const std::string call = system_call_of(task); !call.empty()) text += ", " + call;
   if (const std::string kernel = proc_file(task, "wchan"); kernel.size() > 1) text += ", in the kernel in " + kernel;
   for (const std::string& frame : split(proc_file(task, "stack"), '\n'))

@@ -17,9 +17,10 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/base/pipe.h"
+#include "lockstep/base/process/environment_switch.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/error.h"
 #include "lockstep/observe/rank_progress.h"
 
@@ -94,19 +95,13 @@ std::vector<Fault> faults_in(const std::string& text) {
   return faults;
 }
 
-int number_of(const char* variable) {
-  const char* const text = std::getenv(variable);
-  int number = 0;
-  return text != nullptr && parse_int(text, number) ? number : 0;
-}
-
 bool is_at(int wanted, std::int64_t here) { return wanted == kAny || wanted == here; }
 
 std::int64_t present_step() { return observe::record().step.load(std::memory_order_relaxed); }
 
 void say(const Fault& fault) {
   const std::string line = concat(
-      "lockstep: ", kVariable, ": rank ", number_of("RANK"), ", step ", present_step(), ", ",
+      "lockstep: ", kVariable, ": rank ", number_in_variable("RANK"), ", step ", present_step(), ", ",
       std::ranges::find(kPhasesOfPlans, fault.phase, &Named<Phase>::value)->name, fault.at_end ? ", at its end" : "",
       fault.instructions > 0 ? concat(", after ", fault.instructions, " instructions") : "",
       fault.microseconds > 0 ? concat(", after ", fault.microseconds, " us") : "", ": signal ", fault.signal, "\n");
@@ -148,22 +143,19 @@ void send_own_later(int signal, int microseconds) {
 
 // Returns in single steps.
 void send_own_after_instructions(int signal, int instructions) {
-  std::array<int, 2> go{}, ready{};
-  if (::pipe(go.data()) != 0 || ::pipe(ready.data()) != 0) throw system_error("make", "a pipe");
-  const UniqueFd go_from(go[0]), go_to(go[1]), ready_from(ready[0]);
-  UniqueFd ready_to(ready[1]);
+  Pipe go = make_pipe(), ready = make_pipe();
   const pid_t process = ::getpid(), thread = static_cast<pid_t>(::syscall(SYS_gettid));
   const pid_t tracer = ::fork();
   if (tracer == 0) {
-    ::close(go[1]);
-    ::close(ready[0]);
-    step_through(process, thread, instructions, signal, go[0], ready[1]);
+    go.in.reset();
+    ready.out.reset();
+    step_through(process, thread, instructions, signal, go.out.get(), ready.in.get());
   }
   if (tracer < 0) throw system_error("start", "a process that traces this one");
   ::prctl(PR_SET_PTRACER, tracer, 0, 0, 0);
   char byte = 0;
-  ready_to.reset();  // the tracer's end closes it then
-  if (::write(go_to.get(), "g", 1) != 1 || ::read(ready_from.get(), &byte, 1) != 1)
+  ready.in.reset();  // the tracer's end closes it then
+  if (::write(go.in.get(), "g", 1) != 1 || ::read(ready.out.get(), &byte, 1) != 1)
     throw SystemError({.what = concat(kVariable, ": this process can't be traced"),
                        .likely = "kernel.yama.ptrace_scope is 2 or 3, or a debugger is attached",
                        .next = "use delay= (microseconds) instead of after="});
@@ -193,7 +185,7 @@ class Plan {
 
  private:
   Fault* next(Phase phase, bool at_end) {
-    const int rank = number_of("RANK"), generation = number_of("TORCHELASTIC_RESTART_COUNT");
+    const int rank = number_in_variable("RANK"), generation = number_in_variable("TORCHELASTIC_RESTART_COUNT");
     for (Fault& fault : faults_) {
       if (fault.phase != phase || fault.at_end != at_end || !is_at(fault.rank, rank) ||
           !is_at(fault.step, present_step()) || !is_at(fault.generation, generation))

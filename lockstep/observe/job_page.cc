@@ -58,7 +58,7 @@ JobPage JobPage::open(const std::string& path) {
   struct stat file {};
   const bool read = ::pread(fd.get(), &header, sizeof header, 0) == sizeof header && ::fstat(fd.get(), &file) == 0;
   if (!read) throw system_error("read", path);
-  require_page(header, static_cast<std::size_t>(file.st_size), path);
+  require_page(header, to_size(file.st_size), path);
   return {std::move(fd), page_bytes(header.ranks)};
 }
 

@@ -21,18 +21,12 @@ Phase after(Phase phase, Phase before) {
 
 }  // namespace
 
-PhaseScope::PhaseScope(Phase phase) : PhaseScope(phase, nullptr, name_of_span(phase), -1) {}
-
-PhaseScope::PhaseScope(Phase phase, double& seconds) : PhaseScope(phase, &seconds, name_of_span(phase), -1) {}
-
-PhaseScope::PhaseScope(Phase phase, const char* span, std::int64_t number) : PhaseScope(phase, nullptr, span, number) {}
-
-PhaseScope::PhaseScope(Phase phase, double* seconds, const char* span, std::int64_t number)
+PhaseScope::PhaseScope(Phase phase, const char* span, std::int64_t number, double* seconds)
     : phase_(phase),
       before_(observe::record().phase.load(std::memory_order_relaxed)),
-      seconds_(seconds),
-      span_(span),
+      span_(span != nullptr ? span : name_of_span(phase)),
       number_(number),
+      seconds_(seconds),
       is_traced_(trace::records()) {
   if (is_traced_) trace::count_memory();
   began_ = before_ == phase_ ? trace::now() : observe::enter(phase_);

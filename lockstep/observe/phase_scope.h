@@ -18,21 +18,18 @@ namespace lockstep {
 
 class PhaseScope {
  public:
-  explicit PhaseScope(Phase phase);          // the span has the name of the phase
-  PhaseScope(Phase phase, double& seconds);  // adds to `seconds`
-  PhaseScope(Phase phase, const char* span, std::int64_t number = -1);
+  // span: null: it has the name of the phase. seconds: the sum of its time goes there, unless that is null.
+  explicit PhaseScope(Phase phase, const char* span = nullptr, std::int64_t number = -1, double* seconds = nullptr);
+  PhaseScope(Phase phase, double& seconds) : PhaseScope(phase, nullptr, -1, &seconds) {}
   ~PhaseScope();
-  PhaseScope(const PhaseScope&) = delete;
-  PhaseScope& operator=(const PhaseScope&) = delete;
+  PhaseScope& operator=(PhaseScope&&) = delete;
 
  private:
-  PhaseScope(Phase phase, double* seconds, const char* span, std::int64_t number);
-
   Phase phase_;
   Phase before_;
-  double* seconds_;
   const char* span_;
   std::int64_t number_;
+  double* seconds_;
   bool is_traced_;
   std::int64_t began_;
 };
@@ -43,8 +40,7 @@ class FaultScope {
  public:
   explicit FaultScope(Phase phase) : phase_(phase) { fault::begin(phase_); }
   ~FaultScope() { fault::end(phase_); }
-  FaultScope(const FaultScope&) = delete;
-  FaultScope& operator=(const FaultScope&) = delete;
+  FaultScope& operator=(FaultScope&&) = delete;
 
  private:
   Phase phase_;

@@ -47,8 +47,7 @@ class WaitScope {
   // pid: kAnyPeer for no rank in particular; kOwnThread: the page does not show the wait. rank: -1: nor does the trace.
   WaitScope(std::int32_t pid, int rank);
   ~WaitScope();
-  WaitScope(const WaitScope&) = delete;
-  WaitScope& operator=(const WaitScope&) = delete;
+  WaitScope& operator=(WaitScope&&) = delete;
 
   void goes_on() const;  // called every few ms: the rank is not stopped
 
@@ -63,8 +62,7 @@ class CallingOthers {
  public:
   CallingOthers() { record().calls_others.fetch_add(1, std::memory_order_relaxed); }
   ~CallingOthers() { record().calls_others.fetch_sub(1, std::memory_order_relaxed); }
-  CallingOthers(const CallingOthers&) = delete;
-  CallingOthers& operator=(const CallingOthers&) = delete;
+  CallingOthers& operator=(CallingOthers&&) = delete;
 };
 
 void has_loader(int workers);
@@ -88,8 +86,7 @@ class Serving {
  public:
   Serving();
   ~Serving();
-  Serving(const Serving&) = delete;
-  Serving& operator=(const Serving&) = delete;
+  Serving& operator=(Serving&&) = delete;
 
  private:
   std::int64_t since_;

@@ -90,8 +90,7 @@ class Span {
   ~Span() {
     if (event_) write(*event_);
   }
-  Span(const Span&) = delete;
-  Span& operator=(const Span&) = delete;
+  Span& operator=(Span&&) = delete;
 
  private:
   std::optional<Event> event_;

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <fstream>
 
-#include "lockstep/launch/endpoint.h"
+#include "lockstep/base/sockets/endpoint.h"
 #include "tests/launch/child.h"
 #include "tests/security/listeners.h"
 #include "tests/train/command.h"

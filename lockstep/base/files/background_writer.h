@@ -29,8 +29,7 @@ class BackgroundWriter {
   // Writes to the end of `file`. `name`: of the file, for the log.
   BackgroundWriter(UniqueFd file, std::string name, const BackgroundWriterOptions& options = {});
   ~BackgroundWriter();  // as finish(), unless that was called
-  BackgroundWriter(const BackgroundWriter&) = delete;
-  BackgroundWriter& operator=(const BackgroundWriter&) = delete;
+  BackgroundWriter& operator=(BackgroundWriter&&) = delete;
 
   // Takes a record, which is written whole or not at all, in the order of the calls. Drops it if
   // `most_waiting` bytes wait already. Never waits for the disk. The first drop is a warning in the log.

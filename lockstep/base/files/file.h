@@ -21,8 +21,7 @@ class AtomicFile {
  public:
   explicit AtomicFile(std::filesystem::path path);
   ~AtomicFile();
-  AtomicFile(const AtomicFile&) = delete;
-  AtomicFile& operator=(const AtomicFile&) = delete;
+  AtomicFile& operator=(AtomicFile&&) = delete;
 
   void write(const void* data, std::size_t bytes);
   void overwrite(std::size_t at, const void* data, std::size_t bytes);  // what was written before

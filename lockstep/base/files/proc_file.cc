@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/base/files/proc_file.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <fstream>
+
+#include "lockstep/base/files/file.h"
+#include "lockstep/base/text.h"
 
 namespace lockstep {
 
@@ -13,6 +17,11 @@ std::string proc_value(const std::string& file, std::string_view name) {
       if (const auto at = line.find_first_not_of(" \t", line.find(':') + 1); at != std::string::npos)
         return line.substr(at);
   return "";
+}
+
+std::vector<std::string> fields_of_stat(const std::string& file) {
+  const std::string stat = read_file(file);
+  return split(std::string_view(stat).substr(std::min(stat.rfind(')') + 2, stat.size())), ' ');
 }
 
 double proc_bytes(const std::string& file, std::string_view name) {

@@ -8,6 +8,7 @@
 
 #include <array>
 #include <atomic>
+#include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -41,12 +42,10 @@ struct sigaction previous_action {};
 
 void print(const char* text) { static_cast<void>(!::write(STDERR_FILENO, text, std::strlen(text))); }
 
-void print_number(unsigned number) {
+void print_number(pid_t number) {
   std::array<char, 12> digits{};
-  std::size_t i = digits.size() - 1;
-  do digits[--i] = static_cast<char>('0' + number % 10);
-  while ((number /= 10) > 0);
-  print(&digits[i]);
+  std::to_chars(digits.begin(), digits.end() - 1, number);
+  print(digits.data());
 }
 
 const GuardedPart* part_at(const std::byte* address) {
@@ -70,7 +69,7 @@ void print_error(const GuardedPart& part) {
   print(part.name);
   print(part.is_gradient ? " was written after backward() had published it\n" : " was written outside step()\n");
   print("  here:   process ");
-  print_number(static_cast<unsigned>(::getpid()));
+  print_number(::getpid());
   print(gradients_are_published() ? ", between backward() and step()\n" : ", after step() and before backward()\n");
   print(part.is_gradient
             ? "  likely: clipping by hand, zero_grad() before step(), or a second backward() of torch's\n"

@@ -41,8 +41,7 @@ class PageGuard {
   // parameters except while there is a ParameterWrite.
   PageGuard(Kind kind, const std::vector<Part>& parts);
   ~PageGuard();
-  PageGuard(const PageGuard&) = delete;
-  PageGuard& operator=(const PageGuard&) = delete;
+  PageGuard& operator=(PageGuard&&) = delete;
 
  private:
   Kind kind_;
@@ -56,8 +55,7 @@ class ParameterWrite {
  public:
   ParameterWrite();
   ~ParameterWrite();
-  ParameterWrite(const ParameterWrite&) = delete;
-  ParameterWrite& operator=(const ParameterWrite&) = delete;
+  ParameterWrite& operator=(ParameterWrite&&) = delete;
 };
 
 }  // namespace lockstep

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "lockstep/base/cache_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
@@ -16,8 +17,6 @@ namespace lockstep {
 namespace {
 
 constexpr std::size_t kBytesOfId = 8;
-
-std::size_t up_to_4(std::size_t bytes) { return (bytes + 3) / 4 * 4; }
 
 std::string digits_of(const unsigned char* bytes, std::size_t count) {
   std::string digits;
@@ -34,11 +33,11 @@ std::string build_id_in(const unsigned char* note, const unsigned char* end) {
   while (note + sizeof(ElfW(Nhdr)) <= end) {
     const auto* const header = reinterpret_cast<const ElfW(Nhdr)*>(note);
     const unsigned char* const name = note + sizeof *header;
-    const unsigned char* const value = name + up_to_4(header->n_namesz);
+    const unsigned char* const value = name + round_up<std::size_t>(header->n_namesz, 4);
     if (value + header->n_descsz > end) break;
     if (header->n_type == NT_GNU_BUILD_ID && header->n_namesz == 4 && std::memcmp(name, "GNU", 4) == 0)
       return digits_of(value, header->n_descsz);
-    note = value + up_to_4(header->n_descsz);
+    note = value + round_up<std::size_t>(header->n_descsz, 4);
   }
   return {};
 }

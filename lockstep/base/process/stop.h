@@ -22,8 +22,7 @@ class RankOfThread {
  public:
   RankOfThread();
   ~RankOfThread();
-  RankOfThread(const RankOfThread&) = delete;
-  RankOfThread& operator=(const RankOfThread&) = delete;
+  RankOfThread& operator=(RankOfThread&&) = delete;
 };
 
 }  // namespace lockstep

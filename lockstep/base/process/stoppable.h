@@ -19,8 +19,7 @@ class Stoppable {
   // end: does not block, throws nothing, and makes or destroys no Stoppable.
   explicit Stoppable(End end);
   ~Stoppable();
-  Stoppable(const Stoppable&) = delete;
-  Stoppable& operator=(const Stoppable&) = delete;
+  Stoppable& operator=(Stoppable&&) = delete;
 
  private:
   friend void stop(const std::string& reason);

@@ -121,10 +121,15 @@ void raise_descriptor_limit() {
   ::setrlimit(RLIMIT_NOFILE, &limit);
 }
 
+std::optional<ucred> peer_of(int socket) {
+  ucred peer{};
+  socklen_t length = sizeof peer;
+  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 ? std::optional(peer) : std::nullopt;
+}
+
 bool is_own_user(int socket) {
-  ucred other{};
-  socklen_t length = sizeof other;
-  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &other, &length) == 0 && other.uid == ::geteuid();
+  const auto peer = peer_of(socket);
+  return peer && peer->uid == ::geteuid();
 }
 
 bool send_with_descriptors(int socket, std::span<const std::byte> message, const std::vector<int>& descriptors,

@@ -8,6 +8,7 @@
 #include <sys/socket.h>
 
 #include <cstddef>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -32,7 +33,9 @@ UniqueFd accept_locally(int listener);  // none: nobody is waiting. Throws: no d
 // Gives this process as many descriptors as it may have without privileges, up to 65,536: each group of N ranks takes 2 N.
 void raise_descriptor_limit();
 
-bool is_own_user(int socket);  // the process at the other end has this one's user
+// The process at the other end. Nothing: this is no socket.
+std::optional<ucred> peer_of(int socket);
+bool is_own_user(int socket);  // it has this process's user
 
 // Blocks until the other end has room, at most until the deadline. At most kMostDescriptors. False: the other end is gone,
 // or did not take it in time.
@@ -44,5 +47,29 @@ bool send_with_descriptors(int socket, std::span<const std::byte> message, const
 // Appends to `descriptors`. Throws SystemError: fewer than `expected` came, because this process can have no more.
 std::ptrdiff_t receive_with_descriptors(int socket, std::span<std::byte> message, std::vector<UniqueFd>& descriptors,
                                         std::size_t expected);
+
+// ---- Messages of fixed size. Each has a `magic` and a `version`, whose defaults are those of this version
+
+// False: the other end is gone, or did not take it before the deadline.
+template <class Message>
+bool send_message(int socket, const Message& message, Deadline deadline, const std::vector<int>& descriptors = {}) {
+  return send_with_descriptors(socket, std::as_bytes(std::span(&message, 1)), descriptors, deadline);
+}
+
+enum class Incoming { kMessage, kNothingYet, kNoMessage };
+
+// Does not block. kNoMessage: the other end is gone, or has sent something else, or not exactly `expected` descriptors.
+// Throws SystemError: no descriptors left to receive them with.
+template <class Message>
+Incoming receive_message(int socket, Message& message, std::vector<UniqueFd>& descriptors,
+                         std::optional<std::size_t> expected = {}) {
+  const auto bytes = receive_with_descriptors(socket, std::as_writable_bytes(std::span(&message, 1)), descriptors,
+                                              expected.value_or(0));
+  if (bytes < 0) return Incoming::kNothingYet;
+  const Message own;
+  const bool is_own = bytes == std::ptrdiff_t{sizeof message} && message.magic == own.magic &&
+                      message.version == own.version && descriptors.size() == expected.value_or(descriptors.size());
+  return is_own ? Incoming::kMessage : Incoming::kNoMessage;
+}
 
 }  // namespace lockstep

@@ -1,20 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// base/sockets/poll.h: waits for one file descriptor, not beyond a deadline.
+// base/sockets/poll.h: waits for file descriptors, not beyond a deadline.
 #pragma once
 
 #include <poll.h>
 
 #include <cerrno>
+#include <span>
 
 #include "lockstep/deadline.h"
 
 namespace lockstep {
 
+inline pollfd to_poll(int fd, short events = POLLIN) { return {.fd = fd, .events = events, .revents = 0}; }
+
+// Returns what poll() does; longest: -1 ms: no limit.
+inline int poll_for(std::span<pollfd> polls, milliseconds longest) {
+  return ::poll(polls.data(), polls.size(), static_cast<int>(longest.count()));
+}
+
 // False: not before the deadline. A descriptor whose other end is gone is ready, too: the call that follows says so.
 inline bool wait_for(short events, int fd, Deadline deadline) {
-  pollfd polled{.fd = fd, .events = events, .revents = 0};
+  pollfd polled = to_poll(fd, events);
   while (true) {
-    const int result = ::poll(&polled, 1, static_cast<int>(deadline.left().count()));
+    const int result = poll_for({&polled, 1}, deadline.left());
     if (result != 0 && !(result < 0 && errno == EINTR)) return true;
     if (deadline.passed()) return false;
   }

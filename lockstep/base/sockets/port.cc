@@ -1,18 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/base/sockets/port.h"
 
-#include <netdb.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
-#include <memory>
 #include <optional>
 
 #include "lockstep/base/files/file.h"
+#include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
@@ -74,23 +70,11 @@ std::string listener_of_port(int port) {
 }
 
 ReservedPort::ReservedPort(const std::string& address) {
-  const int on = 1;
-  addrinfo hints{};
-  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  if (::getaddrinfo(address.c_str(), "0", &hints, &found) != 0)
-    throw SystemError({.what = concat("can't reserve a port on ", address, ", which is no address")});
-  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, &::freeaddrinfo);
-  sockaddr_storage bound{};
-  socklen_t size = sizeof bound;
-  auto* const generic = reinterpret_cast<sockaddr*>(&bound);
+  const AddressList found = address_of_number({address, 0});
+  if (!found) throw SystemError({.what = concat("can't reserve a port on ", address, ", which is no address")});
   fd_.reset(::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (!fd_ || ::setsockopt(fd_.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0 ||
-      ::bind(fd_.get(), found->ai_addr, found->ai_addrlen) != 0 || ::getsockname(fd_.get(), generic, &size) != 0)
-    throw system_error("reserve", concat("a port on ", address));
-  number_ = ntohs(bound.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(generic)->sin6_port
-                                              : reinterpret_cast<sockaddr_in*>(generic)->sin_port);
+  if (!fd_ || !bind_to(fd_, *found)) throw system_error("reserve", concat("a port on ", address));
+  number_ = endpoint_of(fd_.get()).port;
 }
 
 }  // namespace lockstep

@@ -16,13 +16,13 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/gloo_identity.h"
 #include "lockstep/collective/machines/listener_filter.h"
 #include "lockstep/collective/transport/cpu_transport.h"
 #include "lockstep/cores.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/endpoint.h"
 #include "lockstep/launch/insecure_network.h"
 #include "lockstep/launch/interfaces.h"
 

@@ -2,14 +2,14 @@
 // collective/meet/agent_store.h: the store of torchrun's agent, which serves it to the ranks that it starts: c10d's TCPStore,
 // which lets in whoever connects.
 //
-// Flow:    rendezvous.cc -> here -> launch/endpoint.h, c10d::TCPStore
+// Flow:    rendezvous.cc -> here -> base/sockets/endpoint.h, c10d::TCPStore
 // Owns:    the connection
 // Threads: call from one thread
 // Ranks:   all of them join
 #pragma once
 
+#include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/collective/store/store_ptr.h"
-#include "lockstep/launch/endpoint.h"
 #include "lockstep/launch/environment.h"
 
 namespace lockstep {

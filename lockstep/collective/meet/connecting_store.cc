@@ -24,15 +24,14 @@ ConnectingStore::ConnectingStore(const StorePtr& store, int rank)
 
 void ConnectingStore::fail(const std::string& here, const std::string& what) try {
   if (PrefixStore::check({kFailure})) return;  // of the rank that failed first
-  const std::string text = concat(here, " could not connect: ", what);
-  PrefixStore::set(kFailure, std::vector<std::uint8_t>(text.begin(), text.end()));
+  Store::set(kFailure, concat(here, " could not connect: ", what));
 } catch (const std::exception&) {  // the store is gone, which the others notice
 }
 
 void ConnectingStore::require_no_failure() {
   if (!PrefixStore::check({kFailure})) return;
   const auto text = PrefixStore::get(kFailure);
-  throw RendezvousError({.what = std::string(text.begin(), text.end()),
+  throw RendezvousError({.what = {text.begin(), text.end()},
                          .likely = "a fault on that rank's machine",
                          .next = "look at its output"});
 }

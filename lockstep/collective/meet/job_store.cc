@@ -42,14 +42,6 @@ RendezvousError cannot_listen(const Endpoint& endpoint) {
                       : "set MASTER_ADDR to rank 0's machine on every rank"});
 }
 
-// None: what listens there is no store, or not one with this secret; or there is no secret yet.
-StorePtr say_hello(SecuredConnection connection, const Deadline& deadline, milliseconds timeout) {
-  if (!connection.channel) return {};
-  auto client = std::make_shared<MeetingClient>(std::move(connection.channel));
-  if (!client->hello(deadline)) return {};
-  return c10::make_intrusive<MeetingStore>(std::move(client), nullptr, timeout, connection.address);
-}
-
 RendezvousError nobody_at(const Endpoint& endpoint, const JobEnvironment& job) {
   return RendezvousError({.what = concat("rank ", job.rank, " found nobody at ", endpoint.text()),
                           .likely = "rank 0 did not start, died early, or has another MASTER_ADDR or MASTER_PORT; or a "
@@ -109,7 +101,7 @@ SecretPtr secret_of(const JobEnvironment& job, const std::string& place) {
 }
 
 StorePtr serve_store(UniqueFd listener, SecretPtr secret, milliseconds timeout) {
-  const std::string host = endpoint_of(listener).host;
+  const std::string host = endpoint_of(listener.get()).host;
   const auto admit = [secret = std::move(secret)](UniqueFd fd) -> std::unique_ptr<Channel> {
     try {
       return serve_channel(std::move(fd), secret);
@@ -117,15 +109,13 @@ StorePtr serve_store(UniqueFd listener, SecretPtr secret, milliseconds timeout) 
       return nullptr;
     }
   };
-  auto server = std::make_shared<MeetingServer>(std::move(listener), admit);
-  auto client = std::make_shared<MeetingClient>(std::make_unique<Channel>(server->own_connection()));
-  return c10::make_intrusive<MeetingStore>(std::move(client), std::move(server), timeout, host);
+  return serve_meeting(std::move(listener), admit, timeout, host);
 }
 
 StorePtr store_at(const AddressList& addresses, const JobSecret& secret, const Deadline& deadline,
                   milliseconds timeout) {
   auto answered = connect_securely(addresses, secret, deadline);
-  return answered ? say_hello(std::move(*answered), deadline, timeout) : nullptr;
+  return answered ? join_meeting(std::move(answered->channel), deadline, timeout, answered->address) : nullptr;
 }
 
 StorePtr join_store(const Endpoint& endpoint, const JobEnvironment& job, const JobSecret& secret,
@@ -136,7 +126,7 @@ StorePtr join_store(const Endpoint& endpoint, const JobEnvironment& job, const J
       secret_by;  // since rank 0 answered, and did not let this rank in; it may have gone since then
   for (;;) {
     if (auto answered = connect_securely(addresses, secret, deadline)) {
-      if (auto store = say_hello(std::move(*answered), deadline, timeout)) return store;
+      if (auto store = join_meeting(std::move(answered->channel), deadline, timeout, answered->address)) return store;
       if (!secret_by) secret_by = Deadline::after(std::min(kSecretComesWithin, deadline.left()));
     }
     const bool is_late = deadline.passed();
@@ -179,8 +169,7 @@ void wait_for_everyone(c10d::Store& store, const std::string& where, const JobEn
 }
 
 std::string text_in(c10d::Store& store, const std::string& key) try {
-  const auto bytes = store.get(key);
-  return {bytes.begin(), bytes.end()};
+  return store.get_to_str(key);
 } catch (const std::exception& error) {
   throw RendezvousError({.what = concat("no ", key, " in the store at MASTER_PORT: ", first_line_of(error)),
                          .likely = "the store of another program, or rank 0 died",

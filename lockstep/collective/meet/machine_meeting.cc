@@ -51,12 +51,9 @@ UniqueFd try_to_connect(const std::string& name) {
 }
 
 [[noreturn]] void refuse_second(const JobEnvironment& job, const UniqueFd& first) {
-  ucred other{};
-  socklen_t length = sizeof other;
-  ::getsockopt(first.get(), SOL_SOCKET, SO_PEERCRED, &other, &length);
   throw RendezvousError({.what = concat("another rank 0 waits for its job at ", where(job)),
                          .here = concat("rank 0 of ", job.world_size),
-                         .peer = concat("pid ", other.pid),
+                         .peer = concat("pid ", peer_of(first.get()).value_or(ucred{}).pid),
                          .likely = "two jobs with one MASTER_PORT",
                          .next = "choose another MASTER_PORT, or wait until the other job has begun"});
 }
@@ -73,12 +70,10 @@ std::unique_ptr<Channel> admit_own_user(UniqueFd fd) {
 }
 
 StorePtr serve_on_machine(const JobEnvironment& job, milliseconds timeout) {
-  auto server = std::make_shared<MeetingServer>(listen_for(job, name_of_socket(job)), &admit_own_user);
-  auto client = std::make_shared<MeetingClient>(std::make_unique<Channel>(server->own_connection()));
-  auto store = c10::make_intrusive<MeetingStore>(std::move(client), server, timeout);
+  auto store = serve_meeting(listen_for(job, name_of_socket(job)), &admit_own_user, timeout);
   require_own_job(*store, where(job), job);
   wait_for_everyone(*store, where(job), job, Deadline::after(timeout));
-  server->stop_listening();
+  store->server()->stop_listening();
   return store;
 }
 
@@ -88,9 +83,8 @@ StorePtr join_on_machine(const JobEnvironment& job, milliseconds timeout) {
   for (; !deadline.passed(); std::this_thread::sleep_for(kRetryEvery)) {
     UniqueFd fd = try_to_connect(name);
     if (!fd) continue;
-    auto client = std::make_shared<MeetingClient>(std::make_unique<Channel>(std::move(fd)));
-    if (!client->hello(deadline)) continue;
-    auto store = c10::make_intrusive<MeetingStore>(std::move(client), nullptr, timeout);
+    const auto store = join_meeting(std::make_unique<Channel>(std::move(fd)), deadline, timeout);
+    if (!store) continue;
     require_own_job(*store, where(job), job);
     wait_for_everyone(*store, where(job), job, deadline);
     return store;

@@ -117,7 +117,7 @@ StorePtr connect_through_launcher(const JobEnvironment& job, milliseconds timeou
   StorePtr served;
   if (job.rank == 0) {
     UniqueFd listener = listen_on({address_of_rank_0(*launcher, "addresses" + number, job, deadline), 0}, deadline);
-    const Endpoint endpoint = endpoint_of(listener);
+    const Endpoint endpoint = endpoint_of(listener.get());
     served = serve_store(std::move(listener), secret_of(job, endpoint.text()), timeout);
     launcher->put("endpoint" + number, concat(endpoint.port, ",", endpoint.host));
   }

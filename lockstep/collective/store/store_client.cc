@@ -51,6 +51,21 @@ bool MeetingClient::hello(const Deadline& deadline) {
   return answer && answer->kind == Kind::kDone;
 }
 
+c10::intrusive_ptr<MeetingStore> serve_meeting(UniqueFd listener, MeetingServer::Admit admit, milliseconds timeout,
+                                               std::string host) {
+  auto server = std::make_shared<MeetingServer>(std::move(listener), std::move(admit));
+  auto client = std::make_shared<MeetingClient>(std::make_unique<Channel>(server->own_connection()));
+  return c10::make_intrusive<MeetingStore>(std::move(client), std::move(server), timeout, std::move(host));
+}
+
+StorePtr join_meeting(std::unique_ptr<Channel> channel, const Deadline& deadline, milliseconds timeout,
+                      std::string host) {
+  if (!channel) return {};
+  auto client = std::make_shared<MeetingClient>(std::move(channel));
+  if (!client->hello(deadline)) return {};
+  return c10::make_intrusive<MeetingStore>(std::move(client), nullptr, timeout, std::move(host));
+}
+
 Packet MeetingStore::ask(const Packet& request) {
   return client_->ask(request, Deadline::after(std::max(getTimeout(), kLeastPatience)));
 }

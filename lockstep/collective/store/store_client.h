@@ -77,4 +77,12 @@ class MeetingStore final : public c10d::Store {
   std::string host_;
 };
 
+// Serves a store to whom `admit` lets in. Returns the connection of rank 0, whose process this is. Throws SystemError.
+c10::intrusive_ptr<MeetingStore> serve_meeting(UniqueFd listener, MeetingServer::Admit admit, milliseconds timeout,
+                                               std::string host = "");
+
+// None: no channel, or its other end is no store, or has not let this process in.
+StorePtr join_meeting(std::unique_ptr<Channel> channel, const Deadline& deadline, milliseconds timeout,
+                      std::string host = "");
+
 }  // namespace lockstep

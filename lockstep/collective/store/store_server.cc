@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/store/store_server.h"
 
-#include <poll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <cerrno>
 #include <vector>
 
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -65,12 +65,10 @@ bool MeetingServer::hear_wish() {
 void MeetingServer::serve() {
   for (;;) {
     const bool accepts = listener_ && accept_again_.passed();
-    std::vector<pollfd> polls{{.fd = wishes_.get(), .events = POLLIN, .revents = 0},
-                              {.fd = accepts ? listener_.get() : -1, .events = POLLIN, .revents = 0}};
+    std::vector<pollfd> polls{to_poll(wishes_.get()), to_poll(accepts ? listener_.get() : -1)};
     for (const Connection& connection : connections_)
-      polls.push_back({.fd = connection.stream.fd(), .events = connection.stream.events(), .revents = 0});
-    const auto longest = accepts ? kLookAtDeadlinesEvery : kWithoutDescriptors;
-    ::poll(polls.data(), polls.size(), listener_ ? static_cast<int>(longest.count()) : -1);
+      polls.push_back(to_poll(connection.stream.fd(), connection.stream.events()));
+    poll_for(polls, !listener_ ? milliseconds(-1) : accepts ? kLookAtDeadlinesEvery : kWithoutDescriptors);
     auto polled = polls.begin() + 2;
     std::erase_if(connections_, [&](Connection& connection) {
       const bool late = !connection.known && connection.says_hello_by.passed();

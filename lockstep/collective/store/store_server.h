@@ -33,8 +33,7 @@ class MeetingServer {
 
   MeetingServer(UniqueFd listener, Admit admit);  // throws SystemError
   ~MeetingServer();                               // ends all connections
-  MeetingServer(const MeetingServer&) = delete;
-  MeetingServer& operator=(const MeetingServer&) = delete;
+  MeetingServer& operator=(MeetingServer&&) = delete;
 
   // A connection for the process that serves, which needs no hello. Once.
   UniqueFd own_connection() { return std::move(own_end_); }

@@ -2,7 +2,6 @@
 #include "lockstep/collective/store/store_table.h"
 
 #include <algorithm>
-#include <charconv>
 
 #include "lockstep/base/text.h"
 
@@ -14,11 +13,6 @@ using Kind = Packet::Kind;
 Packet refused(const std::string& why) { return {Kind::kRefused, 0, {why}}; }
 
 Packet no_room() { return refused(concat("the store is full: ", StoreTable::kMostBytes >> 20, " MiB")); }
-
-bool parse_number(const std::string& text, std::int64_t& number) {
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  return error == std::errc() && end == text.data() + text.size();
-}
 
 }  // namespace
 
@@ -92,7 +86,7 @@ Packet StoreTable::get(const std::vector<std::string>& keys) const {
 Packet StoreTable::add(const std::string& key, std::int64_t number) {
   const auto found = values_.find(key);
   std::int64_t before = 0;
-  if (found != values_.end() && !parse_number(found->second, before)) return refused("adding to what is no number");
+  if (found != values_.end() && !parse_int(found->second, before)) return refused("adding to what is no number");
   std::int64_t sum = 0;
   if (__builtin_add_overflow(before, number, &sum)) return refused("adding beyond 64 bits");
   if (!put(key, std::to_string(sum))) return no_room();

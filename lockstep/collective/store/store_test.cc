@@ -47,7 +47,7 @@ class SecretTold {
 struct ServedStore : ::testing::TestWithParam<std::string> {
   SecretTold told{GetParam()};
   UniqueFd listener = listen_on({"127.0.0.1", 0}, Deadline::after(kStorePatience));
-  Endpoint endpoint = endpoint_of(listener);
+  Endpoint endpoint = endpoint_of(listener.get());
   c10::intrusive_ptr<c10d::Store> store = serve_store(std::move(listener), secret_of({}, ""), kStorePatience);
 
   c10::intrusive_ptr<c10d::Store> join(milliseconds timeout = kStorePatience) const {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shm/connect/peers.h"
 
-#include <poll.h>
 #include <sched.h>
 #include <sys/ioctl.h>
 #include <sys/wait.h>
@@ -9,9 +8,10 @@
 
 #include <algorithm>
 #include <bit>
-#include <fstream>
 #include <optional>
 
+#include "lockstep/base/files/proc_file.h"
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/thresholds.h"
 #include "lockstep/cores.h"
@@ -62,15 +62,13 @@ std::optional<int> status_of_collected(int pidfd) {
 }
 
 // Before its parent collected it, a process is a zombie, and the last field of /proc/PID/stat is its status.
-std::optional<int> status_of_zombie(pid_t pid) {
-  std::ifstream file(concat("/proc/", pid, "/stat"));
-  std::string line;
-  std::getline(file, line);
-  const std::size_t name_end = line.rfind(')');
-  if (name_end == std::string::npos || line.compare(name_end, 3, ") Z") != 0) return std::nullopt;
+std::optional<int> status_of_zombie(pid_t pid) try {
   int status = 0;
-  const std::vector<std::string> fields = split(line, ' ');
-  return parse_int(fields.back(), status) ? std::optional(status) : std::nullopt;
+  const auto fields = fields_of_stat(concat("/proc/", pid, "/stat"));
+  return fields.front() == "Z" && parse_int(split(fields.back(), '\n').front(), status) ? std::optional(status)
+                                                                                        : std::nullopt;
+} catch (const SystemError&) {
+  return std::nullopt;
 }
 
 std::string ending_with(int status) {
@@ -170,8 +168,8 @@ void Peers::throw_if_poisoned(const std::string& here) const {
 
 void Peers::poison_if_any_died() const {
   std::vector<pollfd> polls;
-  for (const UniqueFd& pidfd : pidfds_) polls.push_back({.fd = pidfd.get(), .events = POLLIN, .revents = 0});
-  if (polls.empty() || ::poll(polls.data(), polls.size(), 0) <= 0) return;
+  for (const UniqueFd& pidfd : pidfds_) polls.push_back(to_poll(pidfd.get()));
+  if (polls.empty() || poll_for(polls, {}) <= 0) return;
   for (std::size_t i = 0; i < polls.size(); ++i) {
     const int rank = static_cast<int>(i);
     if (polls[i].revents == 0 || left(rank)) continue;

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 
-#include <poll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "lockstep/base/int_vector.h"
+#include "lockstep/base/sockets/local_socket.h"
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/connect/peers.h"
 #include "lockstep/collective/shm/thresholds.h"
@@ -73,7 +74,7 @@ class ServerHandshake {
       const int socket = peers_[rank].get();
       Message ready;
       std::vector<UniqueFd> none;
-      if (!wait_readable(socket, deadline_) || receive_message(socket, ready, none, 0) != Received::kMessage ||
+      if (!wait_for(POLLIN, socket, deadline_) || receive_message(socket, ready, none, 0) != Incoming::kMessage ||
           ready.kind != Message::kReady)
         lost(rank);
     }
@@ -106,10 +107,10 @@ class ServerHandshake {
   }
 
   void wait_for_input() {
-    std::vector<pollfd> polls{{.fd = listener_, .events = POLLIN, .revents = 0}};
-    for (const UniqueFd& newcomer : newcomers_) polls.push_back({.fd = newcomer.get(), .events = POLLIN, .revents = 0});
-    for (const UniqueFd& peer : peers_) polls.push_back({.fd = peer.get(), .events = POLLIN, .revents = 0});
-    ::poll(polls.data(), polls.size(), static_cast<int>(deadline_.left().count()));
+    std::vector<pollfd> polls{to_poll(listener_)};
+    for (const UniqueFd& newcomer : newcomers_) polls.push_back(to_poll(newcomer.get()));
+    for (const UniqueFd& peer : peers_) polls.push_back(to_poll(peer.get()));
+    poll_for(polls, deadline_.left());
   }
 
   void accept_new() {
@@ -121,9 +122,9 @@ class ServerHandshake {
   bool hear(UniqueFd& newcomer) {
     Message hello;
     std::vector<UniqueFd> descriptors;
-    const Received received = receive_message(newcomer.get(), hello, descriptors, 2);
-    if (received == Received::kNothingYet) return false;
-    if (received != Received::kMessage || !agrees(hello, Message::kHello, size_) || hello.rank < 1 ||
+    const Incoming incoming = receive_message(newcomer.get(), hello, descriptors, 2);
+    if (incoming == Incoming::kNothingYet) return false;
+    if (incoming != Incoming::kMessage || !agrees(hello, Message::kHello, size_) || hello.rank < 1 ||
         hello.rank >= size_)
       return true;
     drop_lost_peers();  // a rank that came, died and was started again may have left two hellos here
@@ -137,8 +138,8 @@ class ServerHandshake {
   // A peer has nothing to say before it was welcomed: if there is something, it is gone.
   void drop_lost_peers() {
     for (UniqueFd& peer : peers_) {
-      pollfd gone{.fd = peer.get(), .events = POLLIN, .revents = 0};
-      if (::poll(&gone, 1, 0) > 0) peer.reset();
+      pollfd gone = to_poll(peer.get());
+      if (poll_for({&gone, 1}, {}) > 0) peer.reset();
     }
   }
 
@@ -220,12 +221,12 @@ class ClientHandshake {
 
   Message receive(Message::Kind kind, std::vector<UniqueFd>& descriptors, std::size_t expected) const {
     Message message;
-    if (!wait_readable(socket_.get(), deadline_))
+    if (!wait_for(POLLIN, socket_.get(), deadline_))
       throw RendezvousError({.what = "the ranks of this machine are not complete at the deadline",
                              .here = concat("rank ", rank_, " of ", size_),
                              .likely = "a rank that did not start",
                              .next = "rank 0's error names it"});
-    if (receive_message(socket_.get(), message, descriptors, expected) != Received::kMessage ||
+    if (receive_message(socket_.get(), message, descriptors, expected) != Incoming::kMessage ||
         !agrees(message, kind, size_))
       refused();
     return message;

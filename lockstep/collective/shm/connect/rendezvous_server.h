@@ -27,7 +27,7 @@
 #include <vector>
 
 #include "lockstep/base/files/unique_fd.h"
-#include "lockstep/collective/shm/connect/local_socket.h"
+#include "lockstep/collective/shm/connect/message.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/deadline.h"
 

@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "lockstep/base/sockets/local_socket.h"
-#include "lockstep/collective/shm/connect/local_socket.h"
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/observe/rank_progress.h"
 #include "tests/shm/support.h"
 #include "tests/support.h"
@@ -110,7 +110,7 @@ TEST_F(Rendezvous, garbage_on_the_socket_disturbs_nobody) {
       else if (i % 3 == 1)
         (void)!::write(socket.get(), noise.data(), noise.size());
       if (i % 3 == 2) continue;  // says nothing, goes
-      if (wait_readable(socket.get(), soon()) && ::read(socket.get(), noise.data(), 1) > 0) ++learned;
+      if (wait_for(POLLIN, socket.get(), soon()) && ::read(socket.get(), noise.data(), 1) > 0) ++learned;
     }
     return learned;
   });

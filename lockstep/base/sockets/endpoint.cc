@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/launch/endpoint.h"
+#include "lockstep/base/sockets/endpoint.h"
 
 #include <netinet/in.h>
-#include <poll.h>
 
 #include <algorithm>
 #include <array>
@@ -12,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "lockstep/base/sockets/poll.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -26,12 +26,6 @@ bool is_connected(const pollfd& socket) {
   int error = 0;
   socklen_t size = sizeof error;
   return socket.revents != 0 && ::getsockopt(socket.fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0;
-}
-
-bool listens_at(const UniqueFd& fd, const addrinfo& address) {
-  const int yes = 1;
-  ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
-  return ::bind(fd.get(), address.ai_addr, address.ai_addrlen) == 0 && ::listen(fd.get(), SOMAXCONN) == 0;
 }
 
 }  // namespace
@@ -64,9 +58,7 @@ std::string numeric(const sockaddr* address, socklen_t length) {
   return text.data();
 }
 
-Endpoint endpoint_of(const UniqueFd& fd) { return endpoint_of_socket(fd.get()); }
-
-Endpoint endpoint_of_socket(int fd) {
+Endpoint endpoint_of(int fd) {
   sockaddr_storage address{};
   socklen_t length = sizeof address;
   if (::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0)
@@ -75,11 +67,26 @@ Endpoint endpoint_of_socket(int fd) {
   return {numeric(generic, length), ntohs(port_in(generic))};
 }
 
+AddressList address_of_number(const Endpoint& endpoint) {
+  addrinfo hints{};
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  ::getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints, &found);
+  return AddressList(found);
+}
+
+bool bind_to(const UniqueFd& fd, const addrinfo& address) {
+  const int yes = 1;
+  return ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes) == 0 &&
+         ::bind(fd.get(), address.ai_addr, address.ai_addrlen) == 0;
+}
+
 UniqueFd listen_at(const AddressList& addresses) {
   int error = ENOENT;
   for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
     UniqueFd fd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    if (fd && listens_at(fd, *address)) return fd;
+    if (fd && bind_to(fd, *address) && ::listen(fd.get(), SOMAXCONN) == 0) return fd;
     error = errno;  // closing may change it
   }
   errno = error;
@@ -96,9 +103,8 @@ std::optional<Connection> connect_to(const AddressList& addresses, const Deadlin
     if (errno == EINPROGRESS) attempts.push_back(std::move(attempt));
   }
   std::vector<pollfd> waiting;
-  for (const Connection& attempt : attempts)
-    waiting.push_back({.fd = attempt.fd.get(), .events = POLLOUT, .revents = 0});
-  while (!waiting.empty() && ::poll(waiting.data(), waiting.size(), static_cast<int>(deadline.left().count())) > 0) {
+  for (const Connection& attempt : attempts) waiting.push_back(to_poll(attempt.fd.get(), POLLOUT));
+  while (!waiting.empty() && poll_for(waiting, deadline.left()) > 0) {
     if (const auto found = std::ranges::find_if(waiting, is_connected); found != waiting.end())
       return std::move(*std::ranges::find(attempts, found->fd, [](const Connection& one) { return one.fd.get(); }));
     std::erase_if(waiting, [](const pollfd& socket) { return socket.revents != 0; });
@@ -107,12 +113,8 @@ std::optional<Connection> connect_to(const AddressList& addresses, const Deadlin
 }
 
 UniqueFd begin_to_connect(const Endpoint& endpoint) {
-  addrinfo hints{};
-  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  if (::getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints, &found) != 0) return {};
-  const AddressList address(found);
+  const AddressList address = address_of_number(endpoint);
+  if (!address) return {};
   UniqueFd fd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd || ::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0 || errno == EINPROGRESS) return fd;
   return {};
@@ -122,7 +124,7 @@ std::optional<std::string> own_address_towards(const AddressList& addresses) {
   for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
     const UniqueFd fd(::socket(address->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
     // Connecting a datagram socket sends nothing: it only makes the kernel choose the route.
-    if (fd && ::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0) return endpoint_of(fd).host;
+    if (fd && ::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0) return endpoint_of(fd.get()).host;
   }
   return std::nullopt;
 }

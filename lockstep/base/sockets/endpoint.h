@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// launch/endpoint.h: a host and a port, looked up, listened at and connected to. Every wait has a deadline, which neither
+// base/sockets/endpoint.h: a host and a port, looked up, listened at and connected to. Every wait has a deadline, which neither
 // the resolver nor connect() has by itself.
 //
 // Flow:    node_meeting.h, collective/meet/job_store.h -> here -> the resolver, sockets
@@ -43,8 +43,13 @@ void set_port(const AddressList& addresses, int port);
 std::string numeric(const sockaddr* address, socklen_t length);
 
 // The endpoint of a socket's own end, with the host as a number. Throws SystemError.
-Endpoint endpoint_of(const UniqueFd& fd);
-Endpoint endpoint_of_socket(int fd);
+Endpoint endpoint_of(int fd);
+
+// None: the host is no number.
+AddressList address_of_number(const Endpoint& endpoint);
+
+// False: errno says why.
+bool bind_to(const UniqueFd& fd, const addrinfo& address);
 
 // A name may have several addresses, of which some are of no use here (::1 where there is no IPv6): at the first where
 // that works. None: errno says why the last did not.
