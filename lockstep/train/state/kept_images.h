@@ -50,8 +50,7 @@ class KeptImages {
   // Takes no memory yet. name: of this kind of state in the launcher's memory.
   KeptImages(JobMemory& memory, std::string name, const ImageOwner& owner);
   ~KeptImages();
-  KeptImages(const KeptImages&) = delete;
-  KeptImages& operator=(const KeptImages&) = delete;
+  KeptImages& operator=(KeptImages&&) = delete;
 
   // Goes on with the memory of a former process of this rank, which is given to the launcher again, under the present
   // generation. The image of `step` stays until the one after next is written; another one is of a step that not all ranks

@@ -109,8 +109,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
     for (const auto& [accumulator, hook] : on_gradient_)
       std::erase_if(accumulator->pre_hooks(), [hook = hook](const auto& each) { return each.get() == hook; });
   }
-  Replica(const Replica&) = delete;
-  Replica& operator=(const Replica&) = delete;
+  Replica& operator=(Replica&&) = delete;
 
   // Once, when a shared_ptr owns this. A hook of the node that adds to a parameter's .grad, before it does: after all hooks of
   // the parameter itself, which torch keeps in one place for C++ and Python, so that those of the one displace those of the other.
@@ -204,8 +203,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
   class Backward {
    public:
     explicit Backward(std::shared_ptr<Replica> replica) : replica_(std::move(replica)) { replica_->in_backward_ = true; }
-    Backward(const Backward&) = delete;
-    Backward& operator=(const Backward&) = delete;
+    Backward& operator=(Backward&&) = delete;
 
     void end() {
       ended_ = true;
