@@ -41,7 +41,7 @@ void JournalWriter::keep(std::shared_ptr<SharedMemory> memory, const JournalOpti
   common_ = memory_->allocate_common(UpdateJournal::bytes(shape));
   journal_.emplace(common_.get(), shape);
   make_slots();
-  note_state(0);
+  note_state();
   memory_->barrier();
 }
 
@@ -49,16 +49,16 @@ void JournalWriter::resume(const InterruptedUpdate& lost, int rank, std::uint64_
   journal_.emplace(lost.journal, lost.shape);
   find_ = lost.find;
   rank_ = rank;
-  number_ = step;
+  number_ = step - 1;
   slots_ = slots_of(rank);
 }
 
-void JournalWriter::begin_step(std::uint64_t number, const UpdateStep& step) {
-  number_ = number;
-  if (!journal_) return;
+void JournalWriter::begin_step(const UpdateStep& step) {
+  ++number_;
+  if (!journal_ || find_) return;  // the lost ranks have written the record
   make_slots();
   StepRecord record(JournalShape{});
-  record.step = number;
+  record.step = number_;
   record.clipping = step.clipping;
   if (step.loss_scale) record.loss_scale = *step.loss_scale;
   record.weights = step.gradients.weights;
@@ -75,10 +75,10 @@ void JournalWriter::skip_step() {
   if (journal_) journal_->write_skipped(rank_, number_);
 }
 
-void JournalWriter::note_state(std::uint64_t number) {
+void JournalWriter::note_state() {
   if (!journal_) return;
   StepRecord record(journal_->shape());
-  record.step = number;
+  record.step = number_;
   record.steps = state_.steps;
   journal_->write(rank_, ++records_, record);
 }

@@ -41,13 +41,16 @@ class JournalWriter {
   void keep(std::shared_ptr<SharedMemory> memory, const JournalOptions& options, std::size_t chunks,
             const UpdateMemory& beside);
 
-  // Goes on in the place of a rank of `lost`, within its step.
+  // Goes on in the place of a rank of `lost`: begin_step() then begins its step again.
   void resume(const InterruptedUpdate& lost, int rank, std::uint64_t step);
 
   // A step begins: writes the record that makes it count, before anything else is written.
-  void begin_step(std::uint64_t number, const UpdateStep& step);
-  void skip_step();                       // it writes nothing
-  void note_state(std::uint64_t number);  // of the last step: others find the state that there is now
+  void begin_step(const UpdateStep& step);
+  void skip_step();                               // it writes nothing
+  std::uint64_t step() const { return number_; }  // the number of the last one
+
+  // The state was written between two steps, by all ranks alike: others find it with the number of updates that it has now.
+  void note_state();
 
   void begin_pass() { taken_.store(0, std::memory_order_relaxed); }
   RedoSlot* begin_thread() { return journal_ ? slots_.at(taken_.fetch_add(1, std::memory_order_relaxed)) : nullptr; }

@@ -151,15 +151,14 @@ void Optimizer::make_state(Layout& all) {
   all.ema_decay = ema_decay_;
   if (all.parameters.empty() || all.parameters.front().is_cpu()) {
     if (!source_) source_ = std::make_shared<LocalGradients>();
-    all.flat =
-        std::make_unique<FlatUpdate>(source_->memory(), all, journal_options(*source_, *rule_, param_groups_, all));
+    all.flat = FlatUpdate::make(source_->memory(), all, journal_options(*source_, *rule_, param_groups_, all));
     return;
   }
   if (source_) all.slices = source_->slices();
   all.on_device = std::make_unique<DeviceUpdate>(all, all.slices, gpus_of(source_));
 }
 
-std::string Optimizer::manifest() const { return layout_ && layout_->flat ? layout_->flat->manifest() : ""; }
+std::string Optimizer::manifest() const { return layout_ && layout_->flat ? layout_->flat->journal().manifest() : ""; }
 
 std::uint64_t Optimizer::take_over(const std::string& manifest, const FindMemory& find) {
   Layout& all = layout();
@@ -173,7 +172,7 @@ std::uint64_t Optimizer::take_over(const std::string& manifest, const FindMemory
   const ParameterWrite write;
   for (std::size_t i = 0; i < mine.size(); ++i) copy_share(mine[i], theirs[i], memory->rank(), memory->size());
   all.steps = lost.state.steps;
-  all.flat->note_state();
+  all.flat->journal().note_state();
   memory->barrier();
   return calls;
 }
@@ -316,7 +315,7 @@ void Optimizer::set_state(const torch::Tensor& parameter, const StateTensors& st
   all.noted_writes = all.writes();
   if (!state.empty())  // else as before its first update
     all.steps[i] = static_cast<std::int64_t>(saved(state, "step", {}, torch::kFloat32).item<float>());
-  if (all.flat) all.flat->note_state();
+  if (all.flat) all.flat->journal().note_state();
 }
 
 void Optimizer::broadcast_state(const World& world, int root) {
@@ -332,7 +331,7 @@ void Optimizer::broadcast_state(const World& world, int root) {
   }
   all.states_set = 0;
   all.noted_writes = all.writes();
-  if (all.flat) all.flat->note_state();
+  if (all.flat) all.flat->journal().note_state();
 }
 
 void Optimizer::attach(std::shared_ptr<GradientSource> source) {
