@@ -161,9 +161,8 @@ class FusedUpdate : public FlatUpdate {
   void run_pass(const UpdateStep& step, Pass pass) {
     const bool directs = pass == Pass::kDirect || (pass == Pass::kReduce && step.rule.layerwise());
     const ChunkPhase phase = directs ? ChunkPhase::kDirected : ChunkPhase::kUpdated;
-    journal_.begin_pass();
     step.gradients.parallel_for(first_, last_, kChunksPerTask, [&](std::size_t from, std::size_t to) {
-      RedoSlot* const slot = journal_.begin_thread();
+      RedoSlot* const slot = journal_.slot_of_thread();
       for (std::size_t i = from; i < to; ++i) {
         if (!is_updated_[chunks_[i].parameter] || journal_.is_done(i, phase)) continue;
         if (state_dtype(parameter_of(i)) == torch::kFloat64)
