@@ -12,6 +12,7 @@
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 #include "lockstep/step/gradient_slices.h"
+#include "lockstep/step/guards/fitting.h"
 #include "lockstep/step/local_gradients.h"
 #include "lockstep/gradient_scaler.h"
 #include "lockstep/model/parameters.h"
@@ -186,7 +187,7 @@ torch::Tensor Optimizer::step(LossClosure closure) {
   const PhaseScope update(Phase::kUpdate, "optimizer step");
   const torch::NoGradGuard no_grad;
   Layout& all = layout();
-  if (all.given != number_of_parameters())
+  if (all.given != parameters_of(*this).size())
     throw UsageError({.what = "a parameter group was added after the optimizer's first step",
                       .next = "add all groups before it, and before DistributedDataParallel is made"});
   if (all.flat)
@@ -197,12 +198,6 @@ torch::Tensor Optimizer::step(LossClosure closure) {
   all.state = {all.state.calls + 1, static_cast<std::uint32_t>(hash_of(settings()))};
   if (adjust_loss_scale_) loss_scale_ = adjust_loss_scale_(skipped_);
   return loss;
-}
-
-std::size_t Optimizer::number_of_parameters() const {
-  std::size_t count = 0;
-  for (const auto& group : param_groups_) count += group.params().size();
-  return count;
 }
 
 // begin_update() waits until all ranks have published their gradients, if backward() has not done so; run() waits for
@@ -324,7 +319,7 @@ void Optimizer::broadcast_state(const World& world, int root) {
   if (all.slices)
     throw UsageError({.what = "broadcast_state() of an optimizer of which each rank has a slice",
                       .next = "set_state() on every rank"});
-  world.broadcast(torch::from_blob(all.steps.data(), static_cast<std::int64_t>(all.steps.size()), torch::kInt64), root);
+  world.broadcast(torch::from_blob(all.steps.data(), std::ssize(all.steps), torch::kInt64), root);
   for (std::size_t i = 0; i < all.parameters.size(); ++i) {
     if (all.steps[i] == 0) continue;
     for (const auto& [name, tensor] : state_tensors(all, i)) broadcast_tensors(world, {{name, tensor}}, root);
