@@ -12,8 +12,8 @@
 
 #include <array>
 #include <cstdint>
-#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -80,8 +80,11 @@ struct KeptImage {
   KeptBytes bytes;
 };
 
-// The images of `name`. A slot that is half written has none.
+// The images of `name`, in the order of the ranks. A slot that is half written has none.
 std::vector<KeptImage> images_in(const std::vector<JobMemory::Kept>& kept, const std::string& name);
+
+// The image of a step: of this rank, else of the first one that has it. Null: there is none.
+const KeptImage* image_of(const std::vector<KeptImage>& images, std::int64_t step, std::optional<int> rank = {});
 
 SafetensorsReader reader_of(const KeptBytes& image);
 
