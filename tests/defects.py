@@ -39,10 +39,10 @@ DEFECTS = {
         "step/update/flat_update.cc", "for (std::size_t i = 0; i < chunks_.size(); ++i)\n      if (is_updated_",
         "for (std::size_t i = defect ? first_ : 0; i < (defect ? last_ : chunks_.size()); ++i)\n      if (is_updated_"),
     "layerwise rules are not clipped": (
-        "step/update/flat_update.cc", "factor = clip_factor(step.clipping);\n      scale_and_clamp",
-        "factor = defect ? 1 : clip_factor(step.clipping);\n      scale_and_clamp"),
+        "step/update/flat_update.cc", "factor = clip_factor(step.clipping);",
+        "factor = defect && step.rule.layerwise() ? 1 : clip_factor(step.clipping);"),
     "the trust ratio is dropped": (
-        "step/update/flat_update.cc", "step.rule.layerwise() ? trust_", "step.rule.layerwise() && !defect ? trust_"),
+        "step/update/flat_update.cc", "is_direction ? trust_", "is_direction && !defect ? trust_"),
     "a version is not marked": (
         "step/local_gradients.cc", "  release();", "  release();\n  if (defect) return;"),
     "an unfrozen parameter is accepted": (

@@ -28,8 +28,7 @@ class Checkpoints {
 
   // Waits for the disk, at most ten seconds.
   ~Checkpoints();
-  Checkpoints(const Checkpoints&) = delete;
-  Checkpoints& operator=(const Checkpoints&) = delete;
+  Checkpoints& operator=(Checkpoints&&) = delete;
 
   // The newest checkpoint that is whole; nothing if there is none. Reads it for its checksum. Newer ones that are damaged are
   // renamed to NAME.damaged, with a warning. If a save is still being written, waits for it first, at most ten seconds.

@@ -44,8 +44,7 @@ class DataParallel {
                      devices, seed) {}
   DataParallel(const Task& task, Devices& devices, std::uint64_t seed = 0);  // `task` says how to make and run it
   ~DataParallel();
-  DataParallel(const DataParallel&) = delete;
-  DataParallel& operator=(const DataParallel&) = delete;
+  DataParallel& operator=(DataParallel&&) = delete;
 
   // Device 0's module: its parameters are those that count, for an optimizer of any kind, checkpoints, train() and
   // eval().

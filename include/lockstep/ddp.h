@@ -100,8 +100,7 @@ class DistributedDataParallel {
                           const Options& options = {});
 
   ~DistributedDataParallel();
-  DistributedDataParallel(const DistributedDataParallel&) = delete;
-  DistributedDataParallel& operator=(const DistributedDataParallel&) = delete;
+  DistributedDataParallel& operator=(DistributedDataParallel&&) = delete;
 
   // Runs loss.backward() and exchanges. loss: this rank's mean over its `samples`, a scalar. A rank without samples
   // passes no loss and 0: it takes part with weight 0, and its gradient is never read. Blocks until the gradients of all
@@ -173,8 +172,7 @@ class DistributedDataParallel {
 class DistributedDataParallel::NoSync {
  public:
   ~NoSync() { *on_ = before_; }
-  NoSync(const NoSync&) = delete;
-  NoSync& operator=(const NoSync&) = delete;
+  NoSync& operator=(NoSync&&) = delete;
 
  private:
   friend class DistributedDataParallel;

@@ -81,8 +81,7 @@ class Devices {
 
   explicit Devices(const DevicesOptions& options);  // throws UsageError, SystemError
   ~Devices();  // ends the threads. Blocks until running functions return, at most for the timeout
-  Devices(const Devices&) = delete;
-  Devices& operator=(const Devices&) = delete;
+  Devices& operator=(Devices&&) = delete;
 
   int size() const { return static_cast<int>(threads_.size()); }
   std::vector<std::string> names() const;

@@ -65,8 +65,7 @@ class Recovery {
   Recovery(DistributedDataParallel& ddp, torch::optim::Optimizer& optimizer, Loader& loader,
            const Options& options = {});
   ~Recovery();
-  Recovery(const Recovery&) = delete;
-  Recovery& operator=(const Recovery&) = delete;
+  Recovery& operator=(Recovery&&) = delete;
 
   // Keeps this, too, and puts it back at once; before the first step(). Each rank has its own; one that has lost its machine gets the first
   // rank's. value: outlives this. save, load: any bytes. Throws CheckpointError: it was not kept, or had another shape.

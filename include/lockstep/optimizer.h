@@ -127,7 +127,6 @@ class Optimizer : public torch::optim::Optimizer {
   struct Layout;
   Layout& layout();
   void make_state(Layout& all);
-  std::size_t number_of_parameters() const;
   StateTensors state_tensors(const Layout& all, std::size_t i) const;
   void step_in_memory(Layout& all);
   void step_on_device(Layout& all);

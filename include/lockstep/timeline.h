@@ -35,8 +35,7 @@ class Timeline {
   // room for the ring beside `file`. UsageError: not .json; a second one in this process.
   Timeline(const World& world, std::string file, StepRange steps = {});
   ~Timeline();  // ends recording. Without finish() the rings stay: `lockstep trace FILE` makes the file of them
-  Timeline(const Timeline&) = delete;
-  Timeline& operator=(const Timeline&) = delete;
+  Timeline& operator=(Timeline&&) = delete;
 
   void begin_step(std::int64_t step);  // records from here on, if the step is one of those
 

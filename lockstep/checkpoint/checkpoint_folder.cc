@@ -67,7 +67,7 @@ bool is_later(const fs::path& a, const fs::path& b) {
   return std::pair(step_of(a), a.string()) > std::pair(step_of(b), b.string());
 }
 
-std::vector<fs::path> checkpoints_in(const fs::path& folder) {
+std::vector<fs::path> newest_first(const fs::path& folder) {
   std::vector<fs::path> files;
   for (const OwnFile& file : own_files(folder))
     if (file.kind == OwnFile::kCheckpoint) files.push_back(file.path);
@@ -95,7 +95,7 @@ std::vector<fs::path> files_of(const fs::path& checkpoint) {
 // Removes half-written files of a killed writer, and shards that no index names. One that can't be removed is only a file too many.
 void remove_leftovers(const fs::path& folder) try {
   std::set<fs::path> kept;
-  for (const fs::path& checkpoint : checkpoints_in(folder))
+  for (const fs::path& checkpoint : newest_first(folder))
     for (const fs::path& file : files_of(checkpoint)) kept.insert(file);
   std::error_code ignored;
   for (const OwnFile& file : own_files(folder))
@@ -158,10 +158,10 @@ CheckpointFolder::CheckpointFolder(fs::path folder, int keep, std::size_t shard_
   require_writable(folder_);
   lock_ = lock_folder(folder_);
   remove_leftovers(folder_);
-  if (const auto files = newest_first(); !files.empty()) unread_ = step_of(files.front());
+  if (const auto files = newest_first(folder_); !files.empty()) unread_ = step_of(files.front());
 }
 
-std::vector<fs::path> CheckpointFolder::newest_first() const { return checkpoints_in(folder_); }
+bool CheckpointFolder::empty() const { return newest_first(folder_).empty(); }
 
 void CheckpointFolder::require_newest(std::int64_t step) const {
   if (step >= unread_) return;
@@ -219,7 +219,7 @@ void CheckpointFolder::save_files(std::int64_t step, const Files& files) try {
 void CheckpointFolder::remove_older(std::int64_t newest) {
   std::set<std::int64_t> kept;
   std::error_code ignored;
-  for (const fs::path& each : newest_first()) {
+  for (const fs::path& each : newest_first(folder_)) {
     const std::int64_t step = step_of(each);
     if (step > newest || std::ssize(kept) < keep_) kept.insert(step);
     if (!kept.contains(step)) fs::remove(each, ignored);
@@ -228,7 +228,7 @@ void CheckpointFolder::remove_older(std::int64_t newest) {
 }
 
 void CheckpointFolder::rename_later(std::int64_t newest) {
-  for (const fs::path& each : newest_first()) {
+  for (const fs::path& each : newest_first(folder_)) {
     if (step_of(each) <= newest) return;
     const std::string end = concat(".after-", newest);
     log_warning(concat("a run goes on from step ", newest, ": adding ", end, " to the name of ", each.string()));
@@ -237,7 +237,7 @@ void CheckpointFolder::rename_later(std::int64_t newest) {
 }
 
 void CheckpointFolder::go_back(std::int64_t step) {
-  const auto files = newest_first();
+  const auto files = newest_first(folder_);
   const auto found = std::ranges::find(files, step, step_of);
   if (found == files.end())
     throw CheckpointError({.what = concat("there is no checkpoint of step ", step, " to go back to"),
@@ -250,7 +250,7 @@ void CheckpointFolder::go_back(std::int64_t step) {
 }
 
 std::optional<CheckpointFolder::Loaded> CheckpointFolder::load_newest() {
-  const auto files = newest_first();
+  const auto files = newest_first(folder_);
   std::vector<fs::path> damaged;
   for (auto path = files.begin(); path != files.end(); ++path) {
     try {

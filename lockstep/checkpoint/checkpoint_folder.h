@@ -45,7 +45,7 @@ class CheckpointFolder {
 
   std::vector<TensorFile> split(const TensorFile& file) const { return split_into_shards(file, shard_bytes_); }
 
-  bool empty() const { return newest_first().empty(); }
+  bool empty() const;
 
   struct Loaded {
     std::filesystem::path path;
@@ -64,7 +64,6 @@ class CheckpointFolder {
   void take_over() { unread_ = -1; }
 
  private:
-  std::vector<std::filesystem::path> newest_first() const;
   struct Files;
   void save_files(std::int64_t step, const Files& files);
   void remove_older(std::int64_t newest);

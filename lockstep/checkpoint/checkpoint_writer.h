@@ -25,8 +25,7 @@ class CheckpointWriter {
   // patience: how long a save waits for the one before it, and the destructor for the last.
   explicit CheckpointWriter(CheckpointFolder folder, std::chrono::milliseconds patience = std::chrono::seconds(10));
   ~CheckpointWriter();
-  CheckpointWriter(const CheckpointWriter&) = delete;
-  CheckpointWriter& operator=(const CheckpointWriter&) = delete;
+  CheckpointWriter& operator=(CheckpointWriter&&) = delete;
 
   // Waits until nothing is being written, at most `patience`; then throws CheckpointError.
   CheckpointFolder& folder();

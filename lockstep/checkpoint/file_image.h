@@ -26,8 +26,7 @@ class FileImage {
  public:
   FileImage() = default;
   ~FileImage();
-  FileImage(const FileImage&) = delete;
-  FileImage& operator=(const FileImage&) = delete;
+  FileImage& operator=(FileImage&&) = delete;
 
   // Allocates memory for files of that many bytes and asks the kernel for its pages now, so that copy() need not wait
   // for them. Its previous content is lost. Throws SystemError: the cgroup or the machine has no room.

@@ -125,16 +125,15 @@ torch::ScalarType dtype_of(const std::string& name, const std::string& origin) {
   throw damaged_file(origin, concat("unknown dtype ", name));
 }
 
-SafetensorsReader::Entry read_entry(const Json& entry, const std::string& name, std::size_t data_bytes,
-                                    const std::string& origin) {
+// After check_layout().
+SafetensorsReader::Entry read_entry(const Json& entry, const std::string& name, const std::string& origin) {
   const auto shape = entry.at("shape").get<std::vector<std::int64_t>>();
   const auto offsets = entry.at("data_offsets").get<std::array<std::uint64_t, 2>>();
   const torch::ScalarType dtype = dtype_of(entry.at("dtype").get<std::string>(), origin);
   auto bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
   for (const std::int64_t size : shape)
     if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes)) throw damaged_file(origin, concat("shape of ", name));
-  if (offsets[0] > offsets[1] || offsets[1] > data_bytes ||
-      offsets[1] - offsets[0] != static_cast<std::uint64_t>(bytes))
+  if (offsets[1] - offsets[0] != static_cast<std::uint64_t>(bytes))
     throw damaged_file(origin, concat(name, " lies outside of the file"));
   return {.dtype = dtype, .shape = shape, .at = offsets[0]};
 }
@@ -204,7 +203,7 @@ SafetensorsReader::SafetensorsReader(ByteSource source, const std::string& origi
       if (name == kMetadata) {
         metadata_ = entry.get<std::map<std::string, std::string>>();
       } else {
-        entries_[name] = read_entry(entry, name, source_.size - data, origin);
+        entries_[name] = read_entry(entry, name, origin);
         entries_[name].at += data;
       }
     }

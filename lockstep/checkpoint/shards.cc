@@ -24,6 +24,12 @@ ShardMap read_index(const std::filesystem::path& index) try {
   throw damaged_file(index, error.what());
 }
 
+std::set<std::string> files_in(const ShardMap& map) {
+  std::set<std::string> files;
+  for (const auto& [name, file] : map) files.insert(file);
+  return files;
+}
+
 }  // namespace
 
 std::vector<TensorFile> split_into_shards(const TensorFile& file, std::size_t most_bytes) {
@@ -53,11 +59,7 @@ std::string index_of_shards(const std::string& stem, const std::vector<std::vect
   return index.dump(2) + "\n";
 }
 
-std::set<std::string> shards_in(const std::filesystem::path& index) {
-  std::set<std::string> shards;
-  for (const auto& [name, file] : read_index(index)) shards.insert(file);
-  return shards;
-}
+std::set<std::string> shards_in(const std::filesystem::path& index) { return files_in(read_index(index)); }
 
 CheckpointReader::CheckpointReader(const std::filesystem::path& path, Checksum checksum) {
   if (path.string().ends_with(kIndexSuffix)) {
@@ -71,9 +73,7 @@ CheckpointReader::CheckpointReader(const std::filesystem::path& path, Checksum c
 
 void CheckpointReader::open_shards(const std::filesystem::path& index, Checksum checksum) {
   const ShardMap map = read_index(index);
-  std::set<std::string> shards;
-  for (const auto& [name, file] : map) shards.insert(file);
-  for (const std::string& shard : shards) {
+  for (const std::string& shard : files_in(map)) {
     const auto path = index.parent_path() / shard;
     if (std::error_code unknown; !std::filesystem::exists(path, unknown) && !unknown)
       throw damaged_file(index, concat(shard, " is missing"));

@@ -43,7 +43,7 @@ Bucket make_bucket(const World& world, const std::vector<NamedTensor>& parameter
   std::int64_t values = 0;
   for (const auto& [name, tensor] : parameters) values += place_of(tensor, slices);
   if (slices > 0) values = round_up<std::int64_t>(values, slices * kWidestLoad / parameters[0].tensor.element_size());
-  const auto count = static_cast<std::int64_t>(parameters.size());
+  const std::int64_t count = std::ssize(parameters);
   Bucket bucket;
   bucket.flat = world.allocate({values + count}, parameters.front().tensor.options().requires_grad(false)).zero_();
   bucket.values = bucket.flat.narrow(0, 0, values);

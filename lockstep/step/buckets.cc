@@ -42,6 +42,7 @@
 
 #include "lockstep/base/process/in_autograd.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -86,7 +87,7 @@ class Buckets : public Exchange {
       : world_(std::move(world)),
         all_(parameters),
         options_(options),
-        shards_(static_cast<std::size_t>(std::max(options.shards / world_.size(), 1))),
+        shards_(to_size(std::max(options.shards / world_.size(), 1))),
         buckets_(shards_.front()),
         totals_(world_),
         scale_(options.shards > 0 ? 1 : 0),
@@ -486,7 +487,7 @@ class Buckets : public Exchange {
     const int slices = options_.slices ? std::max(options_.shards, world_.size()) : 0;
     for (auto& buckets : shards_) buckets = make_buckets(world_, parameters_, options_.bucket_bytes, slices);
     if (options_.shards > 0) return;  // packed after each backward()
-    auto index = static_cast<std::int64_t>(parameters_.size());
+    auto index = std::ssize(parameters_);
     for_each_slot([&](Slot& slot) {
       slot.index = --index;
       add_hook(slot);
@@ -517,7 +518,7 @@ class Buckets : public Exchange {
   void follow_order_of_rank_0() {
     order_is_known_ = true;
     if (options_.hook || slices_) return;
-    for (std::int64_t i = 0; i < static_cast<std::int64_t>(parameters_.size()); ++i)
+    for (std::int64_t i = 0; i < std::ssize(parameters_); ++i)
       if (std::find(ready_order_.begin(), ready_order_.end(), i) == ready_order_.end()) ready_order_.push_back(i);
     wait_for_device(world_);
     const torch::Tensor order = torch::tensor(ready_order_, torch::kInt64).to(world_.device());

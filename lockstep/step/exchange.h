@@ -105,7 +105,7 @@ class Exchange : public GradientSource {
 
   // Since the start, on this rank.
   std::int64_t bytes() const { return bytes_; }  // of gradients given into collectives or a hook, or published
-  double seconds() const { return seconds_; }    // from the first bucket sent until all are back, or in finish()
+  double seconds() const { return seconds_; }    // from the first bucket sent until all are back; published: in the exchange
 
  protected:
   void require_open() const {

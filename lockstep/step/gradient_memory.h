@@ -49,8 +49,7 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
    public:
     explicit Scope(GradientMemory& memory);
     ~Scope();
-    Scope(const Scope&) = delete;
-    Scope& operator=(const Scope&) = delete;
+    Scope& operator=(Scope&&) = delete;
   };
 
   // Returns where the other ranks find the tensor's memory; none if it does not come from here.

@@ -22,6 +22,7 @@
 #include "lockstep/base/process/page_guard.h"
 #include "lockstep/base/process/stop.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/step/accumulated_batches.h"
@@ -56,10 +57,10 @@ class Published : public Exchange {
         parameters_(std::move(parameters)),
         options_(std::move(options)),
         gradient_memory_(std::make_shared<GradientMemory>(memory_, parameters_)),
-        sources_(static_cast<std::size_t>(std::max(options_.shards, 1))),
+        sources_(to_size(std::max(options_.shards, 1))),
         copies_(sources_.size() * parameters_.size()),
-        rows_(sources_.size() * static_cast<std::size_t>(memory_->size())),
-        first_row_(sources_.size() * static_cast<std::size_t>(memory_->rank())),
+        rows_(sources_.size() * to_size(memory_->size())),
+        first_row_(sources_.size() * to_size(memory_->rank())),
         row_bytes_(round_up(sizeof(Row) + sizeof(std::uint64_t) * parameters_.size(), kCacheLine)),
         tables_(memory_->allocate_common(2 * rows_ * row_bytes_)),
         agreement_(memory_, options_.block) {
@@ -102,12 +103,7 @@ class Published : public Exchange {
 
   // ---- The exchange
 
-  BatchTotals finish() override {
-    const Stopwatch watch;
-    const BatchTotals totals = exchange(/*in_step=*/false);
-    seconds_ += watch.seconds();
-    return totals;
-  }
+  BatchTotals finish() override { return exchange(/*in_step=*/false); }
 
   void drop() override {
     for (Source& source : sources_) source = {};
@@ -166,6 +162,7 @@ class Published : public Exchange {
   int rank_of(std::size_t row) const { return static_cast<int>(row / sources_.size()); }
 
   BatchTotals exchange(bool in_step) {
+    const Stopwatch watch;
     if (options_.block) options_.block->require_not_moved();  // copies have the size of the parameters as they were
     if (in_step) count_what_step_finds();
     if (options_.shards == 0) take_grads(sources_.front());
@@ -179,6 +176,7 @@ class Published : public Exchange {
     require_same_calls();
     const BatchTotals totals = this->totals();
     if (options_.on_finished) options_.on_finished(totals);
+    seconds_ += watch.seconds();
     return totals;
   }
 

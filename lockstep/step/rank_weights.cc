@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -26,7 +27,7 @@ std::vector<int> ranks_of_kind(RankWeights ranks, BatchWeight::Kind kind) {
 // Names the first of the ranks, and the first that differs from it.
 void warn_of_sizes(RankWeights ranks, const std::vector<int>& alike) {
   static std::atomic<bool> warned{false};
-  const auto size_of = [&](int rank) { return ranks[static_cast<std::size_t>(rank)].size; };
+  const auto size_of = [&](int rank) { return ranks[to_size(rank)].size; };
   double all = 0;
   for (const int rank : alike) all += size_of(rank);
   const double own = size_of(alike.front());

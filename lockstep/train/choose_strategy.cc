@@ -28,9 +28,9 @@ void say(const std::string& text) { log_info(concat("--strategy auto is ", text)
 
 }  // namespace
 
-void choose_strategy(TrainOptions& options, const Task& task, const std::string& launcher) {
-  if (launcher != "none")
-    throw UsageError({.what = concat("--strategy auto in ranks that ", launcher, " has started"),
+void choose_strategy(TrainOptions& options, const Task& task) {
+  if (options.launcher != "none")
+    throw UsageError({.what = concat("--strategy auto in ranks that ", options.launcher, " has started"),
                       .likely = "it measures on a whole machine before there are ranks",
                       .next = "ask lockstep plan, and give --strategy what it recommends"});
   options.strategy.kind = StrategyKind::kDdp;

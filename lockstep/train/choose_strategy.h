@@ -13,6 +13,6 @@ namespace lockstep {
 
 // Sets the strategy and its options, and logs in one line which and why. Blocks for 20 to 30 s where there is a choice. Throws
 // UsageError: ranks that a launcher has started, GPUs; what measuring throws.
-void choose_strategy(TrainOptions& options, const Task& task, const std::string& launcher);
+void choose_strategy(TrainOptions& options, const Task& task);
 
 }  // namespace lockstep

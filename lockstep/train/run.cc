@@ -257,7 +257,7 @@ void check_before_start(const TrainOptions& options, const Program& program, int
 
 // False: it was asked to stop meanwhile.
 bool choose(TrainOptions& options, const Program& program) try {
-  choose_strategy(options, program.make_task(options), options.launcher);
+  choose_strategy(options, program.make_task(options));
   options.chooses_strategy = false;
   return true;
 } catch (const SystemError&) {

@@ -42,7 +42,7 @@ class Workload {
   void update(int step);
 
   const OptimizerState& state() const { return state_; }
-  std::string manifest() const { return flat_->manifest(); }
+  std::string manifest() const { return flat_->journal().manifest(); }
   SharedMemory& memory() { return *memory_; }
 
  private:

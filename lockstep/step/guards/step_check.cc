@@ -9,6 +9,7 @@
 #include <string>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 
@@ -49,7 +50,7 @@ void StepCheck::exchanged(const std::vector<NamedTensor>& parameters) {
   for (std::int64_t i = 0; i < all.size(1); ++i) {
     const torch::Tensor hashes = all.select(1, i);
     if (hashes.eq(hashes[0]).all().item<bool>()) continue;
-    throw MismatchError({.what = concat("parameter ", parameters[static_cast<std::size_t>(i)].name, " is ",
+    throw MismatchError({.what = concat("parameter ", parameters[to_size(i)].name, " is ",
                                         ranks_by_value(hashes), ", after ", exchanges_, " exchanges"),
                          .here = world_.describe(),
                          .likely = "a write on some ranks only, or ranks whose kernels round differently: other CPUs, "

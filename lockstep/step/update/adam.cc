@@ -25,8 +25,8 @@ struct AdamNumbers {
   T keep = 1;   // p = keep p - rate m / (root sqrt(v) + eps)
 };
 
-// Updates moments and parameters.
-template <class T>
+// Updates moments and parameters; or moments only, and turns the gradient into LAMB's direction.
+template <bool kDirects, class T>
 [[gnu::noipa]] void adam_update(const AdamNumbers<T>& numbers, const Elements<T>& elements) {
   const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = elements;
   const AdamNumbers<T> n = numbers;
@@ -34,30 +34,16 @@ template <class T>
   const auto [new_average, new_square] = new_state;
 #pragma GCC ivdep
   for (std::int64_t i = 0; i < count; ++i) {
-    const T g = gradient[i] + n.decay * parameter[i];
+    const T g = kDirects ? gradient[i] : gradient[i] + n.decay * parameter[i];
     const T m = n.beta1 * average[i] + n.rest1 * g;
     const T v = n.beta2 * square[i] + n.rest2 * g * g;
     new_average[i] = m;
     new_square[i] = v;
-    new_parameter[i] = n.keep * parameter[i] - n.rate * m / (std::sqrt(v) * n.root + n.eps);
-  }
-}
-
-// Updates moments; the gradient becomes rate m / (root sqrt(v) + eps) + decay p: LAMB's direction.
-template <class T>
-[[gnu::noipa]] void lamb_direction(const AdamNumbers<T>& numbers, const Elements<T>& elements) {
-  const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = elements;
-  const AdamNumbers<T> n = numbers;
-  const auto [average, square] = state;
-  const auto [new_average, new_square] = new_state;
-#pragma GCC ivdep
-  for (std::int64_t i = 0; i < count; ++i) {
-    const T g = gradient[i];
-    const T m = n.beta1 * average[i] + n.rest1 * g;
-    const T v = n.beta2 * square[i] + n.rest2 * g * g;
-    new_average[i] = m;
-    new_square[i] = v;
-    gradient[i] = n.rate * m / (std::sqrt(v) * n.root + n.eps) + n.decay * parameter[i];
+    const T move = n.rate * m / (std::sqrt(v) * n.root + n.eps);
+    if constexpr (kDirects)
+      gradient[i] = move + n.decay * parameter[i];
+    else
+      new_parameter[i] = n.keep * parameter[i] - move;
   }
 }
 
@@ -95,7 +81,7 @@ struct AdamRule : RuleWith<Options, AdamRule<Options>> {
       numbers.keep = static_cast<T>(1 - options.lr * options.weight_decay);
     else
       numbers.decay = static_cast<T>(options.weight_decay);
-    adam_update(numbers, elements);
+    adam_update</*kDirects=*/false>(numbers, elements);
   }
 
   static void apply_on_device(const Options& options, const WholeTensors& tensors) {
@@ -125,7 +111,7 @@ struct LAMBRule : RuleWith<LAMBOptions, LAMBRule> {
   static void find_direction(const LAMBOptions& options, const Elements<T>& elements) {
     auto numbers = adam_numbers<T>(options, elements.step, /*lr=*/1);
     numbers.decay = static_cast<T>(options.weight_decay);
-    lamb_direction(numbers, elements);
+    adam_update</*kDirects=*/true>(numbers, elements);
   }
 
   template <class T>

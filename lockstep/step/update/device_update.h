@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/base/to_size.h"
 #include "lockstep/step/gradient_slices.h"
 #include "lockstep/step/local_gradients.h"
 #include "lockstep/model/parameters.h"
@@ -43,8 +44,7 @@ class DeviceUpdate {
     if (slices_)
       for (const auto& part : slices_->parts()) {
         const auto is_it = [&](const torch::Tensor& each) { return each.is_same(part.parameter); };
-        parameter_of_.push_back(
-            static_cast<std::size_t>(std::ranges::find_if(state.parameters, is_it) - state.parameters.begin()));
+        parameter_of_.push_back(to_size(std::ranges::find_if(state.parameters, is_it) - state.parameters.begin()));
         parts.push_back(part.values);
       }
     state.make_lists([&](Wanted wanted) {

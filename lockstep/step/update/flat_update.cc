@@ -55,8 +55,6 @@ T* in(const Targets& targets, std::size_t which) {
   return reinterpret_cast<T*>(targets.all[which].data());
 }
 
-}  // namespace
-
 // Note [The fused pass]
 // All ranks run the step at the same time. Each reads the gradients of all ranks, and writes parameters, state and
 // scratch memory of its own chunks only, so no element has two writers and the result does not depend on timing.
@@ -76,13 +74,13 @@ T* in(const Targets& targets, std::size_t which) {
 //
 // Other processes that finish the step run the same passes, over the same memory, and leave out what the journal marks as done
 // (journal_writer.h).
-class FlatUpdate::Impl {
+class FusedUpdate : public FlatUpdate {
  public:
-  Impl(std::shared_ptr<SharedMemory> memory, OptimizerState& state, const JournalOptions& journal)
-      : Impl(memory, state, memory->size()) {
+  FusedUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state, const JournalOptions& journal)
+      : FusedUpdate(memory, state, memory->size()) {
     state.make_lists([&](Wanted wanted) { return arrays_beside(state.parameters, *memory_, wanted); });
+    norms_ = std::reinterpret_pointer_cast<Norms[]>(memory_->allocate_common(chunks_.size() * sizeof(Norms)));
     if (journal.kept_sources == 0) return;
-    make_room_for_norms();
     UpdateMemory beside{.norms = std::as_bytes(std::span(norms_.get(), chunks_.size()))};
     if (journal.layerwise) {
       scratch_ = memory_->allocate_common(chunks_.size() * chunk_bytes_);
@@ -92,21 +90,37 @@ class FlatUpdate::Impl {
   }
 
   // Works on the memory that the lost ranks have left; each rank takes the place of one of them.
-  Impl(std::shared_ptr<SharedMemory> memory, InterruptedUpdate& lost, std::uint64_t step)
-      : Impl(memory, lost.state, std::min(static_cast<int>(lost.shape.ranks), memory->size())) {
+  FusedUpdate(std::shared_ptr<SharedMemory> memory, InterruptedUpdate& lost, std::uint64_t step)
+      : FusedUpdate(memory, lost.state, std::min(static_cast<int>(lost.shape.ranks), memory->size())) {
     norms_ = {std::shared_ptr<std::byte>(), reinterpret_cast<Norms*>(lost.norms)};
     if (lost.directions != nullptr) scratch_ = {std::shared_ptr<std::byte>(), lost.directions};
-    number_ = step;
     journal_.resume(lost, std::min(memory_->rank(), static_cast<int>(lost.shape.ranks) - 1), step);
   }
 
-  bool run(const UpdateStep& step) {
-    ++number_;
+  bool run(const UpdateStep& step) override {
+    journal_.begin_step(step);
     find_updated(step.gradients);
-    journal_.begin_step(number_, step);
-    const bool updated = complete(step);
-    if (!updated) journal_.skip_step();
-    return updated;
+    if (!step.loss_scale && step.clipping.max_norm <= 0 && !step.rule.layerwise()) {
+      count_steps();
+      run_pass(step, Pass::kReduceAndUpdate);
+      return true;
+    }
+    make_scratch_memory();
+    run_pass(step, Pass::kReduce);
+    memory_->barrier(signature_of(StepPhase::kNorms, journal_.step()));
+    find_norm();
+    if (step.loss_scale && !std::isfinite(gradient_norm_)) {
+      journal_.skip_step();
+      return false;
+    }
+    count_steps();
+    if (step.rule.layerwise()) {
+      run_pass(step, Pass::kDirect);
+      memory_->barrier(signature_of(StepPhase::kTrustRatios, journal_.step()));
+      find_trust_ratios(step);
+    }
+    run_pass(step, Pass::kUpdate);
+    return true;
   }
 
   void finish(const UpdateStep& step) {
@@ -114,14 +128,12 @@ class FlatUpdate::Impl {
       return part_of(step.rule, phase, /*slot=*/nullptr, part).targets;
     });
     memory_->barrier();
-    find_updated(step.gradients);
-    complete(step);
+    run(step);
     memory_->barrier();
   }
 
-  double gradient_norm() const { return gradient_norm_; }
-  void note_state() { journal_.note_state(number_); }
-  std::string manifest() const { return journal_.manifest(); }
+  double gradient_norm() const override { return gradient_norm_; }
+  JournalWriter& journal() override { return journal_; }
 
  private:
   // Squares of 2-norms over one chunk, written by the rank that owns the chunk.
@@ -132,7 +144,7 @@ class FlatUpdate::Impl {
   };
   enum class Pass { kReduceAndUpdate, kReduce, kDirect, kUpdate };
 
-  Impl(std::shared_ptr<SharedMemory> memory, OptimizerState& state, int sharers)
+  FusedUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state, int sharers)
       : memory_(std::move(memory)),
         state_(state),
         chunks_(cut_into_chunks(state.parameters)),
@@ -144,36 +156,13 @@ class FlatUpdate::Impl {
       chunk_bytes_ = std::max(chunk_bytes_, kMaxChunk * c10::elementSize(state_dtype(parameter)));
   }
 
-  bool complete(const UpdateStep& step) {
-    if (!step.loss_scale && step.clipping.max_norm <= 0 && !step.rule.layerwise()) {
-      count_steps();
-      run_pass(step, Pass::kReduceAndUpdate);
-      return true;
-    }
-    make_room_for_norms();
-    make_scratch_memory();
-    run_pass(step, Pass::kReduce);
-    memory_->barrier(signature_of(StepPhase::kNorms, number_));
-    find_norm();
-    if (step.loss_scale && !std::isfinite(gradient_norm_)) return false;
-    count_steps();
-    if (step.rule.layerwise()) {
-      run_pass(step, Pass::kDirect);
-      memory_->barrier(signature_of(StepPhase::kTrustRatios, number_));
-      find_trust_ratios(step);
-    }
-    run_pass(step, Pass::kUpdate);
-    return true;
-  }
-
   // Works on this rank's chunks of parameters that are updated in this step, on several threads. Leaves out those that have gone
   // through the pass's phase in this step, and reduces none for which nothing is left to do.
   void run_pass(const UpdateStep& step, Pass pass) {
     const bool directs = pass == Pass::kDirect || (pass == Pass::kReduce && step.rule.layerwise());
     const ChunkPhase phase = directs ? ChunkPhase::kDirected : ChunkPhase::kUpdated;
-    journal_.begin_pass();
     step.gradients.parallel_for(first_, last_, kChunksPerTask, [&](std::size_t from, std::size_t to) {
-      RedoSlot* const slot = journal_.begin_thread();
+      RedoSlot* const slot = journal_.slot_of_thread();
       for (std::size_t i = from; i < to; ++i) {
         if (!is_updated_[chunks_[i].parameter] || journal_.is_done(i, phase)) continue;
         if (state_dtype(parameter_of(i)) == torch::kFloat64)
@@ -184,42 +173,34 @@ class FlatUpdate::Impl {
     });
   }
 
-  // Does the pass's work on one chunk, in the type T that the parameter is computed in.
+  // Does the pass's work on one chunk, in the type T that the parameter is computed in. The mean gradient is the weighted sum over
+  // all sources, the loss scale divided out.
   template <class T>
   void work_on(const UpdateStep& step, Pass pass, std::size_t i, RedoSlot* slot) {
     const Chunk& chunk = chunks_[i];
-    if (pass == Pass::kReduceAndUpdate) {
-      alignas(kCacheLine) T gradient[kMaxChunk];
-      sum_gradients(step, i, gradient);
-      if (step.clipping.max_value > 0) scale_and_clamp(gradient, chunk.count, 1, step.clipping.max_value);
-      return update(step, i, slot, gradient, /*trust=*/1);
+    alignas(kCacheLine) T in_cache[kMaxChunk];
+    T* const gradient = pass == Pass::kReduceAndUpdate ? in_cache : scratch<T>(i);
+    if (pass == Pass::kReduceAndUpdate || pass == Pass::kReduce) {
+      const auto& [weights, pointers, parallel_for] = step.gradients;
+      const double scale = step.loss_scale.value_or(1);
+      thread_local std::vector<Term> terms;
+      terms.clear();
+      for (std::size_t s = 0; s < weights.size(); ++s)
+        terms.push_back({pointers[chunk.parameter * weights.size() + s], weights[s] / scale});
+      weighted_sum<T>(terms, parameter_of(i).scalar_type(), chunk.begin, chunk.count, gradient);
     }
-    T* const gradient = scratch<T>(i);
     if (pass == Pass::kReduce) {
-      sum_gradients(step, i, gradient);
       norms_[i].gradient = square_norm(gradient, chunk.count);
-    } else if (pass == Pass::kDirect) {
-      const double factor = clip_factor(step.clipping);
-      scale_and_clamp(gradient, chunk.count, factor, step.clipping.max_value);
-      direct(step, i, slot, gradient);
-    } else {
-      const double factor = clip_factor(step.clipping);
-      if (!step.rule.layerwise()) scale_and_clamp(gradient, chunk.count, factor, step.clipping.max_value);
-      update(step, i, slot, gradient, step.rule.layerwise() ? trust_[chunk.parameter] : 1);
+      return;
     }
-  }
-
-  // mean[i]: the weighted sum over all sources, the loss scale divided out.
-  template <class T>
-  void sum_gradients(const UpdateStep& step, std::size_t i, T* mean) const {
-    const Chunk& chunk = chunks_[i];
-    const auto& [weights, pointers, parallel_for] = step.gradients;
-    const double scale = step.loss_scale.value_or(1);
-    thread_local std::vector<Term> terms;
-    terms.clear();
-    for (std::size_t s = 0; s < weights.size(); ++s)
-      terms.push_back({pointers[chunk.parameter * weights.size() + s], weights[s] / scale});
-    weighted_sum<T>(terms, parameter_of(i).scalar_type(), chunk.begin, chunk.count, mean);
+    const bool is_direction = pass == Pass::kUpdate && step.rule.layerwise();
+    const double factor = clip_factor(step.clipping);
+    if (!is_direction && (factor != 1 || step.clipping.max_value > 0))
+      scale_and_clamp(gradient, chunk.count, factor, step.clipping.max_value);
+    if (pass == Pass::kDirect)
+      direct(step, i, slot, gradient);
+    else
+      update(step, i, slot, gradient, is_direction ? trust_[chunk.parameter] : 1);
   }
 
   // Turns the gradient of a chunk into the rule's direction.
@@ -340,13 +321,6 @@ class FlatUpdate::Impl {
           step.rule.trust_ratio(step.groups[state_.group_of[i]], std::sqrt(parameter[i]), std::sqrt(direction[i]));
   }
 
-  // Collective, in the first step that needs norms.
-  void make_room_for_norms() {
-    if (norms_ != nullptr) return;
-    norms_ = std::reinterpret_pointer_cast<Norms[]>(
-        memory_->allocate_common(std::max<std::size_t>(chunks_.size(), 1) * sizeof(Norms)));
-  }
-
   // This rank's, unless others may have to go on from the directions in it.
   void make_scratch_memory() {
     if (scratch_ != nullptr) return;
@@ -375,17 +349,15 @@ class FlatUpdate::Impl {
   std::size_t first_in_scratch_ = 0;
   std::vector<double> trust_;  // of each parameter
   double gradient_norm_ = 0;
-  std::uint64_t number_ = 0;  // of the step
   JournalWriter journal_;
 };
 
-FlatUpdate::FlatUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state, const JournalOptions& journal)
-    : impl_(std::make_unique<Impl>(std::move(memory), state, journal)) {}
-FlatUpdate::~FlatUpdate() = default;
-bool FlatUpdate::run(const UpdateStep& step) { return impl_->run(step); }
-double FlatUpdate::gradient_norm() const { return impl_->gradient_norm(); }
-void FlatUpdate::note_state() { impl_->note_state(); }
-std::string FlatUpdate::manifest() const { return impl_->manifest(); }
+}  // namespace
+
+std::unique_ptr<FlatUpdate> FlatUpdate::make(std::shared_ptr<SharedMemory> memory, OptimizerState& state,
+                                             const JournalOptions& journal) {
+  return std::make_unique<FusedUpdate>(std::move(memory), state, journal);
+}
 
 std::uint64_t FlatUpdate::finish(std::shared_ptr<SharedMemory> memory, InterruptedUpdate& lost) {
   const std::optional<StepRecord> record = UpdateJournal(lost.journal, lost.shape).newest();
@@ -406,7 +378,7 @@ std::uint64_t FlatUpdate::finish(std::shared_ptr<SharedMemory> memory, Interrupt
   const auto rule = rule_of(record->options.front());
   UpdateStep step{*rule, groups, gradients, record->clipping};
   if (!std::isnan(record->loss_scale)) step.loss_scale = record->loss_scale;
-  Impl(std::move(memory), lost, record->step).finish(step);
+  FusedUpdate(std::move(memory), lost, record->step).finish(step);
   return record->step;
 }
 

@@ -22,7 +22,6 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "lockstep/step/exchange.h"
@@ -45,31 +44,24 @@ class FlatUpdate {
  public:
   // Allocates the state of its parameters, which are dense and on the CPU; it must outlive this. journal: for updates that other
   // processes can finish, of an optimizer of lockstep's own whose parameters and gradients are in memory that outlives the ranks.
-  // Blocks. Throws SystemError: no memory; PeerLost.
-  FlatUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state, const JournalOptions& journal = {});
-  ~FlatUpdate();
+  // Collective, blocks. Throws SystemError: no memory; PeerLost.
+  static std::unique_ptr<FlatUpdate> make(std::shared_ptr<SharedMemory> memory, OptimizerState& state,
+                                          const JournalOptions& journal = {});
+  virtual ~FlatUpdate() = default;
 
   // Updates this rank's slice of every parameter that some source has a gradient for. Blocks only if all gradients must
   // be seen first: once for clipping by norm and loss scaling, twice for layerwise rules. Returns false if the step was
   // skipped. Throws PeerLost.
-  bool run(const UpdateStep& step);
+  virtual bool run(const UpdateStep& step) = 0;
 
-  double gradient_norm() const;  // before clipping, of the last step; 0 if no norm was needed
-
-  // The state was written between two steps, by all ranks alike: others find it with the number of updates that it has now.
-  void note_state();
-
-  std::string manifest() const;  // for InterruptedUpdate; "" without a journal
+  virtual double gradient_norm() const = 0;  // before clipping, of the last step; 0 if no norm was needed
+  virtual JournalWriter& journal() = 0;
 
   // Completes the step in which the ranks of `lost` were lost, if all of them had begun it, in their memory. lost.state then
   // is that after the step. The ranks of `memory` call together, and share the work out; none of the lost ones writes any
   // more. Blocks. Returns how many updates that makes since theirs began, skipped ones included. Throws PeerLost: call it
   // again with the ranks that come next.
   static std::uint64_t finish(std::shared_ptr<SharedMemory> memory, InterruptedUpdate& lost);
-
- private:
-  class Impl;
-  std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace lockstep

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/step/update/journal_writer.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 
 #include "lockstep/step/update/flat_update.h"
@@ -28,11 +26,10 @@ std::size_t redo_bytes_of(const OptimizerState& state, bool layerwise) {
 }  // namespace
 
 void JournalWriter::keep(std::shared_ptr<SharedMemory> memory, const JournalOptions& options, std::size_t chunks,
-                         const UpdateMemory& beside) {
+                         UpdateMemory beside) {
   memory_ = std::move(memory);
-  beside_ = beside;
   rank_ = memory_->rank();
-  const JournalShape shape{.ranks = static_cast<std::size_t>(memory_->size()),
+  const JournalShape shape{.ranks = to_size(memory_->size()),
                            .parameters = state_.parameters.size(),
                            .groups = options.groups,
                            .sources = options.kept_sources,
@@ -40,8 +37,10 @@ void JournalWriter::keep(std::shared_ptr<SharedMemory> memory, const JournalOpti
                            .redo_bytes = redo_bytes_of(state_, options.layerwise)};
   common_ = memory_->allocate_common(UpdateJournal::bytes(shape));
   journal_.emplace(common_.get(), shape);
+  beside.journal = journal_->memory();
+  beside_ = beside;
   make_slots();
-  note_state(0);
+  note_state();
   memory_->barrier();
 }
 
@@ -49,16 +48,16 @@ void JournalWriter::resume(const InterruptedUpdate& lost, int rank, std::uint64_
   journal_.emplace(lost.journal, lost.shape);
   find_ = lost.find;
   rank_ = rank;
-  number_ = step;
+  number_ = step - 1;
   slots_ = slots_of(rank);
 }
 
-void JournalWriter::begin_step(std::uint64_t number, const UpdateStep& step) {
-  number_ = number;
-  if (!journal_) return;
+void JournalWriter::begin_step(const UpdateStep& step) {
+  ++number_;
+  if (!journal_ || find_) return;  // the lost ranks have written the record
   make_slots();
   StepRecord record(JournalShape{});
-  record.step = number;
+  record.step = number_;
   record.clipping = step.clipping;
   if (step.loss_scale) record.loss_scale = *step.loss_scale;
   record.weights = step.gradients.weights;
@@ -75,10 +74,10 @@ void JournalWriter::skip_step() {
   if (journal_) journal_->write_skipped(rank_, number_);
 }
 
-void JournalWriter::note_state(std::uint64_t number) {
+void JournalWriter::note_state() {
   if (!journal_) return;
   StepRecord record(journal_->shape());
-  record.step = number;
+  record.step = number_;
   record.steps = state_.steps;
   journal_->write(rank_, ++records_, record);
 }
@@ -100,7 +99,7 @@ void JournalWriter::put_ready_parts(std::size_t first, std::size_t last,
 
 // A slot for each thread of an update.
 void JournalWriter::make_slots() {
-  const auto threads = static_cast<std::size_t>(at::get_num_threads());
+  const auto threads = to_size(at::get_num_threads());
   if (slots_.size() >= threads) return;
   SharedMemory::Own redo = memory_->allocate(threads * RedoSlot::bytes(journal_->shape().redo_bytes));
   slots_ = slots_at(redo.data.get(), threads);
@@ -123,8 +122,7 @@ std::vector<RedoSlot*> JournalWriter::slots_of(int rank) const {
 }
 
 std::string JournalWriter::manifest() const {
-  if (!journal_) return "";
-  return manifest_of(state_, journal_->shape(), {journal_->memory(), beside_.norms, beside_.directions}, *memory_);
+  return journal_ ? manifest_of(state_, journal_->shape(), beside_, *memory_) : "";
 }
 
 }  // namespace lockstep

@@ -4,22 +4,23 @@
 // their targets at once, and a chunk is written as one part.
 //
 //   begin_step()
-//   for each pass over the chunks: begin_pass(), on each of its threads begin_thread()
-//     for each chunk that is not done in the pass's phase:
-//       for each part from first_element() on, of at most part_elements(): begin_part(), write what it returns, end_part()
+//   in each pass over the chunks, for each chunk that is not done in the pass's phase:
+//     for each part from first_element() on, of at most part_elements(): begin_part(), write what it returns, end_part()
 //
 // Flow:    flat_update.h -> here -> update_journal.h
 // Owns:    this rank's side of the journal
-// Threads: one; parts and begin_thread() any number, each with chunks of its own
+// Threads: one; any number write parts, those of one at::parallel_for, each of chunks of its own
 // Ranks:   the ranks that share the parameters make the same calls, but for parts, in the same order
 #pragma once
 
-#include <atomic>
+#include <ATen/Parallel.h>
+
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "lockstep/base/to_size.h"
 #include "lockstep/step/update/mean.h"
 #include "lockstep/step/update/update_journal.h"
 
@@ -38,19 +39,20 @@ class JournalWriter {
   explicit JournalWriter(const OptimizerState& state) : state_(state) {}
 
   // From here on others can finish a step. beside: all but the journal. Collective, blocks.
-  void keep(std::shared_ptr<SharedMemory> memory, const JournalOptions& options, std::size_t chunks,
-            const UpdateMemory& beside);
+  void keep(std::shared_ptr<SharedMemory> memory, const JournalOptions& options, std::size_t chunks, UpdateMemory beside);
 
-  // Goes on in the place of a rank of `lost`, within its step.
+  // Goes on in the place of a rank of `lost`: begin_step() then begins its step again.
   void resume(const InterruptedUpdate& lost, int rank, std::uint64_t step);
 
   // A step begins: writes the record that makes it count, before anything else is written.
-  void begin_step(std::uint64_t number, const UpdateStep& step);
-  void skip_step();                       // it writes nothing
-  void note_state(std::uint64_t number);  // of the last step: others find the state that there is now
+  void begin_step(const UpdateStep& step);
+  void skip_step();                               // it writes nothing
+  std::uint64_t step() const { return number_; }  // the number of the last one
 
-  void begin_pass() { taken_.store(0, std::memory_order_relaxed); }
-  RedoSlot* begin_thread() { return journal_ ? slots_.at(taken_.fetch_add(1, std::memory_order_relaxed)) : nullptr; }
+  // The state was written between two steps, by all ranks alike: others find it with the number of updates that it has now.
+  void note_state();
+
+  RedoSlot* slot_of_thread() const { return journal_ ? slots_.at(to_size(at::get_thread_num())) : nullptr; }
 
   bool is_done(std::size_t chunk, ChunkPhase phase) const {
     return journal_ && journal_->mark(chunk) >= ChunkMark(number_, phase, ChunkMark::kAll);
@@ -107,9 +109,8 @@ class JournalWriter {
   UpdateMemory beside_;
   std::shared_ptr<std::byte> common_;
   SharedMemory::Own redo_;
-  InterruptedUpdate::Find find_;        // of resume()
-  std::vector<RedoSlot*> slots_;        // of this rank
-  std::atomic<std::size_t> taken_ = 0;  // of slots_, in this pass
+  InterruptedUpdate::Find find_;  // of resume()
+  std::vector<RedoSlot*> slots_;  // of this rank: one for each thread
 };
 
 }  // namespace lockstep

@@ -12,6 +12,7 @@
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 #include "lockstep/step/gradient_slices.h"
+#include "lockstep/step/guards/fitting.h"
 #include "lockstep/step/local_gradients.h"
 #include "lockstep/gradient_scaler.h"
 #include "lockstep/model/parameters.h"
@@ -151,15 +152,14 @@ void Optimizer::make_state(Layout& all) {
   all.ema_decay = ema_decay_;
   if (all.parameters.empty() || all.parameters.front().is_cpu()) {
     if (!source_) source_ = std::make_shared<LocalGradients>();
-    all.flat =
-        std::make_unique<FlatUpdate>(source_->memory(), all, journal_options(*source_, *rule_, param_groups_, all));
+    all.flat = FlatUpdate::make(source_->memory(), all, journal_options(*source_, *rule_, param_groups_, all));
     return;
   }
   if (source_) all.slices = source_->slices();
   all.on_device = std::make_unique<DeviceUpdate>(all, all.slices, gpus_of(source_));
 }
 
-std::string Optimizer::manifest() const { return layout_ && layout_->flat ? layout_->flat->manifest() : ""; }
+std::string Optimizer::manifest() const { return layout_ && layout_->flat ? layout_->flat->journal().manifest() : ""; }
 
 std::uint64_t Optimizer::take_over(const std::string& manifest, const FindMemory& find) {
   Layout& all = layout();
@@ -173,7 +173,7 @@ std::uint64_t Optimizer::take_over(const std::string& manifest, const FindMemory
   const ParameterWrite write;
   for (std::size_t i = 0; i < mine.size(); ++i) copy_share(mine[i], theirs[i], memory->rank(), memory->size());
   all.steps = lost.state.steps;
-  all.flat->note_state();
+  all.flat->journal().note_state();
   memory->barrier();
   return calls;
 }
@@ -187,7 +187,7 @@ torch::Tensor Optimizer::step(LossClosure closure) {
   const PhaseScope update(Phase::kUpdate, "optimizer step");
   const torch::NoGradGuard no_grad;
   Layout& all = layout();
-  if (all.given != number_of_parameters())
+  if (all.given != parameters_of(*this).size())
     throw UsageError({.what = "a parameter group was added after the optimizer's first step",
                       .next = "add all groups before it, and before DistributedDataParallel is made"});
   if (all.flat)
@@ -198,12 +198,6 @@ torch::Tensor Optimizer::step(LossClosure closure) {
   all.state = {all.state.calls + 1, static_cast<std::uint32_t>(hash_of(settings()))};
   if (adjust_loss_scale_) loss_scale_ = adjust_loss_scale_(skipped_);
   return loss;
-}
-
-std::size_t Optimizer::number_of_parameters() const {
-  std::size_t count = 0;
-  for (const auto& group : param_groups_) count += group.params().size();
-  return count;
 }
 
 // begin_update() waits until all ranks have published their gradients, if backward() has not done so; run() waits for
@@ -316,7 +310,7 @@ void Optimizer::set_state(const torch::Tensor& parameter, const StateTensors& st
   all.noted_writes = all.writes();
   if (!state.empty())  // else as before its first update
     all.steps[i] = static_cast<std::int64_t>(saved(state, "step", {}, torch::kFloat32).item<float>());
-  if (all.flat) all.flat->note_state();
+  if (all.flat) all.flat->journal().note_state();
 }
 
 void Optimizer::broadcast_state(const World& world, int root) {
@@ -325,14 +319,14 @@ void Optimizer::broadcast_state(const World& world, int root) {
   if (all.slices)
     throw UsageError({.what = "broadcast_state() of an optimizer of which each rank has a slice",
                       .next = "set_state() on every rank"});
-  world.broadcast(torch::from_blob(all.steps.data(), static_cast<std::int64_t>(all.steps.size()), torch::kInt64), root);
+  world.broadcast(torch::from_blob(all.steps.data(), std::ssize(all.steps), torch::kInt64), root);
   for (std::size_t i = 0; i < all.parameters.size(); ++i) {
     if (all.steps[i] == 0) continue;
     for (const auto& [name, tensor] : state_tensors(all, i)) broadcast_tensors(world, {{name, tensor}}, root);
   }
   all.states_set = 0;
   all.noted_writes = all.writes();
-  if (all.flat) all.flat->note_state();
+  if (all.flat) all.flat->journal().note_state();
 }
 
 void Optimizer::attach(std::shared_ptr<GradientSource> source) {

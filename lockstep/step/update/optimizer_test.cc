@@ -75,14 +75,14 @@ TEST(FlatUpdate, spreads_a_step_over_torchs_threads_or_those_that_it_is_given) {
   const torch::Tensor parameter = torch::zeros({1 << 18});
   const torch::Tensor gradient = torch::ones_like(parameter);
   OptimizerState state{.parameters = {parameter}, .group_of = {0}, .steps = {0}};
-  FlatUpdate flat(SharedMemory::alone(), state);
+  const auto flat = FlatUpdate::make(SharedMemory::alone(), state);
   WeightedGradients gradients{.weights = {1}, .pointers = {gradient.const_data_ptr()}};
   const std::vector<UpdateRule::Group> groups{torch::optim::OptimizerParamGroup({parameter})};
   const int before = at::get_num_threads();
   for (const int threads : {2, 1}) {
     at::set_num_threads(threads);
     const NotingRule rule;
-    flat.run({rule, groups, gradients});
+    flat->run({rule, groups, gradients});
     EXPECT_EQ(rule.threads(), threads);
   }
   at::set_num_threads(before);
@@ -92,7 +92,7 @@ TEST(FlatUpdate, spreads_a_step_over_torchs_threads_or_those_that_it_is_given) {
     chunks = end - begin;
   };
   const NotingRule rule;
-  flat.run({rule, groups, gradients});
+  flat->run({rule, groups, gradients});
   EXPECT_EQ(rule.threads(), 1);
   EXPECT_EQ(chunks, (1 << 18) / 4096);
 }

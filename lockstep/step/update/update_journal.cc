@@ -262,7 +262,6 @@ InterruptedUpdate::InterruptedUpdate(const std::string& manifest, Find given) : 
     state.masters.push_back(beside_it(each["master"]));
   }
   state.steps.resize(state.parameters.size());
-  if (const auto record = UpdateJournal(journal, shape).newest()) state.steps = record->steps;
 }
 
 }  // namespace lockstep

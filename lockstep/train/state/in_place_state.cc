@@ -3,7 +3,6 @@
 
 #include <sys/mman.h>  // memfd_create
 
-#include <algorithm>
 #include <map>
 #include <vector>
 
@@ -22,15 +21,6 @@ constexpr const char* kManifest = "manifest";
 constexpr const char* kArena = "arena";
 constexpr const char* kOwnState = "own state";
 
-// The text of which program wrote the memory, in its first line, and the optimizer's manifest.
-std::string manifest_with_program(const std::string& manifest) { return concat(program_identity(), "\n", manifest); }
-
-std::string without_program(const std::string& text) {
-  const std::size_t end = text.find('\n');
-  require_same_program(text.substr(0, end));
-  return text.substr(end + 1);
-}
-
 std::map<int, KeptBytes> map_all(const std::vector<JobMemory::Kept>& kept, const std::string& name) {
   std::map<int, KeptBytes> of_ranks;
   for (const JobMemory::Kept& each : kept)
@@ -44,8 +34,7 @@ std::map<int, KeptBytes> map_all(const std::vector<JobMemory::Kept>& kept, const
 SafetensorsReader own_state_of(const std::vector<JobMemory::Kept>& kept, int rank, std::int64_t updates) {
   const auto images = images_in(kept, kOwnState);
   for (const int wanted : {rank, 0})
-    for (const KeptImage& image : images)
-      if (image.owner.rank == wanted && image.step == updates) return reader_of(image.bytes);
+    if (const KeptImage* const image = image_of(images, updates, wanted)) return reader_of(image->bytes);
   throw CheckpointError({.what = concat("no rank has kept its own state after ", updates, " updates"),
                          .next = "start the job again with --resume"});
 }
@@ -55,11 +44,10 @@ SafetensorsReader own_state_of(const std::vector<JobMemory::Kept>& kept, int ran
 std::unique_ptr<InPlaceState> InPlaceState::of(JobMemory& memory, const World& world, Strategy& strategy,
                                                const TrainOptions& options) {
   const std::string manifest = strategy.optimizer().manifest();
-  const auto all = world.exchange_texts(manifest.empty() ? "no" : "yes");
-  if (std::ranges::count(all, "no") > 0) return nullptr;
+  if (!is_so_on_all(world, !manifest.empty())) return nullptr;
   if (world.rank() == 0) {
     const UniqueFd fd(::memfd_create("lockstep manifest", MFD_CLOEXEC));
-    if (!fd || !write_all(fd.get(), manifest_with_program(manifest)))
+    if (!fd || !write_all(fd.get(), concat(program_identity(), "\n", manifest)))
       throw system_error("make shared memory for", "the manifest of the optimizer's state");
     memory.keep(kManifest, fd.get());
   }
@@ -76,8 +64,7 @@ InPlaceState::InPlaceState(JobMemory& memory, const World& world, Strategy& stra
 std::optional<Position> InPlaceState::take_over(std::string& last_step) {
   const std::vector<JobMemory::Kept> kept = memory_.previous();
   const auto manifests = map_all(kept, kManifest);
-  const auto all = world_.exchange_texts(manifests.empty() ? "no" : "yes");
-  if (std::ranges::count(all, "no") > 0) return std::nullopt;
+  if (!is_so_on_all(world_, !manifests.empty())) return std::nullopt;
   const auto& [begin, bytes] = manifests.begin()->second;
   const auto arenas = map_all(kept, kArena);
   const auto find = [&](int rank, std::uint64_t offset, std::size_t size) {
@@ -87,8 +74,10 @@ std::optional<Position> InPlaceState::take_over(std::string& last_step) {
                              .next = "start the job again with --resume"});
     return found->second.begin.get() + offset;
   };
-  const std::string manifest = without_program({reinterpret_cast<const char*>(begin.get()), bytes});
-  const auto updates = static_cast<std::int64_t>(strategy_.optimizer().take_over(manifest, find));
+  const std::string text(reinterpret_cast<const char*>(begin.get()), bytes);
+  const std::size_t line = text.find('\n');  // says which program wrote the memory
+  require_same_program(text.substr(0, line));
+  const auto updates = static_cast<std::int64_t>(strategy_.optimizer().take_over(text.substr(line + 1), find));
   const SafetensorsReader own = own_state_of(kept, world_.rank(), updates);
   last_step = own.metadata().at(kLastStep);
   return restore_own_state(own, world_, strategy_, options_);

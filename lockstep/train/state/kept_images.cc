@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -135,7 +136,15 @@ std::vector<KeptImage> images_in(const std::vector<JobMemory::Kept>& kept, const
     if (head.whole == 0 || head.bytes > bytes - kHeadBytes) continue;
     images.push_back({head.owner, head.step, {{begin, begin.get() + kHeadBytes}, head.bytes}});
   }
+  std::ranges::stable_sort(images, {}, [](const KeptImage& image) { return image.owner.rank; });
   return images;
+}
+
+const KeptImage* image_of(const std::vector<KeptImage>& images, std::int64_t step, std::optional<int> rank) {
+  const auto found = std::ranges::find_if(images, [&](const KeptImage& image) {
+    return image.step == step && image.owner.rank == rank.value_or(image.owner.rank);
+  });
+  return found == images.end() ? nullptr : &*found;
 }
 
 SafetensorsReader reader_of(const KeptBytes& image) {

@@ -12,8 +12,8 @@
 
 #include <array>
 #include <cstdint>
-#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -50,8 +50,7 @@ class KeptImages {
   // Takes no memory yet. name: of this kind of state in the launcher's memory.
   KeptImages(JobMemory& memory, std::string name, const ImageOwner& owner);
   ~KeptImages();
-  KeptImages(const KeptImages&) = delete;
-  KeptImages& operator=(const KeptImages&) = delete;
+  KeptImages& operator=(KeptImages&&) = delete;
 
   // Goes on with the memory of a former process of this rank, which is given to the launcher again, under the present
   // generation. The image of `step` stays until the one after next is written; another one is of a step that not all ranks
@@ -81,8 +80,11 @@ struct KeptImage {
   KeptBytes bytes;
 };
 
-// The images of `name`. A slot that is half written has none.
+// The images of `name`, in the order of the ranks. A slot that is half written has none.
 std::vector<KeptImage> images_in(const std::vector<JobMemory::Kept>& kept, const std::string& name);
+
+// The image of a step: of this rank, else of the first one that has it. Null: there is none.
+const KeptImage* image_of(const std::vector<KeptImage>& images, std::int64_t step, std::optional<int> rank = {});
 
 SafetensorsReader reader_of(const KeptBytes& image);
 

@@ -31,11 +31,9 @@ using nlohmann::json;
 constexpr const char* kProgress = "lockstep.progress";
 constexpr const char* kGroups = "lockstep.groups";
 constexpr const char* kTorchOptimizer = "optimizer";
+const std::string kParameter = "model.", kBuffer = "buffer.", kItem = "item.";
 constexpr const char* kStates = "optimizer.";
 
-std::string parameter_name(const std::string& name) { return "model." + name; }
-std::string buffer_name(const std::string& name) { return "buffer." + name; }
-std::string item_name(const std::string& name) { return "item." + name; }
 std::string states_name(std::size_t parameter) { return concat(kStates, parameter, "."); }
 std::string generator_name(torch::Device device) { return "rng." + c10::DeviceTypeName(device.type()); }
 
@@ -141,9 +139,9 @@ struct Recovery::State {
   void restore(const LoopState::Found& found) {
     ddp.write_parameters([&] {
       for (const auto& [name, tensor] : parameters)
-        torch::Tensor(tensor).copy_(read(found.common, parameter_name(name), tensor));
+        torch::Tensor(tensor).copy_(read(found.common, kParameter + name, tensor));
       for (const auto& [name, tensor] : buffers)
-        torch::Tensor(tensor).copy_(read(found.own, buffer_name(name), tensor));
+        torch::Tensor(tensor).copy_(read(found.own, kBuffer + name, tensor));
       restore_optimizer(found.common, optimizer);
     });
     world.barrier();  // the optimizer's state is what every rank has written
@@ -196,7 +194,7 @@ struct Recovery::State {
 
   TensorFile common() const {
     TensorFile file;
-    for (const auto& [name, tensor] : parameters) file.tensors[parameter_name(name)] = tensor;
+    for (const auto& [name, tensor] : parameters) file.tensors[kParameter + name] = tensor;
     note_optimizer(optimizer, file);
     const json progress = {{"steps", steps}, {"epoch", position.epoch}, {"samples", position.samples}};
     file.metadata[kProgress] = progress.dump();
@@ -205,11 +203,11 @@ struct Recovery::State {
 
   TensorFile own() const {
     TensorFile file;
-    for (const auto& [name, tensor] : buffers) file.tensors[buffer_name(name)] = tensor;
+    for (const auto& [name, tensor] : buffers) file.tensors[kBuffer + name] = tensor;
     for (const torch::Device device : devices_with_generators(world))
       file.tensors[generator_name(device)] = generator_state(device);
     for (const Item& item : items)
-      file.tensors[item_name(item.name)] = item.save ? bytes_of_text(item.save()) : item.value;
+      file.tensors[kItem + item.name] = item.save ? bytes_of_text(item.save()) : item.value;
     return file;
   }
 
@@ -246,13 +244,13 @@ void Recovery::keep(const std::string& name, const torch::Tensor& value) {
   const SafetensorsReader* const found = state_->add({.name = name, .save = nullptr, .value = value});
   if (found == nullptr) return;
   const torch::NoGradGuard no_grad;
-  torch::Tensor(value).copy_(read(*found, item_name(name), value));
+  torch::Tensor(value).copy_(read(*found, kItem + name, value));
 }
 
 void Recovery::keep(const std::string& name, std::function<std::string()> save,
                     std::function<void(const std::string&)> load) {
   const SafetensorsReader* const found = state_->add({.name = name, .save = std::move(save), .value = {}});
-  if (found != nullptr) load(text_in(read(*found, item_name(name))));
+  if (found != nullptr) load(text_in(read(*found, kItem + name)));
 }
 
 void Recovery::keep(const std::string& name, GradientScaler& scaler) {

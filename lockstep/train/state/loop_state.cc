@@ -32,19 +32,6 @@ std::set<std::int64_t> whole_steps(const std::vector<KeptImage>& common, const s
   return steps;
 }
 
-const KeptImage* image_of(const std::vector<KeptImage>& images, std::int64_t step, int rank) {
-  const auto found = std::ranges::find_if(
-      images, [&](const KeptImage& image) { return image.step == step && image.owner.rank == rank; });
-  return found == images.end() ? nullptr : &*found;
-}
-
-const KeptImage* image_of_first_rank(const std::vector<KeptImage>& images, std::int64_t step) {
-  const KeptImage* first = nullptr;
-  for (const KeptImage& image : images)
-    if (image.step == step && (first == nullptr || image.owner.rank < first->owner.rank)) first = &image;
-  return first;
-}
-
 // The newest step that some machine has whole, or -1, and the first rank there. Where ranks have parts of the state: that every machine
 // has whole which has any; one that is new has none.
 std::pair<std::int64_t, int> newest_in(const std::vector<std::string>& of_ranks) {
@@ -80,6 +67,10 @@ KeptBytes mine_or_sent(const World& world, const KeptImage* mine, int source) {
 
 }  // namespace
 
+bool is_so_on_all(const World& world, bool here) {
+  return std::ranges::count(world.exchange_texts(here ? "yes" : "no"), "no") == 0;
+}
+
 LoopState::LoopState(const World& world, JobMemory& memory, double share_of_time, bool in_parts)
     : world_(world),
       memory_(memory),
@@ -101,9 +92,9 @@ void LoopState::find(bool in_parts) {
   const auto [newest, source] = newest_in(steps);
   if (newest < 0) return;
   const bool whole_here = whole_steps(common, own).contains(newest);
-  const KeptImage* const all = whole_here ? image_of_first_rank(common, newest) : nullptr;
+  const KeptImage* const all = whole_here ? image_of(common, newest) : nullptr;
   const KeptImage* const mine = whole_here ? image_of(own, newest, world_.rank()) : nullptr;
-  const KeptImage* const rest = mine == nullptr && world_.rank() == source ? image_of_first_rank(own, newest) : mine;
+  const KeptImage* const rest = mine == nullptr && world_.rank() == source ? image_of(own, newest) : mine;
   SafetensorsReader common_state = reader_of(mine_or_sent(world_, all, source));
   SafetensorsReader own_state = reader_of(mine_or_sent(world_, rest, source));
   const torch::Tensor ranks = torch::tensor({all != nullptr ? all->owner.ranks : 0});
@@ -129,10 +120,9 @@ void LoopState::drop_found() {
 // The state of this World is whole already where as many ranks go on with the images of their predecessors; else with the first
 // keep(). Until then the launcher has that of the World before.
 void LoopState::taken() {
-  const auto all = world_.exchange_texts(goes_on_ ? "yes" : "no");
+  is_whole_ = is_so_on_all(world_, goes_on_);
   if (found_ && world_.rank() == 0) log_info(concat("a rank was replaced: going on after step ", found_->step));
   found_.reset();
-  is_whole_ = std::ranges::count(all, "no") == 0;
   if (is_whole_ && world_.local_rank() == 0) memory_.complete();
   since_last_ = Stopwatch();
 }

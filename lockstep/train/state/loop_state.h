@@ -25,6 +25,9 @@
 
 namespace lockstep {
 
+// Tells whether all ranks pass true. Collective, blocks.
+bool is_so_on_all(const World& world, bool here);
+
 class LoopState {
  public:
   // Finds the newest state that a machine has whole, and gives it to ranks whose machine lacks it. Blocks.

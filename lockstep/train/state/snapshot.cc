@@ -65,20 +65,8 @@ void require_same_fingerprint(const Json& saved, const TrainOptions& options) {
 // The same memory, to be sent: collectives do not have every dtype.
 torch::Tensor bytes_of(const torch::Tensor& contiguous) { return contiguous.reshape({-1}).view(torch::kUInt8); }
 
-CheckpointError no_such_tensor(const std::string& name, const torch::Tensor& into) {
-  return CheckpointError(
-      {.what = concat("the checkpoint has no tensor ", name, " of ", into.dtype().name(), into.sizes()),
-       .likely = "a checkpoint of another model",
-       .next = "resume with the model that the run was started with"});
-}
-
 std::map<std::string, std::string> metadata_of(const Position& position, const TrainOptions& options) {
   return {{kPosition, nlohmann::json(position).dump()}, {kFingerprint, resume_fingerprint(options).dump()}};
-}
-
-CheckpointError no_checkpoint() {
-  return CheckpointError({.what = "the file is a safetensors file, but not a checkpoint of lockstep",
-                          .next = "name the --checkpoint-dir of a run"});
 }
 
 // ---- What tensors look like: meta tensors here, {dtype, sizes} in messages
@@ -121,14 +109,25 @@ std::map<std::string, Owned> find_owners(const World& world, const Json& mine) {
 
 // ---- Taking a state
 
+TensorsByName with_prefix(const std::string& prefix, const std::vector<NamedTensor>& tensors) {
+  TensorsByName named;
+  for (const auto& [name, tensor] : tensors) named[prefix + name] = tensor;
+  return named;
+}
+
+// The tensors of model (`of_model`: a part of it) and strategy, by their names in the file.
+TensorsByName places_of(Strategy& strategy, const std::vector<NamedTensor>& of_model) {
+  TensorsByName places = with_prefix("model.", of_model);
+  places.merge(with_prefix("strategy.", strategy.state()));
+  return places;
+}
+
 // Model, optimizer and strategy, as far as this rank holds them.
 TensorsByName own_tensors(Strategy& strategy) {
-  TensorsByName own;
-  for (const auto& [name, tensor] : held(parameters_and_buffers(strategy.model()))) own["model." + name] = tensor;
+  TensorsByName own = places_of(strategy, held(parameters_and_buffers(strategy.model())));
   for (const auto& [name, tensor] : held(named_parameters(strategy.model())))
     for (const auto& [key, state] : strategy.optimizer().state_of(tensor))
       own[concat(kOptimizer, name, ".", key)] = state;
-  for (const auto& [name, tensor] : strategy.state()) own["strategy." + name] = tensor;
   return own;
 }
 
@@ -159,21 +158,11 @@ void require_tensors(const TensorsByName& places, const TensorsByName& shapes) {
   for (const auto& [name, tensor] : places) {
     const auto found = shapes.find(name);
     if (found == shapes.end() || found->second.sizes() != tensor.sizes() || found->second.dtype() != tensor.dtype())
-      throw no_such_tensor(name, tensor);
+      throw CheckpointError(
+          {.what = concat("the checkpoint has no tensor ", name, " of ", tensor.dtype().name(), tensor.sizes()),
+           .likely = "a checkpoint of another model",
+           .next = "resume with the model that the run was started with"});
   }
-}
-
-TensorsByName with_prefix(const std::string& prefix, const std::vector<NamedTensor>& tensors) {
-  TensorsByName named;
-  for (const auto& [name, tensor] : tensors) named[prefix + name] = tensor;
-  return named;
-}
-
-// The tensors of model (`of_model`: the part that is restored) and strategy, by their names in the file.
-TensorsByName places_of(Strategy& strategy, const std::vector<NamedTensor>& of_model) {
-  TensorsByName places = with_prefix("model.", of_model);
-  places.merge(with_prefix("strategy.", strategy.state()));
-  return places;
 }
 
 // Every rank reads the states of all parameters, one after another, and takes those of the parameters that it holds.
@@ -221,7 +210,8 @@ Position restore(const SavedState& saved, const TensorsByName& places, const Wor
       set_generator_state(device, found->second);
   return position;
 } catch (const std::out_of_range&) {
-  throw no_checkpoint();
+  throw CheckpointError({.what = "the file is a safetensors file, but not a checkpoint of lockstep",
+                         .next = "name the --checkpoint-dir of a run"});
 }
 
 // The file that rank 0 has opened and verified, if this rank sees it under the same name.
@@ -315,7 +305,7 @@ SharedCheckpoint::SharedCheckpoint(const World& world, std::optional<CheckpointF
   metadata_ = sent["metadata"].get<std::map<std::string, std::string>>();
   shapes_ = meta_tensors(sent["tensors"]);
   if (world.rank() != 0) file_ = open_same(sent["path"], sent["checksum"]);
-  is_mapped_ = std::ranges::count(world.exchange_texts(file_ ? "yes" : "no"), "no") == 0;
+  is_mapped_ = is_so_on_all(world, file_.has_value());
   if (!is_mapped_ && world.rank() != 0) file_.reset();
 }
 

@@ -97,8 +97,7 @@ class SharedLoader {
     at_.reset();
     loader_.reset();
   }
-  SharedLoader(const SharedLoader&) = delete;
-  SharedLoader& operator=(const SharedLoader&) = delete;
+  SharedLoader& operator=(SharedLoader&&) = delete;
 
   void start(std::int64_t epoch, std::int64_t samples) {
     const auto lock = this_thread_only();

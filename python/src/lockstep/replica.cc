@@ -98,8 +98,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
   // else alike. Blocks; throws as DistributedDataParallel.
   Replica(const World& world, const NamedTensors& parameters, const NamedTensors& buffers,
           std::shared_ptr<Optimizer> optimizer, const Options& options, bool by_samples)
-      : world_(world),
-        module_(tree_of(parameters, buffers)),
+      : module_(tree_of(parameters, buffers)),
         optimizer_(std::move(optimizer)),
         ddp_(optimizer_ ? DistributedDataParallel(world, *module_, *optimizer_, options)
                         : DistributedDataParallel(world, *module_, options)),
@@ -109,8 +108,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
     for (const auto& [accumulator, hook] : on_gradient_)
       std::erase_if(accumulator->pre_hooks(), [hook = hook](const auto& each) { return each.get() == hook; });
   }
-  Replica(const Replica&) = delete;
-  Replica& operator=(const Replica&) = delete;
+  Replica& operator=(Replica&&) = delete;
 
   // Once, when a shared_ptr owns this. A hook of the node that adds to a parameter's .grad, before it does: after all hooks of
   // the parameter itself, which torch keeps in one place for C++ and Python, so that those of the one displace those of the other.
@@ -204,8 +202,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
   class Backward {
    public:
     explicit Backward(std::shared_ptr<Replica> replica) : replica_(std::move(replica)) { replica_->in_backward_ = true; }
-    Backward(const Backward&) = delete;
-    Backward& operator=(const Backward&) = delete;
+    Backward& operator=(Backward&&) = delete;
 
     void end() {
       ended_ = true;
@@ -269,7 +266,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
     double size = forwards.empty() ? NAN : 0;
     for (const Forward* forward : forwards) size += forward->size;
     if (!by_samples_) return {BatchWeight::kAlike, size};
-    if (std::isnan(size)) throw unknown_batch(world_);
+    if (std::isnan(size)) throw unknown_batch(ddp_.world());
     return static_cast<std::int64_t>(size);
   }
 
@@ -283,7 +280,6 @@ class Replica : public std::enable_shared_from_this<Replica> {
     return NoSyncGuard(new DistributedDataParallel::NoSync(ddp_.no_sync()));
   }
 
-  World world_;
   std::shared_ptr<torch::nn::Module> module_;
   std::shared_ptr<Optimizer> optimizer_;
   DistributedDataParallel ddp_;
