@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 #include <utility>
 
 #include "lockstep/base/text.h"
@@ -15,6 +14,8 @@ Builder::Builder(const Profile& measured, const Target& wanted, const Choice& ch
     : profile(measured),
       target(wanted),
       choice(chosen),
+      sent_(target.machines),
+      received_(target.machines),
       latency_(target.link_latency + line_through(profile.loopback).fixed),
       work_(work_of_messages(profile)) {
   const int cores = target.cores > 0 ? target.cores : profile.cores;
@@ -113,18 +114,6 @@ void Builder::meet(const Ids& actors, const Ids& after) {
   for (const int actor : actors) last_[actor] = {met};
 }
 
-Ids Builder::all_devices() const {
-  Ids ids(devices());
-  std::iota(ids.begin(), ids.end(), 0);
-  return ids;
-}
-
-Ids Builder::devices_on(int machine) const {
-  Ids ids(target.devices);
-  std::iota(ids.begin(), ids.end(), machine * target.devices);
-  return ids;
-}
-
 void Builder::forward() {
   for (const int device : all_devices()) compute(device, "forward", times_of(device).forward);
 }
@@ -171,8 +160,6 @@ void Builder::add_machine(int machine) {
   made_.cores.push_back(simulation.add(Resource{concat("cores of machine ", machine), speeds_of_cores()}));
   out_.push_back(simulation.add(Resource{concat("link from machine ", machine), {target.link_rate}}));
   in_.push_back(simulation.add(Resource{concat("link to machine ", machine), {target.link_rate}}));
-  sent_.push_back(0);
-  received_.push_back(0);
   Ids seats;
   for (int i = 0; i < std::min(seats_, target.devices); ++i)
     seats.push_back(simulation.add(Resource{concat("seat ", i), {1}}));

@@ -56,8 +56,8 @@ class Builder {
   Ids last(int actor) const { return last_[actor]; }
   void follow(int actor, const Ids& activities) { last_[actor] = activities; }
 
-  Ids all_devices() const;
-  Ids devices_on(int machine) const;
+  Ids all_devices() const { return consecutive(0, devices()); }
+  Ids devices_on(int machine) const { return consecutive(machine * target.devices, target.devices); }
 
   // Computations of all devices.
   void forward();

@@ -6,7 +6,6 @@
 #include <ctime>
 #include <functional>
 #include <memory>
-#include <numeric>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -18,6 +17,7 @@
 #include "lockstep/collective/world/world_state.h"
 #include "lockstep/deadline.h"
 #include "tools/plan/measured_steps.h"
+#include "tools/plan/simulation.h"
 
 namespace lockstep::plan {
 namespace {
@@ -54,8 +54,7 @@ void measure_all_reduce(const World& world, Profile& profile) {
 
 // Runs `body` in threads of this process, each of which counts as a machine: Gloo between them, over loopback.
 void run_machines(int count, const std::function<void(World&)>& body) {
-  std::vector<int> machines(static_cast<std::size_t>(count));
-  std::iota(machines.begin(), machines.end(), 0);
+  const Ids machines = consecutive(0, count);
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto connect = [&](int rank) -> std::unique_ptr<Transport> {
     auto inside = shm::make_thread_group(1, {.timeout = std::chrono::seconds(30), .job_ranks = {rank}});

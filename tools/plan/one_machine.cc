@@ -6,11 +6,11 @@ namespace lockstep::plan {
 // docs/design/fused-step.md: publish, agree, each rank updates its slice from all gradients.
 void ddp_in_memory(Builder& b) {
   b.forward_and_backward();
-  b.meet(b.all_devices());
   update_together(b);
 }
 
 void update_together(Builder& b) {
+  b.meet(b.all_devices());
   for (const int device : b.all_devices()) b.update(device, 0, 1.0 / b.devices());
   b.meet(b.all_devices());
 }
@@ -20,7 +20,6 @@ void devices_with_one_update(Builder& b) {
   b.forward();
   b.meet(b.all_devices());
   b.backward();
-  b.meet(b.all_devices());
   update_together(b);
 }
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <map>
-#include <numeric>
 #include <utility>
 
 #include "lockstep/base/text.h"
@@ -49,7 +48,7 @@ class PlannedStep {
       moved = false;
       for (int stage = 0; stage < all_.size(); ++stage) moved |= take_turn(stage);
     }
-    are_processes_ ? end_in_processes() : end_in_threads();
+    are_processes_ ? end_in_processes() : update_together(b_);
   }
 
  private:
@@ -114,11 +113,6 @@ class PlannedStep {
     b_.follow(stage, ready);
   }
 
-  void end_in_threads() {
-    b_.meet(b_.all_devices());
-    update_together(b_);
-  }
-
   void end_in_processes() {
     double bytes = 0;
     for (const Stage& stage : all_) bytes += stage.bytes;
@@ -142,10 +136,8 @@ IntVector<Ids> stages_of(const Profile& profile, int stages) {
   std::vector<double> costs;
   for (const PieceTimes& piece : profile.pieces) costs.push_back(piece.seconds);
   IntVector<Ids> all;
-  for (const Range& range : balanced_cut(costs, stages)) {
-    all.emplace_back(static_cast<int>(range.size()));
-    std::iota(all.back().begin(), all.back().end(), static_cast<int>(range.begin));
-  }
+  for (const Range& range : balanced_cut(costs, stages))
+    all.push_back(consecutive(static_cast<int>(range.begin), static_cast<int>(range.size())));
   return all;
 }
 

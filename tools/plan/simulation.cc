@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <set>
 #include <utility>
 
@@ -185,6 +186,12 @@ class Run {
 };
 
 }  // namespace
+
+Ids consecutive(int first, int count) {
+  Ids ids(count);
+  std::iota(ids.begin(), ids.end(), first);
+  return ids;
+}
 
 int Simulation::add(Resource resource) {
   resources.push_back(std::move(resource));

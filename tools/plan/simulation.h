@@ -20,6 +20,7 @@
 namespace lockstep::plan {
 
 using Ids = IntVector<int>;  // of resources, activities or actors
+Ids consecutive(int first, int count);
 inline void append(Ids& all, const Ids& more) { all.insert(all.end(), more.begin(), more.end()); }
 
 // Something that activities share: while n of them use it, all together get speed[n-1] units per second; beyond the last
