@@ -9,19 +9,13 @@
 namespace lockstep {
 namespace {
 
+using torch::nn::Linear;
+
 torch::nn::LayerNorm norm(std::int64_t width) { return torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})); }
 
 class GPTBlockImpl : public torch::nn::Module {
  public:
-  explicit GPTBlockImpl(const GPTOptions& o)
-      : heads_(o.heads),
-        dropout_(o.dropout),
-        ln_1_(register_module("ln_1", norm(o.width))),
-        c_attn_(register_module("c_attn", torch::nn::Linear(o.width, 3 * o.width))),
-        attn_proj_(register_module("attn_proj", torch::nn::Linear(o.width, o.width))),
-        ln_2_(register_module("ln_2", norm(o.width))),
-        c_fc_(register_module("c_fc", torch::nn::Linear(o.width, 4 * o.width))),
-        mlp_proj_(register_module("mlp_proj", torch::nn::Linear(4 * o.width, o.width))) {}
+  explicit GPTBlockImpl(const GPTOptions& options) : o_(options) {}
 
   torch::Tensor forward(const torch::Tensor& x) {  // (B, T, width) -> the same
     const torch::Tensor y = x + attend(ln_1_(x));
@@ -31,25 +25,26 @@ class GPTBlockImpl : public torch::nn::Module {
  private:
   torch::Tensor attend(const torch::Tensor& x) {
     const auto per_head = [&](const torch::Tensor& part) {  // (B, T, width) -> (B, heads, T, width / heads)
-      return part.unflatten(2, {heads_, -1}).transpose(1, 2);
+      return part.unflatten(2, {o_.heads, -1}).transpose(1, 2);
     };
     const auto parts = c_attn_(x).chunk(3, 2);
     const torch::Tensor mixed =
         at::scaled_dot_product_attention(per_head(parts[0]), per_head(parts[1]), per_head(parts[2]), /*attn_mask=*/{},
-                                         is_training() ? dropout_ : 0.0, /*is_causal=*/true);
+                                         is_training() ? o_.dropout : 0.0, /*is_causal=*/true);
     return drop(attn_proj_(mixed.transpose(1, 2).flatten(2)));
   }
 
-  torch::Tensor drop(const torch::Tensor& x) const { return torch::dropout(x, dropout_, is_training()); }
+  torch::Tensor drop(const torch::Tensor& x) const { return torch::dropout(x, o_.dropout, is_training()); }
 
-  std::int64_t heads_;
-  double dropout_;
-  torch::nn::LayerNorm ln_1_;
-  torch::nn::Linear c_attn_;  // query, key and value in one
-  torch::nn::Linear attn_proj_;
-  torch::nn::LayerNorm ln_2_;
-  torch::nn::Linear c_fc_;
-  torch::nn::Linear mlp_proj_;
+  Linear linear(const char* name, std::int64_t in, std::int64_t out) { return register_module(name, Linear(in, out)); }
+
+  const GPTOptions o_;
+  torch::nn::LayerNorm ln_1_ = register_module("ln_1", norm(o_.width));
+  Linear c_attn_ = linear("c_attn", o_.width, 3 * o_.width);  // query, key and value in one
+  Linear attn_proj_ = linear("attn_proj", o_.width, o_.width);
+  torch::nn::LayerNorm ln_2_ = register_module("ln_2", norm(o_.width));
+  Linear c_fc_ = linear("c_fc", o_.width, 4 * o_.width);
+  Linear mlp_proj_ = linear("mlp_proj", 4 * o_.width, o_.width);
 };
 
 // Normal with deviation 0.02; what is added to the residual stream is smaller by the root of how often that happens.
