@@ -10,6 +10,9 @@
 namespace lockstep::plan {
 namespace {
 
+// The number of parts of at most `limit` bytes.
+int number_of_parts(double bytes, double limit) { return std::max(1, static_cast<int>(std::ceil(bytes / limit))); }
+
 void meet_on_machines(Builder& b) {
   for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m));
 }
@@ -48,8 +51,7 @@ void all_reduce(Builder& b, const Ids& actors, double bytes, const IntVector<Ids
   constexpr double kOneRound = 16.0 * 1024;  // collective/machines/all_reduce.cc: up to here one round between machines
   constexpr double kSignature = 24;          // bytes: machines compare what they call
   const int n = b.machines(), inside = b.target.devices;
-  const int chunks = std::max(
-      1, static_cast<int>(std::ceil(bytes / static_cast<double>(chunk_bytes(static_cast<std::size_t>(bytes))))));
+  const int chunks = number_of_parts(bytes, static_cast<double>(chunk_bytes(static_cast<std::size_t>(bytes))));
   const double size = bytes / chunks;
   const bool one_round = n == 2 || bytes <= kOneRound;
   const double part = one_round ? size : size / n;  // that goes from one machine to another
@@ -86,8 +88,7 @@ void sum_up(Builder& b, double bytes) {
 // Buckets fill evenly while backward goes on; a thread of each machine exchanges them in their order. Gradients are copied into the
 // buckets, and their means out of them; each device updates its slice.
 void ddp_between_machines(Builder& b, const Ids& networks) {
-  const double limit = DdpOptions().bucket_mib * double{1 << 20};
-  const int buckets = std::max(1, static_cast<int>(std::ceil(b.parameter_bytes() / limit)));
+  const int buckets = number_of_parts(b.parameter_bytes(), DdpOptions().bucket_mib * double{1 << 20});
   const double bytes = b.parameter_bytes() / buckets;
   b.forward();
   for (int bucket = 0; bucket < buckets; ++bucket) {

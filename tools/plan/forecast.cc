@@ -38,9 +38,9 @@ std::string bound_of(const std::map<Kind, double>& path, double all) {
 // Half the difference between the mean of the slower half of single steps and that of the faster half.
 double half_spread(const std::vector<double>& sorted) {
   if (sorted.empty()) return 0;
-  const std::size_t half = (sorted.size() + 1) / 2;
-  const double slow = std::accumulate(sorted.end() - static_cast<std::ptrdiff_t>(half), sorted.end(), 0.0);
-  const double fast = std::accumulate(sorted.begin(), sorted.begin() + static_cast<std::ptrdiff_t>(half), 0.0);
+  const auto half = (std::ssize(sorted) + 1) / 2;
+  const double slow = std::accumulate(sorted.end() - half, sorted.end(), 0.0);
+  const double fast = std::accumulate(sorted.begin(), sorted.begin() + half, 0.0);
   return (slow - fast) / static_cast<double>(half) / 2;
 }
 

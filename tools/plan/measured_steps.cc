@@ -132,8 +132,8 @@ StepTimes Training::step(const Batch& batch) {
 }
 
 Batch batch_of(const Datasets& data, std::int64_t samples) {
-  std::vector<std::int64_t> indices(static_cast<std::size_t>(samples));
-  for (std::int64_t i = 0; i < samples; ++i) indices[static_cast<std::size_t>(i)] = i % data.train->size();
+  std::vector<std::int64_t> indices;
+  for (std::int64_t i = 0; i < samples; ++i) indices.push_back(i % data.train->size());
   return data.train->make_batch(indices);
 }
 

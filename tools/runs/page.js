@@ -317,15 +317,15 @@ const PEERS = [["lockstep", model => model.lockstep.step], ["DDP, no exchange", 
 
 function benchmarks() {
   if (!data.benchmarks.length) return;
-  const models = Object.assign({}, ...data.benchmarks.map(each => each.models));
+  const models = Object.assign({}, ...data.benchmarks.map(each => each.models)), values = Object.values(models);
   const machines = [...new Set(data.benchmarks.map(each => `${each.machine}, ${each.ranks} ranks`))];
   const base = model => model.pytorch?.ddp || model.lockstep.step;
   const sets = PEERS.map(([label, of], hue) => {
-    const seconds = Object.values(models).map(of);
-    return { label, hue, data: Object.values(models).map((model, i) => given(seconds[i]) ? seconds[i] / base(model) : null), texts: seconds.map(duration), skipNull: true };
+    const seconds = values.map(of);
+    return { label, hue, data: values.map((model, i) => given(seconds[i]) ? seconds[i] / base(model) : null), texts: seconds.map(duration), skipNull: true };
   }).filter(set => set.data.some(given));
   chart(grid(section("Benchmark", `lockstep bench step, beside PyTorch. ${machines.join("; ")}.`)), "Time of a training step", "bar", sets,
-    axis(`${sets.length > 1 ? "DDP over Gloo" : "lockstep"} = 1`, number, { beginAtZero: true, grace: "12%" }), axis(""), { labels: Object.keys(models), indexAxis: "y", height: 90 + 60 * Object.keys(models).length });
+    axis(`${sets.length > 1 ? "DDP over Gloo" : "lockstep"} = 1`, number, { beginAtZero: true, grace: "12%" }), axis(""), { labels: Object.keys(models), indexAxis: "y", height: 90 + 60 * values.length });
 }
 
 // ---- Curves

@@ -144,8 +144,8 @@ ImageView decode_jpeg(std::span<const std::uint8_t> file, Placement& placement, 
   Decoder decoder;
   const ImageShape full = decoder.read_header(file);
   const ImageShape scaled = decoder.start(eighths_for(placement));
-  const double x_scale = static_cast<double>(scaled.width) / static_cast<double>(full.width);
-  const double y_scale = static_cast<double>(scaled.height) / static_cast<double>(full.height);
+  const Box before = whole_image(full), after = whole_image(scaled);
+  const double x_scale = after.width / before.width, y_scale = after.height / before.height;
   Box& box = placement.box;
   box = {box.left * x_scale, box.top * y_scale, box.width * x_scale, box.height * y_scale};
 

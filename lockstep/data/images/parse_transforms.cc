@@ -11,29 +11,29 @@ namespace {
 
 using Parts = std::vector<std::string>;
 
-[[noreturn]] void refuse(const std::string& part, const std::string& why) {
-  throw UsageError({.what = concat("--augment does not know '", part, "': ", why),
+[[noreturn]] void refuse(const Parts& parts, const std::string& why) {
+  throw UsageError({.what = concat("--augment does not know '", join(parts, ":"), "': ", why),
                     .next = "resize, crop, center-crop, random-resized-crop, flip, jitter, mixup, one-hot, normalise"});
 }
 
 double number(const Parts& parts, std::size_t at, double otherwise) {
   if (at >= parts.size()) return otherwise;
-  if (!parse_number(parts[at], otherwise)) refuse(join(parts, ":"), concat("'", parts[at], "' is not a number"));
+  if (!parse_number(parts[at], otherwise)) refuse(parts, concat("'", parts[at], "' is not a number"));
   return otherwise;
 }
 
 std::int64_t whole(const Parts& parts, std::size_t at, std::int64_t otherwise) {
   const double value = number(parts, at, static_cast<double>(otherwise));
-  if (value < 0 || value > 1e6 || value != std::floor(value)) refuse(join(parts, ":"), "a whole number is needed");
+  if (value < 0 || value > 1e6 || value != std::floor(value)) refuse(parts, "a whole number is needed");
   return static_cast<std::int64_t>(value);
 }
 
 void parse_size(const Parts& parts, ImageTransforms& t) {
-  if (parts.size() < 2) refuse(parts[0], "it needs a size, such as :224");
+  if (parts.size() < 2) refuse(parts, "it needs a size, such as :224");
   const Parts sides = split(parts[1], 'x');
   t.height = whole(sides, 0, 0);
   t.width = whole(sides, sides.size() > 1 ? 1 : 0, 0);
-  if (t.height < 1 || t.width < 1) refuse(join(parts, ":"), "a size of at least 1 is needed");
+  if (t.height < 1 || t.width < 1) refuse(parts, "a size of at least 1 is needed");
 }
 
 std::vector<float> parse_channels(const std::string& text) {
@@ -77,7 +77,7 @@ constexpr Transform kTransforms[] = {{"resize", parse_size},
                                      {"mixup", [](const Parts& p, ImageTransforms& t) { t.mixup = number(p, 1, 0.2); }},
                                      {"one-hot", [](const Parts&, ImageTransforms& t) { t.one_hot = true; }},
                                      {"normalise", [](const Parts& p, ImageTransforms& t) {
-                                        if (p.size() != 3) refuse(join(p, ":"), "it is normalise:MEAN:DEVIATION");
+                                        if (p.size() != 3) refuse(p, "it is normalise:MEAN:DEVIATION");
                                         t.mean = parse_channels(p[1]);
                                         t.deviation = parse_channels(p[2]);
                                       }}};
@@ -89,7 +89,7 @@ ImageTransforms parse_transforms(const std::string& text, ImageTransforms base) 
   for (const std::string& part : split(text, ',')) {
     const Parts parts = split(part, ':');
     const auto* const found = std::ranges::find(kTransforms, parts[0], &Transform::name);
-    if (found == std::end(kTransforms)) refuse(part, "no such transform");
+    if (found == std::end(kTransforms)) refuse({part}, "no such transform");
     found->parse(parts, base);
   }
   return base;
