@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tools/plan/measure_messages.h"
+#include "tools/plan/measured_steps.h"
 
 #include <algorithm>
 #include <array>
@@ -16,7 +16,6 @@
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/collective/world/world_state.h"
 #include "lockstep/deadline.h"
-#include "tools/plan/measured_steps.h"
 #include "tools/plan/simulation.h"
 
 namespace lockstep::plan {
