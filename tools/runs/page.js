@@ -62,8 +62,7 @@ function rows(parent, heads, cells) {
 
 // ---- Charts
 
-const palette = () => dark.matches && !printing ? DARK : LIGHT;
-const colour = i => palette()[i % palette().length];
+const colour = i => (dark.matches && !printing ? DARK : LIGHT)[i % LIGHT.length];
 const variable = name => printing && dark.matches ? { "--text": "#1f2328", "--line": "#d1d9e0" }[name]
   : getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
