@@ -10,7 +10,6 @@ namespace lockstep::bench {
 namespace {
 
 using plan::Choice;
-using plan::Method;
 
 struct Model {
   const char* name;
@@ -23,34 +22,34 @@ constexpr int kLinks[] = {100, 1000};  // Mb/s
 
 void add_pipelines(std::vector<Choice>& all, int stages) {
   for (const PipelineSchedule order : {PipelineSchedule::kNaive, PipelineSchedule::kGPipe, PipelineSchedule::k1F1B})
-    all.push_back({.method = Method::kPipeline,
+    all.push_back({.kind = StrategyKind::kPipeline,
                    .order = order,
                    .stages = stages,
                    .micro_batches = order == PipelineSchedule::kNaive ? 1 : 4});
 }
 
 std::vector<Choice> choices_on(const Model& model, int devices) {
-  std::vector<Choice> all{{.method = Method::kDdp},
-                          {.method = Method::kTowers},
-                          {.method = Method::kTowers, .update_on_cpu = true},
-                          {.method = Method::kDataParallel},
-                          {.method = Method::kStoreLocal},
-                          {.method = Method::kStoreSync},
-                          {.method = Method::kStoreAsync},
-                          {.method = Method::kAveraging, .average_every = 1},
-                          {.method = Method::kAveraging, .average_every = 8}};
+  std::vector<Choice> all{{.kind = StrategyKind::kDdp},
+                          {.kind = StrategyKind::kTowers},
+                          {.kind = StrategyKind::kTowers, .update_on_cpu = true},
+                          {.kind = StrategyKind::kDataParallel},
+                          {.kind = StrategyKind::kKVStore},
+                          {.kind = StrategyKind::kKVStore, .store = KVStoreKind::kDistSync},
+                          {.kind = StrategyKind::kKVStore, .store = KVStoreKind::kDistAsync},
+                          {.kind = StrategyKind::kAveraging, .average_every = 1},
+                          {.kind = StrategyKind::kAveraging, .average_every = 8}};
   if (devices <= model.pieces) add_pipelines(all, devices);
   return all;
 }
 
 // Towers, data_parallel and the local stores are threads of one process.
 std::vector<Choice> choices_between(const Model& model, int hosts) {
-  std::vector<Choice> all{{.method = Method::kDdp},
-                          {.method = Method::kAveraging, .average_every = 1},
-                          {.method = Method::kAveraging, .average_every = 8},
-                          {.method = Method::kStoreSync, .servers = 1},
-                          {.method = Method::kStoreSync, .servers = hosts},
-                          {.method = Method::kStoreAsync, .servers = 1}};
+  std::vector<Choice> all{{.kind = StrategyKind::kDdp},
+                          {.kind = StrategyKind::kAveraging, .average_every = 1},
+                          {.kind = StrategyKind::kAveraging, .average_every = 8},
+                          {.kind = StrategyKind::kKVStore, .store = KVStoreKind::kDistSync, .servers = 1},
+                          {.kind = StrategyKind::kKVStore, .store = KVStoreKind::kDistSync, .servers = hosts},
+                          {.kind = StrategyKind::kKVStore, .store = KVStoreKind::kDistAsync, .servers = 1}};
   if (hosts <= model.pieces) add_pipelines(all, hosts);
   return all;
 }
@@ -81,7 +80,7 @@ plan::Subject subject_of(const PlanCase& one) {
 std::vector<PlanCase> plan_cases() {
   std::vector<PlanCase> cases;
   for (const Model& model : kModels) {
-    cases.push_back({.model = model.name, .batch = model.batch, .choice = {.method = Method::kSingle}});
+    cases.push_back({.model = model.name, .batch = model.batch, .choice = {.kind = StrategyKind::kSingle}});
     for (const int devices : {2, 4})
       for (const Choice& choice : choices_on(model, devices))
         cases.push_back({.model = model.name, .batch = model.batch, .devices = devices, .choice = choice});

@@ -31,8 +31,6 @@
 namespace lockstep::bench {
 namespace {
 
-using plan::Method;
-
 constexpr std::chrono::minutes kLongestCase{10};
 
 int servers_of(const PlanCase& one) { return one.choice.has_servers() ? one.choice.servers : 0; }
@@ -55,7 +53,7 @@ using Worker = std::optional<int>;
 // The samples of a worker, or of all devices of the only process; a server has none. Stages all have the whole batch.
 Batch part_of(const Datasets& data, const PlanCase& one, Worker worker) {
   if (!worker) return {};
-  const bool whole = one.has_device_threads() || one.choice.method == Method::kPipeline;
+  const bool whole = one.has_device_threads() || one.choice.kind == StrategyKind::kPipeline;
   const Range mine = whole ? Range{0, one.batch} : even_part(one.batch, *worker, one.hosts * one.devices);
   std::vector<std::int64_t> indices(static_cast<std::size_t>(mine.end - mine.begin));
   std::iota(indices.begin(), indices.end(), mine.begin);
@@ -77,7 +75,7 @@ struct Windows {
 constexpr int kSteps = 8;  // of a window on one machine: averaging does one average in so many at most
 
 int steps_between_averages(const PlanCase& one) {
-  return one.choice.method == Method::kAveraging ? one.choice.average_every : 1;
+  return one.choice.kind == StrategyKind::kAveraging ? one.choice.average_every : 1;
 }
 
 // Between hosts steps may be long: then a window is a step, or the steps from one average to the next.

@@ -33,7 +33,7 @@ plan::Target target_of(const PlanCase& one, const MeasuredLink& link, int cores)
 // The hosts are network namespaces on this machine. All of them together have its cores, on which each device has a seat.
 plan::Schedule on_this_machine(plan::Schedule hosts, const plan::Profile& profile, const plan::Target& target) {
   const plan::Target together{.devices = target.machines * target.devices, .batch = target.batch};
-  const plan::Schedule here = plan::schedule(profile, together, {.method = plan::Method::kDdp}, /*steps=*/0);
+  const plan::Schedule here = plan::schedule(profile, together, {.kind = StrategyKind::kDdp}, /*steps=*/0);
   auto& resources = hosts.simulation.resources;
   plan::Ids place(resources.size());  // of each resource
   std::iota(place.begin(), place.end(), 0);

@@ -90,10 +90,6 @@ install_wheels() {
   echo "$*" >"$folder/.complete"
 }
 
-install_libtorch() {
-  install_wheels "$deps/libtorch" --no-deps "${torch_without_cuda[@]}"
-}
-
 install_wheel_tools() {
   install_wheels "$deps/wheel-tools" "${wheel_tools[@]}"
 }
@@ -104,18 +100,29 @@ install_docs_tools() {
 }
 
 case "${1:-}" in
-  demo)
-    install_packages "${demo_packages[@]}"
-    install_libtorch
+  demo) packages=() ;;
+  wheel) packages=("${wheel_packages[@]}") ;;
+  test | check) packages=("${wheel_packages[@]}" "${test_packages[@]}") ;;
+  docs)
+    install_docs_tools
+    exit
     ;;
+  bench | pytorch | recovery | originals)
+    packages=("${test_packages[@]}" "${check_packages[@]}" "${bench_packages[@]}")
+    ;;
+  *)
+    sed -n '2,/^$/s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+    ;;
+esac
+install_packages "${demo_packages[@]}" "${packages[@]}"
+install_wheels "$deps/libtorch" --no-deps "${torch_without_cuda[@]}"
+
+case "$1" in
   wheel)
-    install_packages "${demo_packages[@]}" "${wheel_packages[@]}"
-    install_libtorch
     install_wheel_tools
     ;;
   test | check)
-    install_packages "${demo_packages[@]}" "${wheel_packages[@]}" "${test_packages[@]}"
-    install_libtorch
     install_wheels "$deps/torch-imports" "${torch_imports[@]}"
     [ "$1" = check ] || exit 0
     install_packages "${check_packages[@]}"
@@ -124,13 +131,7 @@ case "${1:-}" in
     install_wheels "$deps/tensorboard" --no-deps "${tensorboard_wheels[@]}"
     install_docs_tools
     ;;
-  docs)
-    install_docs_tools
-    ;;
-  bench | pytorch | recovery | originals)
-    install_packages "${demo_packages[@]}" "${test_packages[@]}" "${check_packages[@]}" "${bench_packages[@]}"
-    install_libtorch
-    [ "$1" != bench ] || exit 0
+  pytorch | recovery | originals)
     install_wheels "$deps/pytorch" "torch==$torch_version" numpy
     install_wheels "$deps/torchvision" --no-deps "torchvision==$torchvision_version" pillow
     if [ "$1" = recovery ]; then install_wheels "$deps/torchft" --no-deps "${torchft_wheels[@]}"; fi
@@ -139,9 +140,5 @@ case "${1:-}" in
     install_wheels "$deps/mxnet" --no-deps mxnet==1.9.1 numpy==1.23.5 graphviz==0.8.4 requests urllib3 idna certifi \
       charset-normalizer
     install_wheels "$deps/tensorflow" tensorflow-cpu==2.21.0
-    ;;
-  *)
-    sed -n '2,/^$/s/^# \{0,1\}//p' "$0" >&2
-    exit 2
     ;;
 esac

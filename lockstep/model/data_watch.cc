@@ -116,7 +116,7 @@ void DataWatch::watch(const std::vector<torch::Tensor>& tensors) {
     if (tensors[i].defined() && tensors[i].has_storage() && tensors[i].numel() > 0)
       watched_.push_back(
           {tensors[i].storage().unsafeGetStorageImpl(), tensors[i].storage().getWeakStorageImpl(), i});
-  registry().watching_some += static_cast<int>(!watched_.empty()) - static_cast<int>(watched_some);
+  registry().watching_some += !watched_.empty() - watched_some;
 }
 
 void DataWatch::accept() {

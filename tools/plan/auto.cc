@@ -13,7 +13,7 @@ std::string choose_strategy(Subject& subject, int devices) {
   const bool lower_precision = subject.strategy.precision != Precision::kFloat32;
   std::erase_if(all, [&](const Forecast& each) {
     const Choice& choice = each.choice;
-    return !choice.exact() || choice.has_servers() || (lower_precision && choice.method == Method::kPipeline);
+    return !choice.exact() || choice.has_servers() || (lower_precision && choice.kind == StrategyKind::kPipeline);
   });
   subject.strategy = best_of(all).choice.options(subject.strategy);
   return reason(all);

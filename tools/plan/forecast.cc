@@ -45,7 +45,7 @@ double half_spread(const std::vector<double>& sorted) {
 }
 
 // Steps after which all later ones are alike: with averaging a whole round, from average to average.
-int steps_of_round(const Choice& choice) { return choice.method == Method::kAveraging ? choice.average_every : 1; }
+int steps_of_round(const Choice& choice) { return choice.kind == StrategyKind::kAveraging ? choice.average_every : 1; }
 
 // ---- Memory
 
@@ -63,7 +63,7 @@ double memory_of_connections(const Profile& profile, const Target& target, const
   if (target.machines == 1) return 0;
   const double servers = choice.has_servers() ? choice.servers : 0, machines = target.machines;
   const double workers =
-      choice.has_device_threads() && choice.method != Method::kPipeline ? machines : target.all_devices();
+      choice.has_device_threads() && choice.kind != StrategyKind::kPipeline ? machines : target.all_devices();
   const double processes = servers + workers;
   const double in_step = machines * std::floor(processes / machines);  // as many on each machine
   const double links = servers * workers * (1 - 1 / machines);         // those inside a machine are shared memory
@@ -89,7 +89,7 @@ double memory_of_processes(const Profile& profile, const Target& target, const C
 std::string not_measured(const Profile& profile, const Target& target, const Choice& choice) {
   std::vector<std::string> what;
   const auto& points = profile.curves.front().points;
-  const int parts = choice.method == Method::kPipeline ? choice.parts_of_batch() : target.all_devices();
+  const int parts = choice.kind == StrategyKind::kPipeline ? choice.parts_of_batch() : target.all_devices();
   const double samples = static_cast<double>(target.batch) / parts;
   if (samples < 0.9 * static_cast<double>(points.front().samples) ||
       samples > static_cast<double>(points.back().samples))
@@ -156,7 +156,7 @@ const Forecast& best_of(const std::vector<Forecast>& forecasts, bool inexact) {
   const auto how_complex = [](const Forecast* each) {
     const Choice& choice = each->choice;
     return std::tuple(choice.has_servers() ? choice.servers : 0,
-                      choice.method == Method::kPipeline ? choice.parts_of_batch() : 1, each->step);
+                      choice.kind == StrategyKind::kPipeline ? choice.parts_of_batch() : 1, each->step);
   };
   return **std::ranges::min_element(meant, {}, how_complex);
 }
@@ -168,7 +168,8 @@ std::string reason(const std::vector<Forecast>& forecasts, bool inexact) {
   };
   std::string text = concat(best.choice.name(), ": ", about(best), " a step, ", best.bound);
   for (const Forecast& other : forecasts)
-    if (&other != &best && (inexact || other.choice.exact()) && other.choice.method != best.choice.method)
+    if (&other != &best && (inexact || other.choice.exact()) &&
+        (other.choice.kind != best.choice.kind || other.choice.store != best.choice.store))
       return concat(text, other.step < best.step ? "; hardly faster is " : "; next is ", other.choice.name(), " with ",
                     about(other));
   return text;

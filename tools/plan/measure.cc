@@ -26,7 +26,6 @@
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/strategy/pipeline/cut.h"
 #include "lockstep/strategy/pipeline/stage.h"
-#include "tools/plan/measure_messages.h"
 #include "tools/plan/measured_steps.h"
 
 namespace lockstep::plan {
@@ -166,13 +165,13 @@ std::string machine_text() {
 }
 
 Profile measure(const Subject& subject) {
-  Profile profile{
-      .model = model_text(subject.task, subject.strategy), .machine = machine_text(), .data = subject.data_text};
-  profile.cores = std::max(1, allotted_cores());
+  Profile profile{.model = model_text(subject.task, subject.strategy),
+                  .machine = machine_text(),
+                  .data = subject.data_text,
+                  .cores = std::max(1, allotted_cores())};
   profile = in_ranks(profile.cores, profile,
                      [&](const World& world, Profile& found) { measure_ranks(world, subject, found); });
   profile = in_ranks(1, profile, [&](const World&, Profile& found) { measure_alone(subject, found); });
-  // A process of its own measures them: memory that was freed before would hide what connections take.
   profile = in_ranks(1, profile, [](const World&, Profile& found) { measure_messages(found); });
   require_possible_numbers(profile, "what was measured");
   return profile;

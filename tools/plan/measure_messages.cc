@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tools/plan/measure_messages.h"
+#include "tools/plan/measured_steps.h"
 
 #include <algorithm>
 #include <array>
@@ -16,7 +16,6 @@
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/collective/world/world_state.h"
 #include "lockstep/deadline.h"
-#include "tools/plan/measured_steps.h"
 #include "tools/plan/simulation.h"
 
 namespace lockstep::plan {
@@ -54,11 +53,12 @@ void measure_all_reduce(const World& world, Profile& profile) {
 
 // Runs `body` in threads of this process, each of which counts as a machine: Gloo between them, over loopback.
 void run_machines(int count, const std::function<void(World&)>& body) {
+  const Ids machines = consecutive(0, count);
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto connect = [&](int rank) -> std::unique_ptr<Transport> {
     auto inside = shm::make_thread_group(1, {.timeout = std::chrono::seconds(30), .job_ranks = {rank}});
     return std::make_unique<Hierarchy>(
-        std::move(inside[0]), Topology{consecutive(0, count)}, store,
+        std::move(inside[0]), Topology{machines}, store,
         TransportOptions{.rank = rank, .size = count, .describe = concat("rank ", rank)});
   };
   run_threads(machines, connect, body, {.timeout = std::chrono::seconds(30)});

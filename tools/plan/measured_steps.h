@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// tools/plan/measured_steps.h: how long training steps take: of one rank while the others wait, and of all at the same time.
+// tools/plan/measured_steps.h: how long training steps take: of one rank while the others wait, and of all at the same time;
+// and what messages take (tools/plan/measure_messages.cc).
 //
 // Flow:    tools/plan/measure.h -> here -> tools/plan/profile.h
 // Threads: the caller's
@@ -51,6 +52,11 @@ MeasuredSteps measure_steps(const World& world, Training& training, const Datase
 Curve measure_together(const Subject& subject, const Datasets& data, const Curve& alone, Curve kind, double seconds);
 
 void scale(StepTimes& times, double factor);
+
+// Sets Profile::loopback, loopback_work and connection_bytes: what messages between machines take without a link. Two
+// machines, or four, are threads of this process, with Gloo between them over loopback, encrypted as always. Takes about a
+// second. A process of its own calls it: memory that was freed before would hide what connections take. Throws as World does.
+void measure_messages(Profile& profile);
 
 double own_bytes();     // memory that this process shares with no other
 double shared_bytes();  // the rest of it

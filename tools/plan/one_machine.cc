@@ -6,12 +6,12 @@ namespace lockstep::plan {
 // docs/design/fused-step.md: publish, agree, each rank updates its slice from all gradients.
 void ddp_in_memory(Builder& b) {
   b.forward_and_backward();
-  update_together(b);
+  update_together(b, 1.0 / b.devices());
 }
 
-void update_together(Builder& b) {
+void update_together(Builder& b, double share) {
   b.meet(b.all_devices());
-  for (const int device : b.all_devices()) b.update(device, 0, 1.0 / b.devices());
+  for (const int device : b.all_devices()) b.update(device, 0, share);
   b.meet(b.all_devices());
 }
 
@@ -20,7 +20,7 @@ void devices_with_one_update(Builder& b) {
   b.forward();
   b.meet(b.all_devices());
   b.backward();
-  update_together(b);
+  update_together(b, 1.0 / b.devices());
 }
 
 // Each device reads its part of all gradients, writes their sum to all, and updates its own replica.
@@ -29,9 +29,7 @@ void towers(Builder& b) {
   b.forward_and_backward();
   b.meet(b.all_devices());
   for (const int device : b.all_devices()) b.touch(device, 0, "all_reduce", 2 * b.parameter_bytes());
-  b.meet(b.all_devices());
-  for (const int device : b.all_devices()) b.update(device, 0, 1);
-  b.meet(b.all_devices());
+  update_together(b, 1);
 }
 
 }  // namespace lockstep::plan

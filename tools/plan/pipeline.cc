@@ -48,7 +48,7 @@ class PlannedStep {
       moved = false;
       for (int stage = 0; stage < all_.size(); ++stage) moved |= take_turn(stage);
     }
-    are_processes_ ? end_in_processes() : update_together(b_);
+    are_processes_ ? end_in_processes() : update_together(b_, 1.0 / stages_);
   }
 
  private:

@@ -9,16 +9,22 @@ namespace lockstep::plan {
 namespace {
 
 void require_fitting(const Profile& profile, const Target& target, const Choice& choice) {
-  const bool one_process = choice.method == Method::kTowers || choice.method == Method::kDataParallel ||
-                           choice.method == Method::kStoreLocal;
-  const bool one_machine = one_process && target.machines > 1, one_device = choice.method == Method::kSingle;
+  using enum StrategyKind;
+  const bool one_process =
+      choice.kind == kTowers || choice.kind == kDataParallel || (choice.kind == kKVStore && !choice.has_servers());
+  const bool one_machine = one_process && target.machines > 1, one_device = choice.kind == kSingle;
   const bool stages_fit = choice.stages == target.all_devices() && choice.stages <= std::ssize(profile.pieces);
   if (one_machine) throw UsageError({.what = concat(choice.name(), ": its devices are threads of one process")});
   if (one_device && target.all_devices() > 1) throw UsageError({.what = "single: it trains on one device"});
-  if (choice.method == Method::kPipeline && (!stages_fit || choice.parts_of_batch() > target.batch))
+  if (choice.kind == kPipeline && (!stages_fit || choice.parts_of_batch() > target.batch))
     throw UsageError({.what = concat(choice.name(), " on ", target.all_devices(), " devices"),
                       .here = concat("the model has ", profile.pieces.size(), " pieces, the batch ", target.batch),
                       .next = "give each device a stage of at least one piece, and each micro-batch a sample"});
+}
+
+void kvstore(Builder& b, const Ids& servers) {
+  if (!b.choice.has_servers()) return devices_with_one_update(b);
+  b.choice.store == KVStoreKind::kDistSync ? store_sync(b, servers) : store_async(b);
 }
 
 }  // namespace
@@ -30,19 +36,18 @@ Schedule schedule(const Profile& profile, const Target& target, const Choice& ch
   Ids networks, servers;
   if (target.machines > 1)
     for (int m = 0; m < target.machines; ++m) networks.push_back(b.add_actor(concat("network of machine ", m)));
-  if (choice.method == Method::kStoreSync)
+  if (choice.store == KVStoreKind::kDistSync)
     for (int s = 0; s < choice.servers; ++s) servers.push_back(b.add_actor(concat("server ", s)));
   for (int step = 0; step < steps; ++step) {
-    switch (choice.method) {
-      case Method::kSingle:
-      case Method::kDdp: target.machines == 1 ? ddp_in_memory(b) : ddp_between_machines(b, networks); break;
-      case Method::kTowers: towers(b); break;
-      case Method::kDataParallel:
-      case Method::kStoreLocal: devices_with_one_update(b); break;
-      case Method::kStoreSync: store_sync(b, servers); break;
-      case Method::kStoreAsync: store_async(b); break;
-      case Method::kAveraging: averaging(b, networks, step); break;
-      case Method::kPipeline: pipeline(b); break;
+    switch (choice.kind) {
+      using enum StrategyKind;
+      case kSingle:
+      case kDdp: target.machines == 1 ? ddp_in_memory(b) : ddp_between_machines(b, networks); break;
+      case kTowers: towers(b); break;
+      case kDataParallel: devices_with_one_update(b); break;
+      case kKVStore: kvstore(b, servers); break;
+      case kAveraging: averaging(b, networks, step); break;
+      case kPipeline: pipeline(b); break;
     }
     b.end_step();
   }

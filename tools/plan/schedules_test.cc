@@ -40,17 +40,17 @@ double step_of(const Profile& profile, const Target& target, const Choice& choic
 }
 
 TEST(Schedules, OneDeviceTakesForwardAndBackward) {
-  EXPECT_NEAR(step_of(round_profile(), {.batch = 8}, {.method = Method::kSingle}), 24e-3, 1e-9);
+  EXPECT_NEAR(step_of(round_profile(), {.batch = 8}, {.kind = StrategyKind::kSingle}), 24e-3, 1e-9);
 }
 
 TEST(Schedules, RanksOfAMachineShareTheBatch) {
-  EXPECT_NEAR(step_of(round_profile(), {.devices = 4, .batch = 8}, {.method = Method::kDdp}), 6e-3, 1e-9);
+  EXPECT_NEAR(step_of(round_profile(), {.devices = 4, .batch = 8}, {.kind = StrategyKind::kDdp}), 6e-3, 1e-9);
 }
 
 TEST(Schedules, MoreRanksThanCoresTakeTurns) {
   Profile profile = round_profile();
   profile.cores = 2;
-  EXPECT_NEAR(step_of(profile, {.devices = 4, .batch = 8}, {.method = Method::kDdp}), 12e-3, 1e-9);
+  EXPECT_NEAR(step_of(profile, {.devices = 4, .batch = 8}, {.kind = StrategyKind::kDdp}), 12e-3, 1e-9);
 }
 
 // Rank i of more ranks than cores is bound to core i modulo their number.
@@ -58,7 +58,7 @@ TEST(Schedules, RanksThatAreBoundToOneCoreTakeTurnsAlsoWhereAnotherIsFree) {
   Profile profile = round_profile();
   profile.cores = 2;
   const Target target{.devices = 4, .batch = 8};
-  const Choice choice{.method = Method::kDdp};
+  const Choice choice{.kind = StrategyKind::kDdp};
   for (const auto& [other, expected] : std::map<int, double>{{1, 1}, {2, 2}, {3, 1}}) {
     Builder builder(profile, target, choice);
     builder.compute(0, "forward", 1);
@@ -70,7 +70,7 @@ TEST(Schedules, RanksThatAreBoundToOneCoreTakeTurnsAlsoWhereAnotherIsFree) {
 // Libraries, parameters and the optimizer's state exist once; a rank's own memory and gradients for each; a batch is divided.
 TEST(Schedules, WhatRanksOfAMachineShareIsCountedOnce) {
   const auto memory_of = [](int devices) {
-    return forecast(round_profile(), {.devices = devices, .batch = 8}, {.method = Method::kDdp}).memory;
+    return forecast(round_profile(), {.devices = devices, .batch = 8}, {.kind = StrategyKind::kDdp}).memory;
   };
   EXPECT_NEAR(memory_of(1), 150e6 + 83e6 + 8e6 + 8e6 + 8e6, 1);
   EXPECT_NEAR(memory_of(4), 150e6 + 4 * 83e6 + 8e6 + 4 * 8e6 + 8e6, 1);
@@ -90,7 +90,7 @@ TEST(Schedules, ADeviceHasTheThreadsOfItsCores) {
     }
   const auto step = [&](int devices) {
     return step_of(profile, {.devices = devices, .batch = 8},
-                   {.method = devices == 1 ? Method::kSingle : Method::kTowers});
+                   {.kind = devices == 1 ? StrategyKind::kSingle : StrategyKind::kTowers});
   };
   EXPECT_NEAR(step(1), 24e-3 / 4 + 1e-3, 1e-9);
   EXPECT_NEAR(step(2), 12e-3 / 2 + 2e-3, 1e-9);
@@ -108,21 +108,23 @@ TEST(Schedules, AMachineWithMoreCoresThanTheProfilesComputesOnAll) {
   for (Curve& curve : profile.curves)
     for (StepTimes& point : curve.points) point.update = 1e-3;
   const Target target{.devices = 16, .cores = 16, .batch = 16};
-  EXPECT_NEAR(step_of(profile, target, {.method = Method::kDdp}), 1.5 * (3e-3 + 1e-3 / 16), 1e-9);
+  EXPECT_NEAR(step_of(profile, target, {.kind = StrategyKind::kDdp}), 1.5 * (3e-3 + 1e-3 / 16), 1e-9);
 }
 
 TEST(Schedules, WhatBoundsAStepIsWhatMostOfItsTimeGoesTo) {
   const auto bound = [](const Target& target) {
-    return forecast(round_profile(), target, {.method = Method::kDdp}).bound;
+    return forecast(round_profile(), target, {.kind = StrategyKind::kDdp}).bound;
   };
   EXPECT_EQ(bound({.devices = 4, .batch = 8}), "computing 100 %");
   const std::string slow = bound({.machines = 2, .link_rate = 1 * kMega, .link_latency = 0, .batch = 8});
   EXPECT_EQ(slow.substr(0, 4), "link");
   Profile profile = round_profile();
   const Target far{.machines = 2, .link_rate = 1e14, .link_latency = 1, .batch = 8};
-  EXPECT_EQ(forecast(profile, far, {.method = Method::kStoreSync}).bound.substr(0, 7), "waiting");
+  EXPECT_EQ(
+      forecast(profile, far, {.kind = StrategyKind::kKVStore, .store = KVStoreKind::kDistSync}).bound.substr(0, 7),
+      "waiting");
   profile.curves.front().points[0].update = profile.curves.front().points[1].update = 1;
-  EXPECT_EQ(forecast(profile, {.devices = 4, .batch = 8}, {.method = Method::kDdp}).bound.substr(0, 6), "memory");
+  EXPECT_EQ(forecast(profile, {.devices = 4, .batch = 8}, {.kind = StrategyKind::kDdp}).bound.substr(0, 6), "memory");
 }
 
 TEST(Schedules, CoresThatHinderEachOtherSlowAllRanks) {
@@ -134,14 +136,14 @@ TEST(Schedules, CoresThatHinderEachOtherSlowAllRanks) {
     point.forward *= 1.5;
     point.backward *= 1.5;
   }
-  EXPECT_NEAR(step_of(profile, {.devices = 2, .batch = 8}, {.method = Method::kDdp}), 18e-3, 1e-9);
+  EXPECT_NEAR(step_of(profile, {.devices = 2, .batch = 8}, {.kind = StrategyKind::kDdp}), 18e-3, 1e-9);
 }
 
 // (p-1)/(m+p-1) of the time nobody works.
 TEST(Schedules, APipelineHasTheBubbleOfItsFormula) {
   for (const PipelineSchedule order : {PipelineSchedule::kGPipe, PipelineSchedule::k1F1B})
     for (const int micro_batches : {1, 4, 8}) {
-      const Choice choice{.method = Method::kPipeline, .order = order, .stages = 4, .micro_batches = micro_batches};
+      const Choice choice{.kind = StrategyKind::kPipeline, .order = order, .stages = 4, .micro_batches = micro_batches};
       const double busy = 64 * 3e-3 / 4;  // of a stage
       const double bubble = 3.0 / (micro_batches + 3);
       EXPECT_NEAR(step_of(round_profile(), {.devices = 4, .batch = 64}, choice), busy / (1 - bubble), 1e-6)
@@ -150,7 +152,8 @@ TEST(Schedules, APipelineHasTheBubbleOfItsFormula) {
 }
 
 TEST(Schedules, WithoutMicroBatchesStagesWorkOneAfterTheOther) {
-  const Choice choice{.method = Method::kPipeline, .order = PipelineSchedule::kNaive, .stages = 4, .micro_batches = 1};
+  const Choice choice{
+      .kind = StrategyKind::kPipeline, .order = PipelineSchedule::kNaive, .stages = 4, .micro_batches = 1};
   EXPECT_NEAR(step_of(round_profile(), {.devices = 4, .batch = 64}, choice), 64 * 3e-3, 1e-6);
 }
 
@@ -172,7 +175,7 @@ double both_ways(double bytes) { return bytes_on_wire(bytes).there + bytes_on_wi
 TEST(Schedules, BetweenMachinesEveryLinkCarriesItsShareOfTheGradient) {
   for (const int machines : {2, 4, 8}) {
     const Target target{.machines = machines, .devices = 1, .link_rate = 1 * kMega, .link_latency = 0, .batch = 8};
-    const Forecast found = forecast(round_profile(), target, {.method = Method::kDdp});
+    const Forecast found = forecast(round_profile(), target, {.kind = StrategyKind::kDdp});
     const double chunk = machines == 2 ? both_ways(1e6) : 2 * (machines - 1) * both_ways(1e6 / machines);
     const double expected = 8 * chunk + (machines - 1) * both_ways(24);
     EXPECT_NEAR(found.link_bytes, expected, 1);
@@ -188,13 +191,14 @@ TEST(Schedules, AllBucketsButTheLastHideTheirExchangeBehindBackward) {
   const Target target{.machines = 2, .devices = 1, .link_rate = 5000 * kMega, .link_latency = 0, .batch = 16};
   const double half_of_backward = 8e-3, exchange = both_ways(25 << 20) / (5000 * kMega);
   ASSERT_LT(exchange, half_of_backward);
-  EXPECT_NEAR(step_of(profile, target, {.method = Method::kDdp}), 24e-3 + exchange, 1e-4);
+  EXPECT_NEAR(step_of(profile, target, {.kind = StrategyKind::kDdp}), 24e-3 + exchange, 1e-4);
 }
 
 TEST(Schedules, AServerReceivesTheGradientsOfAllWorkers) {
   for (const int machines : {2, 4}) {
     const Target target{.machines = machines, .devices = 1, .link_rate = 1 * kMega, .link_latency = 0, .batch = 8};
-    const Forecast found = forecast(round_profile(), target, {.method = Method::kStoreSync});
+    const Forecast found =
+        forecast(round_profile(), target, {.kind = StrategyKind::kKVStore, .store = KVStoreKind::kDistSync});
     const double gradients = (machines - 1) * 8 * kMega * kOnLinks;  // the server is on one of the machines
     EXPECT_NEAR(found.link_bytes, gradients, 0.01 * gradients);
     EXPECT_GT(found.step, (machines - 1) * 8);
@@ -205,7 +209,7 @@ TEST(Schedules, SeveralServersAreComparedUnlessTheirNumberIsGiven) {
   const auto servers_of = [](const Target& target) {
     std::vector<int> servers;
     for (const Choice& choice : choices_for(target, 0))
-      if (choice.method == Method::kStoreSync && choice.exact()) servers.push_back(choice.servers);
+      if (choice.store == KVStoreKind::kDistSync && choice.exact()) servers.push_back(choice.servers);
     return servers;
   };
   EXPECT_EQ(servers_of({.devices = 2, .batch = 8}), (std::vector{1}));
@@ -220,7 +224,8 @@ TEST(Schedules, AKeyThatIsNotSplitBelongsToOneServer) {
   profile.tensors = {3e6, 1e6};
   profile.parameter_bytes = 4'000'000;
   const Target target{.machines = 2, .devices = 1, .link_rate = 1 * kMega, .link_latency = 0, .batch = 8, .servers = 2};
-  const Forecast found = forecast(profile, target, {.method = Method::kStoreSync, .servers = 2});
+  const Forecast found =
+      forecast(profile, target, {.kind = StrategyKind::kKVStore, .store = KVStoreKind::kDistSync, .servers = 2});
   // Machine 0 receives the other worker's 3 MB for its server, and 1 MB of new weights from the other server.
   EXPECT_NEAR(found.link_bytes, 4e6 * kOnLinks, 0.01 * 4e6);
   EXPECT_NEAR(found.step, 12e-3 + 3 * 1.05 * 2, 1.1);  // pushed, then pulled, with some overlap
@@ -232,7 +237,7 @@ TEST(Schedules, AWorkerGetsAPartWhenItsNextOneHasArrived) {
   profile.tensors = {1e6, 1e6};
   profile.parameter_bytes = 2'000'000;
   const Target target{.machines = 3, .devices = 1, .link_rate = 1 * kMega, .link_latency = 0, .batch = 9};
-  EXPECT_NEAR(step_of(profile, target, {.method = Method::kStoreSync}),
+  EXPECT_NEAR(step_of(profile, target, {.kind = StrategyKind::kKVStore, .store = KVStoreKind::kDistSync}),
               9e-3 + (4 + 4) * bytes_on_wire(1e6).there / kMega, 0.03);
 }
 
@@ -241,15 +246,15 @@ TEST(Schedules, WhatAStageAsksForGoesBehindWhatItSends) {
   Profile profile = round_profile();
   for (PieceTimes& piece : profile.pieces) piece.output_bytes = 1e6;
   const Target target{.machines = 2, .link_rate = 1 * kMega, .link_latency = 0, .batch = 4};
-  const Choice choice{.method = Method::kPipeline, .stages = 2, .micro_batches = 4};
+  const Choice choice{.kind = StrategyKind::kPipeline, .stages = 2, .micro_batches = 4};
   const double message = bytes_on_wire(1e6).there / kMega;
   EXPECT_NEAR(step_of(profile, target, choice), 8 * message, 0.05);
 }
 
 TEST(Schedules, AveragingEveryFewStepsSendsAsManyTimesLess) {
   const Target target{.machines = 2, .devices = 1, .link_rate = 1 * kMega, .link_latency = 0, .batch = 8};
-  const Forecast often = forecast(round_profile(), target, {.method = Method::kAveraging, .average_every = 1});
-  const Forecast seldom = forecast(round_profile(), target, {.method = Method::kAveraging, .average_every = 8});
+  const Forecast often = forecast(round_profile(), target, {.kind = StrategyKind::kAveraging, .average_every = 1});
+  const Forecast seldom = forecast(round_profile(), target, {.kind = StrategyKind::kAveraging, .average_every = 8});
   EXPECT_NEAR(often.link_bytes, 8 * seldom.link_bytes, 0.01 * often.link_bytes);  // but for the loss of each batch
 }
 
@@ -268,9 +273,11 @@ TEST(Schedules, ConnectionsBetweenMachinesTakeMemory) {
     profile.connection_bytes = 1e6;
     return machines * (forecast(profile, with_perfect_links(machines), choice).memory - without) / 1e6;
   };
-  EXPECT_NEAR(more(4, {.method = Method::kDdp}), 4 * (3 + 3), 1e-9);
-  EXPECT_NEAR(more(4, {.method = Method::kStoreSync, .servers = 1}), 5 * 4 + 4 * 3 + 2 * 3 * 2, 1e-9);
-  EXPECT_NEAR(more(4, {.method = Method::kStoreSync, .servers = 4}), 8 * (7 + 3) + 2 * 12 * 2, 1e-9);
+  EXPECT_NEAR(more(4, {.kind = StrategyKind::kDdp}), 4 * (3 + 3), 1e-9);
+  EXPECT_NEAR(more(4, {.kind = StrategyKind::kKVStore, .store = KVStoreKind::kDistSync, .servers = 1}),
+              5 * 4 + 4 * 3 + 2 * 3 * 2, 1e-9);
+  EXPECT_NEAR(more(4, {.kind = StrategyKind::kKVStore, .store = KVStoreKind::kDistSync, .servers = 4}),
+              8 * (7 + 3) + 2 * 12 * 2, 1e-9);
 }
 
 // What was measured between two machines comes out again for them; four send three messages at a time, in two rounds.
@@ -280,7 +287,7 @@ TEST(Schedules, MessagesTakeTheCoresOfBothMachinesAsWasMeasured) {
   profile.cores = 1;
   const double message = 0.5e-3, byte = 1e-9;
   profile.loopback_work = {{kSmall, 4 * message}, {kLarge, 4 * message + 2 * kLarge * byte}};
-  const Choice choice{.method = Method::kDdp};
+  const Choice choice{.kind = StrategyKind::kDdp};
   const auto seconds = [&](int machines, double bytes) {
     const Target target = with_perfect_links(machines);
     Builder builder(profile, target, choice);
@@ -299,7 +306,7 @@ TEST(Schedules, MessagesTakeTheCoresOfBothMachinesAsWasMeasured) {
 
 // Of two messages of one connection the second one waits for the link, not for the first one's arrival.
 TEST(Schedules, AMessageFollowsTheOneBeforeWithoutWaitingForItsArrival) {
-  const Choice choice{.method = Method::kDdp};
+  const Choice choice{.kind = StrategyKind::kDdp};
   const Target target{.machines = 2, .link_rate = 1 * kMega, .link_latency = 10, .batch = 8};
   const Profile profile = round_profile();
   Builder builder(profile, target, choice);
@@ -320,8 +327,8 @@ TEST(Schedules, RefuseTargetsThatCannotBe) {
     EXPECT_THROW(forecast_all(profile, {.machines = 2, .link_rate = no_number, .batch = 8}), UsageError);
     EXPECT_THROW(forecast_all(profile, {.machines = 2, .link_latency = no_number, .batch = 8}), UsageError);
   }
-  EXPECT_THROW(forecast(profile, {.machines = 2, .batch = 8}, {.method = Method::kTowers}), UsageError);
-  const Choice many{.method = Method::kPipeline, .stages = 8};
+  EXPECT_THROW(forecast(profile, {.machines = 2, .batch = 8}, {.kind = StrategyKind::kTowers}), UsageError);
+  const Choice many{.kind = StrategyKind::kPipeline, .stages = 8};
   EXPECT_THROW(forecast(profile, {.devices = 8, .batch = 8}, many), UsageError);
 }
 
@@ -334,20 +341,20 @@ TEST(Schedules, TheFastestOfThoseThatComputeTheSameIsChosen) {
 
 TEST(Schedules, OfChoicesThatAreAboutAsFastTheSimplestIsRecommended) {
   const auto recommended = [](double with_servers, double in_micro_batches) {
-    return best_of({{.choice = {.method = Method::kPipeline}, .step = in_micro_batches},
-                    {.choice = {.method = Method::kStoreSync}, .step = with_servers},
-                    {.choice = {.method = Method::kAveraging, .average_every = 8}, .step = 0.5},
-                    {.choice = {.method = Method::kDdp}, .step = 1}})
-        .choice.method;
+    return best_of({{.choice = {.kind = StrategyKind::kPipeline}, .step = in_micro_batches},
+                    {.choice = {.kind = StrategyKind::kKVStore, .store = KVStoreKind::kDistSync}, .step = with_servers},
+                    {.choice = {.kind = StrategyKind::kAveraging, .average_every = 8}, .step = 0.5},
+                    {.choice = {.kind = StrategyKind::kDdp}, .step = 1}})
+        .choice.kind;
   };
-  EXPECT_EQ(recommended(0.96, 0.96), Method::kDdp);
-  EXPECT_EQ(recommended(0.94, 1.1), Method::kStoreSync);
-  EXPECT_EQ(recommended(0.9, 0.93), Method::kPipeline);
-  EXPECT_EQ(recommended(1.01, 0.9), Method::kPipeline);
+  EXPECT_EQ(recommended(0.96, 0.96), StrategyKind::kDdp);
+  EXPECT_EQ(recommended(0.94, 1.1), StrategyKind::kKVStore);
+  EXPECT_EQ(recommended(0.9, 0.93), StrategyKind::kPipeline);
+  EXPECT_EQ(recommended(1.01, 0.9), StrategyKind::kPipeline);
 }
 
 TEST(Schedules, ATimelineHasARowForEachDeviceAndNoOverlapInIt) {
-  const auto recordings = timeline_of(round_profile(), {.devices = 2, .batch = 8}, {.method = Method::kDdp});
+  const auto recordings = timeline_of(round_profile(), {.devices = 2, .batch = 8}, {.kind = StrategyKind::kDdp});
   ASSERT_EQ(recordings.size(), 2U);
   for (const trace::Recording& recording : recordings) {
     ASSERT_FALSE(recording.events.empty());

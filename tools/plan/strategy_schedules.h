@@ -16,8 +16,8 @@ namespace lockstep::plan {
 
 void ddp_in_memory(Builder& b);  // and single
 void towers(Builder& b);
-void devices_with_one_update(Builder& b);  // data_parallel, kvstore local
-void update_together(Builder& b);          // once all are there: one pass over memory on the cores of all devices
+void devices_with_one_update(Builder& b);        // data_parallel, kvstore local
+void update_together(Builder& b, double share);  // once all are there: each device that share of the parameters
 
 // ---- Between machines: tools/plan/between_machines.cc. `networks`: for each machine an actor that exchanges beside its devices.
 

@@ -10,32 +10,10 @@
 namespace lockstep::plan {
 namespace {
 
-struct Kinds {
-  StrategyKind strategy;
-  KVStoreKind store = KVStoreKind::kLocal;
-};
-
-Kinds kinds_of(Method method) {
-  static constexpr Kinds kKinds[] = {
-      // in the order of Method
-      {StrategyKind::kSingle},
-      {StrategyKind::kDdp},
-      {StrategyKind::kTowers},
-      {StrategyKind::kDataParallel},
-      {StrategyKind::kKVStore},
-      {StrategyKind::kKVStore, KVStoreKind::kDistSync},
-      {StrategyKind::kKVStore, KVStoreKind::kDistAsync},
-      {StrategyKind::kAveraging},
-      {StrategyKind::kPipeline},
-  };
-  return kKinds[static_cast<std::size_t>(method)];
-}
-
 // "kvstore dist_sync", with `option` between the two.
-std::string text_of(Method method, const char* option) {
-  const auto [strategy, store] = kinds_of(method);
-  const std::string name = strategy_info(strategy).name;
-  return strategy == StrategyKind::kKVStore ? concat(name, option, ' ', name_of(store)) : name;
+std::string text_of(const Choice& choice, const char* option) {
+  const std::string name = strategy_info(choice.kind).name;
+  return choice.kind == Choice::kKVStore ? concat(name, option, ' ', name_of(choice.store)) : name;
 }
 
 // One, two, four, eight, and one for each of up to 16 machines. On one machine a second server has no link to add.
@@ -48,12 +26,13 @@ std::vector<int> numbers_of_servers(const Target& target) {
 }
 
 void add_pipelines(std::vector<Choice>& all, const Target& target) {
+  using enum StrategyKind;
   const int stages = target.all_devices();
-  all.push_back({.method = Method::kPipeline, .order = PipelineSchedule::kNaive, .stages = stages, .micro_batches = 1});
+  all.push_back({.kind = kPipeline, .order = PipelineSchedule::kNaive, .stages = stages, .micro_batches = 1});
   for (const PipelineSchedule order : {PipelineSchedule::kGPipe, PipelineSchedule::k1F1B})
     for (const int micro_batches : {2, 4, 8, 16})
       if (micro_batches <= target.batch)
-        all.push_back({.method = Method::kPipeline, .order = order, .stages = stages, .micro_batches = micro_batches});
+        all.push_back({.kind = kPipeline, .order = order, .stages = stages, .micro_batches = micro_batches});
 }
 
 }  // namespace
@@ -82,56 +61,56 @@ void require_possible(const Target& target) {
 }
 
 std::string Choice::name() const {
-  const std::string name = text_of(method, "");
+  const std::string name = text_of(*this, "");
   if (has_servers()) return concat(name, ", ", servers, servers == 1 ? " server" : " servers");
-  if (method == Method::kTowers && update_on_cpu) return name + ", one update";
-  if (method == Method::kAveraging) return concat(name, ", h = ", average_every);
-  if (method != Method::kPipeline) return name;
+  if (kind == kTowers && update_on_cpu) return name + ", one update";
+  if (kind == kAveraging) return concat(name, ", h = ", average_every);
+  if (kind != kPipeline) return name;
   const std::string stages_and_parts =
       order == PipelineSchedule::kNaive ? concat(stages, " stages") : concat(stages, " x ", micro_batches);
   return concat(name, " ", name_of(order), ", ", stages_and_parts);
 }
 
 std::string Choice::arguments(int ranks) const {
-  std::string text = concat("--strategy ", text_of(method, " --kvstore"));
+  std::string text = concat("--strategy ", text_of(*this, " --kvstore"));
   if (has_servers()) text += concat(" --servers ", servers);
-  if (method == Method::kTowers && update_on_cpu) text += " --update cpu";
-  if (method == Method::kAveraging) text += concat(" --average-every ", average_every);
-  if (method == Method::kPipeline)
+  if (kind == kTowers && update_on_cpu) text += " --update cpu";
+  if (kind == kAveraging) text += concat(" --average-every ", average_every);
+  if (kind == kPipeline)
     text += concat(" --pipeline-schedule ", name_of(order), " --stages ", stages, " --micro-batches ", micro_batches);
   return ranks > 1 ? concat(text, " --ranks ", ranks) : text;
 }
 
 StrategyOptions Choice::options(StrategyOptions others) const {
-  others.kind = kinds_of(method).strategy;
-  if (method == Method::kTowers) others.towers.update = update_on_cpu ? UpdateOn::kCpu : UpdateOn::kDevice;
-  if (method == Method::kAveraging) others.averaging.every = average_every;
-  if (others.kind == StrategyKind::kKVStore) others.kvstore.kind = kinds_of(method).store;
+  others.kind = kind;
+  if (kind == kTowers) others.towers.update = update_on_cpu ? UpdateOn::kCpu : UpdateOn::kDevice;
+  if (kind == kAveraging) others.averaging.every = average_every;
+  if (kind == kKVStore) others.kvstore.kind = store;
   if (has_servers()) others.kvstore.servers = servers;
-  if (method == Method::kPipeline)
+  if (kind == kPipeline)
     others.pipeline = {.stages = concat(stages), .micro_batches = micro_batches, .schedule = order};
   return others;
 }
 
-bool Choice::has_device_threads() const { return strategy_info(kinds_of(method).strategy).threads && !has_servers(); }
+bool Choice::has_device_threads() const { return strategy_info(kind).threads && !has_servers(); }
 
-bool Choice::exact() const { return method != Method::kStoreAsync && method != Method::kAveraging; }
+bool Choice::exact() const { return store != KVStoreKind::kDistAsync && kind != kAveraging; }
 
 std::vector<Choice> choices_for(const Target& target, int pieces) {
-  if (target.all_devices() == 1) return {{.method = Method::kSingle}};
-  std::vector<Choice> all{{.method = Method::kDdp}};
+  using enum StrategyKind;
+  if (target.all_devices() == 1) return {{.kind = kSingle}};
+  std::vector<Choice> all{{.kind = kDdp}};
   if (target.machines == 1) {
-    all.push_back({.method = Method::kTowers});
-    all.push_back({.method = Method::kTowers, .update_on_cpu = true});
-    all.push_back({.method = Method::kDataParallel});
-    all.push_back({.method = Method::kStoreLocal});
+    all.insert(
+        all.end(),
+        {{.kind = kTowers}, {.kind = kTowers, .update_on_cpu = true}, {.kind = kDataParallel}, {.kind = kKVStore}});
   }
   constexpr int kMostWorkers = 64;  // more hold each other up at any server
   if (target.all_devices() <= kMostWorkers || target.servers > 0)
     for (const int servers : numbers_of_servers(target))
-      for (const Method store : {Method::kStoreSync, Method::kStoreAsync})
-        all.push_back({.method = store, .servers = servers});
-  for (const int every : {1, 4, 8, 16}) all.push_back({.method = Method::kAveraging, .average_every = every});
+      for (const KVStoreKind store : {KVStoreKind::kDistSync, KVStoreKind::kDistAsync})
+        all.push_back({.kind = kKVStore, .store = store, .servers = servers});
+  for (const int every : {1, 4, 8, 16}) all.push_back({.kind = kAveraging, .average_every = every});
   if (target.all_devices() <= pieces) add_pipelines(all, target);
   return all;
 }

@@ -31,24 +31,14 @@ constexpr int kMostDevices = 65536;  // of a target: no forecast is known to be 
 // Throws UsageError naming what can't be.
 void require_possible(const Target& target);
 
-enum class Method {
-  kSingle,
-  kDdp,
-  kTowers,
-  kDataParallel,
-  kStoreLocal,
-  kStoreSync,
-  kStoreAsync,
-  kAveraging,
-  kPipeline
-};
-
 // A way to train, and its options; the others do not matter.
 struct Choice {
-  Method method = Method::kDdp;
+  using enum StrategyKind;
+  StrategyKind kind = kDdp;
+  KVStoreKind store = KVStoreKind::kLocal;           // kvstore
   bool update_on_cpu = false;                        // towers
   int average_every = 1;                             // averaging
-  int servers = 1;                                   // kStoreSync, kStoreAsync
+  int servers = 1;                                   // kvstore dist_*
   PipelineSchedule order = PipelineSchedule::k1F1B;  // pipeline
   int stages = 1;                                    // pipeline
   int micro_batches = 4;                             // pipeline, unless naive
@@ -58,7 +48,7 @@ struct Choice {
   StrategyOptions options(StrategyOptions others) const;  // `others`: with this choice in it
   bool exact() const;               // the same result as on one device: neither stale nor averaged later
   bool has_device_threads() const;  // the devices of a machine are threads of one process
-  bool has_servers() const { return method == Method::kStoreSync || method == Method::kStoreAsync; }
+  bool has_servers() const { return store != KVStoreKind::kLocal; }
   int parts_of_batch() const { return order == PipelineSchedule::kNaive ? 1 : micro_batches; }  // pipeline
 };
 

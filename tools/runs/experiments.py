@@ -47,13 +47,13 @@ class Experiment:
     over_hosts: bool = False  # a host for each worker and server
 
 
-def servers(count, formula):
+def servers(count):
     return Contender(
         "kvstore",
         {"kvstore": "dist_sync", "servers": str(count), "split-above": "10000"},
         servers=count,
         busiest=served,
-        formula=formula,
+        formula=f"max(1, N/{count}) * K" if count > 1 else "N * K",
     )
 
 
@@ -75,9 +75,7 @@ CONTENDERS = {
     "averaging": Contender("averaging"),
     "pipeline": Contender("pipeline"),  # as many stages as devices
     "pipeline-2": Contender("pipeline", {"stages": "2"}),  # and copies of it
-    "servers-1": servers(1, "N * K"),
-    "servers-2": servers(2, "max(1, N/2) * K"),
-    "servers-4": servers(4, "max(1, N/4) * K"),
+    **{f"servers-{count}": servers(count) for count in (1, 2, 4)},
     **{f"kvstore-{kind}": Contender("kvstore", {"kvstore": kind}) for kind in KVSTORES},
 }
 

@@ -62,8 +62,7 @@ function rows(parent, heads, cells) {
 
 // ---- Charts
 
-const palette = () => dark.matches && !printing ? DARK : LIGHT;
-const colour = i => palette()[i % palette().length];
+const colour = i => (dark.matches && !printing ? DARK : LIGHT)[i % LIGHT.length];
 const variable = name => printing && dark.matches ? { "--text": "#1f2328", "--line": "#d1d9e0" }[name]
   : getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -366,7 +365,7 @@ function curves() {
   choice.setAttribute("role", "group");
   choice.setAttribute("aria-label", "against");
   const place = grid(made);
-  const drawn = kinds.map(([title, table, key, format]) => [table, key, chart(place, title, "line", curveSets(table, key, "time"), axis("", duration, { type: "linear" }), axis("", format, key === "loss" ? lossLimit() : {}), { format, legend: data.runs.length > 1 })]);
+  const drawn = kinds.map(([title, table, key, format]) => [table, key, chart(place, title, "line", curveSets(table, key, "time"), axis("", null, { type: "linear" }), axis("", format, key === "loss" ? lossLimit() : {}), { format, legend: data.runs.length > 1 })]);
   const show = across => {
     for (const button of choice.children) button.setAttribute("aria-pressed", String(button.textContent === across));
     for (const [table, key, each] of drawn) {
