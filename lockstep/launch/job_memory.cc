@@ -107,14 +107,9 @@ std::vector<JobMemory::Kept> JobMemory::previous() {
   }
 }
 
-void JobMemory::complete() {
+void JobMemory::tell(KeeperMessage::Kind kind) {
   const std::lock_guard lock(mutex_);
-  send({.kind = KeeperMessage::kComplete});
-}
-
-void JobMemory::met() {
-  const std::lock_guard lock(mutex_);
-  send({.kind = KeeperMessage::kMet});
+  send({.kind = kind});
 }
 
 bool JobMemory::next_generation(milliseconds timeout) {
