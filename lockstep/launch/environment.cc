@@ -137,7 +137,7 @@ class Reader {
     job_.master_ports = kStepPorts;
   }
 
-  // Of a node that several steps share, where Slurm does not bind tasks to cores.
+  // Counts for a node that several steps share, if Slurm does not bind tasks to cores.
   void read_cores_of_slurm() {
     if (read(job_.cores, "cores", {"SLURM_CPUS_PER_TASK"})) return;
     int on_node = 0;

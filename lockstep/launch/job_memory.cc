@@ -19,7 +19,7 @@ namespace {
 constexpr const char* kAddress = "LOCKSTEP_KEEPER";
 constexpr std::chrono::seconds kToAnswer{60};  // the launcher answers at once, unless it was stopped
 
-// Nothing: the launcher is gone, or has not answered in time.
+// Returns nothing if the launcher is gone, or has not answered in time.
 std::optional<KeeperMessage> receive_from_keeper(int socket, std::vector<UniqueFd>& descriptors,
                                                  Deadline deadline) {
   KeeperMessage message;

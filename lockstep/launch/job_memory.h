@@ -21,11 +21,11 @@ namespace lockstep {
 
 class JobMemory {
  public:
-  // Of this process; null where no launcher of ours replaces ranks (LOCKSTEP_KEEPER is not set), and in a forked child of
-  // a rank. Throws SystemError: the launcher is gone.
+  // Returns that of this process; null where no launcher of ours replaces ranks (LOCKSTEP_KEEPER is not set), and in a
+  // forked child of a rank. Throws SystemError: the launcher is gone.
   static JobMemory* get();
 
-  // Of this process's present World, or of the one that comes next; 0 at first.
+  // The number of this process's present World, or of the one that comes next; 0 at first.
   int generation() const { return generation_; }
 
   // The launcher holds a copy of the descriptor from now on, under this generation, this rank and the name.

@@ -166,7 +166,7 @@ Variables LocalRanks::variables(int seat) const {
   return result;
 }
 
-// Nothing where the rank keeps this process's own stderr.
+// Returns nothing if the rank keeps this process's own stderr.
 UniqueFd LocalRanks::open_output(int rank, RankStream& stream, const std::string& suffix) const {
   if (options_.output == RankOutput::kFirst && rank == 0 && suffix == ".err") return {};
   if (options_.output != RankOutput::kSplit) return stream.open();
