@@ -3,7 +3,6 @@
 
 #include <poll.h>
 
-#include <algorithm>
 #include <cstdlib>
 #include <optional>
 
@@ -46,11 +45,6 @@ UniqueFd connect_to_keeper(const std::string& address) {
   return socket;
 }
 
-int seat_in(const std::string& address) {
-  int seat = -1;
-  return parse_int(address.substr(std::min(address.find(' '), address.size() - 1) + 1), seat) ? seat : -1;
-}
-
 void set_variables(const std::string& lines) {
   for (const std::string& line : split(lines, '\n'))
     if (const std::size_t equals = line.find('='); equals != std::string::npos)
@@ -59,7 +53,8 @@ void set_variables(const std::string& lines) {
 
 }  // namespace
 
-JobMemory::JobMemory(const std::string& address) : socket_(connect_to_keeper(address)), seat_(seat_in(address)) {
+JobMemory::JobMemory(const std::string& address) : socket_(connect_to_keeper(address)) {
+  parse_int(split(address, ' ').back(), seat_);
   set_place();
 }
 

@@ -54,7 +54,6 @@ class MeetingServer {
   void accept_one();
   void make_room();
   bool serve_one(Connection& connection);
-  void answer(Connection& connection, const Packet& request);
 
   UniqueFd listener_;
   Admit admit_;
