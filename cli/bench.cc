@@ -17,14 +17,14 @@ struct Benchmark {
   int (*function)(int argc, const char* const* argv);
 };
 
-constexpr std::array kBenchmarks = {
-    Benchmark{"collectives", "every collective beside Gloo, Open MPI and MPICH", bench_collectives},
-    Benchmark{"step", "a data-parallel training step beside PyTorch's", bench_step},
-    Benchmark{"data", "loading beside PyTorch's DataLoader and torchvision", bench_data},
-    Benchmark{"hosts", "collectives over several hosts beside Gloo; needs root", bench_hosts},
-    Benchmark{"memory", "the stages of a pipeline beside what they can't do without", bench_memory},
-    Benchmark{"plan", "forecasts of lockstep plan beside measurements", bench_plan},
-};
+constexpr auto kBenchmarks = std::to_array<Benchmark>({
+    {"collectives", "every collective beside Gloo, Open MPI and MPICH", bench_collectives},
+    {"step", "a data-parallel training step beside PyTorch's", bench_step},
+    {"data", "loading beside PyTorch's DataLoader and torchvision", bench_data},
+    {"hosts", "collectives over several hosts beside Gloo; needs root", bench_hosts},
+    {"memory", "the stages of a pipeline beside what they can't do without", bench_memory},
+    {"plan", "forecasts of lockstep plan beside measurements", bench_plan},
+});
 
 int print_help() {
   std::cout << "usage: lockstep bench NAME [OPTIONS]      (lockstep bench NAME --help says more)\n\n";

@@ -25,22 +25,20 @@ struct Subcommand {
   int (*function)(int argc, char** argv) = nullptr;  // none: a program of its own
 };
 
-constexpr std::array kSubcommands = {
-    Subcommand{.name = "train", .description = "train a model"},
-    Subcommand{.name = "run", .description = "start a program once per rank", .function = run_command},
-    Subcommand{.name = "top", .description = "watch the jobs on this machine"},
-    Subcommand{.name = "jobs", .description = "print what their ranks publish, for programs", .function = jobs_command},
-    Subcommand{.name = "verify", .description = "compare training on one rank and on several"},
-    Subcommand{.name = "plan", .description = "forecast a step of every strategy"},
-    Subcommand{.name = "compare", .description = "train with several strategies, side by side"},
-    Subcommand{.name = "data", .description = "pack datasets and describe them"},
-    Subcommand{.name = "bench", .description = "measure against peers"},
-    Subcommand{.name = "report", .description = "make a page of curves about runs"},
-    Subcommand{.name = "trace",
-               .description = "make a timeline of a running job, or of what ranks have left",
-               .function = trace_command},
-    Subcommand{.name = "env", .description = "show every setting and where it came from", .function = env_command},
-};
+constexpr auto kSubcommands = std::to_array<Subcommand>({
+    {"train", "train a model"},
+    {"run", "start a program once per rank", run_command},
+    {"top", "watch the jobs on this machine"},
+    {"jobs", "print what their ranks publish, for programs", jobs_command},
+    {"verify", "compare training on one rank and on several"},
+    {"plan", "forecast a step of every strategy"},
+    {"compare", "train with several strategies, side by side"},
+    {"data", "pack datasets and describe them"},
+    {"bench", "measure against peers"},
+    {"report", "make a page of curves about runs"},
+    {"trace", "make a timeline of a running job, or of what ranks have left", trace_command},
+    {"env", "show every setting and where it came from", env_command},
+});
 
 // Ends with .py if it is Python.
 fs::path program_of(std::string_view subcommand) {

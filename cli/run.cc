@@ -221,7 +221,7 @@ void meet(const RendezvousArguments& arguments, const Nodes& nodes, LaunchOption
   Roster roster = meet_nodes(meeting);
   const PlaceInJob place = place_of(roster.epoch, roster.me.id);
   if (meeting.stays) {
-    const std::chrono::milliseconds silence(static_cast<long>(arguments.silence_seconds * 1000));
+    const milliseconds silence = in_milliseconds(arguments.silence_seconds);
     options.machines = std::make_shared<Machines>(Membership::Options{.least = nodes.least,
                                                                       .most = nodes.most,
                                                                       .beat = silence / 10,
@@ -256,8 +256,8 @@ LaunchOptions launch_options(const RunArguments& arguments) {
   LaunchOptions options = arguments.launch;
   options.ranks = arguments.workers > 0 ? options.servers + arguments.workers : number_of_ranks(arguments.ranks);
   options.output = arguments.output == "split" ? RankOutput::kSplit : RankOutput::kPrefix;
-  options.grace = std::chrono::milliseconds(static_cast<long>(arguments.grace_seconds * 1000));
-  options.hang = {.timeout = std::chrono::milliseconds(static_cast<long>(arguments.hang_seconds * 1000)),
+  options.grace = in_milliseconds(arguments.grace_seconds);
+  options.hang = {.timeout = in_milliseconds(arguments.hang_seconds),
                   .then = value_named<OnHang>(arguments.on_hang, "--on-hang")};
   options.pin = !arguments.no_pin;
   options.stop_signals = {SIGUSR1, SIGUSR2};  // not SIGTERM: a program may ignore it

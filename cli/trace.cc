@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep trace`: makes a timeline of a job that runs, or of what ranks have left.
-#include <chrono>
-
 #include <CLI/CLI.hpp>
 
 #include "cli/commands.h"
@@ -20,10 +18,6 @@ struct TraceArguments {
   double seconds = 5;
   double patience = 30;
 };
-
-std::chrono::milliseconds in_milliseconds(double seconds) {
-  return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
-}
 
 int merge_what_ranks_left(const std::string& file) {
   if (!file.ends_with(".json"))

@@ -186,7 +186,7 @@ class TraceOfJob {
 
   SystemError does_not_answer(const TracedRank& late) const {
     return SystemError({.what = concat(late.describe(), ", did not begin the trace within ",
-                                       human_seconds(std::chrono::duration<double>(order_.patience).count())),
+                                       human_seconds(order_.patience)),
                         .likely = "it takes no steps: ranks look for a trace when a step begins",
                         .next = "`lockstep top` shows what holds it up; --patience SECONDS waits longer"});
   }

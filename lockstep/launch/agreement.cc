@@ -9,7 +9,7 @@
 namespace lockstep {
 namespace {
 
-// What stands after the numbers, which may have blanks of its own.
+// Takes what stands after the numbers, which may have blanks of its own.
 std::string rest_of(std::istringstream& in) {
   std::string rest;
   std::getline(in >> std::ws, rest);

@@ -22,7 +22,7 @@ namespace lockstep {
 
 using Ballot = std::int64_t;  // from 1 on; no two proposers have the same
 
-// What a voter remembers of one decision.
+// A voter's memory of one decision.
 struct Acceptor {
   Ballot promised = 0;  // it answers no lower one
   Ballot accepted = 0;  // 0: nothing yet
@@ -46,7 +46,7 @@ class Proposal {
   bool has_promises() const { return static_cast<int>(promises_.size()) >= quorum_; }
   bool is_asking() const { return !value_.empty(); }  // to accept
 
-  // What has to be proposed: a value that may be decided already, or `wish`. Returns the request.
+  // Proposes a value that may be decided already, or else `wish`. Returns the request.
   std::string accept(const std::string& wish);
 
   bool is_decided() const { return static_cast<int>(acceptances_.size()) >= quorum_; }

@@ -24,7 +24,7 @@ class Channel {
   virtual std::optional<std::size_t> read(std::span<char> room);
   virtual std::optional<std::size_t> write(std::span<const char> bytes);
 
-  // What poll() has to wait for before the next read(), or where `has_to_write` the next write().
+  // Returns what poll() has to wait for before the next read(), or, if `has_to_write`, the next write().
   virtual short events(bool has_to_write) const;
 
   int fd() const { return fd_.get(); }

@@ -67,10 +67,14 @@ class Reader {
            !is_set("MPI_LOCALRANKID");
   }
 
+  void begin(const std::string& launcher, const std::string& source, const std::string& rank, const Names& ranks) {
+    set(job_.launcher, "launcher", launcher, source);
+    require(job_.rank, "rank", {rank});
+    require(job_.world_size, "world_size", ranks);
+  }
+
   void read_torchrun() {
-    set(job_.launcher, "launcher", "torchrun", is_set("RANK") ? "RANK" : "WORLD_SIZE");
-    require(job_.rank, "rank", {"RANK"});
-    require(job_.world_size, "world_size", {"WORLD_SIZE"});
+    begin("torchrun", is_set("RANK") ? "RANK" : "WORLD_SIZE", "RANK", {"WORLD_SIZE"});
     read_master(lookup_("WORLD_SIZE") != "1");
     read_local_ranks();
     if (!read(job_.node_rank, "node_rank", {"GROUP_RANK"})) derive_node_rank();
@@ -103,9 +107,7 @@ class Reader {
   }
 
   void read_slurm() {
-    set(job_.launcher, "launcher", "slurm", "SLURM_STEP_ID");
-    require(job_.rank, "rank", {"SLURM_PROCID"});
-    require(job_.world_size, "world_size", {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"});
+    begin("slurm", "SLURM_STEP_ID", "SLURM_PROCID", {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"});
     require(job_.local_rank, "local_rank", {"SLURM_LOCALID"});
     require(job_.node_rank, "node_rank", {"SLURM_NODEID"});
     require({"SLURM_JOB_ID"});
@@ -137,7 +139,7 @@ class Reader {
     job_.master_ports = kStepPorts;
   }
 
-  // Of a node that several steps share, where Slurm does not bind tasks to cores.
+  // Counts for a node that several steps share, if Slurm does not bind tasks to cores.
   void read_cores_of_slurm() {
     if (read(job_.cores, "cores", {"SLURM_CPUS_PER_TASK"})) return;
     int on_node = 0;
@@ -147,9 +149,7 @@ class Reader {
   }
 
   void read_open_mpi() {
-    set(job_.launcher, "launcher", "open-mpi", "OMPI_COMM_WORLD_RANK");
-    require(job_.rank, "rank", {"OMPI_COMM_WORLD_RANK"});
-    require(job_.world_size, "world_size", {"OMPI_COMM_WORLD_SIZE"});
+    begin("open-mpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", {"OMPI_COMM_WORLD_SIZE"});
     require(job_.local_rank, "local_rank", {"OMPI_COMM_WORLD_LOCAL_RANK"});
     require(job_.local_size, "local_size", {"OMPI_COMM_WORLD_LOCAL_SIZE"});
     require({"PMIX_NAMESPACE"});
@@ -170,9 +170,7 @@ class Reader {
   }
 
   void read_mpich() {
-    set(job_.launcher, "launcher", "mpich", "PMI_RANK");
-    require(job_.rank, "rank", {"PMI_RANK"});
-    require(job_.world_size, "world_size", {"PMI_SIZE"});
+    begin("mpich", "PMI_RANK", "PMI_RANK", {"PMI_SIZE"});
     require(job_.local_rank, "local_rank", {"MPI_LOCALRANKID"});
     require(job_.local_size, "local_size", {"MPI_LOCALNRANKS"});
     throw_if_missing();

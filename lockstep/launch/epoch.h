@@ -38,7 +38,7 @@ struct Epoch {
   int master_port() const { return members.front().master_ports[static_cast<std::size_t>(number % 2)]; }
 };
 
-// Where the ranks of a machine are in the job.
+// The place of a machine's ranks in the job.
 struct PlaceInJob {
   int nodes = 1;
   int node_rank = 0;
@@ -56,7 +56,7 @@ std::string new_member_id();
 std::string to_text(const Member& member);
 std::string to_text(const Epoch& epoch);
 
-// Nothing: it is none, which a launcher of another version may have sent.
+// Return nothing for another text, which a launcher of another version may have sent.
 std::optional<Member> parse_member(std::string_view text);
 std::optional<Epoch> parse_epoch(std::string_view text);
 

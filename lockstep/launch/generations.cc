@@ -118,7 +118,7 @@ void Generations::number_by(const Epoch& epoch) {
   ranks_.begin_generation(epoch.number, place_of(epoch, options_.machines->me().id));
 }
 
-// Who has lost a peer comes by itself. Where machines have only come, nobody is lost: then the last rank is, on purpose.
+// Gives the last rank up if machines have only come: a rank comes by itself only where it has lost a peer.
 void Generations::begin_as(const Epoch& epoch) {
   const auto is_still_there = [&](const Member& member) { return epoch.has(member.id); };
   const bool is_lost = epoch.restarts != restarts_ || !std::ranges::all_of(members_, is_still_there);

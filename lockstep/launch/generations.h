@@ -26,7 +26,7 @@ class Generations {
 
   int restarts() const { return restarts_; }
 
-  // What the keeper hears of a rank.
+  // Called with what the keeper hears of a rank.
   void on_met(int seat, int generation);
   void on_next(int seat, int generation);  // it has lost another one, whose end may not be known yet
 

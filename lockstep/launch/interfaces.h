@@ -18,8 +18,8 @@ std::vector<std::string> own_addresses();
 // An address that both have, such as that of a bridge for containers, is in no common network.
 std::string address_near(const std::vector<std::string>& theirs);
 
-// Where a machine's own name is one of the loopback interface (Debian's /etc/hosts has 127.0.1.1 for it): the address at
-// which others probably reach it, that of the default route, else the only one of own_addresses(). "" where neither is.
+// Returns the address at which others probably reach a machine whose own name is one of the loopback interface (Debian's
+// /etc/hosts has 127.0.1.1 for it): that of the default route, else the only one of own_addresses(); "" if there is none.
 std::string address_for_others();
 
 }  // namespace lockstep

@@ -3,7 +3,6 @@
 
 #include <poll.h>
 
-#include <algorithm>
 #include <cstdlib>
 #include <optional>
 
@@ -19,7 +18,7 @@ namespace {
 constexpr const char* kAddress = "LOCKSTEP_KEEPER";
 constexpr std::chrono::seconds kToAnswer{60};  // the launcher answers at once, unless it was stopped
 
-// Nothing: the launcher is gone, or has not answered in time.
+// Returns nothing if the launcher is gone, or has not answered in time.
 std::optional<KeeperMessage> receive_from_keeper(int socket, std::vector<UniqueFd>& descriptors,
                                                  Deadline deadline) {
   KeeperMessage message;
@@ -46,11 +45,6 @@ UniqueFd connect_to_keeper(const std::string& address) {
   return socket;
 }
 
-int seat_in(const std::string& address) {
-  int seat = -1;
-  return parse_int(address.substr(std::min(address.find(' '), address.size() - 1) + 1), seat) ? seat : -1;
-}
-
 void set_variables(const std::string& lines) {
   for (const std::string& line : split(lines, '\n'))
     if (const std::size_t equals = line.find('='); equals != std::string::npos)
@@ -59,7 +53,8 @@ void set_variables(const std::string& lines) {
 
 }  // namespace
 
-JobMemory::JobMemory(const std::string& address) : socket_(connect_to_keeper(address)), seat_(seat_in(address)) {
+JobMemory::JobMemory(const std::string& address) : socket_(connect_to_keeper(address)) {
+  parse_int(split(address, ' ').back(), seat_);
   set_place();
 }
 
@@ -107,14 +102,9 @@ std::vector<JobMemory::Kept> JobMemory::previous() {
   }
 }
 
-void JobMemory::complete() {
+void JobMemory::tell(KeeperMessage::Kind kind) {
   const std::lock_guard lock(mutex_);
-  send({.kind = KeeperMessage::kComplete});
-}
-
-void JobMemory::met() {
-  const std::lock_guard lock(mutex_);
-  send({.kind = KeeperMessage::kMet});
+  send({.kind = kind});
 }
 
 bool JobMemory::next_generation(milliseconds timeout) {

@@ -21,11 +21,11 @@ namespace lockstep {
 
 class JobMemory {
  public:
-  // Of this process; null where no launcher of ours replaces ranks (LOCKSTEP_KEEPER is not set), and in a forked child of
-  // a rank. Throws SystemError: the launcher is gone.
+  // Returns that of this process; null where no launcher of ours replaces ranks (LOCKSTEP_KEEPER is not set), and in a
+  // forked child of a rank. Throws SystemError: the launcher is gone.
   static JobMemory* get();
 
-  // Of this process's present World, or of the one that comes next; 0 at first.
+  // The number of this process's present World, or of the one that comes next; 0 at first.
   int generation() const { return generation_; }
 
   // The launcher holds a copy of the descriptor from now on, under this generation, this rank and the name.
@@ -43,10 +43,10 @@ class JobMemory {
 
   // This generation's memory holds all state: the launcher lets go of what is older. By one rank of a machine, once all of
   // its ranks have kept theirs.
-  void complete();
+  void complete() { tell(KeeperMessage::kComplete); }
 
   // This rank has met the others of its generation.
-  void met();
+  void met() { tell(KeeperMessage::kMet); }
 
   // After PeerLost: blocks until the launcher has decided what comes next, at most for the timeout. Sets the variables of
   // this rank in the environment. False: there is no next generation; the job ends.
@@ -55,6 +55,7 @@ class JobMemory {
  private:
   explicit JobMemory(const std::string& address);  // "@NAME SEAT"
   void send(KeeperMessage message, const std::vector<int>& descriptors = {}) const;
+  void tell(KeeperMessage::Kind kind);
   void set_place();
 
   OwnProcess process_;

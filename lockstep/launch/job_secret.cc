@@ -50,7 +50,7 @@ std::string digits_of(const Secret& secret) {
   return text + "\n";
 }
 
-// Nothing: there is no such file. Throws EnvironmentError: others can read it, or it is another user's.
+// Returns nothing if there is no such file. Throws EnvironmentError: others can read it, or it is another user's.
 std::optional<std::string> read_private(const fs::path& path) {
   const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   struct stat info {};

@@ -35,20 +35,20 @@ class JobSecret {
   ~JobSecret();
   JobSecret& operator=(JobSecret&&) = delete;
 
-  // Of another process than rank 0, which has learned the secret by now and can pass it on as rank 0 does.
+  // Makes that of a process other than rank 0, which has learned the secret and can pass it on as rank 0 does.
   static std::shared_ptr<const JobSecret> learned(const JobSecret& how, const std::optional<Secret>& secret);
 
   // LOCKSTEP_INSECURE_NETWORK: nobody is asked for a secret, and nothing is encrypted.
   bool is_off() const { return off_; }
 
-  // Nothing: munge carries it here, or rank 0 has not made the file yet, or it is not in this machine's home. Reads the
+  // Returns nothing if munge carries it here, or rank 0 has not made the file yet, or it is not in this machine's home. Reads the
   // file again each time: the one of an older job may still be there.
   std::optional<Secret> find() const;
 
-  // Nobody has told it, and this machine has munge: rank 0 gives out credentials, the others ask for one.
+  // True if nobody has told it and this machine has munge: rank 0 gives out credentials, the others ask for one.
   bool comes_by_munge() const { return by_munge_; }
 
-  // Of rank 0, where it comes by munge: for another rank. Nothing: munged has gone.
+  // Seals it for another rank, in rank 0, where it comes by munge. Returns nothing if munged has gone.
   std::optional<std::string> credential() const;
 
  private:

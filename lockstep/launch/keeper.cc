@@ -24,8 +24,11 @@ KeeperMessage generation_message(int generation, const Variables& variables) {
 
 }  // namespace
 
-Keeper::Keeper(Callbacks callbacks)
-    : callbacks_(std::move(callbacks)), address_(new_local_address("@lockstep-keeper-")), listener_(listen_locally(address_)) {}
+Keeper::Keeper(Word on_met, Word on_next)
+    : on_met_(std::move(on_met)),
+      on_next_(std::move(on_next)),
+      address_(new_local_address("@lockstep-keeper-")),
+      listener_(listen_locally(address_)) {}
 
 std::string Keeper::address(int seat) const { return concat(address_, " ", seat); }
 
@@ -48,7 +51,7 @@ void Keeper::accept_new() {
     if (is_own_user(socket.get())) clients_.push_back({.socket = std::move(socket)});
 }
 
-// Whoever says anything else than a KeeperMessage is disconnected.
+// Disconnects whoever says anything but a KeeperMessage.
 bool Keeper::serve(Client& client) {
   KeeperMessage message;
   std::vector<UniqueFd> descriptors;
@@ -80,10 +83,10 @@ void Keeper::handle(Client& client, const KeeperMessage& message, std::vector<Un
       std::erase_if(kept_, [this](const auto& entry) { return entry.first < complete_; });
       return;
     case kFetch: return send_kept(client, message.generation);
-    case kMet: return callbacks_.on_met(message.seat, message.generation);
+    case kMet: return on_met_(message.seat, message.generation);
     case kNext:
       client.waits_at = message.seat;
-      return callbacks_.on_next(message.seat, message.generation);
+      return on_next_(message.seat, message.generation);
     default: client.socket.reset();
   }
 }

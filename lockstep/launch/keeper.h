@@ -27,12 +27,10 @@ namespace lockstep {
 
 class Keeper {
  public:
-  struct Callbacks {
-    std::function<void(int seat, int generation)> on_met;   // this rank has met the others
-    std::function<void(int seat, int generation)> on_next;  // it waits for a later generation: see tell()
-  };
+  using Word = std::function<void(int seat, int generation)>;  // of a rank
 
-  explicit Keeper(Callbacks callbacks);  // throws SystemError
+  // on_met: it has met the others. on_next: it waits for a later generation: see tell(). Throws SystemError.
+  Keeper(Word on_met, Word on_next);
 
   std::string address(int seat) const;          // LOCKSTEP_KEEPER of the process at that seat
   void add_events(std::vector<Event>& events);  // for the next poll_events()
@@ -61,7 +59,8 @@ class Keeper {
   void send_kept(Client& client, int generation);
   static bool send(Client& client, const KeeperMessage& message, const std::vector<int>& descriptors = {});
 
-  Callbacks callbacks_;
+  Word on_met_;
+  Word on_next_;
   std::string address_;
   UniqueFd listener_;
   std::list<Client> clients_;

@@ -51,9 +51,9 @@ class Job {
   Job(const LaunchOptions& options, const ProcessOptions& what, Sinks& sinks)
       : options_(options),
         keeper_(make_keeper()),
-        ranks_(options_, what, signals_, keeper(), sinks),
+        ranks_(options_, what, signals_, keeper_.get(), sinks),
         stopping_(options_, ranks_),
-        generations_(options_, ranks_, keeper()) {}
+        generations_(options_, ranks_, keeper_.get()) {}
 
   LaunchResult run() {
     for (LocalRank& rank : ranks_) ranks_.start(rank);
@@ -63,16 +63,14 @@ class Job {
   }
 
  private:
-  Keeper* keeper() { return keeper_ ? &*keeper_ : nullptr; }
-
-  std::optional<Keeper> make_keeper() {
+  std::unique_ptr<Keeper> make_keeper() {
     if (options_.max_restarts == 0 && options_.min_ranks == 0) return {};
     const auto on_met = [this](int seat, int generation) {
       generations_.on_met(seat, generation);
       if (!stopping_.has_begun()) ranks_.start_spares();
     };
     const auto on_next = [this](int seat, int generation) { generations_.on_next(seat, generation); };
-    return std::optional<Keeper>(std::in_place, Keeper::Callbacks{.on_met = on_met, .on_next = on_next});
+    return std::make_unique<Keeper>(on_met, on_next);
   }
 
   bool has_ended_everywhere() const {
@@ -109,7 +107,7 @@ class Job {
     return wait ? static_cast<int>(wait->count()) : -1;
   }
 
-  // Of ranks found at the same time, one that a signal ended comes first: the others may have failed because of it.
+  // Begins with those that a signal has ended: others that are found at the same time may have failed because of them.
   void on_ended(std::vector<LocalRank*>& ended) {
     if (keeper_ && !ended.empty()) keeper_->read_all();  // a generation that was complete is, before the next begins
     std::ranges::stable_partition(ended, [](const LocalRank* rank) { return rank->end->signal != 0; });
@@ -195,7 +193,7 @@ class Job {
 
   const LaunchOptions options_;
   const SignalReader signals_{options_.stop_signals};
-  std::optional<Keeper> keeper_;  // while lost ranks may be replaced
+  std::unique_ptr<Keeper> keeper_;  // while lost ranks may be replaced
   LocalRanks ranks_;
   Stopping stopping_;
   Generations generations_;

@@ -6,7 +6,7 @@
 // Threads: call launch() from the main thread, before any other thread is started (it forks)
 // Ranks:   this is not a rank; it is the parent of the ranks of one machine
 //
-// What the ranks get: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT (torchrun's
+// The ranks get: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT (torchrun's
 // names), LOCKSTEP_JOB (on one machine: a name that no other job has), OMP_NUM_THREADS (threads_per_rank, else what is
 // set already, else cores / ranks), LOCKSTEP_PAGE (where they publish what they do: job_page.h), the cores of their share,
 // /dev/null as stdin.
@@ -25,7 +25,7 @@ namespace lockstep {
 
 class Machines;
 
-// What happens to the ranks' stdout and stderr.
+// The way of the ranks' stdout and stderr.
 enum class RankOutput {
   kPrefix,  // every line is passed on with "[rank 2] " before it
   kFirst,   // rank 0's stdout is passed on as it is, and it writes to this process's stderr directly; the others as
@@ -46,7 +46,7 @@ struct LaunchOptions {
   bool workers_may_fail = false;  // the job continues without a failed rank that is no server, while others are left
   int nodes = 1;
   int node_rank = 0;
-  // Of this machine and of the job, where machines have different numbers of ranks. None: by `ranks`.
+  // The first rank here and the ranks of the job, if machines have different numbers of them. None: by `ranks`.
   std::optional<int> first_rank{};
   std::optional<int> world_size{};
   // The launchers of several machines that stay connected: they say how many machines there are and which this is, at first
@@ -62,7 +62,7 @@ struct LaunchOptions {
 
   // Signals by which ranks are asked to stop in their own time: passed on, and no more. A second SIGINT kills the ranks.
   std::vector<int> stop_signals{};
-  // Of a rank that has stopped because one was asked to: no failure. None: 143, if this process has asked the ranks.
+  // The exit code of a rank that has stopped because it was asked to: no failure. None: 143, if this process has asked.
   std::optional<int> stop_code{};
 
   HangOptions hang{};  // of ranks that publish what they do, which those that use lockstep do by themselves
@@ -106,7 +106,7 @@ LaunchResult launch(const LaunchOptions& options, const std::vector<std::string>
 // The child exits with what `body` returns; an exception that leaves it is printed and exits with 1 (UsageError: 2).
 LaunchResult launch(const LaunchOptions& options, const std::function<int()>& body);
 
-// What to print for a failure: rank, pid, exit code or signal, and its last lines, in the form of lockstep/error.h.
+// Says what has failed: rank, pid, exit code or signal, and its last lines, in the form of lockstep/error.h.
 std::string describe(const RankFailure& failure, const LaunchOptions& options);
 
 }  // namespace lockstep

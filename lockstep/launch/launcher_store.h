@@ -27,11 +27,11 @@ class LauncherStore {
   // Blocks until all ranks are here. Throws RendezvousError at the deadline, SystemError if mpirun is gone.
   virtual void fence() = 0;
 
-  // What `rank` has put before the last fence(). Throws RendezvousError.
+  // Returns what `rank` has put before the last fence(). Throws RendezvousError.
   virtual std::string get(int rank, const std::string& name) = 0;
 };
 
-// Of the launcher of this job: Open MPI or MPICH. Throws RendezvousError: it has none, or none that can be reached.
+// Opens that of Open MPI or MPICH. Throws RendezvousError: the job's launcher has none, or none that can be reached.
 std::unique_ptr<LauncherStore> open_launcher_store(const JobEnvironment& job, milliseconds timeout);
 std::unique_ptr<LauncherStore> open_pmix(milliseconds timeout);  // Open MPI's: pmix.cc
 std::unique_ptr<LauncherStore> open_pmi(milliseconds timeout);   // MPICH's: pmi.cc

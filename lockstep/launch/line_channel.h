@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// launch/line_channel.h: lines of text through a channel: for a loop that must never wait for the other end, and for one that
-// waits, but not beyond a deadline.
+// launch/line_channel.h: lines of text through a channel, without waiting for the other end, or not beyond a deadline.
 //
 // Flow:    node_meeting.h, machines.h -> here -> channel.h
 // Owns:    the channel

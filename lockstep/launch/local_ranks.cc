@@ -65,15 +65,10 @@ LocalRanks::LocalRanks(const LaunchOptions& options, const ProcessOptions& what,
 
 // Without one, ranks publish nothing and are not watched.
 std::optional<JobPage> LocalRanks::make_page() const try {
-  JobPageHeader header{.launcher = ::getpid(),
-                       .ranks = options_.ranks,
-                       .world_size = place_.world_size,
-                       .nodes = place_.nodes,
-                       .node_rank = place_.node_rank,
-                       .started_at = std::chrono::system_clock::now().time_since_epoch() / std::chrono::nanoseconds(1)};
-  const std::string job = place_.nodes == 1 ? name_of_job() : concat(place_.master_addr, ":", place_.master_port);
-  job.copy(header.job.data(), header.job.size() - 1);
-  return JobPage(header);
+  JobPage page({.ranks = options_.ranks, .nodes = place_.nodes});
+  page.rename(place_.nodes == 1 ? name_of_job() : concat(place_.master_addr, ":", place_.master_port),
+              place_.world_size, place_.node_rank);
+  return page;
 } catch (const SystemError&) {
   return {};
 }
@@ -171,7 +166,7 @@ Variables LocalRanks::variables(int seat) const {
   return result;
 }
 
-// Nothing where the rank keeps this process's own stderr.
+// Returns nothing if the rank keeps this process's own stderr.
 UniqueFd LocalRanks::open_output(int rank, RankStream& stream, const std::string& suffix) const {
   if (options_.output == RankOutput::kFirst && rank == 0 && suffix == ".err") return {};
   if (options_.output != RankOutput::kSplit) return stream.open();

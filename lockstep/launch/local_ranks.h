@@ -48,7 +48,7 @@ struct LocalRank {
 
 PlaceInJob place_of(const LaunchOptions& options);
 
-// What this process passes on.
+// The ends at which this process passes the ranks' output on.
 struct Sinks {
   Sink out{STDOUT_FILENO};
   Sink err{STDERR_FILENO};

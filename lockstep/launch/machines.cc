@@ -70,7 +70,7 @@ std::vector<int> Machines::descriptors() const {
   return fds;
 }
 
-// What has come is heard before time is counted: whoever was stopped finds the others' words before it misses them.
+// Hears what has come before it counts time: a launcher that was stopped finds the others' words before it misses them.
 void Machines::work() {
   accept_all();
   read_links();
@@ -143,7 +143,7 @@ void Machines::open(Kind kind, const std::string& peer, const std::string& addre
   links_.back().lines.write(first_line);
 }
 
-// Of two machines the later one in the order connects. One that was connected before and is not now is lost.
+// Connects to every earlier machine in the order. One that was connected before and is not now is lost.
 void Machines::open_links() {
   if (!membership_.is_member() || Clock::now() < next_try_) return;
   next_try_ = Clock::now() + kOpenAgainAfter;

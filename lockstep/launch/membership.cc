@@ -113,8 +113,7 @@ void Membership::beat() {
   for (const auto& [id, peer] : peers_)
     if (!peer.lost.empty()) misses.push_back(id);
   const std::string text = concat("alive ", epoch_.number, " ", done_ ? 1 : 0, " ", join(misses, ","));
-  for (const auto& [id, peer] : peers_)
-    if (peer.lost.empty()) send(id, text);
+  for (const Member& other : others()) send(other.id, text);
   told_done_ = done_;
   tell_wishes(leader());
 }
@@ -163,8 +162,7 @@ void Membership::dismiss(const std::string& guest) {
 
 std::set<std::string> Membership::present() const {
   std::set<std::string> ids{me_};
-  for (const auto& [id, peer] : peers_)
-    if (peer.lost.empty()) ids.insert(id);
+  for (const Member& other : others()) ids.insert(other.id);
   return ids;
 }
 
@@ -274,8 +272,7 @@ void Membership::propose() {
 }
 
 void Membership::ask_voters(const std::string& request) {
-  for (const auto& [id, peer] : peers_)
-    if (peer.lost.empty()) send(id, request);
+  for (const Member& other : others()) send(other.id, request);
   if (needs_arbiter()) send(kArbiter, request);
   hear_answer(me_, acceptor_.answer(request));
 }
@@ -297,11 +294,10 @@ void Membership::hear_answer(const std::string& voter, const std::string& answer
 void Membership::decide(const std::string& value) {
   const auto next = parse_epoch(value);
   if (!next) return;
-  std::set<std::string> hear_of_it;
-  for (const auto& [id, peer] : peers_)
-    if (peer.lost.empty()) hear_of_it.insert(id);
+  std::set<std::string> hear_of_it = present();
   for (const Member& member : next->members)
-    if (member.id != me_ && !is_lost(member.id)) hear_of_it.insert(member.id);
+    if (!is_lost(member.id)) hear_of_it.insert(member.id);
+  hear_of_it.erase(me_);
   for (const std::string& id : hear_of_it) send(id, "decided " + value);
   adopt(*next);
 }

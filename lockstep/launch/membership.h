@@ -123,12 +123,12 @@ class Membership {
   std::optional<std::string> end_{};
   std::vector<Message> messages_{};
 
-  // Of this launcher.
+  // Wishes of this launcher.
   bool my_restart_ = false;
   bool my_leave_ = false;
   std::map<std::string, Member> my_guests_{};
 
-  // Of the decision about the next epoch.
+  // State of the decision about the next epoch.
   Acceptor acceptor_{};
   std::optional<Proposal> proposal_{};
   Ballot newest_ballot_ = 0;

@@ -49,7 +49,7 @@ const Munge& munge() {
   return opened;
 }
 
-// What libmunge has allocated.
+// Memory that libmunge has allocated.
 template <class T>
 using Allocated = std::unique_ptr<T, decltype(&std::free)>;
 

@@ -30,16 +30,17 @@ constexpr milliseconds kSecretIsSeenWithin{60'000};  // a file in a home on NFS 
 constexpr std::size_t kLongestGreeting = 4096;
 constexpr std::size_t kMostNewcomers = 64;  // that have not greeted; the oldest makes room
 
-// None while the name is not known: where machines start with the job, DNS learns it a little later. Debian gives a
+// Returns none while the name is unknown: if machines start with the job, DNS learns it a little later. Debian gives a
 // machine's own name the address 127.0.1.1, at which the others can't reach it.
 AddressList find_addresses(const NodeMeeting& meeting, const Deadline& deadline) {
   AddressList found = look_up(meeting.place, deadline).addresses;
-  if (!found || is_loopback(meeting.place.host) || !is_loopback(numeric(found->ai_addr, found->ai_addrlen))) return found;
+  if (!found || is_loopback(meeting.place.host) || !is_loopback(numeric(found->ai_addr, found->ai_addrlen)))
+    return found;
   const std::string mine = address_for_others();
   return mine.empty() ? std::move(found) : look_up({mine, meeting.place.port}, deadline).addresses;
 }
 
-// What a launcher says first, before its member.
+// The first words of a launcher, before its member.
 std::string greeting(const NodeMeeting& meeting) {
   return concat("lockstep 2 ", meeting.least, ":", meeting.most, meeting.stays ? " stays " : " ", meeting.job.size(),
                 " ", meeting.job, " ");
@@ -52,7 +53,7 @@ struct Guest {
 };
 using Guests = std::list<Guest>;
 
-// What machine 0 has found: the others, or that the job runs already and where.
+// The finding of machine 0: the others, or that the job runs already and where.
 struct Gathered {
   Guests guests;
   std::optional<Endpoint> running{};
@@ -66,7 +67,7 @@ SecretPtr secret_of(const NodeMeeting& meeting, bool is_first) {
   return !is_first || is_known ? found : std::make_shared<const JobSecret>(name, true);
 }
 
-// What this launcher will be to the others: where it listens, at the meeting's port if that is free here.
+// Makes what this launcher will be to the others. It listens at the meeting's port if that is free here.
 Roster own_roster(const NodeMeeting& meeting, const std::string& address, UniqueFd listener = {}) {
   const Deadline at_once = Deadline::after(kConnectsWithin);
   for (const int port : {meeting.place.port, 0})
@@ -119,7 +120,7 @@ bool hear_greeting(Guest& guest, const NodeMeeting& meeting, Gathered& gathered)
   return false;
 }
 
-// Who has greeted is a guest, in this order, as long as there are places.
+// Makes guests of those that have greeted, in this order, as long as there are places.
 void hear(Guests& newcomers, Gathered& gathered, const NodeMeeting& meeting) {
   for (auto each = newcomers.begin(); each != newcomers.end() && !gathered.running;) {
     const auto next = std::next(each);
@@ -219,7 +220,7 @@ class Newcomer {
   explicit Newcomer(const NodeMeeting& meeting)
       : meeting_(meeting), last_answer_(Deadline::after(meeting.timeout + meeting.last_call)) {}
 
-  // Nothing: nobody answers there, or not a launcher of this version, or it has gone.
+  // Returns nothing if nobody answers there, or not a launcher of this version, or it has gone.
   std::optional<Roster> ask_at(const AddressList& addresses, const Deadline& deadline) {
     if (!secret_) secret_ = secret_of(meeting_, /*is_first=*/false);
     auto answered = connect_securely(addresses, *secret_, Deadline::after(std::min(kConnectsWithin, deadline.left())));

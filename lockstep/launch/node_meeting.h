@@ -32,15 +32,15 @@ struct NodeMeeting {
   std::string job;  // --rdzv-id: launchers with another one are refused
   int least = 1;    // machines
   int most = 1;
-  int ranks = 1;                                // on this machine
-  milliseconds timeout{600'000};                // until `least` machines have come
-  milliseconds last_call{30'000};               // for more than `least`
-  bool stays = false;                           // the launchers stay connected; all must want it, or none
+  int ranks = 1;                   // on this machine
+  milliseconds timeout{600'000};   // until `least` machines have come
+  milliseconds last_call{30'000};  // for more than `least`
+  bool stays = false;              // the launchers stay connected; all must want it, or none
 };
 
-// Blocks until every machine has its place (place_of() of epoch.h). Throws RendezvousError: too few machines at the deadline, another job at the
-// endpoint, no address of any machine, another secret here than there; EnvironmentError: a secret that is none;
-// UsageError: a job whose name does not fit into a line.
+// Blocks until every machine has its place (place_of() of epoch.h). Throws RendezvousError: too few machines at the
+// deadline, another job at the endpoint, no address of any machine, another secret here than there; EnvironmentError: a
+// secret that is none; UsageError: a job whose name does not fit into a line.
 Roster meet_nodes(const NodeMeeting& meeting);
 
 }  // namespace lockstep

@@ -145,7 +145,7 @@ void RankStream::read_some() {
   if (read_once() < 0) close();
 }
 
-// What the dead rank wrote is in the pipe already, and reads do not block, so at most a pipe's capacity is read.
+// Reads a pipe's capacity at most: what the dead rank wrote is in it already, and reads do not block.
 void RankStream::drain() {
   if (!pipe_) return;
   const long capacity = std::max(::fcntl(pipe_.get(), F_GETPIPE_SZ), static_cast<int>(kPipeBytes));

@@ -30,7 +30,7 @@ void redirect(int from, int to) {
   if (from >= 0 && ::dup2(from, to) < 0) throw system_error("redirect", concat("descriptor ", to));
 }
 
-// What the child does before its program. The group is written down before the look at the parent: either whoever
+// Prepares the child for its program. The group is written down before the look at the parent: either whoever
 // cleans up after a dead parent finds the group, or the child sees that its parent is gone.
 void set_up(const ProcessOptions& options, pid_t parent) {
   if (::setpgid(0, 0) != 0) throw system_error("make a process group for", "a child process");
@@ -91,7 +91,7 @@ std::optional<std::string> read_to_end(int fd, Deadline deadline) {
   return {};
 }
 
-// Of a child that was killed or has reported its error: only the kernel is waited for, so no deadline.
+// Takes a child that was killed or has reported its error: only the kernel is waited for, so no deadline.
 void wait_for(pid_t pid) {
   while (::waitpid(pid, nullptr, 0) < 0 && errno == EINTR) {
   }

@@ -78,7 +78,7 @@ class Guardian {
   ~Guardian();
   Guardian& operator=(Guardian&&) = delete;
 
-  // Where rank `index` writes its process group; 0 until then.
+  // The place where rank `index` writes its process group; 0 until then.
   std::atomic<pid_t>* group(int index) { return &groups_[to_size(index)]; }
 
  private:

@@ -36,7 +36,7 @@ class OfferingChannel final : public TlsChannel {
   }
 
  private:
-  // Nothing: it is all said. What was asked is read to its end: closing a socket with unread bytes takes the answer back.
+  // Returns nothing once all is said. Reads the whole question: closing a socket with unread bytes takes the answer back.
   std::optional<std::size_t> hear() {
     std::array<char, kAsksForSecret.size()> room{};
     const auto count = Channel::read(std::span(room).first(kAsksForSecret.size() - asked_.size()));
@@ -52,7 +52,7 @@ class OfferingChannel final : public TlsChannel {
   std::string asked_;
 };
 
-// Nothing: whoever is at the other end has closed it without a word, or says nothing.
+// Returns nothing if the other end has closed it without a word, or says nothing.
 std::optional<std::string> ask_for_credential(const UniqueFd& fd, const Deadline& deadline) {
   if (::send(fd.get(), kAsksForSecret.data(), kAsksForSecret.size(), MSG_NOSIGNAL) != std::ssize(kAsksForSecret))
     return std::nullopt;

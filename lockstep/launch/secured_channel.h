@@ -5,8 +5,8 @@
 // Owns:    nothing
 // Threads: any
 //
-// Where munge carries the secret: a process that does not have it says so as the first on a connection, gets a credential,
-// and connects again. The first byte tells that from TLS.
+// If munge carries the secret, a process that does not have it says so first on a connection, gets a credential, and
+// connects again. The first byte tells that from TLS.
 #pragma once
 
 #include <memory>
@@ -19,7 +19,7 @@
 
 namespace lockstep {
 
-// The end of the first process. None: it has no secret yet. Throws EnvironmentError, SystemError.
+// Returns the end of the first process; null: it has no secret yet. Throws EnvironmentError, SystemError.
 std::unique_ptr<Channel> serve_channel(UniqueFd fd, const SecretPtr& secret);
 
 struct SecuredConnection {

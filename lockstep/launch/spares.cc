@@ -36,7 +36,7 @@ bool is_python(const std::string& program) {
   return std::filesystem::path(program).filename().string().starts_with("python");
 }
 
-// Of Python's own options, those that have an argument of their own.
+// Tells which of Python's own options have an argument of their own.
 bool has_argument(const std::string& option) { return option == "-W" || option == "-X"; }
 
 // A message of one piece: NAME=VALUE, each with a zero byte at its end.

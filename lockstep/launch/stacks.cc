@@ -106,16 +106,16 @@ struct SystemCall {
   long number;
   const char* name;
 };
-constexpr std::array kSystemCalls = {
-    SystemCall{SYS_read, "read"},         SystemCall{SYS_write, "write"},   SystemCall{SYS_futex, "futex"},
-    SystemCall{SYS_openat, "openat"},     SystemCall{SYS_ppoll, "ppoll"},   SystemCall{SYS_epoll_pwait, "epoll_pwait"},
-    SystemCall{SYS_recvfrom, "recvfrom"}, SystemCall{SYS_sendto, "sendto"}, SystemCall{SYS_clock_nanosleep, "sleep"},
-    SystemCall{SYS_fsync, "fsync"},       SystemCall{SYS_ioctl, "ioctl"},   SystemCall{SYS_sched_yield, "sched_yield"},
-    SystemCall{SYS_wait4, "wait4"},       SystemCall{SYS_close, "close"},   SystemCall{SYS_fdatasync, "fdatasync"},
+constexpr auto kSystemCalls = std::to_array<SystemCall>({
+    {SYS_read, "read"},         {SYS_write, "write"},   {SYS_futex, "futex"},
+    {SYS_openat, "openat"},     {SYS_ppoll, "ppoll"},   {SYS_epoll_pwait, "epoll_pwait"},
+    {SYS_recvfrom, "recvfrom"}, {SYS_sendto, "sendto"}, {SYS_clock_nanosleep, "sleep"},
+    {SYS_fsync, "fsync"},       {SYS_ioctl, "ioctl"},   {SYS_sched_yield, "sched_yield"},
+    {SYS_wait4, "wait4"},       {SYS_close, "close"},   {SYS_fdatasync, "fdatasync"},
 #ifdef SYS_poll
-    SystemCall{SYS_poll, "poll"},         SystemCall{SYS_open, "open"},     SystemCall{SYS_epoll_wait, "epoll_wait"},
+    {SYS_poll, "poll"},         {SYS_open, "open"},     {SYS_epoll_wait, "epoll_wait"},
 #endif
-};
+});
 
 // Empty where there is none, or this user may not read it.
 std::string proc_file(const std::filesystem::path& task, const char* name) try {
@@ -136,7 +136,8 @@ std::string system_call_of(const std::filesystem::path& task) {
 }
 
 std::string describe_task(const std::filesystem::path& task) {
-  std::string text = concat("thread ", task.filename().string(), " (", proc_file(task, "comm"), "): ", proc_value(task / "status", "State:"));
+  std::string text = concat("thread ", task.filename().string(), " (", proc_file(task, "comm"),
+                            "): ", proc_value(task / "status", "State:"));
   if (const std::string call = system_call_of(task); !call.empty()) text += ", " + call;
   if (const std::string kernel = proc_file(task, "wchan"); kernel.size() > 1) text += ", in the kernel in " + kernel;
   for (const std::string& frame : split(proc_file(task, "stack"), '\n'))

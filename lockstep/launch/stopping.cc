@@ -28,7 +28,7 @@ void Stopping::on_signal(int signal) {
   again ? kill() : stop_all(signal);
 }
 
-// Where SIGTERM only asks, the others would make a note of it, and wait for the failed one in their next step.
+// Kills them if SIGTERM only asks: the others would make a note of it, and wait for the failed one in their next step.
 void Stopping::after_failure() { only_asks(SIGTERM) ? kill() : stop_all(SIGTERM); }
 
 // SIGCONT: a stopped process receives the other signal only when it continues.

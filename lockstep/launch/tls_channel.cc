@@ -103,7 +103,7 @@ TlsChannel::Step TlsChannel::receive_encrypted() {
   return taken == static_cast<int>(*count) ? Step::kDone : Step::kGone;
 }
 
-// What the call has to say is sent also where it fails: an alert tells the other end why.
+// Sends what the call has to say even if it fails: an alert tells the other end why.
 template <class Call>
 TlsChannel::Step TlsChannel::run(const Call& call) {
   for (;;) {

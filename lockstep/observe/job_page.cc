@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include <chrono>
 #include <new>
 
 #include "lockstep/base/text.h"
@@ -47,6 +48,8 @@ JobPage::JobPage(UniqueFd fd, std::size_t bytes) : fd_(std::move(fd)), pid_(::ge
 }
 
 JobPage::JobPage(JobPageHeader header) : JobPage(make_page_file(page_bytes(header.ranks)), page_bytes(header.ranks)) {
+  header.launcher = pid_;
+  header.started_at = std::chrono::system_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
   new (memory_.data()) JobPageHeader(header);
   for (int local = 0; local < header.ranks; ++local) new (&record(local)) RankRecord;
 }

@@ -120,7 +120,7 @@ struct JobPageHeader {
 
 class JobPage {
  public:
-  explicit JobPage(JobPageHeader header);  // a new one; throws SystemError
+  explicit JobPage(JobPageHeader header);  // a new one, made by this process, now; throws SystemError
   // The page of a running job. Throws SystemError (none there, or not to be read by this user), DataError (no page, or
   // one of another version).
   static JobPage open(const std::string& path);

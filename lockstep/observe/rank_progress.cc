@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstdlib>
 #include <exception>
 #include <memory>
@@ -55,8 +54,7 @@ RankRecord* record_of_launcher(const char* address) {
 }
 
 std::unique_ptr<JobPage> make_own_page() {
-  const auto now = std::chrono::system_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
-  auto page = std::make_unique<JobPage>(JobPageHeader{.launcher = ::getpid(), .ranks = 1, .started_at = now});
+  auto page = std::make_unique<JobPage>(JobPageHeader{.ranks = 1});
   page->rename(concat(::getpid()), 1, 0);
   page->record(0).pid = ::getpid();
   return page;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// base/process/environment_switch.h: environment variables that switch a side effect on the process off, which docs/process.md
-// lists, or hold a number.
+// base/process/environment_switch.h: environment variables that hold a number, or switch off a side effect on the
+// process (docs/process.md lists those).
 //
 // Threads: any, as long as no thread calls setenv
 #pragma once

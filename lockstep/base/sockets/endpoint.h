@@ -45,7 +45,7 @@ std::string numeric(const sockaddr* address, socklen_t length);
 // The endpoint of a socket's own end, with the host as a number. Throws SystemError.
 Endpoint endpoint_of(int fd);
 
-// None: the host is no number.
+// Returns none if the host is no number.
 AddressList address_of_number(const Endpoint& endpoint);
 
 // False: errno says why.

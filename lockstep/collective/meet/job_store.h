@@ -27,7 +27,7 @@ AddressList resolve(const Endpoint& endpoint, const Deadline& deadline, int sock
 // endpoint.port on it takes the first that nobody has. Throws RendezvousError: names the process that has the port.
 UniqueFd listen_on(const Endpoint& endpoint, const Deadline& deadline, int ports = 1);
 
-// Where `listener` listens, for whoever has the secret. Does not wait for anybody.
+// Serves a store where `listener` listens, for whoever has the secret. Does not wait for anybody.
 StorePtr serve_store(UniqueFd listener, SecretPtr secret, milliseconds timeout);
 
 // Blocks until a store with this secret answers there. Throws RendezvousError.
@@ -37,7 +37,7 @@ StorePtr join_store(const Endpoint& endpoint, const JobEnvironment& job, const J
 StorePtr store_at(const AddressList& addresses, const JobSecret& secret, const Deadline& deadline,
                   milliseconds timeout);
 
-// Of the ranks that meet at `place`, a text that is the same on all of them. Throws EnvironmentError.
+// Finds the secret of the ranks that meet at `place`, a text that is the same on all of them. Throws EnvironmentError.
 SecretPtr secret_of(const JobEnvironment& job, const std::string& place);
 
 // Size, and the name that its launcher gave it.
@@ -48,7 +48,7 @@ std::string name_of_job(const JobEnvironment& job);
 // RendezvousError, which calls the store `where`.
 void require_own_job(c10d::Store& store, const std::string& where, const JobEnvironment& job);
 
-// Of rank 0: blocks until all others have called it, too. Of the others: does not block. Throws RendezvousError.
+// Blocks, in rank 0, until all others have called it, too; in the others not at all. Throws RendezvousError.
 void wait_for_everyone(c10d::Store& store, const std::string& where, const JobEnvironment& job,
                        const Deadline& deadline);
 

@@ -31,7 +31,7 @@ constexpr milliseconds kLookAgainEvery{20};       // at all ports
 constexpr milliseconds kOwnNameKnownIn{5000};
 constexpr int kAnyPort = 1;  // where only the route counts
 
-// Of a machine whose own name MASTER_ADDR is: the address at which the others reach it. "" where nothing tells it.
+// Returns the address at which others reach a machine whose own name MASTER_ADDR is; "" if nothing tells it.
 std::string own_address(const JobEnvironment& job, const Deadline& deadline) {
   if (is_loopback(job.master_addr)) return "";
   if (!job.other_host.empty()) {

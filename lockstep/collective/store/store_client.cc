@@ -25,7 +25,7 @@ Bytes bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 
 }  // namespace
 
-// Nothing: the connection is of no more use.
+// Returns nothing once the connection is of no more use.
 std::optional<Packet> MeetingClient::exchange(const Packet& request, const Deadline& deadline) {
   stream_.put(request);
   for (;;) {

@@ -81,7 +81,7 @@ class MeetingStore final : public c10d::Store {
 c10::intrusive_ptr<MeetingStore> serve_meeting(UniqueFd listener, MeetingServer::Admit admit, milliseconds timeout,
                                                std::string host = "");
 
-// None: no channel, or its other end is no store, or has not let this process in.
+// Returns none if there is no channel, or its other end is no store, or has not let this process in.
 StorePtr join_meeting(std::unique_ptr<Channel> channel, const Deadline& deadline, milliseconds timeout,
                       std::string host = "");
 

@@ -106,16 +106,12 @@ bool MeetingServer::serve_one(Connection& connection) {
     const auto request = stream.next();
     if (!request) return !stream.is_broken();
     if (!connection.known && request->kind != Packet::Kind::kHello) return false;
-    answer(connection, *request);
+    connection.known = true;
+    stream.allow(PacketStream::kLongestPacket);
+    stream.put(table_.answer(*request));
     if (!stream.write()) return false;
   }
   return true;
-}
-
-void MeetingServer::answer(Connection& connection, const Packet& request) {
-  if (!connection.known) connection.stream.allow(PacketStream::kLongestPacket);
-  connection.known = true;
-  connection.stream.put(table_.answer(request));
 }
 
 }  // namespace lockstep

@@ -6,7 +6,7 @@
 // Threads: any; its own thread does the work
 // Ranks:   in rank 0's process
 //
-// Who may come in is decided by `admit`, from the socket alone, and by the channel that it makes. A newcomer has ten seconds
+// `admit` decides who may come in, from the socket alone, and so does the channel that it makes. A newcomer has ten seconds
 // to say hello; there are never more than kMostNewcomers of them: the oldest makes room. Until then
 // a newcomer may send at most 64 bytes.
 #pragma once
@@ -54,7 +54,6 @@ class MeetingServer {
   void accept_one();
   void make_room();
   bool serve_one(Connection& connection);
-  void answer(Connection& connection, const Packet& request);
 
   UniqueFd listener_;
   Admit admit_;

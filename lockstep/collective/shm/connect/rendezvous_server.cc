@@ -41,7 +41,7 @@ UniqueFd own_pidfd() {
   return fd;
 }
 
-// What `rank` hands to the others, with room for what they hand to it.
+// Makes what `rank` hands to the others, with room for what they hand to it.
 PeerHandles own_parts(int rank, int size) {
   raise_descriptor_limit();
   PeerHandles parts;
