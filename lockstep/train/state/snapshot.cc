@@ -339,9 +339,9 @@ Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& 
   });
 }
 
-KeptParts parts_to_keep(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options) {
+StateParts state_parts(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options) {
   strategy.synchronise();
-  KeptParts parts;
+  StateParts parts;
   (is_in_parts(strategy) ? parts.own : parts.common).tensors = own_tensors(strategy);
   parts.common.metadata = metadata_of(position, options);
   parts.own.tensors.merge(generators_of(world));
@@ -352,7 +352,7 @@ KeptParts parts_to_keep(const World& world, Strategy& strategy, const Position& 
 namespace {
 
 // The tensors that were kept, of which those of this rank's number come first.
-SavedState kept_state(const LoopState::Found& found) {
+SavedState state_in_memory(const LoopState::Found& found) {
   std::map<std::string, const SafetensorsReader*> readers;
   SavedState kept{.metadata = found.common.metadata(), .shapes = {}, .read = nullptr};
   const auto add = [&](const SafetensorsReader& reader, bool is_own) {
@@ -416,7 +416,7 @@ std::string send_lacking_parts(const World& world, Strategy& strategy, SavedStat
 
 std::optional<Position> restore_parts(const LoopState::Found& found, const World& world, Strategy& strategy,
                                       const TrainOptions& options) {
-  SavedState kept = kept_state(found);
+  SavedState kept = state_in_memory(found);
   if (const std::string lost = send_lacking_parts(world, strategy, kept); !lost.empty()) {
     if (world.rank() == 0) log_warning(concat("no machine that is left has ", lost, ", a part of the model"));
     return {};
