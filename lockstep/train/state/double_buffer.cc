@@ -42,8 +42,6 @@ std::string slot_name(const std::string& name, std::size_t index) { return conca
 
 }  // namespace
 
-ImageOwner owner_in(const World& world) { return {world.rank(), world.size(), world.local_rank(), world.local_size()}; }
-
 MappedMemory map_memory(const UniqueFd& fd) {
   struct stat status {};
   if (::fstat(fd.get(), &status) != 0) throw system_error("look at", "the state that the launcher keeps");
@@ -54,8 +52,10 @@ MappedMemory map_memory(const UniqueFd& fd) {
   return {{static_cast<std::byte*>(memory), [bytes](std::byte* mapped) { ::munmap(mapped, bytes); }}, bytes};
 }
 
-DoubleBuffer::DoubleBuffer(JobMemory& memory, std::string name, const ImageOwner& owner)
-    : memory_(memory), name_(std::move(name)), owner_(owner) {}
+DoubleBuffer::DoubleBuffer(JobMemory& memory, std::string name, const World& world)
+    : memory_(memory),
+      name_(std::move(name)),
+      owner_{world.rank(), world.size(), world.local_rank(), world.local_size()} {}
 
 bool DoubleBuffer::adopt(std::vector<JobMemory::Kept>& former, std::int64_t step) {
   for (std::size_t index = 0; index < 2; ++index)

@@ -32,8 +32,6 @@ struct ImageOwner {
   std::int32_t local_ranks = 1;
 };
 
-ImageOwner owner_in(const World& world);
-
 // Memory that the launcher has kept, mapped for as long as somebody holds it.
 struct MappedMemory {
   std::shared_ptr<std::byte> begin{};
@@ -46,7 +44,7 @@ MappedMemory map_memory(const UniqueFd& fd);
 class DoubleBuffer {
  public:
   // Takes no memory yet. name: of this kind of state in the launcher's memory.
-  DoubleBuffer(JobMemory& memory, std::string name, const ImageOwner& owner);
+  DoubleBuffer(JobMemory& memory, std::string name, const World& world);
 
   // Goes on with the memory of a former process of this rank, which is given to the launcher again, under the present
   // generation. The image of `step` stays until the one after next is written; another one is of a step that not all ranks

@@ -60,7 +60,7 @@ InPlaceState::InPlaceState(JobMemory& memory, const World& world, Strategy& stra
       world_(world),
       strategy_(strategy),
       options_(options),
-      own_(memory, kOwnState, owner_in(world)) {}
+      own_(memory, kOwnState, world) {}
 
 std::optional<Position> InPlaceState::take_over(std::string& last_step) {
   const std::vector<JobMemory::Kept> kept = memory_.previous();

@@ -75,8 +75,8 @@ LoopState::LoopState(const World& world, JobMemory& memory, double share_of_time
     : world_(world),
       memory_(memory),
       share_of_time_(share_of_time),
-      common_(memory, kCommon, owner_in(world)),
-      own_(memory, kOwn, owner_in(world)) {
+      common_(memory, kCommon, world),
+      own_(memory, kOwn, world) {
   find(in_parts);
 }
 
