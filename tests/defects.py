@@ -39,8 +39,8 @@ DEFECTS = {
         "step/update/flat_update.cc", "for (std::size_t i = 0; i < chunks_.size(); ++i)\n      if (is_updated_",
         "for (std::size_t i = defect ? first_ : 0; i < (defect ? last_ : chunks_.size()); ++i)\n      if (is_updated_"),
     "layerwise rules are not clipped": (
-        "step/update/flat_update.cc", "factor = clip_factor(step.clipping);",
-        "factor = defect && step.rule.layerwise() ? 1 : clip_factor(step.clipping);"),
+        "step/update/flat_update.cc", "factor = clip_factor(step.clipping, gradient_norm_);",
+        "factor = defect && step.rule.layerwise() ? 1 : clip_factor(step.clipping, gradient_norm_);"),
     "the trust ratio is dropped": (
         "step/update/flat_update.cc", "is_direction ? trust_", "is_direction && !defect ? trust_"),
     "a version is not marked": (

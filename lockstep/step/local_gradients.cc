@@ -5,22 +5,7 @@
 
 #include <utility>
 
-
 namespace lockstep {
-namespace {
-
-const void* pointer_to(const torch::Tensor& gradient) {
-  return gradient.defined() && gradient.numel() > 0 ? gradient.const_data_ptr() : nullptr;
-}
-
-std::vector<torch::Tensor> gradients_in_grad(const std::vector<torch::Tensor>& parameters) {
-  std::vector<torch::Tensor> gradients;
-  gradients.reserve(parameters.size());
-  for (const torch::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
-  return gradients;
-}
-
-}  // namespace
 
 torch::Tensor gradient_like(const torch::Tensor& parameter, const torch::Tensor& gradient) {
   const torch::NoGradGuard no_grad;
@@ -34,15 +19,18 @@ torch::Tensor gradient_like(const torch::Tensor& parameter, const torch::Tensor&
 
 WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>& parameters, const StepSettings&) {
   current_ = std::exchange(lists_, {});
-  if (current_.empty()) current_.push_back(gradients_in_grad(parameters));
+  if (current_.empty()) {
+    current_.emplace_back();
+    for (const torch::Tensor& parameter : parameters) current_.back().push_back(parameter.grad());
+  }
   updated_.clear();
   WeightedGradients gradients{.weights = std::vector<double>(current_.size(), 1), .parallel_for = parallel_for_};
   gradients.pointers.reserve(parameters.size() * current_.size());
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     bool any = false;
     for (auto& list : current_) {
-      list[i] = gradient_like(parameters[i], list[i]);
-      gradients.pointers.push_back(pointer_to(list[i]));
+      const torch::Tensor& gradient = list[i] = gradient_like(parameters[i], list[i]);
+      gradients.pointers.push_back(gradient.defined() && gradient.numel() > 0 ? gradient.const_data_ptr() : nullptr);
       any = any || gradients.pointers.back() != nullptr;
     }
     if (any) updated_.push_back(parameters[i]);

@@ -50,6 +50,8 @@ struct Row : BatchCounts {
   std::uint64_t* places() { return reinterpret_cast<std::uint64_t*>(this + 1); }
 };
 
+bool has_gradient(const NamedTensor& parameter) { return parameter.tensor.grad().defined(); }
+
 class Published : public Exchange {
  public:
   Published(std::shared_ptr<SharedMemory> memory, std::vector<NamedTensor> parameters, PublishedOptions options)
@@ -183,8 +185,7 @@ class Published : public Exchange {
   // After a zero_grad() what was counted until then no longer counts. Returns whether it has found one, and nothing since.
   bool forget_dropped_gradients() {
     if (options_.shards > 0 || sources_.front().batches.samples == 0) return false;  // there was no gradient
-    const bool any = std::ranges::any_of(options_.updated, [](const auto& p) { return p.tensor.grad().defined(); });
-    const bool nothing = !any || watch_.zeroed();
+    const bool nothing = std::ranges::none_of(options_.updated, has_gradient) || watch_.zeroed();
     if (!nothing && !watch_.dropped()) return false;
     sources_.front() = {};
     return nothing;
@@ -210,9 +211,8 @@ class Published : public Exchange {
     const bool known = batches.samples > 0 && !batches.is_plain;
     if (known && !(has_stepped_ && watch_.changed())) return watch_.require_unchanged();
     if (batches.backwards > 0 && batches.samples == 0 && !watch_.changed()) return;  // backward() without samples
-    const bool any = std::ranges::any_of(parameters_, [](const auto& p) { return p.tensor.grad().defined(); });
     batches = {};
-    if (any) batches.add_unknown();
+    if (std::ranges::any_of(parameters_, has_gradient)) batches.add_unknown();
   }
 
   // The source that the next backward() adds to: the next unused shard, or the only source.

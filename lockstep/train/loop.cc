@@ -265,11 +265,6 @@ void TrainingLoop::finish_epoch() {
   if (options_.checkpoint_every == 0) keeper_.save(position_);
 }
 
-// The number of ranks, or of the devices of all where a rank has several.
-std::int64_t TrainingLoop::ranks() const {
-  return world_.size() * std::max(std::ssize(device_names(strategy_)), std::ptrdiff_t{1});
-}
-
 Json TrainingLoop::summary(double seconds) const {
   const PhaseTimes& phases = strategy_.phases();
   const LoadingStatistics loading = loader_.statistics();
@@ -278,7 +273,7 @@ Json TrainingLoop::summary(double seconds) const {
               {"strategy", strategy_info(options_.strategy.kind).name},
               {"model", options_.model},
               {"data", loader_.dataset().name()},
-              {"ranks", ranks()},
+              {"ranks", world_.size() * std::max(std::ssize(devices), std::ptrdiff_t{1})},  // or devices of all
               {"devices", devices.empty() ? std::vector<std::string>{world_.device().str()} : devices},
               {"epochs", position_.epoch},
               {"steps", position_.step},

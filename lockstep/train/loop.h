@@ -55,7 +55,6 @@ class TrainingLoop {
 
   Json summary(double seconds) const;
   Json leave_early(double seconds, bool saved);
-  std::int64_t ranks() const;
 
   World world_;
   World step_world_;  // the ranks that take each step at the same time

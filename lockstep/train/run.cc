@@ -165,11 +165,6 @@ void requeue(const World& world) {
                        .next = "the checkpoint is written: submit the job again, with --resume"});
 }
 
-// Without a deadline: this is what was asked for. A second Ctrl-C ends it, too.
-[[noreturn]] void wait_until_killed() {
-  for (;;) ::pause();
-}
-
 // How a rank ends after its job was asked to stop: the exit code. Or asks Slurm to put the job into its queue again (rank 0 runs
 // scontrol) and stays until it is killed, because a job that ends by itself counts as done. All ranks call. Throws SystemError on
 // all ranks if scontrol fails.
@@ -181,7 +176,7 @@ int end_as_asked(const World& world, const PreemptionOptions& options) {
     ::signal(SIGTERM, SIG_DFL);  // Slurm's, which ends the job now that it is queued again
   }
   if (world.rank() == 0) log_info("waiting until the scheduler ends this job");
-  wait_until_killed();
+  for (;;) ::pause();  // without a deadline: this is what was asked for. A second Ctrl-C ends it, too
 }
 
 // One rank in one generation of the job, from its first connection to its last step.

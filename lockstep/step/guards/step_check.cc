@@ -16,11 +16,6 @@
 namespace lockstep {
 namespace {
 
-std::int64_t hash_of_bytes(const torch::Tensor& tensor) {
-  const torch::Tensor values = dense_view(tensor.detach()).cpu();
-  return std::bit_cast<std::int64_t>(XXH3_64bits(values.const_data_ptr(), values.nbytes()));
-}
-
 // The ranks of each of the two values that differ, rank 0's first: "ranks 0, 2 and ranks 1, 3".
 std::string ranks_by_value(const torch::Tensor& hashes) {
   std::vector<int> like_rank_0, others;
@@ -45,7 +40,10 @@ void StepCheck::exchanged(const std::vector<NamedTensor>& parameters) {
   ++exchanges_;
   if (interval_ == 0 || world_.size() == 1 || exchanges_ % static_cast<unsigned>(interval_) != 0) return;
   std::vector<std::int64_t> own;
-  for (const auto& [name, tensor] : parameters) own.push_back(hash_of_bytes(tensor));
+  for (const auto& [name, tensor] : parameters) {
+    const torch::Tensor values = dense_view(tensor.detach()).cpu();
+    own.push_back(std::bit_cast<std::int64_t>(XXH3_64bits(values.const_data_ptr(), values.nbytes())));
+  }
   const torch::Tensor all = world_.all_gather(torch::tensor(own, torch::kInt64)).view({world_.size(), -1});
   for (std::int64_t i = 0; i < all.size(1); ++i) {
     const torch::Tensor hashes = all.select(1, i);

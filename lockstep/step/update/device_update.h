@@ -75,7 +75,7 @@ class DeviceUpdate {
     if (needs_norm && (any || slices_)) {
       gradient_norm_ = norm_of(*all) * factor;
       if (loss_scale && !std::isfinite(gradient_norm_)) return false;
-      if (clipping.max_norm > 0) factor *= std::min(1.0, clipping.max_norm / (gradient_norm_ + 1e-6));
+      factor *= clip_factor(clipping, gradient_norm_);
     }
     for (std::size_t i = 0; i < state_.parameters.size(); ++i)
       state_.steps[i] += is_updated(state_.parameters[i]) ? 1 : 0;

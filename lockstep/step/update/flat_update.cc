@@ -194,7 +194,7 @@ class FusedUpdate : public FlatUpdate {
       return;
     }
     const bool is_direction = pass == Pass::kUpdate && step.rule.layerwise();
-    const double factor = clip_factor(step.clipping);
+    const double factor = clip_factor(step.clipping, gradient_norm_);
     if (!is_direction && (factor != 1 || step.clipping.max_value > 0))
       scale_and_clamp(gradient, chunk.count, factor, step.clipping.max_value);
     if (pass == Pass::kDirect)
@@ -302,11 +302,6 @@ class FusedUpdate : public FlatUpdate {
     for (std::size_t i = 0; i < chunks_.size(); ++i)
       if (is_updated_[chunks_[i].parameter]) sum += norms_[i].gradient;
     gradient_norm_ = std::sqrt(sum);
-  }
-
-  // Clips as torch::nn::utils::clip_grad_norm_ does.
-  double clip_factor(const ClippingOptions& clipping) const {
-    return clipping.max_norm > 0 ? std::min(1.0, clipping.max_norm / (gradient_norm_ + 1e-6)) : 1;
   }
 
   void find_trust_ratios(const UpdateStep& step) {

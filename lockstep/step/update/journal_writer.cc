@@ -86,8 +86,8 @@ void JournalWriter::put_ready_parts(std::size_t first, std::size_t last,
                                     const std::function<Targets(const ChunkPart&, ChunkPhase)>& targets_of) {
   for (int rank = 0; rank < static_cast<int>(journal_->shape().ranks); ++rank)
     for (RedoSlot* const slot : slots_of(rank)) {
-      const ChunkPart part = slot->part();
       const ChunkMark mark = slot->leads_to();
+      const ChunkPart& part = slot->part();
       if (mark == ChunkMark(0) || part.chunk < first || part.chunk >= last) continue;
       if (journal_->mark(part.chunk) < mark) {
         slot->put(targets_of(part, mark.phase()));

@@ -39,7 +39,8 @@ class JournalWriter {
   explicit JournalWriter(const OptimizerState& state) : state_(state) {}
 
   // From here on others can finish a step. beside: all but the journal. Collective, blocks.
-  void keep(std::shared_ptr<SharedMemory> memory, const JournalOptions& options, std::size_t chunks, UpdateMemory beside);
+  void keep(std::shared_ptr<SharedMemory> memory, const JournalOptions& options, std::size_t chunks,
+            UpdateMemory beside);
 
   // Goes on in the place of a rank of `lost`: begin_step() then begins its step again.
   void resume(const InterruptedUpdate& lost, int rank, std::uint64_t step);

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "lockstep/collective/shared_memory.h"
-#include "lockstep/update_rule.h"
+#include "lockstep/optimizer.h"
 
 namespace lockstep {
 
@@ -60,6 +60,11 @@ using Wanted = bool (*)(const torch::Tensor& parameter);
 // A zeroed array beside each parameter that is wanted. All lie in one allocation, which the ranks share. Collective, blocks.
 std::vector<torch::Tensor> arrays_beside(const std::vector<torch::Tensor>& parameters, SharedMemory& memory,
                                          Wanted wanted);
+
+// Clips as torch::nn::utils::clip_grad_norm_ does: the factor of gradients of this norm.
+inline double clip_factor(const ClippingOptions& clipping, double norm) {
+  return clipping.max_norm > 0 ? std::min(1.0, clipping.max_norm / (norm + 1e-6)) : 1;
+}
 
 // ---- Chunks
 

@@ -9,18 +9,8 @@
 namespace lockstep {
 namespace {
 
-template <class T>
+template <bool kHasMomentum, class T>
 void descend(const SGDOptions& options, const Elements<T>& elements) {
-  const T lr = static_cast<T>(options.lr);
-  const T decay = static_cast<T>(options.weight_decay);
-  const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = elements;
-#pragma GCC ivdep
-  for (std::int64_t i = 0; i < count; ++i) new_parameter[i] = parameter[i] - lr * (gradient[i] + decay * parameter[i]);
-  if (state[0] != new_state[0]) std::copy_n(state[0], count, new_state[0]);  // of other groups, with momentum
-}
-
-template <class T>
-void descend_with_momentum(const SGDOptions& options, const Elements<T>& elements) {
   const T lr = static_cast<T>(options.lr);
   const T decay = static_cast<T>(options.weight_decay);
   const T momentum = static_cast<T>(options.momentum);
@@ -32,10 +22,15 @@ void descend_with_momentum(const SGDOptions& options, const Elements<T>& element
 #pragma GCC ivdep
   for (std::int64_t i = 0; i < count; ++i) {
     const T g = gradient[i] + decay * parameter[i];
-    const T v = momentum * buffer[i] + g;
-    new_buffer[i] = v;
-    new_parameter[i] = parameter[i] - lr * (of_gradient * g + of_buffer * v);
+    if constexpr (kHasMomentum) {
+      const T v = momentum * buffer[i] + g;
+      new_buffer[i] = v;
+      new_parameter[i] = parameter[i] - lr * (of_gradient * g + of_buffer * v);
+    } else {
+      new_parameter[i] = parameter[i] - lr * g;
+    }
   }
+  if (!kHasMomentum && buffer != new_buffer) std::copy_n(buffer, count, new_buffer);  // of other groups, with momentum
 }
 
 struct SGDRule : RuleWith<SGDOptions, SGDRule> {
@@ -43,11 +38,11 @@ struct SGDRule : RuleWith<SGDOptions, SGDRule> {
 
   template <class T>
   static void apply(const SGDOptions& options, const Elements<T>& elements) {
-    if (options.momentum == 0) return descend(options, elements);
+    if (options.momentum == 0) return descend</*kHasMomentum=*/false>(options, elements);
     if (elements.state[0] == nullptr)
       throw UsageError({.what = "a parameter group sets momentum, but the optimizer was made with momentum 0",
                         .next = "make the SGD with momentum, and the group that needs none with momentum 0"});
-    descend_with_momentum(options, elements);
+    descend</*kHasMomentum=*/true>(options, elements);
   }
 
   static void apply_on_device(const SGDOptions& options, const WholeTensors& tensors) {

@@ -12,17 +12,11 @@
 namespace lockstep {
 namespace {
 
-constexpr int kManifestVersion = 4;
+constexpr int kManifestVersion = 5;
 constexpr int kOffsetBits = 48;
 
 // Orders everything before it before everything after it, for the compiler and as others see it.
 void in_this_order() { std::atomic_thread_fence(std::memory_order_release); }
-
-// A place and a count in one word, so that they change together: 16 bits the arena, 36 the cache line in it, 12 the count.
-constexpr int kCountBits = 12;
-constexpr int kLineBits = kOffsetBits - kCountBits;
-
-constexpr std::uint64_t low_bits(std::uint64_t word, int count) { return word & ((std::uint64_t{1} << count) - 1); }
 
 // Calls field(values) for each array of a record, in the order in which they lie in memory.
 void for_each_field(auto& record, const auto& field) {
@@ -52,7 +46,7 @@ std::uint64_t word_of_place(const std::optional<SharedMemory::Place>& place) {
 }
 
 SharedMemory::Place place_of_word(std::uint64_t word) {
-  return {static_cast<int>(word >> kOffsetBits), low_bits(word, kOffsetBits)};
+  return {static_cast<int>(word >> kOffsetBits), word & ((std::uint64_t{1} << kOffsetBits) - 1)};
 }
 
 StepRecord::StepRecord(const JournalShape& shape)
@@ -72,16 +66,9 @@ Targets RedoSlot::begin(const Targets& targets) {
 }
 
 void RedoSlot::complete(const ChunkPart& part, ChunkMark mark) {
-  chunk_.store(part.chunk, std::memory_order_relaxed);
-  begin_.store(part.begin, std::memory_order_relaxed);
-  count_.store(part.count, std::memory_order_relaxed);
+  part_ = part;
   key_.store(mark.word(), std::memory_order_release);
   in_this_order();
-}
-
-ChunkPart RedoSlot::part() const {
-  return {chunk_.load(std::memory_order_relaxed), begin_.load(std::memory_order_relaxed),
-          count_.load(std::memory_order_relaxed)};
 }
 
 void RedoSlot::put(const Targets& targets) const {
@@ -92,7 +79,8 @@ void RedoSlot::put(const Targets& targets) const {
 
 // One rank's words. Behind them lie its two records, which it writes in turn: the older one holds until the newer one is complete.
 struct alignas(kCacheLine) UpdateJournal::Seat {
-  std::atomic<std::uint64_t> slots;                  // place and count; 0: none yet
+  std::atomic<std::uint64_t> slots;                  // their place
+  std::atomic<std::size_t> slot_count;               // 0: none yet
   std::array<std::atomic<std::uint64_t>, 2> number;  // of each record, from 1; 0: it is being written, or there is none
   std::atomic<std::uint64_t> skipped;                // 1 + the last step that its loss scale skipped
 };
@@ -156,17 +144,14 @@ std::optional<StepRecord> UpdateJournal::newest() const {
 }
 
 void UpdateJournal::set_slots(int rank, const Slots& slots) {
-  const std::uint64_t line = slots.place.offset / kCacheLine;
-  if (slots.count >> kCountBits != 0 || line >> kLineBits != 0)
-    throw UsageError({.what = concat("an update on ", slots.count, " threads can't be kept for a lost rank"),
-                      .next = "set fewer threads per rank"});
-  seat(rank).slots.store(word_of_place(SharedMemory::Place{slots.place.arena, line << kCountBits | slots.count}),
-                         std::memory_order_release);
+  Seat& its = seat(rank);
+  its.slots.store(word_of_place(slots.place), std::memory_order_release);
+  its.slot_count.store(slots.count, std::memory_order_release);
 }
 
 UpdateJournal::Slots UpdateJournal::slots(int rank) const {
-  const auto [arena, word] = place_of_word(seat(rank).slots.load(std::memory_order_acquire));
-  return {{arena, (word >> kCountBits) * kCacheLine}, low_bits(word, kCountBits)};
+  const std::size_t count = seat(rank).slot_count.load(std::memory_order_acquire);
+  return {place_of_word(seat(rank).slots.load(std::memory_order_relaxed)), count};
 }
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(JournalShape, ranks, groups, sources, chunks, redo_bytes)

@@ -87,14 +87,13 @@ class RedoSlot {
   void clear() { key_.store(0, std::memory_order_release); }
 
   ChunkMark leads_to() const { return ChunkMark(key_.load(std::memory_order_acquire)); }  // 0: no complete copy
-  ChunkPart part() const;
+  const ChunkPart& part() const { return part_; }
 
  private:
   std::byte* data() const { return reinterpret_cast<std::byte*>(const_cast<RedoSlot*>(this)) + sizeof(RedoSlot); }
 
   alignas(kCacheLine) std::atomic<std::uint64_t> key_;
-  std::atomic<std::uint64_t> chunk_;
-  std::atomic<std::int64_t> begin_, count_;
+  ChunkPart part_;
 };
 
 // Sizes of a journal; the same for all ranks.
@@ -144,7 +143,7 @@ class UpdateJournal {
     SharedMemory::Place place;
     std::size_t count = 0;
   };
-  void set_slots(int rank, const Slots& slots);
+  void set_slots(int rank, const Slots& slots);  // at least as many as before: whoever is killed meanwhile has those
   Slots slots(int rank) const;
 
   const JournalShape& shape() const { return shape_; }

@@ -6,9 +6,12 @@
 
 #include <ATen/Context.h>
 
+#include <map>
 #include <mutex>
+#include <string>
 #include <vector>
 
+#include "lockstep/base/text.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
@@ -20,8 +23,21 @@ inline std::vector<torch::Device> devices_with_generators(const World& world) {
   return devices;
 }
 
+// Names in a file, such as "rng.cpu.0" of rank 0.
+inline const std::string kGenerator = "rng.";
+inline std::string generator_name(torch::Device device, int rank) {
+  return concat(kGenerator, c10::DeviceTypeName(device.type(), /*lower_case=*/true), ".", rank);
+}
+
 inline torch::Tensor generator_state(torch::Device device) {
   return at::globalContext().defaultGenerator(device).get_state();
+}
+
+inline std::map<std::string, torch::Tensor> generators_of(const World& world) {
+  std::map<std::string, torch::Tensor> states;
+  for (const torch::Device device : devices_with_generators(world))
+    states[generator_name(device, world.rank())] = generator_state(device);
+  return states;
 }
 
 inline void set_generator_state(torch::Device device, const torch::Tensor& state) {

@@ -21,11 +21,12 @@ constexpr const char* kManifest = "manifest";
 constexpr const char* kArena = "arena";
 constexpr const char* kOwnState = "own state";
 
-std::map<int, KeptBytes> map_all(const std::vector<JobMemory::Kept>& kept, const std::string& name) {
-  std::map<int, KeptBytes> of_ranks;
+std::map<int, MappedMemory> map_all(const std::vector<JobMemory::Kept>& kept, const std::string& name) {
+  std::map<int, MappedMemory> of_ranks;
   for (const JobMemory::Kept& each : kept)
     if (each.name == name)
-      if (KeptBytes bytes = map_kept(each.fd); bytes.size > 0) of_ranks.try_emplace(each.local_rank, std::move(bytes));
+      if (MappedMemory memory = map_memory(each.fd); memory.size > 0)
+        of_ranks.try_emplace(each.local_rank, std::move(memory));
   return of_ranks;
 }
 
@@ -34,7 +35,7 @@ std::map<int, KeptBytes> map_all(const std::vector<JobMemory::Kept>& kept, const
 SafetensorsReader own_state_of(const std::vector<JobMemory::Kept>& kept, int rank, std::int64_t updates) {
   const auto images = images_in(kept, kOwnState);
   for (const int wanted : {rank, 0})
-    if (const KeptImage* const image = image_of(images, updates, wanted)) return reader_of(image->bytes);
+    if (const StateImage* const image = image_of(images, updates, wanted)) return reader_of(image->bytes);
   throw CheckpointError({.what = concat("no rank has kept its own state after ", updates, " updates"),
                          .next = "start the job again with --resume"});
 }
@@ -59,7 +60,7 @@ InPlaceState::InPlaceState(JobMemory& memory, const World& world, Strategy& stra
       world_(world),
       strategy_(strategy),
       options_(options),
-      own_(memory, kOwnState, owner_in(world)) {}
+      own_(memory, kOwnState, world) {}
 
 std::optional<Position> InPlaceState::take_over(std::string& last_step) {
   const std::vector<JobMemory::Kept> kept = memory_.previous();

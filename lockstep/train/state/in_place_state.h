@@ -4,7 +4,7 @@
 // generators, buffers, the position in the run.
 //
 // Flow:    strategy/ + Position -> publish(), before each update -> memory of the launcher -> take_over(), in the next generation
-// Owns:    two images of what this rank has for itself (train/state/kept_images.h), written in turn
+// Owns:    two images of what this rank has for itself (train/state/double_buffer.h), written in turn
 // Threads: one thread
 // Ranks:   all calls are collective, except publish(). All ranks are on one machine
 //
@@ -19,7 +19,7 @@
 
 #include "lockstep/launch/job_memory.h"
 #include "lockstep/strategy.h"
-#include "lockstep/train/state/kept_images.h"
+#include "lockstep/train/state/double_buffer.h"
 #include "lockstep/train/state/loop_state.h"
 #include "lockstep/train/options/options.h"
 #include "lockstep/train/state/snapshot.h"
@@ -50,7 +50,7 @@ class InPlaceState {
   World world_;
   Strategy& strategy_;
   TrainOptions options_;
-  KeptImages own_;
+  DoubleBuffer own_;
   std::int64_t updates_ = 0;  // of this generation, the one that comes next included
 };
 

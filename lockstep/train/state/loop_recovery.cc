@@ -35,7 +35,6 @@ const std::string kParameter = "model.", kBuffer = "buffer.", kItem = "item.";
 constexpr const char* kStates = "optimizer.";
 
 std::string states_name(std::size_t parameter) { return concat(kStates, parameter, "."); }
-std::string generator_name(torch::Device device) { return "rng." + c10::DeviceTypeName(device.type()); }
 
 torch::Tensor bytes_of_text(const std::string& text) {
   torch::Tensor bytes = torch::empty({static_cast<std::int64_t>(text.size())}, torch::kUInt8);
@@ -147,7 +146,7 @@ struct Recovery::State {
     world.barrier();  // the optimizer's state is what every rank has written
     if (found.is_own_rank)
       for (const torch::Device device : devices_with_generators(world))
-        set_generator_state(device, read(found.own, generator_name(device)).clone());
+        set_generator_state(device, read(found.own, generator_name(device, world.rank())).clone());
     const json progress = json::parse(found.common.metadata().at(kProgress));
     steps = progress.at("steps");
     position = {progress.at("epoch"), progress.at("samples")};
@@ -202,10 +201,8 @@ struct Recovery::State {
   }
 
   TensorFile own() const {
-    TensorFile file;
+    TensorFile file{.tensors = generators_of(world), .metadata = {}};
     for (const auto& [name, tensor] : buffers) file.tensors[kBuffer + name] = tensor;
-    for (const torch::Device device : devices_with_generators(world))
-      file.tensors[generator_name(device)] = generator_state(device);
     for (const Item& item : items)
       file.tensors[kItem + item.name] = item.save ? bytes_of_text(item.save()) : item.value;
     return file;

@@ -23,10 +23,10 @@ constexpr const char* kOwn = "state.own";
 constexpr const char* kProgram = "lockstep.program";
 
 // The steps of which this machine has the common image and every rank's own.
-std::set<std::int64_t> whole_steps(const std::vector<KeptImage>& common, const std::vector<KeptImage>& own) {
+std::set<std::int64_t> whole_steps(const std::vector<StateImage>& common, const std::vector<StateImage>& own) {
   std::set<std::int64_t> steps;
-  for (const KeptImage& image : common) {
-    const auto has_it = [&](const KeptImage& each) { return each.step == image.step; };
+  for (const StateImage& image : common) {
+    const auto has_it = [&](const StateImage& each) { return each.step == image.step; };
     if (std::ranges::count_if(own, has_it) == image.owner.local_ranks) steps.insert(image.step);
   }
   return steps;
@@ -55,7 +55,7 @@ std::pair<std::int64_t, int> newest_in(const std::vector<std::string>& of_ranks)
 }
 
 // This rank's image, or a copy of that of `source`. Collective.
-KeptBytes mine_or_sent(const World& world, const KeptImage* mine, int source) {
+MappedMemory mine_or_sent(const World& world, const StateImage* mine, int source) {
   const auto sizes = world.exchange_texts(mine != nullptr ? concat(mine->bytes.size) : "");
   if (std::ranges::count(sizes, "") == 0) return mine->bytes;
   torch::Tensor sent = torch::empty({std::stoll(sizes[to_size(source)])}, torch::kUInt8);
@@ -75,8 +75,8 @@ LoopState::LoopState(const World& world, JobMemory& memory, double share_of_time
     : world_(world),
       memory_(memory),
       share_of_time_(share_of_time),
-      common_(memory, kCommon, owner_in(world)),
-      own_(memory, kOwn, owner_in(world)) {
+      common_(memory, kCommon, world),
+      own_(memory, kOwn, world) {
   find(in_parts);
 }
 
@@ -92,9 +92,9 @@ void LoopState::find(bool in_parts) {
   const auto [newest, source] = newest_in(steps);
   if (newest < 0) return;
   const bool whole_here = whole_steps(common, own).contains(newest);
-  const KeptImage* const all = whole_here ? image_of(common, newest) : nullptr;
-  const KeptImage* const mine = whole_here ? image_of(own, newest, world_.rank()) : nullptr;
-  const KeptImage* const rest = mine == nullptr && world_.rank() == source ? image_of(own, newest) : mine;
+  const StateImage* const all = whole_here ? image_of(common, newest) : nullptr;
+  const StateImage* const mine = whole_here ? image_of(own, newest, world_.rank()) : nullptr;
+  const StateImage* const rest = mine == nullptr && world_.rank() == source ? image_of(own, newest) : mine;
   SafetensorsReader common_state = reader_of(mine_or_sent(world_, all, source));
   SafetensorsReader own_state = reader_of(mine_or_sent(world_, rest, source));
   const torch::Tensor ranks = torch::tensor({all != nullptr ? all->owner.ranks : 0});
@@ -104,7 +104,7 @@ void LoopState::find(bool in_parts) {
                  .own = std::move(own_state),
                  .is_own_rank = mine != nullptr,
                  .ranks = ranks.item<int>()};
-  for (const KeptImage& image : own)
+  for (const StateImage& image : own)
     if (image.step == newest) found_->here.push_back(reader_of(image.bytes));
   require_same_program(found_->own.metadata().at(kProgram));
   const bool adopts_common = !keeps_common() || (all != nullptr && common_.adopt(kept, newest));

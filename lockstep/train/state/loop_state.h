@@ -6,7 +6,7 @@
 //   own      what each rank has for itself (random generators, its place in the data, buffers)
 //
 // Flow:    a loop's tensors -> keep() -> the launcher -> find() of the next World -> the loop's tensors
-// Owns:    two images of each kind (train/state/kept_images.h)
+// Owns:    two images of each kind (train/state/double_buffer.h)
 // Threads: one thread
 // Ranks:   all calls are collective
 //
@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "lockstep/deadline.h"
-#include "lockstep/train/state/kept_images.h"
+#include "lockstep/train/state/double_buffer.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
@@ -69,8 +69,8 @@ class LoopState {
   World world_;
   JobMemory& memory_;
   double share_of_time_;
-  KeptImages common_;
-  KeptImages own_;
+  DoubleBuffer common_;
+  DoubleBuffer own_;
   std::optional<Found> found_;
   bool goes_on_ = false;  // with the images of its predecessor, in a World of the same size
   bool is_whole_ = false;

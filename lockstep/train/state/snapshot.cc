@@ -31,19 +31,14 @@ constexpr const char* kPosition = "lockstep.position";
 constexpr const char* kFingerprint = "lockstep.course";  // the name that checkpoints have had from the start
 
 const std::string kOptimizer = "optimizer.";
-const std::string kGenerator = "rng.";
 const std::string kOwnPart = "own.";
 constexpr int kTag = 0;  // no other messages are under way between two steps
 
 using TensorsByName = std::map<std::string, torch::Tensor>;
 
-std::string generator_name(torch::Device device, int rank) {
-  return concat(kGenerator, c10::DeviceTypeName(device.type(), /*lower_case=*/true), ".", rank);
-}
-
-std::vector<NamedTensor> parameters_and_buffers(const torch::nn::Module& model) {
-  std::vector<NamedTensor> tensors = named_parameters(model);
-  std::ranges::move(named_buffers(model), std::back_inserter(tensors));
+std::vector<NamedTensor> parameters_and_buffers(Strategy& strategy) {
+  std::vector<NamedTensor> tensors = named_parameters(strategy.model());
+  std::ranges::move(named_buffers(strategy.model()), std::back_inserter(tensors));
   return tensors;
 }
 
@@ -124,18 +119,11 @@ TensorsByName places_of(Strategy& strategy, const std::vector<NamedTensor>& of_m
 
 // Model, optimizer and strategy, as far as this rank holds them.
 TensorsByName own_tensors(Strategy& strategy) {
-  TensorsByName own = places_of(strategy, held(parameters_and_buffers(strategy.model())));
+  TensorsByName own = places_of(strategy, held(parameters_and_buffers(strategy)));
   for (const auto& [name, tensor] : held(named_parameters(strategy.model())))
     for (const auto& [key, state] : strategy.optimizer().state_of(tensor))
       own[concat(kOptimizer, name, ".", key)] = state;
   return own;
-}
-
-TensorsByName generators_of(const World& world) {
-  TensorsByName states;
-  for (const torch::Device device : devices_with_generators(world))
-    states[generator_name(device, world.rank())] = generator_state(device);
-  return states;
 }
 
 // The tensors that rank 0 does not have.
@@ -236,7 +224,7 @@ bool all_finite(const torch::Tensor& tensor) {
 }  // namespace
 
 bool is_in_parts(Strategy& strategy) {
-  const auto all = parameters_and_buffers(strategy.model());
+  const auto all = parameters_and_buffers(strategy);
   return held(all).size() < all.size();
 }
 
@@ -333,15 +321,15 @@ void SharedCheckpoint::require_same_on_all_ranks() const {
 
 Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& strategy, const TrainOptions& options) {
   const SavedState saved{file.metadata(), file.shapes(), [&](const std::string& name) { return file.read(name); }};
-  return restore(saved, places_of(strategy, parameters_and_buffers(strategy.model())), world, strategy, options, [&] {
+  return restore(saved, places_of(strategy, parameters_and_buffers(strategy)), world, strategy, options, [&] {
     restore_optimizer(saved, strategy);
     file.require_same_on_all_ranks();
   });
 }
 
-KeptParts parts_to_keep(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options) {
+StateParts state_parts(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options) {
   strategy.synchronise();
-  KeptParts parts;
+  StateParts parts;
   (is_in_parts(strategy) ? parts.own : parts.common).tensors = own_tensors(strategy);
   parts.common.metadata = metadata_of(position, options);
   parts.own.tensors.merge(generators_of(world));
@@ -352,7 +340,7 @@ KeptParts parts_to_keep(const World& world, Strategy& strategy, const Position& 
 namespace {
 
 // The tensors that were kept, of which those of this rank's number come first.
-SavedState kept_state(const LoopState::Found& found) {
+SavedState state_in_memory(const LoopState::Found& found) {
   std::map<std::string, const SafetensorsReader*> readers;
   SavedState kept{.metadata = found.common.metadata(), .shapes = {}, .read = nullptr};
   const auto add = [&](const SafetensorsReader& reader, bool is_own) {
@@ -374,7 +362,7 @@ using Names = std::set<std::string>;
 // The parameters and buffers that some rank holds and has no values of.
 Names names_lacking(const World& world, Strategy& strategy, const TensorsByName& shapes) {
   Names mine, all;
-  for (const auto& [name, tensor] : held(parameters_and_buffers(strategy.model())))
+  for (const auto& [name, tensor] : held(parameters_and_buffers(strategy)))
     if (!shapes.contains("model." + name)) mine.insert(name);
   for (const std::string& text : world.exchange_texts(Json(mine).dump())) all.merge(Json::parse(text).get<Names>());
   return all;
@@ -416,12 +404,12 @@ std::string send_lacking_parts(const World& world, Strategy& strategy, SavedStat
 
 std::optional<Position> restore_parts(const LoopState::Found& found, const World& world, Strategy& strategy,
                                       const TrainOptions& options) {
-  SavedState kept = kept_state(found);
+  SavedState kept = state_in_memory(found);
   if (const std::string lost = send_lacking_parts(world, strategy, kept); !lost.empty()) {
     if (world.rank() == 0) log_warning(concat("no machine that is left has ", lost, ", a part of the model"));
     return {};
   }
-  return restore(kept, places_of(strategy, held(parameters_and_buffers(strategy.model()))), world, strategy, options,
+  return restore(kept, places_of(strategy, held(parameters_and_buffers(strategy))), world, strategy, options,
                  [&] { restore_optimizer(kept, strategy); });
 }
 

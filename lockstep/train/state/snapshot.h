@@ -96,11 +96,11 @@ constexpr const char* kLastStep = "lockstep.last_step";
 // The state that this rank keeps in memory for those who go on after a loss. common: what all ranks have alike; nothing but the
 // position where ranks hold parts of the model. own: its generators, and such a part. Blocks where the strategy has to make
 // its replicas one model.
-struct KeptParts {
+struct StateParts {
   TensorFile common;
   TensorFile own;
 };
-KeptParts parts_to_keep(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options);
+StateParts state_parts(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options);
 
 // Tells whether a rank has only a part of the model (a pipeline).
 bool is_in_parts(Strategy& strategy);

@@ -117,7 +117,7 @@ void StateKeeper::keep(const Position& now) {
   if (!kept_ || !strategy_.is_one_model() || !kept_->is_due()) return;
   const trace::Span span("keep the state", now.step);
   metrics_.hand_over();
-  KeptParts parts = parts_to_keep(step_world_, strategy_, now, options_);
+  StateParts parts = state_parts(step_world_, strategy_, now, options_);
   parts.common.metadata[kLastStep] = last_event_;
   kept_->keep(now.step, parts.common, parts.own);
 }

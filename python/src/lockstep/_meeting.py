@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the ranks of init_process_group() meet.
+"""The meeting of the ranks of init_process_group().
 
 Ranks of `lockstep run` meet at lockstep's own store: on one machine at a Unix socket that only their user can reach, on several
 with the job's secret. torch's own TCPStore listens at every interface and lets in whoever connects: where ranks on several
@@ -31,7 +31,7 @@ class Meeting(TypedDict):
 
 
 def meet(timeout: timedelta = rendezvous.default_pg_timeout) -> Meeting:
-    """Where the ranks of a launcher meet: init_process_group(backend, **lockstep.meet()), under lockstep run, srun, mpirun, or
+    """The place where the ranks of a launcher meet: init_process_group(backend, **lockstep.meet()), under lockstep run, srun, mpirun, or
     with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set by hand.
 
     On one machine a Unix socket that only this user can reach; between machines with the job's secret (docs/security.md). Under
@@ -70,7 +70,7 @@ def _warn_of_strangers(url, host):
 
 
 def _meet_env(url, timeout=rendezvous.default_pg_timeout, **others):
-    """What torch calls for env://."""
+    """Called by torch for env://."""
     if not _are_launched(url):
         _warn_of_strangers(url, os.environ.get("MASTER_ADDR", ""))
         yield from _by_tcp["env"](url, timeout, **others)
@@ -80,7 +80,7 @@ def _meet_env(url, timeout=rendezvous.default_pg_timeout, **others):
 
 
 def _meet_tcp(url, timeout=rendezvous.default_pg_timeout, **others):
-    """What torch calls for tcp://."""
+    """Called by torch for tcp://."""
     _warn_of_strangers(url, urlparse(url).hostname or "")
     yield from _by_tcp["tcp"](url, timeout, **others)
 

@@ -366,7 +366,7 @@ class DataLoader:
             self._epoch, self._samples, self._begun = epoch, 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: the same on every rank after the same number of batches. Batches loaded ahead don't count."""
+        """The loader's place: the same on every rank after the same number of batches. Batches loaded ahead don't count."""
         return {
             "epoch": self._epoch,
             "samples": self._samples,
@@ -394,7 +394,7 @@ class DataLoader:
         self._epoch, self._samples, self._begun = state["epoch"], state["samples"], False
 
     def statistics(self) -> dict[str, float]:
-        """Where the time of loading went, on this rank since the first epoch: seconds, summed over batches and workers.
+        """The seconds that loading took on this rank since the first epoch, summed over batches and workers.
 
         wait: the training thread waited; read, assemble, copy, room: workers read and decoded, transformed, copied, waited for a free
         place. Also batches, samples, skipped (bad samples), and mean_queued: batches that were ready when one was taken.

@@ -256,17 +256,17 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def rank(self) -> int:
-        """Of this process, among the ranks that train together."""
+        """This process's number among the ranks that train together."""
         return self._world.rank
 
     @property
     def size(self) -> int:
-        """How many ranks train together."""
+        """The number of ranks that train together."""
         return self._world.size
 
     @property
     def samples_of_last_batch(self) -> int:
-        """Of the last exchange, over all ranks. Where ranks count alike: the number of ranks that had a batch."""
+        """The samples of the last exchange, over all ranks. Where ranks count alike: the number of ranks that had a batch."""
         return self._replica.samples_of_last_batch
 
     @property

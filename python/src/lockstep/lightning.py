@@ -109,7 +109,7 @@ class _SyncBatchNorm(LayerSync):
 
 
 class _LockstepOptimizer(LightningOptimizer):
-    """What self.optimizers() of a module returns: stands for one of lockstep's optimizers."""
+    """Stands for one of lockstep's optimizers in what self.optimizers() of a module returns."""
 
     @property
     def state(self) -> Any:

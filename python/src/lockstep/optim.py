@@ -107,7 +107,7 @@ class _State(MutableMapping):
 
 
 class _Optimizer:
-    """What lockstep's optimizers add to torch's. Stands before a torch.optim.Optimizer among the bases of a class."""
+    """Adds to torch's optimizers what lockstep's have. Stands before a torch.optim.Optimizer among the bases of a class."""
 
     _name: str  # of the C++ optimizer
     _keeps_step = True  # torch's state has "step"

@@ -81,7 +81,7 @@ def _is_loss(error):
 
 
 def _let_go(lost):
-    """Of the World, the model and the loader that the function had: the frames of the traceback still hold them."""
+    """Lets go of the World, the model and the loader that the function had: the frames of the traceback still hold them."""
     error: BaseException | None = lost
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -166,7 +166,7 @@ def _split(value):
 
 
 def _join(tensors):
-    """What _split() was given, with copies of the tensors. Runs no code that the bytes may hold: weights_only."""
+    """Returns what _split() was given, with copies of the tensors. Runs no code that the bytes may hold: weights_only."""
 
     def put_back(part):
         if type(part) is tuple and len(part) == 2 and part[0] == _TENSOR:
@@ -332,7 +332,7 @@ class Recovery:
         self._kept.keep(self.steps, common, _split(own))
 
     def _samples_of_epoch(self):
-        """That all ranks together have had, with lockstep.Sampler."""
+        """The samples that all ranks together have had, with lockstep.Sampler."""
         sampler = _sampler_of(self._loader)
         if sampler is None:
             return 0
@@ -421,6 +421,6 @@ def _load(other, state):
 
 
 def _sampler_of(loader):
-    """That of a torch DataLoader, where it is lockstep's."""
+    """The sampler of a torch DataLoader, where it is lockstep's."""
     found = getattr(loader, "sampler", None) if isinstance(loader, torch.utils.data.DataLoader) and not _is_stateful(loader) else None
     return found if isinstance(found, Sampler) and loader.batch_size is not None else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in a process that waits to become a rank (lockstep run --spares): lockstep and torch are imported, the program is not.
+"""The program of a process that waits to become a rank (lockstep run --spares): lockstep and torch are imported, the program is not.
 
 The launcher sends one message over a socket: the rank's variables, its cores, and where its output goes."""
 
@@ -34,7 +34,7 @@ def wait_and_run() -> None:
 
 
 def _set_name(name):
-    """What ps -o comm shows."""
+    """Sets what ps -o comm shows."""
     with open("/proc/self/comm", "w") as comm:
         comm.write(name)
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// train/state/kept_images.h: the two newest images of one rank's state, in memory that the launcher keeps when the rank is gone.
+// train/state/double_buffer.h: the two newest images of one rank's state, in memory that the launcher keeps when the rank is gone.
 //
 // Flow:    TensorFile -> write() -> memory of the launcher -> a later process: images_in() -> SafetensorsReader
 // Owns:    two pieces of shared memory, each with a page that says what is in it, and the bytes of a safetensors file
@@ -32,25 +32,19 @@ struct ImageOwner {
   std::int32_t local_ranks = 1;
 };
 
-ImageOwner owner_in(const World& world);
-
 // Memory that the launcher has kept, mapped for as long as somebody holds it.
-struct KeptBytes {
+struct MappedMemory {
   std::shared_ptr<std::byte> begin{};
   std::size_t size = 0;
 };
 
 // All of what this descriptor has; empty where that is nothing. Throws SystemError.
-KeptBytes map_kept(const UniqueFd& fd);
+MappedMemory map_memory(const UniqueFd& fd);
 
-struct KeptSlot;
-
-class KeptImages {
+class DoubleBuffer {
  public:
   // Takes no memory yet. name: of this kind of state in the launcher's memory.
-  KeptImages(JobMemory& memory, std::string name, const ImageOwner& owner);
-  ~KeptImages();
-  KeptImages& operator=(KeptImages&&) = delete;
+  DoubleBuffer(JobMemory& memory, std::string name, const World& world);
 
   // Goes on with the memory of a former process of this rank, which is given to the launcher again, under the present
   // generation. The image of `step` stays until the one after next is written; another one is of a step that not all ranks
@@ -64,28 +58,32 @@ class KeptImages {
   void write(std::int64_t step, const TensorFile& file);
 
  private:
-  void resize(int index, std::size_t bytes);
+  void resize(std::size_t index, std::size_t bytes);
 
   JobMemory& memory_;
   std::string name_;
   ImageOwner owner_;
-  std::array<std::unique_ptr<KeptSlot>, 2> slots_;
-  int next_ = 0;
+  struct Slot {
+    UniqueFd fd;            // none: no memory was taken yet
+    MappedMemory memory{};  // with the head
+  };
+  std::array<Slot, 2> slots_;
+  std::size_t next_ = 0;
 };
 
 // An image that is whole, in memory that the launcher has kept.
-struct KeptImage {
+struct StateImage {
   ImageOwner owner;
   std::int64_t step = 0;
-  KeptBytes bytes;
+  MappedMemory bytes;
 };
 
 // The images of `name`, in the order of the ranks. A slot that is half written has none.
-std::vector<KeptImage> images_in(const std::vector<JobMemory::Kept>& kept, const std::string& name);
+std::vector<StateImage> images_in(const std::vector<JobMemory::Kept>& kept, const std::string& name);
 
 // The image of a step: of this rank, else of the first one that has it. Null: there is none.
-const KeptImage* image_of(const std::vector<KeptImage>& images, std::int64_t step, std::optional<int> rank = {});
+const StateImage* image_of(const std::vector<StateImage>& images, std::int64_t step, std::optional<int> rank = {});
 
-SafetensorsReader reader_of(const KeptBytes& image);
+SafetensorsReader reader_of(const MappedMemory& image);
 
 }  // namespace lockstep
