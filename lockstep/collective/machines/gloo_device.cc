@@ -255,8 +255,7 @@ class TlsDevice final : public gloo::transport::Device {
     } catch (const std::exception&) {  // the job's addresses can still connect to what nobody listens to
     }
   }
-  TlsDevice(const TlsDevice&) = delete;
-  TlsDevice& operator=(const TlsDevice&) = delete;
+  TlsDevice& operator=(TlsDevice&&) = delete;
 
   std::string str() const override { return listener_->device()->str(); }
   const std::string& getPCIBusID() const override { return listener_->device()->getPCIBusID(); }

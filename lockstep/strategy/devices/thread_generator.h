@@ -27,8 +27,7 @@ class ThreadGenerator {
  public:
   explicit ThreadGenerator(std::uint64_t seed);
   ~ThreadGenerator();
-  ThreadGenerator(const ThreadGenerator&) = delete;
-  ThreadGenerator& operator=(const ThreadGenerator&) = delete;
+  ThreadGenerator& operator=(ThreadGenerator&&) = delete;
 
   static std::optional<at::Generator> current();  // of the calling thread, if it has one
   static void seed(std::uint64_t seed);  // restarts the sequence of the calling thread, which must have a generator

@@ -39,8 +39,7 @@ class PeerServers {
     for (const auto& peer : peers_)
       if (!failed) tell(peer->link, Request::kGoodbye);
   }
-  PeerServers(const PeerServers&) = delete;
-  PeerServers& operator=(const PeerServers&) = delete;
+  PeerServers& operator=(PeerServers&&) = delete;
 
   // Calls talk(link) for one after the other. Throws what `talk` throws.
   template <class Talk>
