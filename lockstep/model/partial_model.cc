@@ -136,13 +136,6 @@ class Construction : public OperatorHandler {
   bool draws_;
 };
 
-std::vector<torch::Tensor> tensors_of(const torch::nn::Module& model) {
-  std::vector<torch::Tensor> tensors;
-  for (const auto& [name, tensor] : named_parameters(model)) tensors.push_back(tensor);
-  for (const auto& [name, tensor] : named_buffers(model)) tensors.push_back(tensor);
-  return tensors;
-}
-
 using Wanted = std::function<std::vector<torch::Tensor>(torch::nn::Module&)>;
 
 // For each of the model's tensors: whether it is wanted.

@@ -82,14 +82,13 @@ class OuterStep {
 class Averaging : public ReplicaStrategy {
  public:
   Averaging(const World& world, const Task& task, const StrategyOptions& options)
-      : ReplicaStrategy(task, make_replicas(devices_of(options), task, options), make_devices(world, options)),
+      : ReplicaStrategy(world, task, options),
         world_(world),
         average_every_(options.averaging.every),
         samples_(replicas_.size()) {
     require_sensible(options.averaging);
     require_same_model(world, named_parameters(model()));
-    broadcast_tensors(world, named_parameters(model()));
-    broadcast_tensors(world, named_buffers(model()));
+    broadcast_model(world, model());
     for (const Replica& replica : replicas_)  // other processes read replica 0's block
       blocks_.push_back(make_flat_block(*replica.model, blocks_.empty() ? world_ : World::single()));
     follow_first(replicas_);
@@ -113,10 +112,7 @@ class Averaging : public ReplicaStrategy {
   }
 
   void update() override {
-    in_phase(Phase::kUpdate, [&] {
-      follow_learning_rate(replicas_);
-      lockstep::update(*devices_, replicas_);
-    });
+    update_replicas();
     is_one_model_ = false;
     if (++batches_since_average_ == average_every_) average();
   }

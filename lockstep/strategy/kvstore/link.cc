@@ -68,12 +68,7 @@ void DistSetting::abandon(const std::string& reason) const {
 
 void DistSetting::share_model(const torch::nn::Module& model) const {
   require_same_model(world, named_parameters(model));
-  broadcast_model(model, workers.front());
-}
-
-void DistSetting::broadcast_model(const torch::nn::Module& model, int root) const {
-  broadcast_tensors(world, named_parameters(model), root);
-  broadcast_tensors(world, named_buffers(model), root);
+  broadcast_model(world, model, workers.front());
 }
 
 void say_goodbye(const std::vector<Link>& to_servers) {

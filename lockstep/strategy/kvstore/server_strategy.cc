@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The strategy `kvstore` with servers: a server.
-#include <algorithm>
 #include <condition_variable>
 #include <exception>
-#include <iterator>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -89,7 +87,7 @@ class ServerStrategy : public ReplicaStrategy {
     const auto parameters = trained_parameters(model()), buffers = named_buffers(model());
     values_ = tensors_of(parameters);
     trained_ = values_.size();
-    std::ranges::copy(tensors_of(buffers), std::back_inserter(values_));
+    for (const auto& [name, buffer] : buffers) values_.push_back(buffer);
     layouts_ = plan_keys(keys_of(parameters, buffers), setting.servers.size(), setting.options.kvstore.split_above);
     seed_steps(setting.options.seed);
     server_ = std::make_unique<KVServer>(setting_);
@@ -106,7 +104,7 @@ class ServerStrategy : public ReplicaStrategy {
     const torch::NoGradGuard no_grad;
     if (!setting_.options.kvstore.update_on_kvstore) return follow_first_worker();
     if (setting_.number == 0) collect();
-    if (setting_.in_step()) setting_.broadcast_model(model(), 0);
+    if (setting_.in_step()) broadcast_model(setting_.world, model());
   }
 
   void restored(std::int64_t) override {
@@ -126,7 +124,7 @@ class ServerStrategy : public ReplicaStrategy {
 
   void follow_first_worker() {
     const int first_worker = setting_.workers.front();
-    setting_.broadcast_model(model(), first_worker);
+    broadcast_model(setting_.world, model(), first_worker);
     if (setting_.number > 0) return;
     for (std::size_t i = 0; i < trained_; ++i)
       optimizer().set_state(values_[i], state_in(receive_tensors(setting_.world, first_worker, /*tag=*/0)));

@@ -62,7 +62,7 @@ void Pipeline::use_measured_cut(const Batch& batch) {
   cut_is_final_ = true;
   log_debug(concat("pipeline stages: ", to_string(measured)));
   if (measured == cut_) return;
-  const double lr = optimizer().param_groups().front().options().get_lr();
+  const double lr = learning_rate();
   move_to(measured);
   set_learning_rate(optimizer(), lr);
 }
@@ -80,9 +80,7 @@ StageWork Pipeline::work_of(int replica, int stage, const Batch& part, std::int6
 }
 
 void Pipeline::renew_optimizer(const OptimizerStates& states, const std::shared_ptr<GradientSource>& gradients) {
-  const auto own = held(named_parameters(model()));
-  Tensors parameters;
-  for (const auto& [name, parameter] : own) parameters.push_back(parameter);
+  const Tensors parameters = tensors_of(held(named_parameters(model())));
   replicas_.front().optimizer = make_optimizer(parameters, update_options(options_));
   if (gradients) optimizer().attach(gradients);
   for (const torch::Tensor& parameter : parameters)
