@@ -418,7 +418,7 @@ std::string servers_trouble(const Talk& talk, KVStoreKind kind = KVStoreKind::kD
                           [&](World& world) {
                             const DistSetting setting = connect_store(world, options);
                             if (setting.serves())
-                              KVServer(setting).wait_for_goodbyes();
+                              make_kv_server(setting)->wait_for_goodbyes();
                             else
                               talk(setting.to_servers.front());
                           },
