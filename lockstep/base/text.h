@@ -48,6 +48,7 @@ inline std::string human_seconds(std::chrono::nanoseconds time) {
 std::string with_thousands(std::int64_t value);  // 60000 -> "60,000"
 
 std::string first_line_of(const std::exception& error);
+std::string what_of(const std::exception& error);  // of an Error its `what` alone
 
 // Reads the whole text as a number. Returns false if it is none, or does not fit.
 template <std::integral Number>

@@ -56,6 +56,18 @@ std::vector<NamedTensor> named_parameters(const torch::nn::Module& model) {
 
 std::vector<NamedTensor> named_buffers(const torch::nn::Module& model) { return once_each(model.named_buffers()); }
 
+std::vector<torch::Tensor> tensors_of(const std::vector<NamedTensor>& named) {
+  std::vector<torch::Tensor> tensors;
+  for (const auto& [name, tensor] : named) tensors.push_back(tensor);
+  return tensors;
+}
+
+std::vector<torch::Tensor> tensors_of(const torch::nn::Module& model) {
+  std::vector<torch::Tensor> tensors = tensors_of(named_parameters(model));
+  for (const auto& [name, tensor] : named_buffers(model)) tensors.push_back(tensor);
+  return tensors;
+}
+
 std::set<std::string> sparse_parameters(const torch::nn::Module& model) {
   std::unordered_set<const void*> sparse;
   const auto note = [&](const auto* embedding) {
@@ -99,6 +111,11 @@ void broadcast_tensors(const World& world, const std::vector<NamedTensor>& tenso
     world.broadcast(flat, root);
     at::_foreach_copy_(views, torch::utils::unflatten_dense_tensors(flat, views));
   }
+}
+
+void broadcast_model(const World& world, const torch::nn::Module& model, int root) {
+  broadcast_tensors(world, named_parameters(model), root);
+  broadcast_tensors(world, named_buffers(model), root);
 }
 
 }  // namespace lockstep

@@ -3,7 +3,7 @@
 //
 // Flow:    a module -> here -> model/parameter_block.h, step/, strategy/, checkpoint/
 // Threads: one thread per module
-// Ranks:   require_same_model and broadcast_tensors are collective
+// Ranks:   require_same_model, broadcast_tensors and broadcast_model are collective
 #pragma once
 
 #include <torch/nn/module.h>
@@ -22,6 +22,12 @@ namespace lockstep {
 std::vector<NamedTensor> named_parameters(const torch::nn::Module& model);
 std::vector<NamedTensor> named_buffers(const torch::nn::Module& model);
 
+// Without the names.
+std::vector<torch::Tensor> tensors_of(const std::vector<NamedTensor>& named);
+
+// The parameters, then the buffers.
+std::vector<torch::Tensor> tensors_of(const torch::nn::Module& model);
+
 // Names, as named_parameters() has them, of the weights of every Embedding and EmbeddingBag with sparse(true): their
 // gradients are sparse.
 std::set<std::string> sparse_parameters(const torch::nn::Module& model);
@@ -37,5 +43,6 @@ void require_same_model(const World& world, const std::vector<NamedTensor>& tens
 
 // Every rank's values become root's: one broadcast per dtype. Sends K from the root.
 void broadcast_tensors(const World& world, const std::vector<NamedTensor>& tensors, int root = 0);
+void broadcast_model(const World& world, const torch::nn::Module& model, int root = 0);  // parameters and buffers
 
 }  // namespace lockstep

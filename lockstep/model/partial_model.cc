@@ -136,13 +136,6 @@ class Construction : public OperatorHandler {
   bool draws_;
 };
 
-IntVector<torch::Tensor> tensors_of(const torch::nn::Module& model) {
-  IntVector<torch::Tensor> tensors;
-  for (const auto& [name, tensor] : named_parameters(model)) tensors.push_back(tensor);
-  for (const auto& [name, tensor] : named_buffers(model)) tensors.push_back(tensor);
-  return tensors;
-}
-
 using Wanted = std::function<std::vector<torch::Tensor>(torch::nn::Module&)>;
 
 // Tells for each of the model's tensors whether it is wanted.
@@ -156,7 +149,7 @@ IntVector<bool> choose(torch::nn::Module& model, const Wanted& wanted) {
 }
 
 void free_others(const torch::nn::Module& model, const IntVector<bool>& is_wanted) {
-  const auto tensors = tensors_of(model);
+  const IntVector<torch::Tensor> tensors = tensors_of(model);
   for (int i = 0; i < tensors.size(); ++i)
     if (!is_wanted[i] && is_held(tensors[i])) put_data(tensors[i], on_meta(tensors[i]));
 }
@@ -230,7 +223,7 @@ ModulePtr PartialModel::make_part(std::uint64_t seed, const Wanted& wanted) cons
       torch::manual_seed(seed);
       Construction construction([&](int i) { return i < needed.size() && needed[i]; }, /*draws=*/true);
       const ModulePtr model = construction.run(make_);
-      const auto tensors = tensors_of(*model);
+      const IntVector<torch::Tensor> tensors = tensors_of(*model);
       if (!same_shapes(tensors, tensors_of(*skeleton_))) throw NotApart("its shapes differ from one time to the next");
       for (int i = 0; i < tensors.size(); ++i)
         if (is_wanted[i] && !is_held(tensors[i])) throw NotApart("a parameter can't be told apart from others");

@@ -52,8 +52,7 @@ class AutocastGuard {
     if (at::autocast::decrement_nesting() == 0)
       at::autocast::clear_cache();  // parameters change before the next forward
   }
-  AutocastGuard(const AutocastGuard&) = delete;
-  AutocastGuard& operator=(const AutocastGuard&) = delete;
+  AutocastGuard& operator=(AutocastGuard&&) = delete;
 
  private:
   AutocastSetting before_ = AutocastSetting::now();

@@ -41,8 +41,7 @@ class CallQueue {
   explicit CallQueue(std::string here = {}) : here_(std::move(here)) {}  // this rank, for messages
 
   ~CallQueue() { close(); }
-  CallQueue(const CallQueue&) = delete;
-  CallQueue& operator=(const CallQueue&) = delete;
+  CallQueue& operator=(CallQueue&&) = delete;
 
   // Appends a call. It begins when somebody waits for it or a later one, or after hand_to_worker().
   FuturePtr add(Body body);
@@ -59,8 +58,7 @@ class CallQueue {
    public:
     explicit Turn(CallQueue& queue);
     ~Turn();
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
+    Turn& operator=(Turn&&) = delete;
 
    private:
     CallQueue& queue_;

@@ -92,7 +92,7 @@ void leave_as_connected(Context& context) {
 AddressBytes with_number(AddressBytes address, std::size_t more) {
   std::int64_t number = 0;
   std::memcpy(&number, address.data() + sizeof(sockaddr_storage), sizeof number);
-  number += static_cast<std::int64_t>(more);
+  number += to_int64(more);
   std::memcpy(address.data() + sizeof(sockaddr_storage), &number, sizeof number);
   return address;
 }
@@ -255,8 +255,7 @@ class TlsDevice final : public gloo::transport::Device {
     } catch (const std::exception&) {  // the job's addresses can still connect to what nobody listens to
     }
   }
-  TlsDevice(const TlsDevice&) = delete;
-  TlsDevice& operator=(const TlsDevice&) = delete;
+  TlsDevice& operator=(TlsDevice&&) = delete;
 
   std::string str() const override { return listener_->device()->str(); }
   const std::string& getPCIBusID() const override { return listener_->device()->getPCIBusID(); }

@@ -143,7 +143,7 @@ FuturePtr Hierarchy::start_message(const TensorCall& call, bool in_background) {
 void Hierarchy::make_call(const Call& call) {
   const trace::Span span([&] {
     const Signature signature = signature_of(call);
-    const auto bytes = static_cast<std::int64_t>(signature.count * size_of(signature.dtype));
+    const auto bytes = to_int64(signature.count * size_of(signature.dtype));
     return trace::Event{.name = "machines: " + to_string(call.operation), .bytes = bytes == 0 ? -1 : bytes};
   });
   observe::moved();
@@ -233,10 +233,8 @@ std::exception_ptr Hierarchy::cause_of(const std::exception_ptr& error) const tr
 void Hierarchy::give_up(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
-  } catch (const Error& known) {
-    inside->poison(known.text().what);
-  } catch (const std::exception& other) {
-    inside->poison(other.what());
+  } catch (const std::exception& known) {
+    inside->poison(what_of(known));
   }
   close(error);
 }

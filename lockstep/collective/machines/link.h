@@ -46,8 +46,7 @@ class GlooLink {
   // Blocks until all are connected. Throws RendezvousError.
   GlooLink(const StorePtr& store, TransportOptions options, std::vector<std::string> names);
   ~GlooLink();
-  GlooLink(const GlooLink&) = delete;
-  GlooLink& operator=(const GlooLink&) = delete;
+  GlooLink& operator=(GlooLink&&) = delete;
 
   // From now on, until the destructor returns: when the next machine is lost or closes its connections, this link
   // closes its own and calls `on_loss` once, on a thread of its own.

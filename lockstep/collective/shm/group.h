@@ -52,8 +52,7 @@ class Group final : public CallDescription {
   // Without leave() first, this rank counts as failed: the machine is poisoned, so that no peer waits for it. Messages
   // under way are given up; no collective may be.
   ~Group();
-  Group(const Group&) = delete;
-  Group& operator=(const Group&) = delete;
+  Group& operator=(Group&&) = delete;
 
   // This rank is done, in good order. Waits for the messages that were started here, not for the other ranks. A
   // sub-group's destructor is enough.
@@ -178,8 +177,7 @@ class Group final : public CallDescription {
    public:
     explicit PeerAccess(const Group& group);
     ~PeerAccess();
-    PeerAccess(const PeerAccess&) = delete;
-    PeerAccess& operator=(const PeerAccess&) = delete;
+    PeerAccess& operator=(PeerAccess&&) = delete;
 
    private:
     const Group& group_;

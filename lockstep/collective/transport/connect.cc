@@ -24,8 +24,7 @@ namespace {
 std::vector<int> number_by_first_appearance(const std::vector<std::string>& names) {
   std::map<std::string, int> known;
   std::vector<int> numbers;
-  for (const std::string& name : names)
-    numbers.push_back(known.try_emplace(name, static_cast<int>(known.size())).first->second);
+  for (const std::string& name : names) numbers.push_back(known.try_emplace(name, to_int(known.size())).first->second);
   return numbers;
 }
 
@@ -77,11 +76,8 @@ CpuConnection connect_cpu_ranks(const StorePtr& store, const std::string& machin
   const auto connecting = c10::make_intrusive<ConnectingStore>(store, options.rank);
   try {
     return connect_over(connecting, machine, options);
-  } catch (const Error& error) {
-    connecting->fail(options.describe, error.text().what);
-    throw;
   } catch (const std::exception& error) {
-    connecting->fail(options.describe, error.what());
+    connecting->fail(options.describe, what_of(error));
     throw;
   }
 }

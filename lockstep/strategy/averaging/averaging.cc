@@ -82,14 +82,13 @@ class OuterStep {
 class Averaging : public ReplicaStrategy {
  public:
   Averaging(const World& world, const Task& task, const StrategyOptions& options)
-      : ReplicaStrategy(task, make_replicas(devices_of(options), task, options), make_devices(world, options)),
+      : ReplicaStrategy(world, task, options),
         world_(world),
         average_every_(options.averaging.every),
         samples_(replicas_.size()) {
     require_sensible(options.averaging);
     require_same_model(world, named_parameters(model()));
-    broadcast_tensors(world, named_parameters(model()));
-    broadcast_tensors(world, named_buffers(model()));
+    broadcast_model(world, model());
     for (const Replica& replica : replicas_)  // other processes read replica 0's block
       blocks_.push_back(make_flat_block(*replica.model, blocks_.empty() ? world_ : World::single()));
     follow_first(replicas_);
@@ -113,10 +112,7 @@ class Averaging : public ReplicaStrategy {
   }
 
   void update() override {
-    in_phase(Phase::kUpdate, [&] {
-      follow_learning_rate(replicas_);
-      lockstep::update(*devices_, replicas_);
-    });
+    update_replicas();
     is_one_model_ = false;
     if (++batches_since_average_ == average_every_) average();
   }
@@ -140,9 +136,9 @@ class Averaging : public ReplicaStrategy {
   std::vector<NamedTensor> state() override { return outer_ ? outer_->state() : std::vector<NamedTensor>(); }
 
   Report report() const override {
-    return {{"average_every", static_cast<double>(average_every_)},
-            {"averages", static_cast<double>(averages_)},
-            {"block_bytes", static_cast<double>(blocks_.front().nbytes())},
+    return {{"average_every", average_every_},
+            {"averages", averages_},
+            {"block_bytes", blocks_.front().nbytes()},
             {"exchanged_bytes",
              world_.size() > 1 ? static_cast<double>(averages_) * static_cast<double>(blocks_.front().nbytes()) : 0.0}};
   }
@@ -185,7 +181,7 @@ class Averaging : public ReplicaStrategy {
 
   World world_;
   std::int64_t average_every_;
-  std::vector<torch::Tensor> blocks_;  // of each replica's parameters
+  Tensors blocks_;                     // of each replica's parameters
   torch::Tensor host_;                 // of several ranks with GPUs: block 0 on its way
   std::vector<std::int64_t> samples_;  // that each replica has seen since the last average
   std::optional<OuterStep> outer_;     // none: the average is taken as it is

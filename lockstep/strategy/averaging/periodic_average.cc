@@ -15,7 +15,7 @@ PeriodicAverage::PeriodicAverage(World world, const torch::nn::Module& module, c
                       .next = "give every >= 1 and first_steps >= 0"});
   const auto parameters = named_parameters(module);
   refuse_16_bit_parameters(parameters);
-  for (const auto& [name, parameter] : parameters) parameters_.push_back(parameter);
+  parameters_ = tensors_of(parameters);
 }
 
 void PeriodicAverage::after_step() {

@@ -45,7 +45,7 @@ Loss loss_on_device_0(Devices& devices, const Task& task, const torch::Tensor& g
 class DataParallelStrategy : public ReplicaStrategy {
  public:
   DataParallelStrategy(const World& world, const Task& task, const StrategyOptions& options)
-      : ReplicaStrategy(task, make_replicas(devices_of(options), task, options), make_devices(world, options)) {
+      : ReplicaStrategy(world, task, options) {
     if (!devices_->on_gpus()) share_parameters(*devices_, replicas_);  // replicates once and for all
     seed_steps(options.seed + 1);
   }
@@ -89,15 +89,15 @@ class DataParallelStrategy : public ReplicaStrategy {
     }
     const auto busy = devices_->busy_seconds();
     const double others = std::accumulate(busy.begin() + 1, busy.end(), 0.0);
-    return {{"device_0_bytes", static_cast<double>(gradients + alone)},
-            {"other_device_bytes", static_cast<double>(gradients)},
+    return {{"device_0_bytes", gradients + alone},
+            {"other_device_bytes", gradients},
             {"device_0_busy_seconds", busy[0]},
             {"other_device_busy_seconds", busy.size() > 1 ? others / static_cast<double>(busy.size() - 1) : 0}};
   }
 
  private:
   void update_on_gpus() {
-    const ParameterLists updated = with_gradients(replicas_);
+    const ParameterLists updated = with_gradients(parameters_of(replicas_));
     devices_->run([updated, replicas = replicas_](Device& device) {
       for (const torch::Tensor& parameter : for_device(updated, device)) device.reduce(parameter.grad());
       if (device.index() == 0) replicas.front().optimizer->step();

@@ -77,7 +77,7 @@ class DataParallel::Impl {
 
   void reduce_onto_first() {
     if (replicas_.size() == 1) return;
-    devices_.run([parameters = with_gradients(replicas_), replicas = replicas_](Device& device) {
+    devices_.run([parameters = with_gradients(parameters_of(replicas_)), replicas = replicas_](Device& device) {
       const torch::NoGradGuard no_grad;
       for (const torch::Tensor& parameter : for_device(parameters, device)) device.reduce(parameter.grad());
       if (device.index() > 0) for_device(replicas, device).model->zero_grad();

@@ -114,8 +114,7 @@ class Waiting {
   ~Waiting() {
     if (std::uncaught_exceptions() == 0) seat_.waits = false;
   }
-  Waiting(const Waiting&) = delete;
-  Waiting& operator=(const Waiting&) = delete;
+  Waiting& operator=(Waiting&&) = delete;
 
  private:
   DeviceSeat& seat_;

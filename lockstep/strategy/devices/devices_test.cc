@@ -13,6 +13,7 @@
 
 #include "lockstep/base/int_vector.h"
 #include "lockstep/base/text.h"
+#include "lockstep/data/loader/random.h"
 #include "lockstep/deadline.h"
 #include "lockstep/stop_all.h"
 #include "lockstep/strategy/devices/devices_state.h"
@@ -226,7 +227,7 @@ IntVector<double> patterns(int count, std::uint64_t seed) {
   Devices devices({.count = count});
   IntVector<double> found(count);
   devices.run([&](Device& device) {
-    device.seed(seed_of(seed, device.index()));
+    device.seed(mix_seed(seed, device.index()));
     for (int i = 0; i < 3; ++i) found[device.index()] += pattern();
   });
   return found;

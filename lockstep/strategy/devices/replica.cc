@@ -7,42 +7,32 @@
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/collective/operator_spans.h"
+#include "lockstep/data/loader/random.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/sampler.h"
 #include "lockstep/strategy/devices/thread_generator.h"
 
 namespace lockstep {
-namespace {
 
-// A parameter that has two names once, as in an optimizer.
 ParameterLists parameters_of(const Replicas& replicas) {
   ParameterLists all;
-  for (const Replica& replica : replicas) {
-    all.emplace_back();
-    for (const auto& [name, parameter] : named_parameters(*replica.model)) all.back().push_back(parameter);
-  }
+  for (const Replica& replica : replicas) all.push_back(tensors_of(named_parameters(*replica.model)));
   return all;
 }
 
-}  // namespace
-
 void copy_model(const torch::nn::Module& from, const torch::nn::Module& into, bool is_seen) {
   const torch::NoGradGuard no_grad;
-  for (const auto tensors_of : {named_parameters, named_buffers}) {
-    const auto source = tensors_of(from), target = tensors_of(into);
-    for (std::size_t i = 0; i < source.size(); ++i) {
-      const torch::Tensor& tensor = target[i].tensor;
-      if (!tensor.is_alias_of(source[i].tensor)) (is_seen ? tensor : tensor.variable_data()).copy_(source[i].tensor);
-    }
-  }
+  const auto source = tensors_of(from), target = tensors_of(into);
+  for (std::size_t i = 0; i < source.size(); ++i)
+    if (!target[i].is_alias_of(source[i])) (is_seen ? target[i] : target[i].variable_data()).copy_(source[i]);
 }
 
 UpdateOptions update_options(const StrategyOptions& options) {
   return {.optimizer = options.optimizer, .clipping = options.clipping, .ema_decay = options.ema_decay};
 }
 
-std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const UpdateOptions& options) {
+std::shared_ptr<Optimizer> make_optimizer(Tensors parameters, const UpdateOptions& options) {
   auto optimizer = make_optimizer(std::move(parameters), options.optimizer);
   optimizer->set_clipping(options.clipping);
   if (options.ema_decay > 0) optimizer->keep_average(options.ema_decay);
@@ -123,9 +113,6 @@ ParameterLists gradients_of(const ParameterLists& all) {
   return gradients;
 }
 
-ParameterLists with_gradients(const Replicas& replicas) { return with_gradients(parameters_of(replicas)); }
-ParameterLists gradients_of(const Replicas& replicas) { return gradients_of(parameters_of(replicas)); }
-
 void share_memory(const Replicas& replicas) {
   const auto first = replicas.front().model->parameters();
   for (std::size_t r = 1; r < replicas.size(); ++r) {
@@ -153,11 +140,6 @@ void follow_first(const Replicas& replicas) {
     for (std::size_t i = 0; i < mine.size(); ++i)
       replicas[r].optimizer->set_state(mine[i], first.optimizer->state_of(parameters[i]));
   }
-}
-
-void follow_learning_rate(const Replicas& replicas) {
-  const double lr = replicas.front().optimizer->param_groups().front().options().get_lr();
-  for (const Replica& replica : replicas) set_learning_rate(*replica.optimizer, lr);
 }
 
 void require_one_process(const World& world, const StrategyOptions& options) {
@@ -207,7 +189,7 @@ Tensors run_replicas(Devices& devices, const Replicas& replicas, const std::vect
     const Batch& part = for_device(parts, device);
     if (clears_gradients) replica.optimizer->zero_grad();
     if (part.size() == 0) return;
-    device.seed(seed_of(seed, device.index()));
+    device.seed(mix_seed(seed, device.index()));
     for_device(*results, device) = work(replica, part);
   });
   return *results;
@@ -227,7 +209,7 @@ void scatter_and_run_backward(Devices& devices, const Tensors& outputs, const to
   });
 }
 
-BatchTotals mean_of(const std::vector<torch::Tensor>& losses, const std::vector<Batch>& parts) {
+BatchTotals mean_of(const Tensors& losses, const std::vector<Batch>& parts) {
   BatchTotals mean;
   for (std::size_t i = 0; i < losses.size(); ++i)
     if (losses[i].defined())

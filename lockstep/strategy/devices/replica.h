@@ -25,7 +25,7 @@ namespace lockstep {
 
 // The optimizer that the options name, with clipping and average. Throws UsageError.
 UpdateOptions update_options(const StrategyOptions& options);
-std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const UpdateOptions& options);
+std::shared_ptr<Optimizer> make_optimizer(Tensors parameters, const UpdateOptions& options);
 
 // A model on `device` in the layout of options.layout, with its optimizer. The same seed gives the same parameters.
 // Throws UsageError.
@@ -68,12 +68,12 @@ void copy_model(const torch::nn::Module& from, const torch::nn::Module& into, bo
 void follow_model(const Replicas& replicas);
 void follow_first(const Replicas& replicas);
 
-// Gives all optimizers the learning rate of the first, the only one that schedules change.
-void follow_learning_rate(const Replicas& replicas);
-
 // ---- Gradients
 
-using ParameterLists = std::vector<std::vector<torch::Tensor>>;  // [replica][parameter]
+using ParameterLists = std::vector<Tensors>;  // [replica][parameter]
+
+// A parameter that has two names once, as in an optimizer.
+ParameterLists parameters_of(const Replicas& replicas);
 
 // The parameter's gradient, which becomes dense and in the parameter's memory order; zeros where there was none.
 torch::Tensor dense_gradient(torch::Tensor& parameter);
@@ -81,11 +81,9 @@ torch::Tensor dense_gradient(torch::Tensor& parameter);
 // The parameters that have a gradient on some replica. Afterwards they have one on all replicas, as dense_gradient()
 // makes it, so that they agree element by element.
 ParameterLists with_gradients(const ParameterLists& all);
-ParameterLists with_gradients(const Replicas& replicas);
 
 // Undefined where there is none.
 ParameterLists gradients_of(const ParameterLists& all);
-ParameterLists gradients_of(const Replicas& replicas);
 
 // ---- Batches and losses
 
@@ -121,6 +119,6 @@ torch::Tensor gather(const Tensors& outputs, torch::Device device);
 void scatter_and_run_backward(Devices& devices, const Tensors& outputs, const torch::Tensor& gradient);
 
 // The mean loss over all parts. losses: undefined where a part is empty.
-BatchTotals mean_of(const std::vector<torch::Tensor>& losses, const std::vector<Batch>& parts);
+BatchTotals mean_of(const Tensors& losses, const std::vector<Batch>& parts);
 
 }  // namespace lockstep

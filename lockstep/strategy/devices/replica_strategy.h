@@ -22,6 +22,16 @@
 
 namespace lockstep {
 
+inline std::unique_ptr<Devices> make_devices(const World& world, const StrategyOptions& options, int teams = 1) {
+  const bool on_gpus = !options.places.empty() && !options.places.front().device.is_cpu();
+  return std::make_unique<Devices>(
+      DevicesOptions{.count = options.devices,
+                     .cores = world.cores(),
+                     .timeout = world.size() > 1 && on_gpus ? own_share(options.timeout) : options.timeout,
+                     .teams = teams,
+                     .places = options.places});
+}
+
 class ReplicaStrategy : public Strategy {
  public:
   torch::Tensor forward(const torch::Tensor& data) override { return replicas_.front().forward(task_, data); }
@@ -32,8 +42,14 @@ class ReplicaStrategy : public Strategy {
   void prefetch(const Batch& next) override { ahead_.push_back({next, start_copies(next)}); }
 
  protected:
-  ReplicaStrategy(Task task, Replicas replicas, std::unique_ptr<Devices> devices = nullptr)
-      : task_(std::move(task)), devices_(std::move(devices)), replicas_(std::move(replicas)) {}
+  ReplicaStrategy(Task task, Replicas replicas) : task_(std::move(task)), replicas_(std::move(replicas)) {}
+
+  // Makes the devices, with a replica on each.
+  ReplicaStrategy(const World& world, const Task& task, const StrategyOptions& options)
+      : task_(task),
+        devices_(make_devices(world, options)),
+        replicas_(make_replicas(devices_of(options), task, options)),
+        uneven_(options.towers.refuse_uneven ? Uneven::kRefuse : Uneven::kSplit) {}
 
   // The batch's parts, each on its device. What prefetch() has begun to bring is taken from there; what it brought for
   // a step before is dropped.
@@ -56,6 +72,25 @@ class ReplicaStrategy : public Strategy {
     return work();
   }
 
+  // Forward and backward on every device, as tower_losses() and backward() do them. Returns the mean loss.
+  BatchTotals train_towers(const Batch& batch) {
+    require_even(batch, *devices_, uneven_);
+    const auto shards = parts_for_devices(batch);
+    const auto losses = in_phase(Phase::kForward, [&] { return tower_losses(*devices_, task_, replicas_, shards); });
+    in_phase(Phase::kBackward, [&] { backward(*devices_, losses, shards); });
+    return mean_of(losses, shards);
+  }
+
+  // Every device updates its own replica. Schedules change the learning rate of the first one alone.
+  void update_replicas() {
+    in_phase(Phase::kUpdate, [this] {
+      for (const Replica& replica : replicas_) set_learning_rate(*replica.optimizer, learning_rate());
+      lockstep::update(*devices_, replicas_);
+    });
+  }
+
+  double learning_rate() { return optimizer().param_groups().front().options().get_lr(); }
+
   Task task_;
   std::unique_ptr<Devices> devices_;  // none: the replica trains on the calling thread
   Replicas replicas_;                 // never empty
@@ -76,17 +111,8 @@ class ReplicaStrategy : public Strategy {
     std::vector<CopiedBatch> parts;
   };
   std::deque<Ahead> ahead_;  // batches of the steps to come
+  Uneven uneven_ = Uneven::kSplit;
 };
-
-inline std::unique_ptr<Devices> make_devices(const World& world, const StrategyOptions& options, int teams = 1) {
-  const bool on_gpus = !options.places.empty() && !options.places.front().device.is_cpu();
-  return std::make_unique<Devices>(
-      DevicesOptions{.count = options.devices,
-                     .cores = world.cores(),
-                     .timeout = world.size() > 1 && on_gpus ? own_share(options.timeout) : options.timeout,
-                     .teams = teams,
-                     .places = options.places});
-}
 
 // The sum over all ranks of `world`.
 template <class Number>

@@ -8,7 +8,6 @@
 #include <optional>
 
 #include "lockstep/base/process/environment_switch.h"
-#include "lockstep/data/loader/random.h"
 
 namespace lockstep {
 namespace {
@@ -48,7 +47,5 @@ std::uint64_t draw_seed() {
   const std::lock_guard lock(generator.mutex());
   return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
 }
-
-std::uint64_t seed_of(std::uint64_t seed, int index) { return mix_seed(seed, index); }
 
 }  // namespace lockstep

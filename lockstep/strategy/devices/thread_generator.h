@@ -27,8 +27,7 @@ class ThreadGenerator {
  public:
   explicit ThreadGenerator(std::uint64_t seed);
   ~ThreadGenerator();
-  ThreadGenerator(const ThreadGenerator&) = delete;
-  ThreadGenerator& operator=(const ThreadGenerator&) = delete;
+  ThreadGenerator& operator=(ThreadGenerator&&) = delete;
 
   static std::optional<at::Generator> current();  // of the calling thread, if it has one
   static void seed(std::uint64_t seed);  // restarts the sequence of the calling thread, which must have a generator
@@ -36,8 +35,5 @@ class ThreadGenerator {
 
 // A number from torch's own CPU generator, whose state checkpoints keep: the devices of a step are seeded from it.
 std::uint64_t draw_seed();
-
-// A seed for one of several that share `seed`. Neighbours are unrelated (data/loader/random.h).
-std::uint64_t seed_of(std::uint64_t seed, int index);
 
 }  // namespace lockstep

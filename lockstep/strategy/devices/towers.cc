@@ -12,8 +12,8 @@ namespace lockstep {
 namespace {
 
 void require_same_structure(const torch::nn::Module& made, const torch::nn::Module& given) {
-  for (const auto tensors_of : {named_parameters, named_buffers}) {
-    const auto expected = tensors_of(made), found = tensors_of(given);
+  for (const auto named_tensors : {named_parameters, named_buffers}) {
+    const auto expected = named_tensors(made), found = named_tensors(given);
     const bool same = std::ranges::equal(expected, found, [](const NamedTensor& a, const NamedTensor& b) {
       return a.name == b.name && a.tensor.sizes() == b.tensor.sizes() &&
              a.tensor.scalar_type() == b.tensor.scalar_type();
@@ -55,7 +55,7 @@ void combine_gradients(const Replicas& replicas) {
   if (!combined)
     throw UsageError({.what = "combine_gradients() of replicas that each have their own variables",
                       .next = "make them with share_variables(), or call all_reduce_gradients() and update()"});
-  combined->set(gradients_of(replicas));
+  combined->set(gradients_of(parameters_of(replicas)));
 }
 
 void require_even(const Batch& batch, const Devices& devices, Uneven uneven) {
@@ -71,14 +71,13 @@ std::vector<Batch> split_and_load(const Batch& batch, const Devices& devices, Un
   return receive_parts(start_parts(devices, batch));
 }
 
-std::vector<torch::Tensor> tower_losses(Devices& devices, const Task& task, const Replicas& replicas,
-                                        const std::vector<Batch>& shards) {
+Tensors tower_losses(Devices& devices, const Task& task, const Replicas& replicas, const std::vector<Batch>& shards) {
   return run_replicas(devices, replicas, shards, [task](const Replica& replica, const Batch& shard) {
     return task.loss(replica.forward(task, shard.data), shard.target);
   });
 }
 
-void backward(Devices& devices, const std::vector<torch::Tensor>& losses, const std::vector<Batch>& shards) {
+void backward(Devices& devices, const Tensors& losses, const std::vector<Batch>& shards) {
   std::int64_t samples = 0;
   for (const Batch& shard : shards) samples += shard.size();
   devices.run([losses, shards, samples](Device& device) {
@@ -95,13 +94,13 @@ void backward(Devices& devices, const std::vector<torch::Tensor>& losses, const 
 // the same list.
 void all_reduce_gradients(Devices& devices, const Replicas& replicas, Algorithm algorithm) {
   if (replicas.size() == 1) return;
-  devices.run([parameters = with_gradients(replicas), algorithm](Device& device) {
+  devices.run([parameters = with_gradients(parameters_of(replicas)), algorithm](Device& device) {
     for (const torch::Tensor& parameter : for_device(parameters, device))
       device.all_reduce(parameter.grad(), algorithm);
   });
 }
 
-void all_reduce(Devices& devices, const std::vector<torch::Tensor>& tensors, Algorithm algorithm) {
+void all_reduce(Devices& devices, const Tensors& tensors, Algorithm algorithm) {
   if (std::ssize(tensors) != devices.size())
     throw UsageError({.what = concat("all_reduce of ", tensors.size(), " tensors over ", devices.size(), " devices"),
                       .next = "give one tensor for each device, on it"});

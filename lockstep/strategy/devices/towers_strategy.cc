@@ -19,34 +19,25 @@ namespace {
 class Towers : public ReplicaStrategy {
  public:
   Towers(const World& world, const Task& task, const StrategyOptions& options)
-      : ReplicaStrategy(task, make_replicas(devices_of(options), task, options), make_devices(world, options)),
-        uneven_(options.towers.refuse_uneven ? Uneven::kRefuse : Uneven::kSplit),
-        algorithm_(options.algorithm) {
+      : ReplicaStrategy(world, task, options), algorithm_(options.algorithm) {
     if (options.towers.update == UpdateOn::kCpu) share_parameters(*devices_, replicas_);
     seed_steps(options.seed + 1);
   }
 
   BatchTotals forward_backward(const Batch& batch) override {
-    require_even(batch, *devices_, uneven_);
-    const auto shards = parts_for_devices(batch);
-    const auto losses =
-        in_phase(Phase::kForward, [&] { return tower_losses(*devices_, task_, replicas_, shards); });
-    in_phase(Phase::kBackward, [&] { backward(*devices_, losses, shards); });
+    const BatchTotals totals = train_towers(batch);
     in_phase(Phase::kExchange, [&] {
       if (update_on_cpu())
         combine_gradients(replicas_);
       else
         all_reduce_gradients(*devices_, replicas_, algorithm_);
     });
-    return mean_of(losses, shards);
+    return totals;
   }
 
   void update() override {
-    in_phase(Phase::kUpdate, [&] {
-      if (update_on_cpu()) return static_cast<void>(optimizer().step());
-      follow_learning_rate(replicas_);
-      lockstep::update(*devices_, replicas_);
-    });
+    if (!update_on_cpu()) return update_replicas();
+    in_phase(Phase::kUpdate, [&] { optimizer().step(); });
   }
 
   void restored(std::int64_t) override { update_on_cpu() ? follow_model(replicas_) : follow_first(replicas_); }
@@ -54,7 +45,6 @@ class Towers : public ReplicaStrategy {
  private:
   bool update_on_cpu() const { return replicas_.front().combined != nullptr; }
 
-  Uneven uneven_;
   Algorithm algorithm_;
 };
 

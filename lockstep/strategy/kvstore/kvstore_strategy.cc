@@ -49,38 +49,26 @@ class StoreStrategy : public ReplicaStrategy {
  public:
   BatchTotals forward_backward(const Batch& batch) override {
     before_step();
-    require_even(batch, *devices_, uneven_);
-    const auto shards = parts_for_devices(batch);
-    const auto losses = in_phase(Phase::kForward, [&] { return tower_losses(*devices_, task_, replicas_, shards); });
-    in_phase(Phase::kBackward, [&] { backward(*devices_, losses, shards); });
-    last_ = mean_of(losses, shards);
+    last_ = train_towers(batch);
     return over_workers(last_);
   }
 
   // A key has a gradient on every device, or on none.
   void update() override {
     in_phase(Phase::kExchange, [&] {
-      const PushOptions options{.samples = last_.samples,
-                                .loss = last_.mean_loss,
-                                .learning_rate = optimizer().param_groups().front().options().get_lr()};
+      const PushOptions options{.samples = last_.samples, .loss = last_.mean_loss, .learning_rate = learning_rate()};
       before_push(options);
       static_cast<void>(with_gradients(parameters_));
       const DeviceTensors gradients = gradients_of(parameters_);
       store_->push_pull(trained_keys(), gradients, update_in_store_ ? parameters_ : gradients, options);
       if (update_in_store_) pull_buffers();
     });
-    if (update_in_store_) return;
-    in_phase(Phase::kUpdate, [&] {
-      follow_learning_rate(replicas_);
-      lockstep::update(*devices_, replicas_);
-    });
+    if (!update_in_store_) update_replicas();
   }
 
  protected:
   StoreStrategy(const World& world, const Task& task, const StrategyOptions& options, bool update_in_store)
-      : ReplicaStrategy(task, make_replicas(devices_of(options), task, options), make_devices(world, options)),
-        update_in_store_(update_in_store),
-        uneven_(options.towers.refuse_uneven ? Uneven::kRefuse : Uneven::kSplit) {
+      : ReplicaStrategy(world, task, options), update_in_store_(update_in_store) {
     for (const Replica& replica : replicas_) {
       parameters_.push_back(tensors_of(trained_parameters(*replica.model)));
       buffers_.push_back(tensors_of(named_buffers(*replica.model)));
@@ -103,7 +91,6 @@ class StoreStrategy : public ReplicaStrategy {
   bool update_in_store_;
 
  private:
-  Uneven uneven_;
   BatchTotals last_;  // of this worker
 };
 
@@ -114,8 +101,7 @@ class LocalStrategy : public StoreStrategy {
   LocalStrategy(const World& world, const Task& task, const StrategyOptions& options, KVStoreKind kind)
       : StoreStrategy(world, task, options, kind == KVStoreKind::kLocalUpdateCpu),
         statistics_{.store = name_of(kind), .workers = 1} {
-    auto store = std::make_unique<LocalStore>(kind == KVStoreKind::kLocalAllReduceDevice ? SumOn::kDevice : SumOn::kCpu,
-                                              devices_.get());
+    auto store = std::make_unique<LocalStore>(kind, devices_.get());
     local_ = store.get();
     store_ = std::move(store);
     store_->init(trained_parameters(model()));
@@ -187,7 +173,7 @@ class WorkerStrategy : public StoreStrategy {
 
   void synchronise() override {
     if (!setting_.in_step()) return;
-    setting_.broadcast_model(model(), update_in_store_ ? 0 : setting_.workers.front());
+    broadcast_model(setting_.world, model(), update_in_store_ ? 0 : setting_.workers.front());
     if (update_in_store_ || workers_.rank() > 0) return;
     TensorSender sender(setting_.world, 0, /*tag=*/0);
     for (const torch::Tensor& parameter : parameters_.front()) {
@@ -209,8 +195,7 @@ class WorkerStrategy : public StoreStrategy {
   }
 
   Report report() const override {
-    return {{"pushed_bytes", static_cast<double>(store_->bytes_pushed())},
-            {"pulled_bytes", static_cast<double>(store_->bytes_pulled())}};
+    return {{"pushed_bytes", store_->bytes_pushed()}, {"pulled_bytes", store_->bytes_pulled()}};
   }
 
  private:
@@ -279,12 +264,6 @@ KVStoreKind local_kind(const Task& task, const StrategyOptions& options) {
 
 }  // namespace
 
-std::vector<torch::Tensor> tensors_of(const std::vector<NamedTensor>& named) {
-  std::vector<torch::Tensor> tensors;
-  for (const auto& [name, tensor] : named) tensors.push_back(tensor);
-  return tensors;
-}
-
 std::vector<NamedTensor> trained_parameters(const torch::nn::Module& model) {
   std::vector<NamedTensor> parameters = named_parameters(model);
   std::erase_if(parameters, [](const NamedTensor& each) { return !each.tensor.requires_grad(); });
@@ -328,14 +307,12 @@ std::unique_ptr<KVStore> KVStore::create(const World& world, const StrategyOptio
   if (!has_servers(options.kvstore.kind)) {
     require(world.size() == 1, concat("kvstore ", name_of(options.kvstore.kind), " among ", world.size(), " ranks"),
             "one rank, or a dist_ kvstore");
-    const bool on_device = options.kvstore.kind == KVStoreKind::kLocalAllReduceDevice && devices != nullptr;
-    return std::make_unique<LocalStore>(on_device ? SumOn::kDevice : SumOn::kCpu, devices);
+    return std::make_unique<LocalStore>(options.kvstore.kind, devices);
   }
   const DistSetting setting = connect_store(world, options);
   if (!setting.serves()) return make_kv_worker(setting, devices);
   say_goodbye(setting.to_servers);
-  KVServer server(setting);
-  server.wait_for_goodbyes();
+  make_kv_server(setting)->wait_for_goodbyes();
   return nullptr;
 }
 

@@ -23,7 +23,7 @@ void find_roles(DistSetting& setting) {
                       .here = world.describe(),
                       .next = "start at least one server and one worker, servers first: --servers 1 --ranks 2"});
   const std::vector<int>& alike = serves ? setting.servers : setting.workers;
-  setting.number = static_cast<int>(std::ranges::find(alike, world.rank()) - alike.begin());
+  setting.number = index_of(alike, world.rank());
 }
 
 // pair: a server and its client, one of which is this rank; or nobody. Clients wait longest: so a server finds out who
@@ -68,12 +68,7 @@ void DistSetting::abandon(const std::string& reason) const {
 
 void DistSetting::share_model(const torch::nn::Module& model) const {
   require_same_model(world, named_parameters(model));
-  broadcast_model(model, workers.front());
-}
-
-void DistSetting::broadcast_model(const torch::nn::Module& model, int root) const {
-  broadcast_tensors(world, named_parameters(model), root);
-  broadcast_tensors(world, named_buffers(model), root);
+  broadcast_model(world, model, workers.front());
 }
 
 void say_goodbye(const std::vector<Link>& to_servers) {

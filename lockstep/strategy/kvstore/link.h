@@ -4,7 +4,7 @@
 // Flow:    worker.h -> here -> World's messages -> server.h, and back
 // Owns:    a Link: a World of two ranks, the server and the client, with connections of its own
 // Threads: a Link belongs to one thread, but for abandon()
-// Ranks:   one of the two; connect_store(), share_model() and broadcast_model() are called by all ranks
+// Ranks:   one of the two; connect_store() and share_model() are called by all ranks
 #pragma once
 
 #include <torch/nn/module.h>
@@ -127,9 +127,6 @@ struct DistSetting {
 
   // Compares the models of all ranks, then gives all of them the first worker's.
   void share_model(const torch::nn::Module& model) const;
-
-  // Every rank's parameters and buffers become those of `root`.
-  void broadcast_model(const torch::nn::Module& model, int root) const;
 };
 
 // Tells servers that this client leaves in good order. Does nothing for those that are gone already.

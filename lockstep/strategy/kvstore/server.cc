@@ -40,18 +40,11 @@ std::int64_t bound_of(const DistSetting& setting) {
                                                                           : StalenessGate::kUnbounded;
 }
 
-std::string first_line(const std::exception& error) {
-  const auto* known = dynamic_cast<const Error*>(&error);
-  return known != nullptr ? known->text().what : error.what();
-}
-
-}  // namespace
-
-class KVServer::Impl {
+class ThreadedServer final : public KVServer {
   using Lock = std::unique_lock<std::mutex>;
 
  public:
-  explicit Impl(const DistSetting& setting)
+  explicit ThreadedServer(const DistSetting& setting)
       : setting_(setting),
         gate_(workers(), bound_of(setting), setting.servers.size() > 1),
         statistics_{.store = store_name(setting.options.kvstore), .workers = workers()} {
@@ -65,7 +58,7 @@ class KVServer::Impl {
       });
   }
 
-  ~Impl() {
+  ~ThreadedServer() override {
     if (std::uncaught_exceptions() > 0) {
       const Lock lock(mutex_);
       fail(PeerLost({.what = concat("server ", setting_.number, " has failed")}));
@@ -73,7 +66,7 @@ class KVServer::Impl {
     for (Client& client : clients_) client.thread.join();
   }
 
-  BatchTotals wait_for_pushes(std::int64_t pushes) {
+  BatchTotals wait_for_pushes(std::int64_t pushes) override {
     Lock lock(mutex_);
     wait_for_workers(lock, pushes);
     const BatchTotals totals = totals_[pushes];
@@ -83,20 +76,20 @@ class KVServer::Impl {
   }
 
   // Without a deadline of its own: each client's thread has that of its link.
-  void wait_for_goodbyes() {
+  void wait_for_goodbyes() override {
     Lock lock(mutex_);
     changed_.wait(lock, [this] { return failure_ || !any_worker_here(); });
     if (failure_) std::rethrow_exception(failure_);
   }
 
-  std::vector<SliceState> states(std::int64_t pushes) {
+  std::vector<SliceState> states(std::int64_t pushes) override {
     Lock lock(mutex_);
     wait_for_keys(lock);
     wait_for_workers(lock, pushes);
     return table_.states();
   }
 
-  void set_states(const std::vector<SliceState>& states) {
+  void set_states(const std::vector<SliceState>& states) override {
     Lock lock(mutex_);
     wait_for_keys(lock);
     const bool of_optimizer = std::ranges::any_of(states, [](const SliceState& each) { return !each.state.empty(); });
@@ -104,7 +97,7 @@ class KVServer::Impl {
     table_.set_states(states);
   }
 
-  StoreStatistics statistics() const {
+  StoreStatistics statistics() const override {
     const Lock lock(mutex_);
     return statistics_;
   }
@@ -121,7 +114,7 @@ class KVServer::Impl {
   };
 
   KVStoreKind kind() const { return setting_.options.kvstore.kind; }
-  int workers() const { return static_cast<int>(setting_.workers.size()); }
+  int workers() const { return to_int(setting_.workers.size()); }
   bool is_worker(int client) const { return client < workers(); }
 
   // ---- Requests, each on its client's thread
@@ -230,7 +223,7 @@ class KVServer::Impl {
     std::vector<std::uint8_t> has_value(request.slices.size());
     link.receive_all(std::span(has_value));
     const auto parts = pulls ? table_.layout().parts_of(request.slices) : std::vector{request.slices};
-    std::vector<torch::Tensor> values;
+    Tensors values;
     std::vector<Pending> receives;
     for (const SliceRange part : parts) {
       values.push_back(place_for(worker, request, part));
@@ -281,7 +274,7 @@ class KVServer::Impl {
                 std::span<const std::uint8_t> has_value) {
     if (request.threshold > 0) unpack(worker, request, slices, values.view(torch::kInt32));
     Lock lock(mutex_);
-    statistics_.pushed_bytes += static_cast<std::int64_t>(values.nbytes());
+    statistics_.pushed_bytes += to_int64(values.nbytes());
     table_.add_push(worker, slices, has_value, request.push.samples);
     if (request.trained && slices.last == request.slices.last) {
       clients_[worker].last_push = request;
@@ -355,7 +348,7 @@ class KVServer::Impl {
     const torch::Tensor region = table_.layout().region_of(slices, clients_[worker].outbox);
     torch::Tensor(region).copy_(table_.layout().region_of(slices, table_.values()));
     table_.mark_read(worker, slices);
-    statistics_.pulled_bytes += static_cast<std::int64_t>(region.nbytes());
+    statistics_.pulled_bytes += to_int64(region.nbytes());
     return region;
   }
 
@@ -450,7 +443,7 @@ class KVServer::Impl {
 
   void lose(int client, const std::exception& error) {
     const Lock lock(mutex_);
-    const std::string what = concat(name_of(client), " is lost: ", first_line(error));
+    const std::string what = concat(name_of(client), " is lost: ", what_of(error));
     if (is_worker(client) && kind() != KVStoreKind::kDistSync && !failure_) {
       go_on_without(client);
       clients_[client].link.abandon(what);
@@ -477,12 +470,12 @@ class KVServer::Impl {
   void wait(Lock& lock, const std::string& what, const auto& ready) {
     wait_at_most(lock, 5 * timeout() / 2, ready, [&] { return concat("no ", what); });
   }
-  void wait_at_most(Lock& lock, std::chrono::milliseconds longest, const auto& ready, const auto& trouble) {
+  void wait_at_most(Lock& lock, milliseconds longest, const auto& ready, const auto& trouble) {
     if (!changed_.wait_for(lock, longest, [&] { return failure_ || ready(); }))
-      fail(loss(concat(trouble(), " within ", human_seconds(std::chrono::duration<double>(longest).count()))));
+      fail(loss(concat(trouble(), " within ", human_seconds(longest))));
     if (failure_) std::rethrow_exception(failure_);
   }
-  std::chrono::milliseconds timeout() const { return std::min(setting_.options.timeout, Deadline::kLongest); }
+  milliseconds timeout() const { return std::min(setting_.options.timeout, Deadline::kLongest); }
 
   // With the lock held. The first error is kept; every client hears of it.
   template <class Failure>
@@ -507,12 +500,10 @@ class KVServer::Impl {
   IntVector<Client> clients_;
 };
 
-KVServer::KVServer(const DistSetting& setting) : impl_(std::make_unique<Impl>(setting)) {}
-KVServer::~KVServer() = default;
-BatchTotals KVServer::wait_for_pushes(std::int64_t pushes) { return impl_->wait_for_pushes(pushes); }
-void KVServer::wait_for_goodbyes() { impl_->wait_for_goodbyes(); }
-StoreStatistics KVServer::statistics() const { return impl_->statistics(); }
-std::vector<SliceState> KVServer::states(std::int64_t pushes) { return impl_->states(pushes); }
-void KVServer::set_states(const std::vector<SliceState>& states) { impl_->set_states(states); }
+}  // namespace
+
+std::unique_ptr<KVServer> make_kv_server(const DistSetting& setting) {
+  return std::make_unique<ThreadedServer>(setting);
+}
 
 }  // namespace lockstep

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The strategy `kvstore` with servers: a server.
-#include <algorithm>
 #include <condition_variable>
 #include <exception>
-#include <iterator>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -24,7 +22,7 @@ namespace {
 // between a thread tells them that it is alive: a server takes a client that is silent for too long for lost.
 class PeerServers {
  public:
-  PeerServers(const std::vector<Link>& links, std::chrono::milliseconds interval) {
+  PeerServers(const std::vector<Link>& links, milliseconds interval) {
     for (const Link& link : links) peers_.push_back(std::make_unique<Peer>(link));
     if (!peers_.empty())
       thread_ = std::jthread([this, interval](const std::stop_token& stop) { keep_alive(stop, interval); });
@@ -39,8 +37,7 @@ class PeerServers {
     for (const auto& peer : peers_)
       if (!failed) tell(peer->link, Request::kGoodbye);
   }
-  PeerServers(const PeerServers&) = delete;
-  PeerServers& operator=(const PeerServers&) = delete;
+  PeerServers& operator=(PeerServers&&) = delete;
 
   // Calls talk(link) for one after the other. Throws what `talk` throws.
   template <class Talk>
@@ -67,7 +64,7 @@ class PeerServers {
   }
 
   // A peer that for_each() talks to right now hears from this server anyway: it is left out, not waited for.
-  void keep_alive(const std::stop_token& stop, std::chrono::milliseconds interval) const {
+  void keep_alive(const std::stop_token& stop, milliseconds interval) const {
     std::mutex mutex;
     std::condition_variable_any stopped;
     std::unique_lock lock(mutex);
@@ -90,10 +87,10 @@ class ServerStrategy : public ReplicaStrategy {
     const auto parameters = trained_parameters(model()), buffers = named_buffers(model());
     values_ = tensors_of(parameters);
     trained_ = values_.size();
-    std::ranges::copy(tensors_of(buffers), std::back_inserter(values_));
+    for (const auto& [name, buffer] : buffers) values_.push_back(buffer);
     layouts_ = plan_keys(keys_of(parameters, buffers), setting.servers.size(), setting.options.kvstore.split_above);
     seed_steps(setting.options.seed);
-    server_ = std::make_unique<KVServer>(setting_);
+    server_ = make_kv_server(setting_);
   }
 
   // The workers' step is over when all that are there have pushed it.
@@ -107,7 +104,7 @@ class ServerStrategy : public ReplicaStrategy {
     const torch::NoGradGuard no_grad;
     if (!setting_.options.kvstore.update_on_kvstore) return follow_first_worker();
     if (setting_.number == 0) collect();
-    if (setting_.in_step()) setting_.broadcast_model(model(), 0);
+    if (setting_.in_step()) broadcast_model(setting_.world, model());
   }
 
   void restored(std::int64_t) override {
@@ -127,7 +124,7 @@ class ServerStrategy : public ReplicaStrategy {
 
   void follow_first_worker() {
     const int first_worker = setting_.workers.front();
-    setting_.broadcast_model(model(), first_worker);
+    broadcast_model(setting_.world, model(), first_worker);
     if (setting_.number > 0) return;
     for (std::size_t i = 0; i < trained_; ++i)
       optimizer().set_state(values_[i], state_in(receive_tensors(setting_.world, first_worker, /*tag=*/0)));
@@ -189,7 +186,7 @@ class ServerStrategy : public ReplicaStrategy {
   }
 
   DistSetting setting_;
-  std::vector<torch::Tensor> values_;  // [key] its trained parameters, then its buffers
+  Tensors values_;  // [key] its trained parameters, then its buffers
   std::size_t trained_ = 0;
   std::vector<BlockLayout> layouts_;  // of each server
   std::int64_t pushes_ = 0;

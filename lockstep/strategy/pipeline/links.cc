@@ -55,7 +55,7 @@ class Channel {
   static std::int64_t bytes_of(const Tensors& tensors) {
     std::size_t bytes = 0;
     for (const torch::Tensor& each : tensors) bytes += each.defined() ? each.nbytes() : 0;
-    return static_cast<std::int64_t>(bytes);
+    return to_int64(bytes);
   }
 
   static std::uint64_t next_id() {
@@ -86,15 +86,13 @@ StageLink channel_link(Device& device, Channel& out, Channel& in) {
           .receive = [&] { return received_on(device.where(), in.receive(device)); }};
 }
 
-constexpr int kForward = 0;  // tags
-constexpr int kBackward = 1;
-
-struct Way {
+// Messages in one direction of the pipeline.
+struct MessageStream {
   World world;
   int tag;
 };
 
-StageLink message_link(int peer, const Way& out, const Way& in) {
+StageLink message_link(int peer, const MessageStream& out, const MessageStream& in) {
   const auto sender = std::make_shared<TensorSender>(out.world, peer, out.tag);
   return {.send = [sender](const Tensors& tensors) { sender->send(tensors); },
           .receive =
@@ -131,11 +129,11 @@ std::function<StageLinks(Device&)> thread_links(int devices, int stages, std::si
 }
 
 StageLinks message_links(const World& forward, const World& back) {
-  const Way onward{.world = forward, .tag = kForward}, homeward{.world = back, .tag = kBackward};
+  const MessageStream activations{forward, 0}, gradients{back, 1};
   const int stage = forward.rank();
   StageLinks links;
-  if (stage > 0) links.before = message_link(stage - 1, homeward, onward);
-  if (stage + 1 < forward.size()) links.behind = message_link(stage + 1, onward, homeward);
+  if (stage > 0) links.before = message_link(stage - 1, gradients, activations);
+  if (stage + 1 < forward.size()) links.behind = message_link(stage + 1, activations, gradients);
   return links;
 }
 

@@ -47,13 +47,6 @@ struct ModelPart {
   Tensors tensors;  // in the order of StagedTensors
 };
 
-Tensors parameters_then_buffers(const torch::nn::Module& model) {
-  Tensors tensors;
-  for (const auto& [name, tensor] : named_parameters(model)) tensors.push_back(tensor);
-  for (const auto& [name, tensor] : named_buffers(model)) tensors.push_back(tensor);
-  return tensors;
-}
-
 class LocalPipeline : public Pipeline {
  public:
   LocalPipeline(const World& world, const Task& task, const StrategyOptions& options) : Pipeline(world, task, options) {
@@ -194,7 +187,7 @@ class LocalPipeline : public Pipeline {
     for (int i = 0; i < devices_->size(); ++i) {
       const ModulePtr part = partial.make_part(options_.seed, [](torch::nn::Module&) { return Tensors(); });
       name_modules(named_parameters(*part));
-      parts_.push_back({part, pieces_of(task_, *part), parameters_then_buffers(*part)});
+      parts_.push_back({part, pieces_of(task_, *part), tensors_of(*part)});
     }
   }
 

@@ -5,6 +5,7 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/data/loader/random.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/model/partial_model.h"
@@ -32,7 +33,7 @@ Pipeline::Pipeline(const World& all, const Task& task, const StrategyOptions& op
 }
 
 void Pipeline::read_stages(int devices, const std::vector<Piece>& pieces) {
-  const auto option = parse_stages(options_.pipeline.stages, devices, static_cast<int>(pieces.size()));
+  const auto option = parse_stages(options_.pipeline.stages, devices, to_int(pieces.size()));
   stages_ = option.stages;
   replica_count_ = devices / stages_;
   cut_is_final_ = !option.cut.empty();
@@ -62,7 +63,7 @@ void Pipeline::use_measured_cut(const Batch& batch) {
   cut_is_final_ = true;
   log_debug(concat("pipeline stages: ", to_string(measured)));
   if (measured == cut_) return;
-  const double lr = optimizer().param_groups().front().options().get_lr();
+  const double lr = learning_rate();
   move_to(measured);
   set_learning_rate(optimizer(), lr);
 }
@@ -74,15 +75,13 @@ StageWork Pipeline::work_of(int replica, int stage, const Batch& part, std::int6
   return {.micro_batches = micro_batches,
           .steps = steps_of_stage(options_.pipeline.schedule, stage, stages_, micro_batches.size()),
           .samples = samples,
-          .seed = seed_of(seed_of(options_.seed + 1, static_cast<int>(step_)), replica),
-          .first_piece = static_cast<int>(cut_[stage].begin),
+          .seed = mix_seed(mix_seed(options_.seed + 1, step_), replica),
+          .first_piece = to_int(cut_[stage].begin),
           .timeout = options_.timeout};
 }
 
 void Pipeline::renew_optimizer(const OptimizerStates& states, const std::shared_ptr<GradientSource>& gradients) {
-  const auto own = held(named_parameters(model()));
-  Tensors parameters;
-  for (const auto& [name, parameter] : own) parameters.push_back(parameter);
+  const Tensors parameters = tensors_of(held(named_parameters(model())));
   replicas_.front().optimizer = make_optimizer(parameters, update_options(options_));
   if (gradients) optimizer().attach(gradients);
   for (const torch::Tensor& parameter : parameters)
@@ -114,7 +113,7 @@ Report Pipeline::report() const {
   const torch::Tensor seconds = of_devices.sum(0);
   Report report = {{"stages", stages_},
                    {"replicas", replica_count_},
-                   {"micro_batches", static_cast<double>(micro_batches_)},
+                   {"micro_batches", micro_batches_},
                    {"bubble", 1 - (seconds[kBusy] / seconds[kWall]).item<double>()},
                    {"ideal_bubble", (stages_ - 1) / static_cast<double>(micro_batches_ + stages_ - 1)}};
   const torch::Tensor of_stages = of_devices.view({replica_count_, stages_, kUsages}).amax(0);

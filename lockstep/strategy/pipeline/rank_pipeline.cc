@@ -26,7 +26,7 @@
 namespace lockstep {
 namespace {
 
-constexpr int kMoveTag = 2;  // beside those of links.cc
+constexpr int kMoveTag = 2;  // besides those of message_links()
 
 void require_possible(const StrategyOptions& options) {
   if (options.devices != 1)

@@ -9,6 +9,7 @@
 #include <map>
 
 #include "lockstep/collective/gpus.h"
+#include "lockstep/data/loader/random.h"
 #include "lockstep/deadline.h"
 #include "lockstep/model/allocation_meter.h"
 #include "lockstep/observe/trace.h"
@@ -111,7 +112,7 @@ class StageRun {
 
   void forward(int micro_batch) {
     InFlight& kept = in_flight_[micro_batch];
-    result_.in_flight = std::max(result_.in_flight, static_cast<int>(in_flight_.size()));
+    result_.in_flight = std::max(result_.in_flight, to_int(in_flight_.size()));
     kept.inputs = links_.before ? links_.before->receive() : Tensors{batch(micro_batch).data};
     const trace::Span span("forward", micro_batch);
     const Stopwatch watch;
@@ -130,7 +131,7 @@ class StageRun {
     int index = work_.first_piece;
     const OperatorHandlerGuard guard(large_weights_);
     for (const Piece& piece : work_.pieces) {
-      const std::uint64_t seed = seed_of(seed_of(work_.seed, index++), micro_batch);
+      const std::uint64_t seed = mix_seed(mix_seed(work_.seed, index++), micro_batch);
       ThreadGenerator::seed(seed);
       if (!work_.device.is_cpu()) seed_gpu(work_.device, seed);
       tensors = piece.forward(tensors);
@@ -186,7 +187,7 @@ StageResult run_stage(const Task& task, const StageWork& work, const StageLinks&
 }
 
 IntVector<Batch> micro_batches_of(const Batch& batch, std::int64_t most) {
-  return parts_of(batch, static_cast<int>(std::min(most, batch.size())));
+  return parts_of(batch, to_int(std::min(most, batch.size())));
 }
 
 }  // namespace lockstep

@@ -37,8 +37,7 @@ class Window {
   // first: 64 MiB or so, a power of two; or all that the file ever has.
   Window(UniqueFd fd, std::size_t first, std::string name);
   ~Window();
-  Window(const Window&) = delete;
-  Window& operator=(const Window&) = delete;
+  Window& operator=(Window&&) = delete;
 
   int fd() const { return fd_.get(); }
 
