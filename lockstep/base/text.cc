@@ -6,6 +6,8 @@
 
 #include <fmt/format.h>
 
+#include "lockstep/error.h"
+
 namespace lockstep {
 
 std::vector<std::string> split(std::string_view text, char separator) {
@@ -19,6 +21,11 @@ std::vector<std::string> split(std::string_view text, char separator) {
 }
 
 std::string first_line_of(const std::exception& error) { return split(error.what(), '\n').front(); }
+
+std::string what_of(const std::exception& error) {
+  const auto* const known = dynamic_cast<const Error*>(&error);
+  return known != nullptr ? known->text().what : error.what();
+}
 
 std::string fixed(double value, int digits) { return fmt::format("{:.{}f}", value, digits); }
 

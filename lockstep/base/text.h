@@ -47,6 +47,7 @@ std::string with_thousands(std::int64_t value);  // 60000 -> "60,000"
 
 // The whole text as a number; nothing if it is not one, or does not fit.
 std::string first_line_of(const std::exception& error);
+std::string what_of(const std::exception& error);  // of an Error its `what` alone
 
 bool parse_int(std::string_view text, int& value);
 

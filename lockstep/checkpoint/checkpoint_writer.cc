@@ -72,10 +72,8 @@ struct CheckpointWriter::Shared {
     try {
       const trace::Span span("write checkpoint", step);
       write();
-    } catch (const Error& error) {
-      why = error.text().what;
     } catch (const std::exception& error) {
-      why = error.what();
+      why = what_of(error);
     }
     if (!why.empty())
       log_warning(concat("the checkpoint of step ", step, " is not saved: ", why,

@@ -22,9 +22,6 @@ using c10d::OpType;
 using Tensor = C10dBackend::Tensor;
 using WorkPtr = C10dBackend::WorkPtr;
 
-C10dBackend::C10dBackend(const StorePtr& store, int rank, int size, milliseconds timeout)
-    : C10dBackend(store, rank, size, timeout, this_machine()) {}
-
 C10dBackend::C10dBackend(const StorePtr& store, int rank, int size, milliseconds timeout, std::string machine)
     : Backend(rank, size), timeout_(timeout), machine_(std::move(machine)) {
   const TransportOptions options{

@@ -49,6 +49,7 @@ class MessageGroup;
 namespace backend {
 struct Member;
 }
+std::string this_machine();  // transport/connect.h
 
 class C10dBackend final : public c10d::Backend {
  public:
@@ -60,8 +61,7 @@ class C10dBackend final : public c10d::Backend {
   // prefix of one, serves several backends if all ranks make them in the same order. Ranks with the same `machine` share
   // memory; left out, it is this_machine() of connect.h. Throws RendezvousError: ranks that did not come, machines that
   // can't reach each other; SystemError.
-  C10dBackend(const StorePtr& store, int rank, int size, milliseconds timeout);
-  C10dBackend(const StorePtr& store, int rank, int size, milliseconds timeout, std::string machine);
+  C10dBackend(const StorePtr& store, int rank, int size, milliseconds timeout, std::string machine = this_machine());
 
   // As shutdown(); while an exception is on its way, the peers learn that this rank has failed.
   ~C10dBackend() override;

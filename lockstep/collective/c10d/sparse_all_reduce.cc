@@ -38,7 +38,7 @@ class SparseSum {
     header.insert(header.end(), mine.sizes().begin(), mine.sizes().end());
     const auto length = static_cast<std::int64_t>(header.size());
     const Tensor all = torch::empty({member_.size, length}, torch::kInt64);
-    gather({torch::tensor(header)}, {all}, {.operation = Operation::kAllGather});
+    gather({torch::tensor(header)}, {all});
     const Tensor alike = all.narrow(1, 1, length - 1);
     for (int rank = 1; rank < member_.size; ++rank)
       if (!alike[rank].equal(alike[0])) throw_mismatch(rank, all);
@@ -51,13 +51,13 @@ class SparseSum {
     std::vector<std::int64_t> sizes = mine.sizes().vec();
     sizes.front() = std::accumulate(entries.begin(), entries.end(), std::int64_t{0});
     const Tensor all = torch::empty(sizes, mine.options());
-    gather({mine}, all.split_with_sizes(entries), {.operation = Operation::kAllGather});
+    gather({mine}, all.split_with_sizes(entries));
     return all;
   }
 
-  void gather(const Tensors& mine, const Tensors& all, Call call) {
-    call.timeout = timeout_;
-    run_to_its_end(transport_, call_to_move(member_, std::move(call), mine, all));
+  void gather(const Tensors& mine, const Tensors& all) {
+    const Call call{.operation = Operation::kAllGather, .timeout = timeout_};
+    run_to_its_end(transport_, call_to_move(member_, call, mine, all));
   }
 
   [[noreturn]] static void throw_mismatch(int rank, const Tensor& headers) {

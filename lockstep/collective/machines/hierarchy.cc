@@ -233,10 +233,8 @@ std::exception_ptr Hierarchy::cause_of(const std::exception_ptr& error) const tr
 void Hierarchy::give_up(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
-  } catch (const Error& known) {
-    inside->poison(known.text().what);
-  } catch (const std::exception& other) {
-    inside->poison(other.what());
+  } catch (const std::exception& known) {
+    inside->poison(what_of(known));
   }
   close(error);
 }

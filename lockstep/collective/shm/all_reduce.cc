@@ -67,7 +67,7 @@ class Reducer {
   void alone() const {
     group_.sources[0] = input();
     group_.destinations[0] = output();
-    reduce(reduction(parts_.total(), 1), call_.dtype, call_.op);
+    reduce(parts_.total());
   }
 
   // ---- One shot
@@ -87,7 +87,7 @@ class Reducer {
     group_.destinations[0] = mine_in_place ? group_.slot(group_.rank()) : output();
     if (wanted) {
       const Group::PeerAccess access(group_);
-      reduce(reduction(part.count, 1), call_.dtype, call_.op);
+      reduce(part.count);
     }
     if (!read_in_place) return;
     group_.finish(1);
@@ -135,7 +135,7 @@ class Reducer {
       for (int peer = 0; peer < group_.size(); ++peer)
         group_.sources[peer] = peer == group_.rank() ? input(part.begin) : group_.staging(peer, step - 1);
       group_.destinations[0] = output(part.begin);
-      reduce(reduction(part.count, 1), call_.dtype, call_.op);
+      reduce(part.count);
     }
     group_.finish(chunks + 1);
   }
@@ -170,14 +170,15 @@ class Reducer {
   }
   bool wants_all() const { return wants_all(group_.rank()); }
 
-  // `count` elements of group.sources into the first `outputs` of group.destinations, of which the first `streamed` are
-  // stored past the caches (show_bytes).
-  Reduction reduction(std::size_t count, std::size_t outputs, std::size_t streamed = 0) const {
-    return {.sources = group_.sources,
-            .destinations = std::span(group_.destinations).first(outputs),
-            .count = count,
-            .divisor = group_.size(),
-            .streamed = streamed};
+  // Reduces `count` elements of group.sources into the first `outputs` of group.destinations, of which the first
+  // `streamed` are stored past the caches (show_bytes).
+  void reduce(std::size_t count, std::size_t outputs = 1, std::size_t streamed = 0) const {
+    shm::reduce({.sources = group_.sources,
+                 .destinations = std::span(group_.destinations).first(outputs),
+                 .count = count,
+                 .divisor = group_.size(),
+                 .streamed = streamed},
+                call_.dtype, call_.op);
   }
 
   const std::byte* shown_by(int peer) const {
@@ -197,7 +198,7 @@ class Reducer {
     const std::size_t offset = part.begin * element_;
     for (int peer = 0; peer < group_.size(); ++peer)
       group_.sources[peer] = group_.pointer(input_of(peer), bytes()) + offset;
-    reduce(reduction(part.count, find_outputs(offset)), call_.dtype, call_.op);
+    reduce(part.count, find_outputs(offset));
   }
 
   // Finds where the own part goes. Several ranks may name the same memory as their output: it is written once.
@@ -241,7 +242,7 @@ class Reducer {
     group_.destinations[0] = scatters() ? output(part.begin - parts_[me].begin) : lane_of(me, me, chunk);
     if (wants_all()) group_.destinations[1] = output(part.begin);
     const bool streams = !scatters() && part.count * element_ >= kStreamFromBytes;
-    reduce(reduction(part.count, wants_all() ? 2 : 1, streams ? 1 : 0), call_.dtype, call_.op);
+    reduce(part.count, wants_all() ? 2 : 1, streams ? 1 : 0);
   }
 
   void copy_lanes(std::size_t chunk) const {

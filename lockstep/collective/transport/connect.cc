@@ -77,11 +77,8 @@ CpuConnection connect_cpu_ranks(const StorePtr& store, const std::string& machin
   const auto connecting = c10::make_intrusive<ConnectingStore>(store, options.rank);
   try {
     return connect_over(connecting, machine, options);
-  } catch (const Error& error) {
-    connecting->fail(options.describe, error.text().what);
-    throw;
   } catch (const std::exception& error) {
-    connecting->fail(options.describe, error.what());
+    connecting->fail(options.describe, what_of(error));
     throw;
   }
 }

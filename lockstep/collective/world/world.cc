@@ -120,8 +120,7 @@ std::optional<World> World::group(const RankList& ranks) const {
   auto cpu_transport = state_->cpu_transport->group(agreed);
   auto cuda_transport = state_->cuda_transport ? state_->cuda_transport->group(agreed) : nullptr;
   if (!cpu_transport) return std::nullopt;
-  auto state = state_->sub_world(ranks);
-  state->cpu_transport = std::move(cpu_transport);
+  auto state = state_->sub_world(ranks, std::move(cpu_transport));
   state->cuda_transport = std::move(cuda_transport);
   return WorldState::world_of(std::move(state));
 }
@@ -130,9 +129,8 @@ std::optional<World> World::separate(const RankList& ranks, milliseconds timeout
   const auto longest = timeout.count() > 0 ? timeout : state_->timeout;
   auto cpu_transport = state_->cpu_transport->separate(agree_on_list(ranks), longest);
   if (!cpu_transport) return std::nullopt;
-  auto state = state_->sub_world(ranks);
+  auto state = state_->sub_world(ranks, std::move(cpu_transport));
   state->timeout = longest;
-  state->cpu_transport = std::move(cpu_transport);
   return WorldState::world_of(std::move(state));
 }
 

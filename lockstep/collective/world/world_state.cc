@@ -80,8 +80,10 @@ JobEnvironment job_of_rank(JobEnvironment job, int rank, const IntVector<int>& n
   return job;
 }
 
-std::shared_ptr<WorldState> WorldState::sub_world(const std::vector<int>& ranks) const {
+std::shared_ptr<WorldState> WorldState::sub_world(const std::vector<int>& ranks,
+                                                  std::unique_ptr<Transport> transport) const {
   auto state = std::make_shared<WorldState>();
+  state->cpu_transport = std::move(transport);
   state->cores = cores;
   state->timeout = timeout;
   for (const int member : ranks) state->nodes.push_back(nodes[member]);

@@ -57,8 +57,8 @@ class WorldState {
   // Throws DeviceError: CUDA tensors between ranks that are threads. UsageError: a forked child.
   Transport& transport_for(const TensorCall& call) const;
 
-  // This rank in a sub-world of `ranks`, which name it; without transports.
-  std::shared_ptr<WorldState> sub_world(const std::vector<int>& ranks) const;
+  // This rank in a sub-world of `ranks`, which name it.
+  std::shared_ptr<WorldState> sub_world(const std::vector<int>& ranks, std::unique_ptr<Transport> transport) const;
 
   void abandon(const std::string& reason) const;  // as World
 

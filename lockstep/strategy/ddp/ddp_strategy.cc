@@ -3,7 +3,6 @@
 #include <optional>
 
 #include "lockstep/collective/gpus.h"
-#include "lockstep/data/loader/random.h"
 #include "lockstep/ddp.h"
 #include "lockstep/sampler.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
@@ -70,8 +69,7 @@ class DdpStrategy : public ReplicaStrategy {
     const std::int64_t before_mine = even_part(all, world_.rank(), world_.size()).begin;
     for (int shard = world_.rank() * shards; shard < (world_.rank() + 1) * shards; ++shard) {
       const Range part = even_part(all, shard, options_.ddp.virtual_shards);
-      const std::uint64_t seed =
-          mix_seed(mix_seed(options_.seed, static_cast<std::uint64_t>(step_)), static_cast<std::uint64_t>(shard));
+      const std::uint64_t seed = seed_of(seed_of(options_.seed, step_), shard);
       generator_->seed(seed);
       if (!world_.device().is_cpu()) seed_gpu(world_.device(), seed);
       forward_and_backward({batch.data.slice(0, part.begin - before_mine, part.end - before_mine),

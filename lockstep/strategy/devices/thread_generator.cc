@@ -49,6 +49,8 @@ std::uint64_t draw_seed() {
   return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
 }
 
-std::uint64_t seed_of(std::uint64_t seed, int index) { return mix_seed(seed, static_cast<std::uint64_t>(index)); }
+std::uint64_t seed_of(std::uint64_t seed, std::int64_t index) {
+  return mix_seed(seed, static_cast<std::uint64_t>(index));
+}
 
 }  // namespace lockstep

@@ -37,6 +37,6 @@ class ThreadGenerator {
 std::uint64_t draw_seed();
 
 // A seed for one of several that share `seed`. Neighbours are unrelated (data/loader/random.h).
-std::uint64_t seed_of(std::uint64_t seed, int index);
+std::uint64_t seed_of(std::uint64_t seed, std::int64_t index);
 
 }  // namespace lockstep

@@ -315,8 +315,7 @@ std::unique_ptr<KVStore> KVStore::create(const World& world, const StrategyOptio
   const DistSetting setting = connect_store(world, options);
   if (!setting.serves()) return make_kv_worker(setting, devices);
   say_goodbye(setting.to_servers);
-  KVServer server(setting);
-  server.wait_for_goodbyes();
+  make_kv_server(setting)->wait_for_goodbyes();
   return nullptr;
 }
 

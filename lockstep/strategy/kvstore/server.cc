@@ -40,18 +40,11 @@ std::int64_t bound_of(const DistSetting& setting) {
                                                                           : StalenessGate::kUnbounded;
 }
 
-std::string first_line(const std::exception& error) {
-  const auto* known = dynamic_cast<const Error*>(&error);
-  return known != nullptr ? known->text().what : error.what();
-}
-
-}  // namespace
-
-class KVServer::Impl {
+class ThreadedServer final : public KVServer {
   using Lock = std::unique_lock<std::mutex>;
 
  public:
-  explicit Impl(const DistSetting& setting)
+  explicit ThreadedServer(const DistSetting& setting)
       : setting_(setting),
         gate_(workers(), bound_of(setting), setting.servers.size() > 1),
         statistics_{.store = store_name(setting.options.kvstore), .workers = workers()} {
@@ -65,7 +58,7 @@ class KVServer::Impl {
       });
   }
 
-  ~Impl() {
+  ~ThreadedServer() override {
     if (std::uncaught_exceptions() > 0) {
       const Lock lock(mutex_);
       fail(PeerLost({.what = concat("server ", setting_.number, " has failed")}));
@@ -73,7 +66,7 @@ class KVServer::Impl {
     for (Client& client : clients_) client.thread.join();
   }
 
-  BatchTotals wait_for_pushes(std::int64_t pushes) {
+  BatchTotals wait_for_pushes(std::int64_t pushes) override {
     Lock lock(mutex_);
     wait_for_workers(lock, pushes);
     const BatchTotals totals = totals_[pushes];
@@ -83,20 +76,20 @@ class KVServer::Impl {
   }
 
   // Without a deadline of its own: each client's thread has that of its link.
-  void wait_for_goodbyes() {
+  void wait_for_goodbyes() override {
     Lock lock(mutex_);
     changed_.wait(lock, [this] { return failure_ || !any_worker_here(); });
     if (failure_) std::rethrow_exception(failure_);
   }
 
-  std::vector<SliceState> states(std::int64_t pushes) {
+  std::vector<SliceState> states(std::int64_t pushes) override {
     Lock lock(mutex_);
     wait_for_keys(lock);
     wait_for_workers(lock, pushes);
     return table_.states();
   }
 
-  void set_states(const std::vector<SliceState>& states) {
+  void set_states(const std::vector<SliceState>& states) override {
     Lock lock(mutex_);
     wait_for_keys(lock);
     const bool of_optimizer = std::ranges::any_of(states, [](const SliceState& each) { return !each.state.empty(); });
@@ -104,7 +97,7 @@ class KVServer::Impl {
     table_.set_states(states);
   }
 
-  StoreStatistics statistics() const {
+  StoreStatistics statistics() const override {
     const Lock lock(mutex_);
     return statistics_;
   }
@@ -450,7 +443,7 @@ class KVServer::Impl {
 
   void lose(int client, const std::exception& error) {
     const Lock lock(mutex_);
-    const std::string what = concat(name_of(client), " is lost: ", first_line(error));
+    const std::string what = concat(name_of(client), " is lost: ", what_of(error));
     if (is_worker(client) && kind() != KVStoreKind::kDistSync && !failure_) {
       go_on_without(client);
       clients_[client].link.abandon(what);
@@ -507,12 +500,10 @@ class KVServer::Impl {
   IntVector<Client> clients_;
 };
 
-KVServer::KVServer(const DistSetting& setting) : impl_(std::make_unique<Impl>(setting)) {}
-KVServer::~KVServer() = default;
-BatchTotals KVServer::wait_for_pushes(std::int64_t pushes) { return impl_->wait_for_pushes(pushes); }
-void KVServer::wait_for_goodbyes() { impl_->wait_for_goodbyes(); }
-StoreStatistics KVServer::statistics() const { return impl_->statistics(); }
-std::vector<SliceState> KVServer::states(std::int64_t pushes) { return impl_->states(pushes); }
-void KVServer::set_states(const std::vector<SliceState>& states) { impl_->set_states(states); }
+}  // namespace
+
+std::unique_ptr<KVServer> make_kv_server(const DistSetting& setting) {
+  return std::make_unique<ThreadedServer>(setting);
+}
 
 }  // namespace lockstep

@@ -40,28 +40,25 @@ namespace lockstep {
 
 class KVServer {
  public:
-  explicit KVServer(const DistSetting& setting);
-
   // Blocks until every client has left or is lost. While an exception is in flight the clients are told at once.
-  ~KVServer();
+  virtual ~KVServer() = default;
 
   // Blocks until every worker that is still there has pushed gradients `pushes` times and they are applied. Returns the
   // samples and mean loss of each worker's push of that number. Throws PeerLost.
-  BatchTotals wait_for_pushes(std::int64_t pushes);
+  virtual BatchTotals wait_for_pushes(std::int64_t pushes) = 0;
 
   // Blocks until every worker has left or is lost. Throws PeerLost.
-  void wait_for_goodbyes();
+  virtual void wait_for_goodbyes() = 0;
 
-  StoreStatistics statistics() const;
+  virtual StoreStatistics statistics() const = 0;
 
   // Copies of all slices' states, after `pushes` pushes of every worker that is still there. Block until the store has its keys.
   // Throw PeerLost.
-  std::vector<SliceState> states(std::int64_t pushes = 0);
-  void set_states(const std::vector<SliceState>& states);
-
- private:
-  class Impl;
-  std::unique_ptr<Impl> impl_;
+  virtual std::vector<SliceState> states(std::int64_t pushes = 0) = 0;
+  virtual void set_states(const std::vector<SliceState>& states) = 0;
 };
+
+// Begins to serve.
+std::unique_ptr<KVServer> make_kv_server(const DistSetting& setting);
 
 }  // namespace lockstep

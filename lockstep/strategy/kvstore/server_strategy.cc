@@ -90,7 +90,7 @@ class ServerStrategy : public ReplicaStrategy {
     for (const auto& [name, buffer] : buffers) values_.push_back(buffer);
     layouts_ = plan_keys(keys_of(parameters, buffers), setting.servers.size(), setting.options.kvstore.split_above);
     seed_steps(setting.options.seed);
-    server_ = std::make_unique<KVServer>(setting_);
+    server_ = make_kv_server(setting_);
   }
 
   // The workers' step is over when all that are there have pushed it.

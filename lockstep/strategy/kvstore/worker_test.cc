@@ -41,8 +41,8 @@ void run_cluster(Fabric fabric, const Cluster& cluster, const WorkerBody& work, 
                       const DistSetting setting = connect_store(world, options);
                       if (setting.serves()) {
                         say_goodbye(setting.to_servers);
-                        KVServer server(setting);
-                        if (check) check(server);
+                        const auto server = make_kv_server(setting);
+                        if (check) check(*server);
                       } else {
                         const auto store = make_kv_worker(setting, nullptr);
                         work(*store, setting.number);
@@ -418,7 +418,7 @@ std::string servers_trouble(const Talk& talk, KVStoreKind kind = KVStoreKind::kD
                           [&](World& world) {
                             const DistSetting setting = connect_store(world, options);
                             if (setting.serves())
-                              KVServer(setting).wait_for_goodbyes();
+                              make_kv_server(setting)->wait_for_goodbyes();
                             else
                               talk(setting.to_servers.front());
                           },

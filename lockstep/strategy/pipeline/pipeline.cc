@@ -74,7 +74,7 @@ StageWork Pipeline::work_of(int replica, int stage, const Batch& part, std::int6
   return {.micro_batches = micro_batches,
           .steps = steps_of_stage(options_.pipeline.schedule, stage, stages_, micro_batches.size()),
           .samples = samples,
-          .seed = seed_of(seed_of(options_.seed + 1, static_cast<int>(step_)), replica),
+          .seed = seed_of(seed_of(options_.seed + 1, step_), replica),
           .first_piece = static_cast<int>(cut_[stage].begin),
           .timeout = options_.timeout};
 }
