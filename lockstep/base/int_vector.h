@@ -4,6 +4,7 @@
 // Ranks are ints, as in MPI and torch; std::vector wants unsigned indices. Checked in debug builds.
 #pragma once
 
+#include <algorithm>
 #include <cassert>
 #include <cstddef>
 #include <initializer_list>
@@ -38,5 +39,11 @@ class IntVector : public std::vector<T> {
     return to_size(index);
   }
 };
+
+// The place of a value; behind the last one, if it is not there.
+template <class T>
+int index_of(const std::vector<T>& values, const T& value) {
+  return to_int(std::ranges::find(values, value) - values.begin());
+}
 
 }  // namespace lockstep

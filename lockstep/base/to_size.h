@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// base/to_size.h: a count that torch or the kernel gives as a signed number, as the std::size_t that containers take.
+// base/to_size.h: numbers of one integral type as another: torch and the kernel give counts as signed numbers, containers
+// take std::size_t, and ranks are ints. Checked in debug builds.
 #pragma once
 
 #include <cassert>
 #include <concepts>
 #include <cstddef>
+#include <cstdint>
+#include <utility>
 
 namespace lockstep {
 
@@ -12,6 +15,18 @@ template <std::signed_integral T>
 constexpr std::size_t to_size(T count) {
   assert(count >= 0);
   return static_cast<std::size_t>(count);
+}
+
+template <std::integral T>
+constexpr int to_int(T number) {
+  assert(std::in_range<int>(number));
+  return static_cast<int>(number);
+}
+
+template <std::integral T>
+constexpr std::int64_t to_int64(T number) {
+  assert(std::in_range<std::int64_t>(number));
+  return static_cast<std::int64_t>(number);
 }
 
 }  // namespace lockstep

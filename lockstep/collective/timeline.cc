@@ -92,7 +92,7 @@ void open_ring(const ClockPeers& peers, const std::string& file) {
 // ---- Rings
 
 torch::Tensor bytes_of(std::string& content) {
-  return torch::from_blob(content.data(), {static_cast<std::int64_t>(content.size())}, torch::kUInt8);
+  return torch::from_blob(content.data(), {to_int64(content.size())}, torch::kUInt8);
 }
 
 // The rings stay until the file is there.

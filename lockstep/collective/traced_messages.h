@@ -82,7 +82,7 @@ class TracedMessage {
     trace::write(began, [&] {
       return trace::Event{.name = to_string(message_.operation),
                           .number = group_->in_job[peer],
-                          .bytes = static_cast<std::int64_t>(message_.count * size_of(message_.dtype)),
+                          .bytes = to_int64(message_.count * size_of(message_.dtype)),
                           .flow = flow_,
                           .arrives = message_.operation == Operation::kReceive};
     });

@@ -42,7 +42,7 @@ std::shared_ptr<MessageGroup> C10dBackend::exchange_numbers() const {
   auto group = std::make_shared<MessageGroup>();
   group->id = mix_numbers(numbers[0], numbers[1]);
   group->rank = rank_;
-  for (int rank = 0; rank < size_; ++rank) group->in_job.push_back(static_cast<int>(numbers[2 * rank]));
+  for (int rank = 0; rank < size_; ++rank) group->in_job.push_back(to_int(numbers[2 * rank]));
   return group;
 }
 
@@ -82,11 +82,9 @@ void C10dBackend::setTimeout(milliseconds timeout) {
 
 c10::intrusive_ptr<c10d::Backend> C10dBackend::split(const StorePtr& store, const std::vector<int>& ranks,
                                                      const c10::intrusive_ptr<Options>& options) {
-  const auto place = std::find(ranks.begin(), ranks.end(), rank_);
-  if (place == ranks.end()) return nullptr;
-  return c10::make_intrusive<C10dBackend>(store, static_cast<int>(place - ranks.begin()),
-                                          static_cast<int>(ranks.size()), options ? options->timeout : timeout_,
-                                          machine_);
+  const int place = index_of(ranks, rank_), size = to_int(ranks.size());
+  if (place == size) return nullptr;
+  return c10::make_intrusive<C10dBackend>(store, place, size, options ? options->timeout : timeout_, machine_);
 }
 
 void C10dBackend::shutdown() {

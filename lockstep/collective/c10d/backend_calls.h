@@ -73,8 +73,7 @@ using StartMessage = std::function<c10::intrusive_ptr<c10d::Work>(Tensors& byte,
 
 // Rank 0 blocks until all ranks have reported, at most for `timeout`. Throws PeerLost: ranks that did not; `all`: it names
 // all of them, else the first.
-void hear_of_all_ranks(int size, std::chrono::milliseconds timeout, bool all, const StartMessage& send,
-                       const StartMessage& receive);
+void hear_of_all_ranks(int size, milliseconds timeout, bool all, const StartMessage& send, const StartMessage& receive);
 
 // The others block until rank 0 has heard of all ranks, at most for the group's timeout. Throws PeerLost.
 void report_to_rank_0(int rank, const StartMessage& send, const StartMessage& receive);

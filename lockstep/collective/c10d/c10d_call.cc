@@ -152,8 +152,8 @@ StorePtr with_prefix(const StorePtr& store, const std::string& prefix) {
 
 TransportOptions options_of_group(const TransportOptions& options, const std::vector<int>& ranks) {
   TransportOptions mine = options;
-  mine.rank = static_cast<int>(std::ranges::find(ranks, options.rank) - ranks.begin());
-  mine.size = static_cast<int>(ranks.size());
+  mine.rank = index_of(ranks, options.rank);
+  mine.size = to_int(ranks.size());
   mine.describe = concat("rank ", mine.rank, " of a sub-world of ", mine.size, ", ", options.describe);
   return mine;
 }

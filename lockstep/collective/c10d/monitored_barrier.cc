@@ -11,8 +11,6 @@
 namespace lockstep::backend {
 namespace {
 
-using std::chrono::milliseconds;
-
 Tensors a_byte() { return {torch::zeros({1}, torch::kUInt8)}; }
 
 PeerLost missing_ranks(const std::vector<int>& ranks, milliseconds timeout) {

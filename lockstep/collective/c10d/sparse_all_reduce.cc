@@ -36,7 +36,7 @@ class SparseSum {
   std::vector<std::int64_t> entries_of_all(const Tensor& mine) {
     std::vector<std::int64_t> header{mine._nnz(), static_cast<std::int64_t>(mine.scalar_type()), mine.sparse_dim()};
     header.insert(header.end(), mine.sizes().begin(), mine.sizes().end());
-    const auto length = static_cast<std::int64_t>(header.size());
+    const auto length = to_int64(header.size());
     const Tensor all = torch::empty({member_.size, length}, torch::kInt64);
     gather({torch::tensor(header)}, {all});
     const Tensor alike = all.narrow(1, 1, length - 1);

@@ -92,7 +92,7 @@ void leave_as_connected(Context& context) {
 AddressBytes with_number(AddressBytes address, std::size_t more) {
   std::int64_t number = 0;
   std::memcpy(&number, address.data() + sizeof(sockaddr_storage), sizeof number);
-  number += static_cast<std::int64_t>(more);
+  number += to_int64(more);
   std::memcpy(address.data() + sizeof(sockaddr_storage), &number, sizeof number);
   return address;
 }

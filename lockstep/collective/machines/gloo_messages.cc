@@ -39,7 +39,7 @@ Tensor bytes_of(const Tensor& tensor) { return tensor.detach().view(-1).view(tor
 
 Tensor write_header(const MessageHeader& header, const Tensor& data) {
   const std::size_t data_bytes = header.second_tag == 0 ? data.nbytes() : 0;
-  Tensor written = torch::empty({static_cast<std::int64_t>(sizeof header + data_bytes)}, torch::kUInt8);
+  Tensor written = torch::empty({to_int64(sizeof header + data_bytes)}, torch::kUInt8);
   auto* const bytes = static_cast<std::byte*>(written.mutable_data_ptr());
   std::memcpy(bytes, &header, sizeof header);
   if (data_bytes > 0) std::memcpy(bytes + sizeof header, data.const_data_ptr(), data_bytes);
@@ -78,17 +78,16 @@ C10dWork receive_second(Receive& receive, const c10d::Work& first, GlooConnectio
   const Received sender(concat("rank ", receive.from));
   sender.in(static_cast<std::int64_t>(header.dtype), 0, kDTypes - 1, "the dtype's number");
   sender.in(header.second_tag, 0, std::numeric_limits<int>::max(), "the tag of the second transfer");
-  const auto bytes =
-      static_cast<std::size_t>(sender.bytes(static_cast<std::int64_t>(header.count),
-                                            static_cast<std::int64_t>(size_of(receive.sent_dtype())), "the message"));
+  const auto bytes = static_cast<std::size_t>(
+      sender.bytes(static_cast<std::int64_t>(header.count), to_int64(size_of(receive.sent_dtype())), "the message"));
   if (header.second_tag == 0) {
     sender.require(bytes <= kDataInFirst, concat("its first part has ", bytes, " bytes of data"));
     if (receive.fits() && bytes > 0) std::memcpy(receive.call.output, arrived + sizeof header, bytes);
     return nullptr;
   }
-  const auto dropped = [bytes] { return torch::empty({static_cast<std::int64_t>(bytes)}, torch::kUInt8); };
+  const auto dropped = [bytes] { return torch::empty({to_int64(bytes)}, torch::kUInt8); };
   Tensors place{receive.fits() ? bytes_of(receive.call.output_tensor) : dropped()};
-  return issue_alone([&] { return gloo.recv(place, receive.from, static_cast<int>(header.second_tag)); });
+  return issue_alone([&] { return gloo.recv(place, receive.from, to_int(header.second_tag)); });
 }
 
 }  // namespace
@@ -101,7 +100,7 @@ GlooMessages::~GlooMessages() = default;
 void GlooMessages::set_timeout(milliseconds timeout) { gloo_->setTimeout(timeout); }
 
 int GlooMessages::tag_of(const Call& call) const {
-  if (call.tag <= kLargestTag) return static_cast<int>(call.tag);
+  if (call.tag <= kLargestTag) return to_int(call.tag);
   throw UsageError({.what = concat("a message with tag ", call.tag, " between machines"),
                     .here = here_,
                     .next = concat("use tags up to ", kLargestTag)});
@@ -110,7 +109,7 @@ int GlooMessages::tag_of(const Call& call) const {
 // Each second transfer has a tag of its own: a receiver may take messages in any order.
 int GlooMessages::next_tag() {
   constexpr std::uint32_t kTags = 0x1fffffff;
-  return static_cast<int>(0x40000001 | second_transfers_++ % kTags << 1);
+  return to_int(0x40000001 | second_transfers_++ % kTags << 1);
 }
 
 // The second transfer is issued before the first: when the receiver knows its tag, it is on its way.

@@ -143,7 +143,7 @@ FuturePtr Hierarchy::start_message(const TensorCall& call, bool in_background) {
 void Hierarchy::make_call(const Call& call) {
   const trace::Span span([&] {
     const Signature signature = signature_of(call);
-    const auto bytes = static_cast<std::int64_t>(signature.count * size_of(signature.dtype));
+    const auto bytes = to_int64(signature.count * size_of(signature.dtype));
     return trace::Event{.name = "machines: " + to_string(call.operation), .bytes = bytes == 0 ? -1 : bytes};
   });
   observe::moved();

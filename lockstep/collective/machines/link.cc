@@ -14,7 +14,7 @@ constexpr int kCheckTag = 0x40000000;  // of the signatures themselves
 
 int tag_of(const Signature& signature) {
   const std::string_view bytes(reinterpret_cast<const char*>(&signature), sizeof signature);
-  return static_cast<int>(kCheckTag | (1 + std::hash<std::string_view>()(bytes) % 0x1ffffffe) << 1);
+  return to_int(kCheckTag | (1 + std::hash<std::string_view>()(bytes) % 0x1ffffffe) << 1);
 }
 
 // A peer that is still there takes the goodbye at once; Gloo never ends a send to one that has just closed its end.
@@ -23,8 +23,8 @@ constexpr std::chrono::hours kAsLongAsTheLink{24 * 365};  // leave() and close()
 
 constexpr std::size_t kMostAtOnce = std::size_t{1} << 30;  // Gloo's TLS counts in 31 bits
 
-std::vector<torch::Tensor> as_tensor(const std::byte* data, std::size_t bytes) {
-  return {torch::from_blob(const_cast<std::byte*>(data), {static_cast<std::int64_t>(bytes)}, torch::kUInt8)};
+Tensors as_tensor(const std::byte* data, std::size_t bytes) {
+  return {torch::from_blob(const_cast<std::byte*>(data), {to_int64(bytes)}, torch::kUInt8)};
 }
 
 }  // namespace

@@ -34,7 +34,7 @@ std::vector<int> Topology::ranks_on(int machine) const {
 }
 
 int Topology::local_rank(int rank) const {
-  return static_cast<int>(std::count(machine_of.begin(), machine_of.begin() + rank, machine_of[rank]));
+  return to_int(std::count(machine_of.begin(), machine_of.begin() + rank, machine_of[rank]));
 }
 
 int Topology::smallest_machine() const {

@@ -26,8 +26,6 @@
 namespace lockstep::shm {
 namespace {
 
-bool within_reach(Location place) { return place.kind == Location::kArena || place.kind == Location::kAddress; }
-
 // Parts begin on cache lines, if the array does: then no two ranks write to the same line.
 Partition partition_of(const Call& call, int ranks) {
   if (call.operation == Operation::kReduceScatter) return Partition::of(call, ranks);
@@ -56,7 +54,7 @@ class Reducer {
 
   bool all_within_reach() const {
     for (int peer = 0; peer < group_.size(); ++peer)
-      if (!within_reach(input_of(peer)) || (wants_all(peer) && !within_reach(group_.announcement(peer).output())))
+      if (!input_of(peer).within_reach() || (wants_all(peer) && !group_.announcement(peer).output().within_reach()))
         return false;
     return true;
   }
@@ -80,10 +78,10 @@ class Reducer {
     bool read_in_place = false;
     for (int peer = 0; peer < group_.size(); ++peer) {
       group_.sources[peer] = shown_by(peer) + part.begin * element_;
-      read_in_place |= within_reach(input_of(peer));
+      read_in_place |= input_of(peer).within_reach();
     }
     const bool wanted = scatters() || wants_all();
-    const bool mine_in_place = within_reach(input_of(group_.rank()));
+    const bool mine_in_place = input_of(group_.rank()).within_reach();
     group_.destinations[0] = mine_in_place ? group_.slot(group_.rank()) : output();
     if (wanted) {
       const Group::PeerAccess access(group_);

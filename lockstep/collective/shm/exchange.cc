@@ -63,10 +63,11 @@ class Exchange {
     bool read_in_place = false;
     std::size_t longest_staged = 0;
     for (int peer = 0; peer < group_.size(); ++peer) {
-      const Location::Kind kind = place_of(peer).kind;
-      if (kind == Location::kPrivate) longest_staged = std::max(longest_staged, group_.announcement(peer).longest());
-      read_in_place |= kind == Location::kArena || kind == Location::kAddress;
-      if (peer == group_.rank() || kind != Location::kPrivate) copy_at_once(peer);
+      const Location place = place_of(peer);
+      if (place.kind == Location::kPrivate)
+        longest_staged = std::max(longest_staged, group_.announcement(peer).longest());
+      read_in_place |= place.within_reach();
+      if (peer == group_.rank() || place.kind != Location::kPrivate) copy_at_once(peer);
     }
     if (longest_staged > 0) return stream(longest_staged);
     if (!read_in_place) return;

@@ -22,7 +22,7 @@ trace::Event label_of(const Signature& signature) {
   static constexpr std::array kPhases{"barrier 1: gradients",  "barrier 2: settings", "barrier: norms",
                                       "barrier: trust ratios", "barrier 3: updated",  "barrier: written"};
   const bool of_step = signature.operation == Operation::kStep;
-  const auto bytes = static_cast<std::int64_t>(signature.count * size_of(signature.dtype));
+  const auto bytes = to_int64(signature.count * size_of(signature.dtype));
   return {.name = of_step ? kPhases.at(static_cast<unsigned>(signature.root)) : to_string(signature.operation),
           .bytes = of_step || bytes == 0 ? -1 : bytes};
 }
@@ -37,7 +37,7 @@ Memory make_shared_memory(const Group& group, std::size_t bytes, int users) {
 }
 
 Group::Group(std::shared_ptr<Peers> peers, GroupArea area, std::vector<int> ranks, int rank, milliseconds timeout)
-    : sources(static_cast<int>(ranks.size())),
+    : sources(to_int(ranks.size())),
       destinations(sources.size()),
       lines(sources.size()),
       peers_(std::move(peers)),
@@ -129,8 +129,8 @@ FuturePtr Group::start(const Call& message) {
 // Its rank 0 takes memory for the control area in its arena; all ranks tell each other where.
 GroupPtr Group::subgroup(const std::vector<int>& ranks) {
   require_own_process();
-  const int new_size = static_cast<int>(ranks.size());
-  const int new_rank = static_cast<int>(std::ranges::find(ranks, rank_) - ranks.begin());
+  const int new_size = to_int(ranks.size());
+  const int new_rank = index_of(ranks, rank_);
   Memory area;
   if (new_size > 0 && new_rank == 0) try {
       area = make_shared_memory(*this, GroupArea::bytes(new_size), new_size);

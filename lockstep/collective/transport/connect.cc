@@ -24,8 +24,7 @@ namespace {
 std::vector<int> number_by_first_appearance(const std::vector<std::string>& names) {
   std::map<std::string, int> known;
   std::vector<int> numbers;
-  for (const std::string& name : names)
-    numbers.push_back(known.try_emplace(name, static_cast<int>(known.size())).first->second);
+  for (const std::string& name : names) numbers.push_back(known.try_emplace(name, to_int(known.size())).first->second);
   return numbers;
 }
 

@@ -46,15 +46,14 @@ std::vector<std::string> exchange_addresses(shm::Group& group, const std::string
 template <class Exchange>
 shm::GroupPtr connect_ranks(const std::vector<int>& ranks, int rank, const shm::Options& options,
                             const Exchange& exchange) {
-  const int size = static_cast<int>(ranks.size());
+  const int size = to_int(ranks.size());
   std::optional<shm::RendezvousServer> server;
   if (size > 0 && ranks.front() == rank) server.emplace(size, options);
   const std::vector<std::string> addresses = exchange(server ? server->address() : "");
   if (size == 0) return nullptr;
   const Deadline deadline = Deadline::after(options.timeout);
   if (server) return server->connect(deadline);
-  const auto place = static_cast<int>(std::ranges::find(ranks, rank) - ranks.begin());
-  return shm::join_rendezvous(addresses[to_size(ranks.front())], place, size, deadline, options);
+  return shm::join_rendezvous(addresses[to_size(ranks.front())], index_of(ranks, rank), size, deadline, options);
 }
 
 }  // namespace

@@ -78,8 +78,8 @@ class NcclTransport : public Transport {
       case Operation::kReduce: return nccl_->reduce(input, options_of<c10d::ReduceOptions>(call));
       case Operation::kBroadcast: return nccl_->broadcast(output, options_of<c10d::BroadcastOptions>(call));
       case Operation::kAllToAll: return nccl_->alltoall_base(output.front(), input.front(), receive, send);
-      case Operation::kSend: return nccl_->send(input, call.peer, static_cast<int>(call.tag));
-      case Operation::kReceive: return nccl_->recv(output, call.peer, static_cast<int>(call.tag));
+      case Operation::kSend: return nccl_->send(input, call.peer, to_int(call.tag));
+      case Operation::kReceive: return nccl_->recv(output, call.peer, to_int(call.tag));
       case Operation::kReduceScatter:
         if (send.empty())  // parts of equal length: NCCL works on the whole; it would copy a list of parts to one
           return nccl_->_reduce_scatter_base(output.front(), input.front(),

@@ -40,14 +40,14 @@ class FirstError {
 void use_share_of_cores(int rank, int ranks) {
   const CoreSet mine = cores_of_rank(usable_cores(), rank, ranks);
   pin_this_thread(mine);
-  at::set_num_threads(static_cast<int>(mine.size()));
+  at::set_num_threads(to_int(mine.size()));
 }
 
 }  // namespace
 
 void run_threads(const std::vector<int>& nodes, const Connect& connect, const std::function<void(World&)>& body,
                  const WorldOptions& options) {
-  const int ranks = static_cast<int>(nodes.size());
+  const int ranks = to_int(nodes.size());
   FirstError first_error;
   const auto run_rank = [&](int rank) {
     const RankOfThread own;

@@ -50,7 +50,7 @@ void spawn(int ranks, const std::function<void(World&)>& fn, const WorldOptions&
                       .next = "start it without one, or call World::from_env() in place of spawn()"});
   const auto rank_main = [&] {
     World world = World::from_env(options);
-    at::set_num_threads(static_cast<int>(world.cores().size()));
+    at::set_num_threads(to_int(world.cores().size()));
     fn(world);
     return 0;
   };

@@ -74,9 +74,9 @@ JobEnvironment job_of_rank(JobEnvironment job, int rank, const IntVector<int>& n
   const std::set<int> used(nodes.begin(), nodes.end());
   job.rank = rank;
   job.world_size = nodes.size();
-  job.local_rank = static_cast<int>(std::count(nodes.begin(), nodes.begin() + rank, node));
-  job.local_size = static_cast<int>(std::ranges::count(nodes, node));
-  job.node_rank = static_cast<int>(std::distance(used.begin(), used.find(node)));
+  job.local_rank = to_int(std::count(nodes.begin(), nodes.begin() + rank, node));
+  job.local_size = to_int(std::ranges::count(nodes, node));
+  job.node_rank = to_int(std::distance(used.begin(), used.find(node)));
   return job;
 }
 
@@ -92,8 +92,7 @@ std::shared_ptr<WorldState> WorldState::sub_world(const std::vector<int>& ranks,
     state->messages->in_job.push_back(messages->in_job[member]);
     state->messages->id = mix_numbers(state->messages->id, member);
   }
-  const auto me = std::ranges::find(ranks, rank()) - ranks.begin();
-  state->messages->rank = static_cast<int>(me);
+  state->messages->rank = index_of(ranks, rank());
   state->job = job_of_rank(job, state->messages->rank, state->nodes);
   state->caller = {state->job.rank, state->job.world_size, caller.device, describe(state->job)};
   return state;
@@ -172,7 +171,7 @@ World World::single(const WorldOptions& options) { return WorldState::world_of(m
 
 // First the lengths, then all texts at the length of the longest: tensors of the same shape on every rank.
 std::vector<std::string> World::exchange_texts(const std::string& mine) const {
-  const torch::Tensor lengths = all_gather(torch::tensor({static_cast<std::int64_t>(mine.size())}));
+  const torch::Tensor lengths = all_gather(torch::tensor({to_int64(mine.size())}));
   const torch::Tensor padded = torch::zeros({lengths.max().item<std::int64_t>()}, torch::kUInt8);
   std::copy(mine.begin(), mine.end(), padded.mutable_data_ptr<std::uint8_t>());
   const torch::Tensor all = all_gather(padded);

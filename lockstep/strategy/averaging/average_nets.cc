@@ -57,15 +57,15 @@ torch::Tensor make_flat_block(torch::nn::Module& model, const World& world) {
   return block;
 }
 
-std::vector<torch::Tensor> flat_blocks(const std::vector<ModulePtr>& nets) {
-  std::vector<torch::Tensor> blocks;
+Tensors flat_blocks(const std::vector<ModulePtr>& nets) {
+  Tensors blocks;
   for (const ModulePtr& net : nets) blocks.push_back(make_flat_block(*net, World::single()));
   return blocks;
 }
 
 // Each device scales its block; then device d adds up part d of all blocks into block 0.
-void mean_onto_first(Devices& devices, const std::vector<torch::Tensor>& blocks,
-                     const std::vector<std::int64_t>& samples, std::int64_t all) {
+void mean_onto_first(Devices& devices, const Tensors& blocks, const std::vector<std::int64_t>& samples,
+                     std::int64_t all) {
   devices.run([blocks, samples, all](Device& device) {
     const torch::NoGradGuard no_grad;
     torch::Tensor block = for_device(blocks, device);
@@ -74,11 +74,11 @@ void mean_onto_first(Devices& devices, const std::vector<torch::Tensor>& blocks,
   });
 }
 
-void copy_from_first(Devices& devices, const std::vector<torch::Tensor>& blocks) {
+void copy_from_first(Devices& devices, const Tensors& blocks) {
   if (blocks.size() > 1) devices.run([blocks](Device& device) { device.broadcast(for_device(blocks, device)); });
 }
 
-void average(Devices& devices, const std::vector<torch::Tensor>& blocks, const std::vector<std::int64_t>& samples) {
+void average(Devices& devices, const Tensors& blocks, const std::vector<std::int64_t>& samples) {
   const std::vector<std::int64_t> counts = samples.empty() ? std::vector<std::int64_t>(blocks.size(), 1) : samples;
   const std::int64_t all = std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
   if (std::ssize(blocks) != devices.size() || counts.size() != blocks.size())

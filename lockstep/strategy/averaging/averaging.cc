@@ -136,9 +136,9 @@ class Averaging : public ReplicaStrategy {
   std::vector<NamedTensor> state() override { return outer_ ? outer_->state() : std::vector<NamedTensor>(); }
 
   Report report() const override {
-    return {{"average_every", static_cast<double>(average_every_)},
-            {"averages", static_cast<double>(averages_)},
-            {"block_bytes", static_cast<double>(blocks_.front().nbytes())},
+    return {{"average_every", average_every_},
+            {"averages", averages_},
+            {"block_bytes", blocks_.front().nbytes()},
             {"exchanged_bytes",
              world_.size() > 1 ? static_cast<double>(averages_) * static_cast<double>(blocks_.front().nbytes()) : 0.0}};
   }
@@ -181,7 +181,7 @@ class Averaging : public ReplicaStrategy {
 
   World world_;
   std::int64_t average_every_;
-  std::vector<torch::Tensor> blocks_;  // of each replica's parameters
+  Tensors blocks_;                     // of each replica's parameters
   torch::Tensor host_;                 // of several ranks with GPUs: block 0 on its way
   std::vector<std::int64_t> samples_;  // that each replica has seen since the last average
   std::optional<OuterStep> outer_;     // none: the average is taken as it is

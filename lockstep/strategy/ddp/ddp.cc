@@ -181,14 +181,11 @@ class DistributedDataParallel::Impl {
     statistics.exchange_seconds = exchange_->seconds();
     return statistics;
   }
-  const World& world() const { return world_; }
-  torch::nn::Module& module() const { return *module_; }
-  bool& no_sync() { return no_sync_; }
   bool mean_in_grad() const { return layout_ == StepLayout::kSharedBuckets || layout_ == StepLayout::kOwnBuckets; }
-  const BatchTotals& last_batch() const { return last_batch_; }
-  double exchange_seconds() const { return exchange_seconds_; }
 
  private:
+  friend class DistributedDataParallel;
+
   void run_begun_backward(const torch::Tensor& loss, double factor) try { run_backward(loss, factor); } catch (...) {
     fail();
   }
@@ -297,14 +294,14 @@ void DistributedDataParallel::backward(const torch::Tensor& loss, std::int64_t s
 double DistributedDataParallel::begin_backward(const BatchWeight& batch) { return impl_->begin_backward(batch); }
 void DistributedDataParallel::end_backward() { impl_->end_backward(); }
 void DistributedDataParallel::cancel_backward(const std::string& reason) { impl_->cancel_backward(reason); }
-DistributedDataParallel::NoSync DistributedDataParallel::no_sync() { return NoSync(&impl_->no_sync()); }
+DistributedDataParallel::NoSync DistributedDataParallel::no_sync() { return NoSync(&impl_->no_sync_); }
 void DistributedDataParallel::join(torch::optim::Optimizer& optimizer) { impl_->join(optimizer); }
 bool DistributedDataParallel::mean_in_grad() const { return impl_->mean_in_grad(); }
-World DistributedDataParallel::world() const { return impl_->world(); }
-torch::nn::Module& DistributedDataParallel::module() const { return impl_->module(); }
-const BatchTotals& DistributedDataParallel::last_batch() const { return impl_->last_batch(); }
+World DistributedDataParallel::world() const { return impl_->world_; }
+torch::nn::Module& DistributedDataParallel::module() const { return *impl_->module_; }
+const BatchTotals& DistributedDataParallel::last_batch() const { return impl_->last_batch_; }
 DistributedDataParallel::Statistics DistributedDataParallel::statistics() const { return impl_->statistics(); }
-double DistributedDataParallel::exchange_seconds() const { return impl_->exchange_seconds(); }
+double DistributedDataParallel::exchange_seconds() const { return impl_->exchange_seconds_; }
 void DistributedDataParallel::parameters_written() { impl_->parameters_written(); }
 void DistributedDataParallel::write_parameters(const std::function<void()>& write) { impl_->write_parameters(write); }
 

@@ -58,7 +58,7 @@ class DdpStrategy : public ReplicaStrategy {
   Report report() const override {
     if (world_.size() == 1) return {};
     const auto statistics = ddp_.statistics();
-    return {{"exchanged_bytes", static_cast<double>(statistics.bytes)}, {"exchange_overlap", statistics.overlap()}};
+    return {{"exchanged_bytes", statistics.bytes}, {"exchange_overlap", statistics.overlap()}};
   }
 
  private:

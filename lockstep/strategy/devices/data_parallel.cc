@@ -89,8 +89,8 @@ class DataParallelStrategy : public ReplicaStrategy {
     }
     const auto busy = devices_->busy_seconds();
     const double others = std::accumulate(busy.begin() + 1, busy.end(), 0.0);
-    return {{"device_0_bytes", static_cast<double>(gradients + alone)},
-            {"other_device_bytes", static_cast<double>(gradients)},
+    return {{"device_0_bytes", gradients + alone},
+            {"other_device_bytes", gradients},
             {"device_0_busy_seconds", busy[0]},
             {"other_device_busy_seconds", busy.size() > 1 ? others / static_cast<double>(busy.size() - 1) : 0}};
   }

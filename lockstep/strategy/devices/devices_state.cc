@@ -17,7 +17,7 @@
 namespace lockstep {
 namespace {
 
-constexpr std::chrono::milliseconds kLastChance{100};  // for a device that was late to end by itself
+constexpr milliseconds kLastChance{100};  // for a device that was late to end by itself
 
 std::atomic<int> threads_left_behind{0};
 
@@ -54,7 +54,7 @@ void DevicesState::settle(int index) const {
   const DevicePlace& place = options_.places[to_size(index)];
   const CoreSet cores = place.cores.empty() ? cores_of_rank(options_.cores, index, count()) : place.cores;
   pin_this_thread(cores);
-  at::set_num_threads(std::min(static_cast<int>(cores.size()), most_threads_));
+  at::set_num_threads(std::min(to_int(cores.size()), most_threads_));
   if (!place.device.is_cpu()) c10::impl::VirtualGuardImpl(place.device.type()).setDevice(place.device);
 }
 
@@ -179,8 +179,7 @@ double DevicesState::busy_seconds(int index) {
 }
 
 PeerLost DevicesState::late_error(int late, const std::string& here) const {
-  return PeerLost({.what = concat("device ", name(late), " is not done within ",
-                                  human_seconds(std::chrono::duration<double>(options_.timeout).count())),
+  return PeerLost({.what = concat("device ", name(late), " is not done within ", human_seconds(options_.timeout)),
                    .here = here,
                    .likely = "a function of the task that hangs, or a step that takes longer than that",
                    .next = "look at the task's functions, or give a longer --timeout"});

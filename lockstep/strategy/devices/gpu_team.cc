@@ -19,7 +19,7 @@ namespace {
 
 class GpuTeam {
  public:
-  GpuTeam(shm::Group& group, const std::vector<torch::Tensor>& table) : group_(group), table_(table) {}
+  GpuTeam(shm::Group& group, const Tensors& table) : group_(group), table_(table) {}
 
   void run(const Call& call, const torch::Tensor& mine) {
     if (call.operation == Operation::kAllReduce) return all_reduce(call.algorithm, mine);
@@ -99,14 +99,13 @@ class GpuTeam {
   const torch::Tensor& of(int rank) const { return table_[to_size((rank + size()) % size())]; }
 
   shm::Group& group_;
-  const std::vector<torch::Tensor>& table_;
+  const Tensors& table_;
 };
 
 }  // namespace
 
 // The first wait compares what the devices want; the last one lets them go on when nobody reads their tensor any more.
-void run_between_gpus(shm::Group& group, std::vector<torch::Tensor>& table, const Call& call,
-                      const torch::Tensor& flat) {
+void run_between_gpus(shm::Group& group, Tensors& table, const Call& call, const torch::Tensor& flat) {
   const torch::NoGradGuard no_grad;
   torch::Tensor& mine = table[to_size(group.rank())];
   mine = flat.detach();

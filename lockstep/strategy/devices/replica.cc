@@ -31,7 +31,7 @@ UpdateOptions update_options(const StrategyOptions& options) {
   return {.optimizer = options.optimizer, .clipping = options.clipping, .ema_decay = options.ema_decay};
 }
 
-std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const UpdateOptions& options) {
+std::shared_ptr<Optimizer> make_optimizer(Tensors parameters, const UpdateOptions& options) {
   auto optimizer = make_optimizer(std::move(parameters), options.optimizer);
   optimizer->set_clipping(options.clipping);
   if (options.ema_decay > 0) optimizer->keep_average(options.ema_decay);
@@ -208,7 +208,7 @@ void scatter_and_run_backward(Devices& devices, const Tensors& outputs, const to
   });
 }
 
-BatchTotals mean_of(const std::vector<torch::Tensor>& losses, const std::vector<Batch>& parts) {
+BatchTotals mean_of(const Tensors& losses, const std::vector<Batch>& parts) {
   BatchTotals mean;
   for (std::size_t i = 0; i < losses.size(); ++i)
     if (losses[i].defined())

@@ -25,7 +25,7 @@ namespace lockstep {
 
 // The optimizer that the options name, with clipping and average. Throws UsageError.
 UpdateOptions update_options(const StrategyOptions& options);
-std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const UpdateOptions& options);
+std::shared_ptr<Optimizer> make_optimizer(Tensors parameters, const UpdateOptions& options);
 
 // A model on `device` in the layout of options.layout, with its optimizer. The same seed gives the same parameters.
 // Throws UsageError.
@@ -70,7 +70,7 @@ void follow_first(const Replicas& replicas);
 
 // ---- Gradients
 
-using ParameterLists = std::vector<std::vector<torch::Tensor>>;  // [replica][parameter]
+using ParameterLists = std::vector<Tensors>;  // [replica][parameter]
 
 // A parameter that has two names once, as in an optimizer.
 ParameterLists parameters_of(const Replicas& replicas);
@@ -119,6 +119,6 @@ torch::Tensor gather(const Tensors& outputs, torch::Device device);
 void scatter_and_run_backward(Devices& devices, const Tensors& outputs, const torch::Tensor& gradient);
 
 // The mean loss over all parts. losses: undefined where a part is empty.
-BatchTotals mean_of(const std::vector<torch::Tensor>& losses, const std::vector<Batch>& parts);
+BatchTotals mean_of(const Tensors& losses, const std::vector<Batch>& parts);
 
 }  // namespace lockstep

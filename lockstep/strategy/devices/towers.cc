@@ -71,14 +71,13 @@ std::vector<Batch> split_and_load(const Batch& batch, const Devices& devices, Un
   return receive_parts(start_parts(devices, batch));
 }
 
-std::vector<torch::Tensor> tower_losses(Devices& devices, const Task& task, const Replicas& replicas,
-                                        const std::vector<Batch>& shards) {
+Tensors tower_losses(Devices& devices, const Task& task, const Replicas& replicas, const std::vector<Batch>& shards) {
   return run_replicas(devices, replicas, shards, [task](const Replica& replica, const Batch& shard) {
     return task.loss(replica.forward(task, shard.data), shard.target);
   });
 }
 
-void backward(Devices& devices, const std::vector<torch::Tensor>& losses, const std::vector<Batch>& shards) {
+void backward(Devices& devices, const Tensors& losses, const std::vector<Batch>& shards) {
   std::int64_t samples = 0;
   for (const Batch& shard : shards) samples += shard.size();
   devices.run([losses, shards, samples](Device& device) {
@@ -101,7 +100,7 @@ void all_reduce_gradients(Devices& devices, const Replicas& replicas, Algorithm 
   });
 }
 
-void all_reduce(Devices& devices, const std::vector<torch::Tensor>& tensors, Algorithm algorithm) {
+void all_reduce(Devices& devices, const Tensors& tensors, Algorithm algorithm) {
   if (std::ssize(tensors) != devices.size())
     throw UsageError({.what = concat("all_reduce of ", tensors.size(), " tensors over ", devices.size(), " devices"),
                       .next = "give one tensor for each device, on it"});

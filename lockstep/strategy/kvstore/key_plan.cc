@@ -20,7 +20,7 @@ constexpr std::int64_t kAlignment{kCacheLine};
 void split_over_all(const Key& key, std::size_t number, std::vector<BlockLayout>& blocks) {
   const std::int64_t row = std::max<std::int64_t>(key.elements / key.rows, 1);
   const std::int64_t step = round_up(std::max<std::int64_t>(kSliceElements / row, 1), kAlignment);
-  const int servers = static_cast<int>(blocks.size());
+  const int servers = to_int(blocks.size());
   for (int server = 0; BlockLayout & block : blocks) {
     const Range rows = even_part(key.rows, server++, servers);
     for (std::int64_t begin = rows.begin; begin < rows.end; begin += step)

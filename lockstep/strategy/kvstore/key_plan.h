@@ -16,6 +16,8 @@
 #include <span>
 #include <vector>
 
+#include "lockstep/base/int_vector.h"
+
 namespace lockstep {
 
 // A key as servers know it. Sent as raw bytes.
@@ -49,7 +51,7 @@ struct KeySlice {
   torch::ScalarType dtype = torch::kFloat32;
   bool trained = false;
 
-  std::int64_t bytes() const { return count * static_cast<std::int64_t>(c10::elementSize(dtype)); }
+  std::int64_t bytes() const { return count * to_int64(c10::elementSize(dtype)); }
   torch::Tensor in_block(const torch::Tensor& block) const;  // this slice, (count), as a view of the server's block
   torch::Tensor in_value(const torch::Tensor& value) const;  // the same as a view of the whole value, in memory order
   bool operator==(const KeySlice&) const = default;

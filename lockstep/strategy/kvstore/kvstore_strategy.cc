@@ -101,8 +101,7 @@ class LocalStrategy : public StoreStrategy {
   LocalStrategy(const World& world, const Task& task, const StrategyOptions& options, KVStoreKind kind)
       : StoreStrategy(world, task, options, kind == KVStoreKind::kLocalUpdateCpu),
         statistics_{.store = name_of(kind), .workers = 1} {
-    auto store = std::make_unique<LocalStore>(kind == KVStoreKind::kLocalAllReduceDevice ? SumOn::kDevice : SumOn::kCpu,
-                                              devices_.get());
+    auto store = std::make_unique<LocalStore>(kind, devices_.get());
     local_ = store.get();
     store_ = std::move(store);
     store_->init(trained_parameters(model()));
@@ -196,8 +195,7 @@ class WorkerStrategy : public StoreStrategy {
   }
 
   Report report() const override {
-    return {{"pushed_bytes", static_cast<double>(store_->bytes_pushed())},
-            {"pulled_bytes", static_cast<double>(store_->bytes_pulled())}};
+    return {{"pushed_bytes", store_->bytes_pushed()}, {"pulled_bytes", store_->bytes_pulled()}};
   }
 
  private:
@@ -309,8 +307,7 @@ std::unique_ptr<KVStore> KVStore::create(const World& world, const StrategyOptio
   if (!has_servers(options.kvstore.kind)) {
     require(world.size() == 1, concat("kvstore ", name_of(options.kvstore.kind), " among ", world.size(), " ranks"),
             "one rank, or a dist_ kvstore");
-    const bool on_device = options.kvstore.kind == KVStoreKind::kLocalAllReduceDevice && devices != nullptr;
-    return std::make_unique<LocalStore>(on_device ? SumOn::kDevice : SumOn::kCpu, devices);
+    return std::make_unique<LocalStore>(options.kvstore.kind, devices);
   }
   const DistSetting setting = connect_store(world, options);
   if (!setting.serves()) return make_kv_worker(setting, devices);

@@ -23,7 +23,7 @@ void find_roles(DistSetting& setting) {
                       .here = world.describe(),
                       .next = "start at least one server and one worker, servers first: --servers 1 --ranks 2"});
   const std::vector<int>& alike = serves ? setting.servers : setting.workers;
-  setting.number = static_cast<int>(std::ranges::find(alike, world.rank()) - alike.begin());
+  setting.number = index_of(alike, world.rank());
 }
 
 // pair: a server and its client, one of which is this rank; or nobody. Clients wait longest: so a server finds out who

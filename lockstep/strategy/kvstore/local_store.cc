@@ -11,11 +11,11 @@
 namespace lockstep {
 namespace {
 
-std::int64_t bytes_of(const torch::Tensor& value) { return static_cast<std::int64_t>(value.nbytes()); }
+std::int64_t bytes_of(const torch::Tensor& value) { return to_int64(value.nbytes()); }
 
 }  // namespace
 
-void LocalStore::create(const std::vector<torch::Tensor>& values) {
+void LocalStore::create(const Tensors& values) {
   for (const torch::Tensor& value : values) {
     if (sums_on_device() || value.is_cpu())
       values_.push_back(value.clone());
@@ -25,7 +25,7 @@ void LocalStore::create(const std::vector<torch::Tensor>& values) {
 }
 
 void LocalStore::set_optimizer(const UpdateOptions& options) {
-  std::vector<torch::Tensor> trained;
+  Tensors trained;
   for (std::size_t key = 0; key < values_.size(); ++key)
     if (keys()[key].trained) trained.push_back(values_[key]);
   optimizer_ = make_optimizer(std::move(trained), options);
@@ -38,7 +38,7 @@ void LocalStore::push(KeyRange range, const DeviceTensors& values, const PushOpt
     for (const torch::Tensor& value : device) bytes_pushed_ += value.defined() ? bytes_of(value) : 0;
   DeviceTensors left = on_host(values, range.first);
   if (optimizer_ != nullptr) update(range, left, options.learning_rate);
-  const std::vector<torch::Tensor> sums = sum(left, range.first);
+  const Tensors sums = sum(left, range.first);
   for (std::size_t i = 0; i < range.size(); ++i)
     if (sums[i].defined()) values_[range.first + i].copy_(sums[i]);
 }

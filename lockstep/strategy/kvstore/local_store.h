@@ -20,8 +20,8 @@ namespace lockstep {
 class LocalStore : public Store {
  public:
   // devices: those that pull; null: all copies and updates are made by the calling thread and its cores.
-  LocalStore(SumOn where, Devices* devices)
-      : Store(where, devices),
+  LocalStore(KVStoreKind kind, Devices* devices)
+      : Store(devices, kind == KVStoreKind::kLocalAllReduceDevice && devices != nullptr),
         gradients_(std::make_shared<LocalGradients>(devices ? ParallelFor(on_all(*devices)) : on_own_cores)) {}
 
   void set_optimizer(const UpdateOptions& options) override;
@@ -31,11 +31,11 @@ class LocalStore : public Store {
   void pull(KeyRange keys, const DeviceTensors& into) override;
 
   // The stored values, and their optimizer: null before set_optimizer().
-  const std::vector<torch::Tensor>& values() const { return values_; }
+  const Tensors& values() const { return values_; }
   const std::shared_ptr<Optimizer>& optimizer() const { return optimizer_; }
 
  protected:
-  void create(const std::vector<torch::Tensor>& values) override;
+  void create(const Tensors& values) override;
   torch::Tensor pull_rows(std::size_t key, const torch::Tensor& rows) override {
     return values_[key].index_select(0, rows);
   }
@@ -43,7 +43,7 @@ class LocalStore : public Store {
  private:
   void update(KeyRange keys, DeviceTensors& values, double learning_rate);
 
-  std::vector<torch::Tensor> values_;
+  Tensors values_;
   std::shared_ptr<Optimizer> optimizer_;
   std::shared_ptr<LocalGradients> gradients_;
 };

@@ -88,8 +88,8 @@ TEST(LocalKind, chooses_by_links_and_by_the_largest_weight_and_says_why) {
 
 TEST(LocalStore, sums_what_devices_push_and_gives_the_sum_to_all) {
   Devices devices({.count = 2});
-  for (const SumOn where : {SumOn::kCpu, SumOn::kDevice}) {
-    LocalStore store(where, &devices);
+  for (const KVStoreKind kind : {KVStoreKind::kLocalAllReduceCpu, KVStoreKind::kLocalAllReduceDevice}) {
+    LocalStore store(kind, &devices);
     store.init({{"a", torch::zeros({2, 3})}, {"b", torch::zeros({4})}});
     store.push({"b"}, {{torch::full({4}, 1.0F)}, {torch::full({4}, 2.0F)}});
     const DeviceTensors into{{torch::ones({2, 3}), torch::zeros({4})}, {torch::ones({2, 3}), torch::zeros({4})}};
@@ -102,7 +102,7 @@ TEST(LocalStore, sums_what_devices_push_and_gives_the_sum_to_all) {
 }
 
 TEST(LocalStore, updates_with_an_optimizer_and_pulls_rows) {
-  LocalStore store(SumOn::kCpu, nullptr);
+  LocalStore store(KVStoreKind::kLocal, nullptr);
   store.init({{"table", torch::arange(8, torch::kFloat32).view({4, 2})}}, {{"plain", torch::zeros({1})}});
   store.set_optimizer({.optimizer = SGDOptions{.lr = 0.5}});
   const torch::Tensor into = torch::zeros({4, 2});
@@ -117,12 +117,12 @@ TEST(LocalStore, updates_with_an_optimizer_and_pulls_rows) {
 }
 
 TEST(LocalStore, says_what_is_wrong) {
-  LocalStore store(SumOn::kCpu, nullptr);
+  LocalStore store(KVStoreKind::kLocal, nullptr);
   EXPECT_TRUE(contains(message_of<UsageError>([&] {
                          store.init({{"a", torch::ones({1})}, {"a", torch::ones({1})}});
                        }),
                        "two values"));
-  LocalStore good(SumOn::kCpu, nullptr);
+  LocalStore good(KVStoreKind::kLocal, nullptr);
   good.init({{"a", torch::ones({2})}});
   EXPECT_TRUE(contains(message_of<UsageError>([&] { good.init({{"a", torch::ones({2})}}); }), "init()"));
   EXPECT_TRUE(contains(message_of<UsageError>([&] { good.pull({"b"}, {{torch::ones({2})}}); }), "no key b"));

@@ -62,7 +62,7 @@ void check(const Received& sender, const std::vector<Key>& keys) {
 
 void check(const Received& sender, const UpdateOptions& options) {
   sender.in(static_cast<std::int64_t>(options.optimizer.index()), 0,
-            static_cast<std::int64_t>(std::variant_size_v<OptimizerOptions>) - 1, "the optimizer");
+            to_int64(std::variant_size_v<OptimizerOptions>) - 1, "the optimizer");
   if (const auto* sgd = std::get_if<SGDOptions>(&options.optimizer)) check_flag(sender, sgd->nesterov, "nesterov");
   for (const auto& [name, value] : values_of(options.optimizer))
     sender.require(std::isfinite(value), concat(name, " is ", value));

@@ -114,7 +114,7 @@ class ThreadedServer final : public KVServer {
   };
 
   KVStoreKind kind() const { return setting_.options.kvstore.kind; }
-  int workers() const { return static_cast<int>(setting_.workers.size()); }
+  int workers() const { return to_int(setting_.workers.size()); }
   bool is_worker(int client) const { return client < workers(); }
 
   // ---- Requests, each on its client's thread
@@ -223,7 +223,7 @@ class ThreadedServer final : public KVServer {
     std::vector<std::uint8_t> has_value(request.slices.size());
     link.receive_all(std::span(has_value));
     const auto parts = pulls ? table_.layout().parts_of(request.slices) : std::vector{request.slices};
-    std::vector<torch::Tensor> values;
+    Tensors values;
     std::vector<Pending> receives;
     for (const SliceRange part : parts) {
       values.push_back(place_for(worker, request, part));
@@ -274,7 +274,7 @@ class ThreadedServer final : public KVServer {
                 std::span<const std::uint8_t> has_value) {
     if (request.threshold > 0) unpack(worker, request, slices, values.view(torch::kInt32));
     Lock lock(mutex_);
-    statistics_.pushed_bytes += static_cast<std::int64_t>(values.nbytes());
+    statistics_.pushed_bytes += to_int64(values.nbytes());
     table_.add_push(worker, slices, has_value, request.push.samples);
     if (request.trained && slices.last == request.slices.last) {
       clients_[worker].last_push = request;
@@ -348,7 +348,7 @@ class ThreadedServer final : public KVServer {
     const torch::Tensor region = table_.layout().region_of(slices, clients_[worker].outbox);
     torch::Tensor(region).copy_(table_.layout().region_of(slices, table_.values()));
     table_.mark_read(worker, slices);
-    statistics_.pulled_bytes += static_cast<std::int64_t>(region.nbytes());
+    statistics_.pulled_bytes += to_int64(region.nbytes());
     return region;
   }
 
@@ -470,12 +470,12 @@ class ThreadedServer final : public KVServer {
   void wait(Lock& lock, const std::string& what, const auto& ready) {
     wait_at_most(lock, 5 * timeout() / 2, ready, [&] { return concat("no ", what); });
   }
-  void wait_at_most(Lock& lock, std::chrono::milliseconds longest, const auto& ready, const auto& trouble) {
+  void wait_at_most(Lock& lock, milliseconds longest, const auto& ready, const auto& trouble) {
     if (!changed_.wait_for(lock, longest, [&] { return failure_ || ready(); }))
-      fail(loss(concat(trouble(), " within ", human_seconds(std::chrono::duration<double>(longest).count()))));
+      fail(loss(concat(trouble(), " within ", human_seconds(longest))));
     if (failure_) std::rethrow_exception(failure_);
   }
-  std::chrono::milliseconds timeout() const { return std::min(setting_.options.timeout, Deadline::kLongest); }
+  milliseconds timeout() const { return std::min(setting_.options.timeout, Deadline::kLongest); }
 
   // With the lock held. The first error is kept; every client hears of it.
   template <class Failure>

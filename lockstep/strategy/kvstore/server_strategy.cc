@@ -22,7 +22,7 @@ namespace {
 // between a thread tells them that it is alive: a server takes a client that is silent for too long for lost.
 class PeerServers {
  public:
-  PeerServers(const std::vector<Link>& links, std::chrono::milliseconds interval) {
+  PeerServers(const std::vector<Link>& links, milliseconds interval) {
     for (const Link& link : links) peers_.push_back(std::make_unique<Peer>(link));
     if (!peers_.empty())
       thread_ = std::jthread([this, interval](const std::stop_token& stop) { keep_alive(stop, interval); });
@@ -64,7 +64,7 @@ class PeerServers {
   }
 
   // A peer that for_each() talks to right now hears from this server anyway: it is left out, not waited for.
-  void keep_alive(const std::stop_token& stop, std::chrono::milliseconds interval) const {
+  void keep_alive(const std::stop_token& stop, milliseconds interval) const {
     std::mutex mutex;
     std::condition_variable_any stopped;
     std::unique_lock lock(mutex);
@@ -186,7 +186,7 @@ class ServerStrategy : public ReplicaStrategy {
   }
 
   DistSetting setting_;
-  std::vector<torch::Tensor> values_;  // [key] its trained parameters, then its buffers
+  Tensors values_;  // [key] its trained parameters, then its buffers
   std::size_t trained_ = 0;
   std::vector<BlockLayout> layouts_;  // of each server
   std::int64_t pushes_ = 0;

@@ -58,7 +58,7 @@ class ServerTable {
   // own_state: each worker's gradients have an optimizer's state of their own. Where values are 16-bit, the optimizer keeps their
   // float32 originals: there is only one.
   void set_optimizer(const UpdateOptions& options, bool own_state) {
-    std::vector<torch::Tensor> trained;
+    Tensors trained;
     bool wide = true;
     for (const Slice& slice : slices_) {
       if (!slice.place.trained) continue;
@@ -171,7 +171,7 @@ class ServerTable {
   // all the weight is taken from its inbox as it is: no pass over memory.
   torch::Tensor merged(Slice& slice, Workers workers) {
     std::vector<Term> terms;
-    std::vector<torch::Tensor> values;
+    Tensors values;
     std::int64_t samples = 0;
     for (const int worker : workers) {
       const Push push = std::exchange(slice.pushes[worker], {});

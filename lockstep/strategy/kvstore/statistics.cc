@@ -61,13 +61,12 @@ Report StoreStatistics::report() const {
                 {"devices_per_worker", devices.most()},
                 {"examples_per_device", samples_per_device.most()},
                 {"examples_per_update", samples_per_update.most()},
-                {"updates", static_cast<double>(updates)},
-                {"pushed_bytes", static_cast<double>(pushed_bytes)},
-                {"pulled_bytes", static_cast<double>(pulled_bytes)},
-                {"max_delay", static_cast<double>(delays.max())},
+                {"updates", updates},
+                {"pushed_bytes", pushed_bytes},
+                {"pulled_bytes", pulled_bytes},
+                {"max_delay", delays.max()},
                 {"mean_delay", delays.mean()}};
-  for (const auto& [delay, count] : delays.counts())
-    report.emplace_back(concat("delay_", delay), static_cast<double>(count));
+  for (const auto& [delay, count] : delays.counts()) report.emplace_back(concat("delay_", delay), count);
   return report;
 }
 

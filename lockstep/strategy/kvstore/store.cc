@@ -45,7 +45,7 @@ std::vector<Key> keys_of(const std::vector<NamedTensor>& values, const std::vect
 void Store::init(const std::vector<NamedTensor>& values, const std::vector<NamedTensor>& buffers) {
   if (!keys_.empty())
     throw UsageError({.what = "init() of a store that has its keys", .next = "give all keys at once"});
-  std::vector<torch::Tensor> tensors;
+  Tensors tensors;
   for (const auto* const list : {&values, &buffers})
     for (const auto& [name, tensor] : *list) {
       if (!numbers_.emplace(name, names_.size()).second)
@@ -87,7 +87,7 @@ void Store::for_each_range(const Names& names, std::initializer_list<const Devic
 // Throws DeviceError.
 void Store::require_on_devices(const Names& names, const DeviceTensors& tensors) const {
   if (devices_ == nullptr) return;
-  for (int device = 0; device < std::min(devices_->size(), static_cast<int>(tensors.size())); ++device)
+  for (int device = 0; device < std::min(devices_->size(), to_int(tensors.size())); ++device)
     for (std::size_t i = 0; i < names.size(); ++i)
       if (const torch::Tensor& tensor = tensors[to_size(device)].at(i); tensor.defined())
         require_device(tensor, devices_->where(device), concat("the tensor of ", names[i], " for the store"));
@@ -139,7 +139,7 @@ void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms, c
 
 // Without threads for the devices, the calling thread copies what is not on the host.
 DeviceTensors Store::on_host(const DeviceTensors& values, std::size_t first_key) {
-  if (sums_on_device()) return values;
+  if (sums_on_device_) return values;
   const auto copies = std::make_shared<DeviceTensors>(values);
   const bool on_gpus = devices_ != nullptr && devices_->on_gpus();
   host_.resize(values.size());
@@ -164,9 +164,9 @@ DeviceTensors Store::on_host(const DeviceTensors& values, std::size_t first_key)
   return *copies;
 }
 
-std::vector<torch::Tensor> Store::sum(const DeviceTensors& values, std::size_t first_key) {
+Tensors Store::sum(const DeviceTensors& values, std::size_t first_key) {
   if (values.size() == 1) return values.front();
-  if (where_ == SumOn::kCpu) return sum_on_cpu(values, first_key);
+  if (!sums_on_device_) return sum_on_cpu(values, first_key);
   devices_->run([values](Device& device) {
     for (const torch::Tensor& value : values[device.index()])
       if (value.defined()) device.reduce(value);
@@ -174,10 +174,10 @@ std::vector<torch::Tensor> Store::sum(const DeviceTensors& values, std::size_t f
   return values.front();
 }
 
-std::vector<torch::Tensor> Store::sum_on_cpu(const DeviceTensors& values, std::size_t first_key) {
+Tensors Store::sum_on_cpu(const DeviceTensors& values, std::size_t first_key) {
   const std::size_t keys = values.front().size();
   buffers_.resize(std::max(buffers_.size(), first_key + keys));
-  std::vector<torch::Tensor> sums(keys);
+  Tensors sums(keys);
   for (std::size_t key = 0; key < keys; ++key) {
     if (!values.front()[key].defined()) continue;
     torch::Tensor& buffer = buffers_[first_key + key];

@@ -17,11 +17,6 @@
 
 namespace lockstep {
 
-enum class SumOn {
-  kCpu,    // into the store's own memory
-  kDevice  // onto device 0
-};
-
 // The keys of a store, in their order: values that are trained, then buffers.
 std::vector<Key> keys_of(const std::vector<NamedTensor>& values, const std::vector<NamedTensor>& buffers);
 
@@ -50,10 +45,11 @@ class Store : public KVStore {
   const std::string& key_name(std::size_t key) const { return names_[key]; }
 
  protected:
-  // `devices`: they add up and copy. May be null for kCpu: then the calling thread and its cores do.
-  Store(SumOn where, Devices* devices) : where_(where), devices_(devices) {}
+  // `devices`: they add up and copy. Null: the calling thread and its cores do. sums_on_device: on the first of them, not into
+  // the store's own memory.
+  explicit Store(Devices* devices, bool sums_on_device = false) : devices_(devices), sums_on_device_(sums_on_device) {}
 
-  bool sums_on_device() const { return where_ == SumOn::kDevice; }
+  bool sums_on_device() const { return sums_on_device_; }
 
   // Values of GPUs that are summed on the CPU, copied to pinned memory of the host; other values as they are. Valid until the
   // next call for the same keys. Blocks.
@@ -61,7 +57,7 @@ class Store : public KVStore {
 
   // Sums over devices, key by key, in the order of the devices; with one device its own tensors. first_key: number of
   // the first key. Valid until the next sum of the same keys. Blocks. Throws what Devices::run() throws.
-  std::vector<torch::Tensor> sum(const DeviceTensors& values, std::size_t first_key);
+  Tensors sum(const DeviceTensors& values, std::size_t first_key);
 
   // Calls call(0) ... call(count - 1), each on its device where there are threads for them. Blocks until all are done.
   template <class Call>
@@ -75,19 +71,19 @@ class Store : public KVStore {
   std::int64_t bytes_pushed_ = 0;
   std::int64_t bytes_pulled_ = 0;
 
-  virtual void create(const std::vector<torch::Tensor>& values) = 0;                // keys() are known
+  virtual void create(const Tensors& values) = 0;                                   // keys() are known
   virtual torch::Tensor pull_rows(std::size_t key, const torch::Tensor& rows) = 0;  // (rows, elements of a row)
 
  private:
-  std::vector<torch::Tensor> sum_on_cpu(const DeviceTensors& values, std::size_t first_key);
+  Tensors sum_on_cpu(const DeviceTensors& values, std::size_t first_key);
   std::size_t number_of(const std::string& name) const;
   void require_on_devices(const Names& names, const DeviceTensors& tensors) const;
   template <class Call>
   void for_each_range(const Names& names, std::initializer_list<const DeviceTensors*> tensors, const Call& call) const;
 
-  SumOn where_;
   Devices* devices_;
-  std::vector<torch::Tensor> buffers_;  // [key]
+  bool sums_on_device_;
+  Tensors buffers_;                     // [key]
   DeviceTensors host_;                  // [device][key]: copies of what GPUs push
   std::vector<Key> keys_;
   Names names_;                                     // [key]

@@ -16,7 +16,7 @@ namespace {
 class KVWorker : public Store {
  public:
   KVWorker(const DistSetting& setting, Devices* devices)
-      : Store(SumOn::kCpu, devices), setting_(setting), in_parts_(setting.in_step()) {
+      : Store(devices), setting_(setting), in_parts_(setting.in_step()) {
     for (const Link& link : setting.to_servers) servers_.push_back({.link = link});
   }
 
@@ -34,13 +34,13 @@ class KVWorker : public Store {
     BlockLayout layout{};
     torch::Tensor outbox{};
     torch::Tensor inbox{};
-    std::vector<torch::Tensor> residuals{};  // [slice] what compression has left out so far
+    Tensors residuals{};                     // [slice] what compression has left out so far
     std::vector<Pending> sends{};            // in flight
     std::vector<Pending> receives{};
   };
   struct Push {
     KeyRange keys;
-    std::vector<torch::Tensor> values;  // [key - keys.first] summed over the devices; undefined: none
+    Tensors values;  // [key - keys.first] summed over the devices; undefined: none
     RequestHeader header{};
     const torch::Tensor& of(const KeySlice& slice) const { return values[slice.key - keys.first]; }
   };
@@ -83,7 +83,7 @@ class KVWorker : public Store {
 
   static void acknowledged(Server& server) { server.link.receive<ReplyHeader>(); }
 
-  void create(const std::vector<torch::Tensor>& values) override {
+  void create(const Tensors& values) override {
     const Push all{.keys = {0, keys().size()}, .values = values};
     const std::int64_t split_above = setting_.options.kvstore.split_above;
     auto layouts = plan_keys(keys(), servers_.size(), split_above);
@@ -218,7 +218,7 @@ class KVWorker : public Store {
   // The 2-bit codes of all slices, one after the other, as bytes. What they leave out stays in the residuals, and is added
   // to the next push. A gradient of no samples, which the server ignores, leaves the residuals as they are.
   torch::Tensor compress(Server& server, SliceRange range, const Push& push) {
-    std::vector<torch::Tensor> words{torch::empty({0}, torch::kInt32)};
+    Tensors words{torch::empty({0}, torch::kInt32)};
     for (std::size_t i = range.first; i < range.last; ++i) {
       const KeySlice& slice = server.layout.slices()[i];
       torch::Tensor& residual = server.residuals[i];
@@ -264,7 +264,7 @@ class KVWorker : public Store {
     const Key& key = keys()[number];
     const std::int64_t row = key.elements / key.rows;
     torch::Tensor result = torch::empty({rows.numel(), row}, key.dtype);
-    std::vector<torch::Tensor> places(servers_.size());  // [server] in `rows`, of those that it has
+    Tensors places(servers_.size());  // [server] in `rows`, of those that it has
     const auto places_of = [&](const Server& server) -> torch::Tensor& { return places[&server - servers_.data()]; };
     exchange(
         [&](Server& server) {
@@ -278,7 +278,7 @@ class KVWorker : public Store {
           server.link.send(RequestHeader{.request = Request::kPullRows,
                                          .slices = range,
                                          .count = wanted.numel(),
-                                         .bytes = row * static_cast<std::int64_t>(result.element_size())});
+                                         .bytes = row * to_int64(result.element_size())});
           server.link.send_bytes(wanted.view(torch::kUInt8));
         },
         [&](Server& server) {
@@ -287,7 +287,7 @@ class KVWorker : public Store {
           const torch::Tensor values = torch::empty({found.numel(), row}, key.dtype);
           server.link.receive_bytes(values.view({-1}).view(torch::kUInt8));
           result.index_copy_(0, found, values);
-          bytes_pulled_ += static_cast<std::int64_t>(values.nbytes());
+          bytes_pulled_ += to_int64(values.nbytes());
         });
     return result;
   }

@@ -100,7 +100,7 @@ StagesOption parse_stages(const std::string& text, int devices, int pieces) {
 // the pieces before `end`. The last of them begins at some `begin`, so best[s][end] is the minimum over `begin` of
 // max(best[s-1][begin], cost of the pieces begin ... end-1). O(stages * pieces^2).
 Cut balanced_cut(const std::vector<double>& costs, int stages) {
-  const auto pieces = static_cast<int>(costs.size());
+  const auto pieces = to_int(costs.size());
   if (stages < 1 || stages > pieces) throw UsageError({.what = concat(stages, " stages of ", pieces, " pieces")});
   IntVector<double> before(pieces + 1);  // cost of the pieces before
   std::partial_sum(costs.begin(), costs.end(), before.begin() + 1);

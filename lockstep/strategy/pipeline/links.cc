@@ -55,7 +55,7 @@ class Channel {
   static std::int64_t bytes_of(const Tensors& tensors) {
     std::size_t bytes = 0;
     for (const torch::Tensor& each : tensors) bytes += each.defined() ? each.nbytes() : 0;
-    return static_cast<std::int64_t>(bytes);
+    return to_int64(bytes);
   }
 
   static std::uint64_t next_id() {

@@ -32,7 +32,7 @@ Pipeline::Pipeline(const World& all, const Task& task, const StrategyOptions& op
 }
 
 void Pipeline::read_stages(int devices, const std::vector<Piece>& pieces) {
-  const auto option = parse_stages(options_.pipeline.stages, devices, static_cast<int>(pieces.size()));
+  const auto option = parse_stages(options_.pipeline.stages, devices, to_int(pieces.size()));
   stages_ = option.stages;
   replica_count_ = devices / stages_;
   cut_is_final_ = !option.cut.empty();
@@ -75,7 +75,7 @@ StageWork Pipeline::work_of(int replica, int stage, const Batch& part, std::int6
           .steps = steps_of_stage(options_.pipeline.schedule, stage, stages_, micro_batches.size()),
           .samples = samples,
           .seed = seed_of(seed_of(options_.seed + 1, step_), replica),
-          .first_piece = static_cast<int>(cut_[stage].begin),
+          .first_piece = to_int(cut_[stage].begin),
           .timeout = options_.timeout};
 }
 
@@ -112,7 +112,7 @@ Report Pipeline::report() const {
   const torch::Tensor seconds = of_devices.sum(0);
   Report report = {{"stages", stages_},
                    {"replicas", replica_count_},
-                   {"micro_batches", static_cast<double>(micro_batches_)},
+                   {"micro_batches", micro_batches_},
                    {"bubble", 1 - (seconds[kBusy] / seconds[kWall]).item<double>()},
                    {"ideal_bubble", (stages_ - 1) / static_cast<double>(micro_batches_ + stages_ - 1)}};
   const torch::Tensor of_stages = of_devices.view({replica_count_, stages_, kUsages}).amax(0);

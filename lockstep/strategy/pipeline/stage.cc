@@ -111,7 +111,7 @@ class StageRun {
 
   void forward(int micro_batch) {
     InFlight& kept = in_flight_[micro_batch];
-    result_.in_flight = std::max(result_.in_flight, static_cast<int>(in_flight_.size()));
+    result_.in_flight = std::max(result_.in_flight, to_int(in_flight_.size()));
     kept.inputs = links_.before ? links_.before->receive() : Tensors{batch(micro_batch).data};
     const trace::Span span("forward", micro_batch);
     const Stopwatch watch;
@@ -186,7 +186,7 @@ StageResult run_stage(const Task& task, const StageWork& work, const StageLinks&
 }
 
 IntVector<Batch> micro_batches_of(const Batch& batch, std::int64_t most) {
-  return parts_of(batch, static_cast<int>(std::min(most, batch.size())));
+  return parts_of(batch, to_int(std::min(most, batch.size())));
 }
 
 }  // namespace lockstep

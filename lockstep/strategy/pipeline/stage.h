@@ -51,7 +51,7 @@ struct StageWork {
   std::uint64_t seed = 0;    // of the step and the replica. Each piece and micro-batch gets a seed of its own from it,
   int first_piece = 0;       // so that dropout is the same wherever the model is cut
   torch::Device device = torch::kCPU;
-  std::chrono::milliseconds timeout = kDefaultTimeout;  // of a wait for the device
+  milliseconds timeout = kDefaultTimeout;  // of a wait for the device
   bool waits = false;  // for the device after each step: times are those of the work, and a GPU that hangs is named
 };
 

@@ -18,7 +18,7 @@ constexpr std::int64_t kUndefined = -1;
 
 // count; then dtype, whether it is on the host, requires_grad, memory format, dimensions and sizes of each
 torch::Tensor header_of(const Tensors& tensors) {
-  std::vector<std::int64_t> words = {static_cast<std::int64_t>(tensors.size())};
+  std::vector<std::int64_t> words = {to_int64(tensors.size())};
   for (const torch::Tensor& tensor : tensors) {
     words.push_back(tensor.defined() ? static_cast<std::int64_t>(tensor.scalar_type()) : kUndefined);
     if (!tensor.defined()) continue;
@@ -72,14 +72,14 @@ class HeaderReader {
   }
 
   std::vector<std::int64_t> next_sizes(const torch::TensorOptions& options) {
-    std::vector<std::int64_t> sizes(to_size(next("dimensions", 0, static_cast<std::int64_t>(kHeaderWords))));
+    std::vector<std::int64_t> sizes(to_size(next("dimensions", 0, to_int64(kHeaderWords))));
     std::int64_t elements = 1;
     for (std::int64_t& size : sizes) {
       size = next("size", 0, std::numeric_limits<std::int64_t>::max());
       sender_.require(!__builtin_mul_overflow(elements, std::max<std::int64_t>(size, 1), &elements),
                       "too many elements");
     }
-    sender_.bytes(elements, static_cast<std::int64_t>(options.dtype().itemsize()), "a tensor");
+    sender_.bytes(elements, to_int64(options.dtype().itemsize()), "a tensor");
     return sizes;
   }
 
@@ -112,10 +112,10 @@ void TensorSender::finish() {
 }
 
 Tensors receive_tensors(const World& world, int from, int tag) {
-  const torch::Tensor header = torch::empty({static_cast<std::int64_t>(kHeaderWords)}, torch::kInt64);
+  const torch::Tensor header = torch::empty({to_int64(kHeaderWords)}, torch::kInt64);
   world.receive(header, {.from = from, .tag = tag});
   HeaderReader reader(header, from);
-  Tensors tensors(to_size(reader.next("number of tensors", 0, static_cast<std::int64_t>(kHeaderWords))));
+  Tensors tensors(to_size(reader.next("number of tensors", 0, to_int64(kHeaderWords))));
   for (torch::Tensor& tensor : tensors) tensor = reader.next_tensor(world.device());
   for (const torch::Tensor& tensor : tensors)
     if (tensor.defined() && tensor.numel() > 0) world.receive(tensor.detach(), {.from = from, .tag = tag});

@@ -69,6 +69,8 @@ struct Location {
   Kind kind = Kind::kPrivate;  // kAddress: ranks are threads of one process; kLine: in the announcement itself
   std::uint16_t owner = 0;     // kArena: the rank of the machine whose arena it is
   std::uint64_t at = 0;        // offset or address
+
+  bool within_reach() const { return kind == kArena || kind == kAddress; }  // of peers, where it lies
 };
 
 inline Location in_arena(int arena, std::uint64_t offset) {
