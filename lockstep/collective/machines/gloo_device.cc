@@ -109,7 +109,7 @@ AddressBytes first_address(Context& context) {
   if (first.size() != sizeof(sockaddr_storage) + sizeof(std::int64_t))
     throw cannot_use_gloo("addresses of another form");
   for (int rank = 1; rank < context.size; ++rank)
-    if (context.createPair(rank)->address().bytes() != with_number(first, static_cast<std::size_t>(rank)))
+    if (context.createPair(rank)->address().bytes() != with_number(first, to_size(rank)))
       throw cannot_use_gloo("connections without consecutive numbers");
   return first;
 }
@@ -280,7 +280,7 @@ class TlsDevice final : public gloo::transport::Device {
     is_open_ = true;
     const auto all = exchange_texts(*store_, "gloo address", {own.begin(), own.end()}, options_);
     for (int rank = 0; rank < context.size; ++rank)
-      if (rank != context.rank) connect_to(context, rank, all[static_cast<std::size_t>(rank)]);
+      if (rank != context.rank) connect_to(context, rank, all[to_size(rank)]);
   }
 
   void connect_to(Context& context, int rank, const std::string& told) const {
@@ -288,7 +288,7 @@ class TlsDevice final : public gloo::transport::Device {
     if (address.size() != sizeof(sockaddr_storage) + sizeof(std::int64_t))
       throw cannot_use_gloo("an address of another form");
     try {
-      context.getPair(rank)->connect(with_number(address, static_cast<std::size_t>(context.rank)));
+      context.getPair(rank)->connect(with_number(address, to_size(context.rank)));
     } catch (const std::exception& error) {
       throw RendezvousError(
           {.what = concat("can't connect to rank ", rank, " at ", text_of(address), ": ", first_line_of(error)),

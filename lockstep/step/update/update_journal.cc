@@ -47,11 +47,11 @@ std::size_t bytes_of_record(const JournalShape& shape) {
 
 }  // namespace
 
-std::uint64_t word_of_place(const std::optional<SharedMemory::Place>& place) {
+std::uint64_t word_of_place(const std::optional<SharedMemory::ArenaOffset>& place) {
   return place ? static_cast<std::uint64_t>(place->arena) << kOffsetBits | place->offset : kNoPlace;
 }
 
-SharedMemory::Place place_of_word(std::uint64_t word) {
+SharedMemory::ArenaOffset place_of_word(std::uint64_t word) {
   return {static_cast<int>(word >> kOffsetBits), low_bits(word, kOffsetBits)};
 }
 
@@ -160,7 +160,7 @@ void UpdateJournal::set_slots(int rank, const Slots& slots) {
   if (slots.count >> kCountBits != 0 || line >> kLineBits != 0)
     throw UsageError({.what = concat("an update on ", slots.count, " threads can't be kept for a lost rank"),
                       .next = "set fewer threads per rank"});
-  seat(rank).slots.store(word_of_place(SharedMemory::Place{slots.place.arena, line << kCountBits | slots.count}),
+  seat(rank).slots.store(word_of_place(SharedMemory::ArenaOffset{slots.place.arena, line << kCountBits | slots.count}),
                          std::memory_order_release);
 }
 

@@ -109,7 +109,7 @@ class LocalStrategy : public StoreStrategy {
       store_->set_optimizer(update_options(options));
       if (!devices_->on_gpus()) share_values();
     }
-    seed_steps(options.seed + 1);
+    seed_steps(options.seed);
   }
 
   // model() and optimizer() are what a checkpoint keeps: the store's state goes there, and back in restored().
@@ -168,7 +168,7 @@ class WorkerStrategy : public StoreStrategy {
     follow_model(replicas_);
     store_->init(trained_parameters(model()), named_buffers(model()));
     if (update_in_store_) store_->set_optimizer(update_options(setting.options));
-    seed_steps(setting.options.seed + static_cast<std::uint64_t>(workers.rank()) + 1);
+    seed_steps(setting.options.seed, workers.rank());
   }
 
   void synchronise() override {

@@ -48,7 +48,7 @@ class ThreadedServer final : public KVServer {
       : setting_(setting),
         gate_(workers(), bound_of(setting), setting.servers.size() > 1),
         statistics_{.store = store_name(setting.options.kvstore), .workers = workers()} {
-    for (const Link& link : setting.to_clients) clients_.push_back({.link = link});
+    for (const StoreLink& link : setting.to_clients) clients_.push_back({.link = link});
     observe::serves(clients_.size());
     const int threads = at::get_num_threads();
     for (int i = 0; i < clients_.size(); ++i)
@@ -104,7 +104,7 @@ class ThreadedServer final : public KVServer {
 
  private:
   struct Client {
-    Link link;
+    StoreLink link;
     std::thread thread{};
     torch::Tensor outbox{};
     bool here = true;
@@ -122,7 +122,7 @@ class ThreadedServer final : public KVServer {
   void serve(int client) {
     const torch::NoGradGuard no_grad;
     try {
-      const Link& link = clients_[client].link;
+      const StoreLink& link = clients_[client].link;
       for (RequestHeader request; (request = link.receive<RequestHeader>()).request != Request::kGoodbye;) {
         const observe::Serving serving;
         handle(client, request);
@@ -158,7 +158,7 @@ class ThreadedServer final : public KVServer {
 
   // Every worker sends the keys, which have to be those of the workers before it; the first one also sends values.
   void create(int worker, const RequestHeader& request) {
-    const Link& link = clients_[worker].link;
+    const StoreLink& link = clients_[worker].link;
     const Received sender(name_of(worker));
     std::vector<Key> keys(request.count);
     link.receive_all(std::span(keys));
@@ -219,7 +219,7 @@ class ThreadedServer final : public KVServer {
       wait_until_merged(lock, worker, request.slices);
     }
     const bool pulls = request.request == Request::kPushPull;
-    const Link& link = clients_[worker].link;
+    const StoreLink& link = clients_[worker].link;
     std::vector<std::uint8_t> has_value(request.slices.size());
     link.receive_all(std::span(has_value));
     const auto parts = pulls ? table_.layout().parts_of(request.slices) : std::vector{request.slices};
@@ -370,7 +370,7 @@ class ThreadedServer final : public KVServer {
   }
 
   void pull_rows(int worker, const RequestHeader& request) {
-    const Link& link = clients_[worker].link;
+    const StoreLink& link = clients_[worker].link;
     const torch::Tensor rows = torch::empty({request.count}, torch::kInt64);
     link.receive_bytes(rows.view(torch::kUInt8));
     const auto have = table_.layout().region_of(request.slices, table_.values()).numel() / request.bytes;
@@ -388,7 +388,7 @@ class ThreadedServer final : public KVServer {
   }
 
   void send_states(int client, const RequestHeader& request) {
-    const Link& link = clients_[client].link;
+    const StoreLink& link = clients_[client].link;
     TensorSender sender(link.world(), link.peer(), /*tag=*/0);
     for (const SliceState& slice : states(request.count)) {
       auto tensors = slice.state;
@@ -483,7 +483,7 @@ class ThreadedServer final : public KVServer {
     if (failure_) return;
     failure_ = std::make_exception_ptr(error);
     changed_.notify_all();
-    for (const Link& client : setting_.to_clients) client.abandon(error.text().what);
+    for (const StoreLink& client : setting_.to_clients) client.abandon(error.text().what);
   }
 
   DistSetting setting_;

@@ -22,8 +22,8 @@ namespace {
 // between a thread tells them that it is alive: a server takes a client that is silent for too long for lost.
 class PeerServers {
  public:
-  PeerServers(const std::vector<Link>& links, milliseconds interval) {
-    for (const Link& link : links) peers_.push_back(std::make_unique<Peer>(link));
+  PeerServers(const std::vector<StoreLink>& links, milliseconds interval) {
+    for (const StoreLink& link : links) peers_.push_back(std::make_unique<Peer>(link));
     if (!peers_.empty())
       thread_ = std::jthread([this, interval](const std::stop_token& stop) { keep_alive(stop, interval); });
   }
@@ -50,13 +50,13 @@ class PeerServers {
 
  private:
   struct Peer {
-    explicit Peer(Link to) : link(std::move(to)) {}
-    Link link;
+    explicit Peer(StoreLink to) : link(std::move(to)) {}
+    StoreLink link;
     std::mutex in_use;
   };
 
   // The loss of a server is not reported here: it ends the workers, and their loss ends this server.
-  static void tell(const Link& link, Request request) {
+  static void tell(const StoreLink& link, Request request) {
     try {
       link.send(RequestHeader{.request = request});
     } catch (const std::exception&) {
@@ -89,7 +89,7 @@ class ServerStrategy : public ReplicaStrategy {
     trained_ = values_.size();
     for (const auto& [name, buffer] : buffers) values_.push_back(buffer);
     layouts_ = plan_keys(keys_of(parameters, buffers), setting.servers.size(), setting.options.kvstore.split_above);
-    seed_steps(setting.options.seed);
+    seed_steps(setting.options.seed, -1);  // rank 0 of the workers has the next seed
     server_ = make_kv_server(setting_);
   }
 
@@ -134,7 +134,7 @@ class ServerStrategy : public ReplicaStrategy {
     States states;
     for (const SliceState& slice : server_->states()) place(slice, states);
     auto layout = layouts_.begin();
-    peers_.for_each([&](const Link& peer) {
+    peers_.for_each([&](const StoreLink& peer) {
       const Received sender(concat("the server that is rank ", peer.peer_in_job()));
       peer.send(RequestHeader{.request = Request::kState, .count = pushes_});
       for (const KeySlice& slice : (++layout)->slices()) {
