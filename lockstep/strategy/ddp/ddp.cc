@@ -23,11 +23,6 @@
 namespace lockstep {
 namespace {
 
-std::vector<NamedTensor> trainable(std::vector<NamedTensor> parameters) {
-  std::erase_if(parameters, [](const NamedTensor& parameter) { return !parameter.tensor.requires_grad(); });
-  return parameters;
-}
-
 std::vector<NamedTensor> without(const std::set<std::string>& names, std::vector<NamedTensor> tensors) {
   std::erase_if(tensors, [&](const NamedTensor& tensor) { return names.contains(tensor.name); });
   return tensors;

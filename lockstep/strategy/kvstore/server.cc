@@ -330,7 +330,7 @@ class ThreadedServer final : public KVServer {
       const Client& client = clients_[other];
       all += client.pushes + client.pending > 0 ? client.last_push.push.samples : own;
     }
-    return all > 0 ? static_cast<double>(own) / static_cast<double>(all) : 1;
+    return all > 0 ? fraction(own, all) : 1;
   }
 
   // The worker's newest push of trained keys is applied.

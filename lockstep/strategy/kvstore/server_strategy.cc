@@ -2,6 +2,7 @@
 // The strategy `kvstore` with servers: a server.
 #include <condition_variable>
 #include <exception>
+#include <list>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -23,7 +24,7 @@ namespace {
 class PeerServers {
  public:
   PeerServers(const std::vector<StoreLink>& links, milliseconds interval) {
-    for (const StoreLink& link : links) peers_.push_back(std::make_unique<Peer>(link));
+    for (const StoreLink& link : links) peers_.emplace_back(link);
     if (!peers_.empty())
       thread_ = std::jthread([this, interval](const std::stop_token& stop) { keep_alive(stop, interval); });
   }
@@ -32,19 +33,19 @@ class PeerServers {
   ~PeerServers() {
     const bool failed = std::uncaught_exceptions() > 0;
     if (failed)
-      for (const auto& peer : peers_) peer->link.abandon("the first server has failed");
+      for (const Peer& peer : peers_) peer.link.abandon("the first server has failed");
     thread_ = {};  // stops and joins it
-    for (const auto& peer : peers_)
-      if (!failed) tell(peer->link, Request::kGoodbye);
+    for (const Peer& peer : peers_)
+      if (!failed) tell(peer.link, Request::kGoodbye);
   }
   PeerServers& operator=(PeerServers&&) = delete;
 
   // Calls talk(link) for one after the other. Throws what `talk` throws.
   template <class Talk>
   void for_each(const Talk& talk) {
-    for (const auto& peer : peers_) {
-      const std::lock_guard lock(peer->in_use);
-      talk(peer->link);
+    for (Peer& peer : peers_) {
+      const std::lock_guard lock(peer.in_use);
+      talk(peer.link);
     }
   }
 
@@ -64,16 +65,16 @@ class PeerServers {
   }
 
   // A peer that for_each() talks to right now hears from this server anyway: it is left out, not waited for.
-  void keep_alive(const std::stop_token& stop, milliseconds interval) const {
+  void keep_alive(const std::stop_token& stop, milliseconds interval) {
     std::mutex mutex;
     std::condition_variable_any stopped;
     std::unique_lock lock(mutex);
     while (!stopped.wait_for(lock, stop, interval, [&stop] { return stop.stop_requested(); }))
-      for (const auto& peer : peers_)
-        if (const std::unique_lock free(peer->in_use, std::try_to_lock); free) tell(peer->link, Request::kAlive);
+      for (Peer& peer : peers_)
+        if (const std::unique_lock free(peer.in_use, std::try_to_lock); free) tell(peer.link, Request::kAlive);
   }
 
-  std::vector<std::unique_ptr<Peer>> peers_;
+  std::list<Peer> peers_;
   std::jthread thread_;
 };
 
@@ -84,7 +85,7 @@ class ServerStrategy : public ReplicaStrategy {
         setting_(setting),
         peers_(setting.to_servers, setting.options.timeout / 4) {
     setting_.share_model(model());
-    const auto parameters = trained_parameters(model()), buffers = named_buffers(model());
+    const auto parameters = trainable(named_parameters(model())), buffers = named_buffers(model());
     values_ = tensors_of(parameters);
     trained_ = values_.size();
     for (const auto& [name, buffer] : buffers) values_.push_back(buffer);
