@@ -32,7 +32,7 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   // Shared by the ranks of `world` on this machine. Collective over the world; blocks until all ranks are there.
   static std::shared_ptr<SharedMemory> of(const World& world);
 
-  // For this rank alone. With an arena, in its memory: whoever holds the arena's file can read it when the process is gone.
+  // Makes one for this rank alone. With an arena, in its memory: whoever holds the arena's file can read it when the process is gone.
   static std::shared_ptr<SharedMemory> alone(std::shared_ptr<shm::Arena> arena = nullptr);
 
   int rank() const;  // among the ranks that share

@@ -103,7 +103,7 @@ sockaddr_storage socket_address(const AddressBytes& address) {
   return result;
 }
 
-// What the others are told: their connections with this rank have consecutive numbers, by their ranks.
+// Returns what the others are told: their connections with this rank have consecutive numbers, by their ranks.
 AddressBytes first_address(Context& context) {
   const AddressBytes first = context.createPair(0)->address().bytes();
   if (first.size() != sizeof(sockaddr_storage) + sizeof(std::int64_t))
@@ -133,7 +133,7 @@ gloo::transport::tcp::attr place_of(const TransportOptions& options) {
 
 constexpr std::string_view kInsecure = "insecure";
 
-// What each rank says of itself before they connect.
+// Exchanges what each rank says of itself before they connect.
 std::vector<std::string> exchange_alike(c10d::Store& store, const std::string& mine, const TransportOptions& options) {
   auto texts = exchange_texts(store, "gloo", mine, options);
   for (std::size_t rank = 0; rank < texts.size(); ++rank)
@@ -156,7 +156,7 @@ class GlooListener {
 
   const GlooDevice& device() const { return device_; }
 
-  // From now on those addresses can connect. Returns what the others are told.
+  // Admits those addresses from now on. Returns what the others are told.
   AddressBytes open_to(const std::vector<std::string>& addresses, Context& context) {
     const std::lock_guard lock(mutex_);
     const AddressBytes first = first_address(context);

@@ -17,7 +17,7 @@
 namespace lockstep::shm {
 namespace {
 
-// How a trace shows a collective. Messages are shown by World.
+// Labels a collective in a trace. Messages are shown by World.
 trace::Event label_of(const Signature& signature) {
   static constexpr std::array kPhases{"barrier 1: gradients",  "barrier 2: settings", "barrier: norms",
                                       "barrier: trust ratios", "barrier 3: updated",  "barrier: written"};

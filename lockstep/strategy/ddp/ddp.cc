@@ -199,7 +199,7 @@ class DistributedDataParallel::Impl {
                          last_batch_.mean_loss);
   }
 
-  // At the end of each exchange, also of one that a plain loss.backward() has caused.
+  // Runs at the end of each exchange, also of one that a plain loss.backward() has caused.
   void finish_exchange(const BatchTotals& totals) {
     guards_.after_exchange();
     last_batch_ = totals;

@@ -40,7 +40,7 @@ std::vector<torch::Device> devices_of(const StrategyOptions& options);
 // Ranks that are threads share torch's generator: held from its seed to the last parameter of a model.
 std::unique_lock<std::mutex> hold_generator();
 
-// Seeds torch's generator after the models have been made: the random numbers of the steps come from it.
+// Seeds torch's generator after the models have been made: the random numbers of the steps come from it, others on each rank.
 void seed_steps(std::uint64_t seed, int rank = 0);
 
 // Throws UsageError: Uneven::kRefuse, and the devices do not divide the batch.

@@ -75,7 +75,7 @@ class ThreadedServer final : public KVServer {
     return totals;
   }
 
-  // Without a deadline of its own: each client's thread has that of its link.
+  // Has no deadline of its own: each client's thread has that of its link.
   void wait_for_goodbyes() override {
     Lock lock(mutex_);
     changed_.wait(lock, [this] { return failure_ || !any_worker_here(); });
@@ -343,7 +343,7 @@ class ThreadedServer final : public KVServer {
 
   // ---- Pulls
 
-  // With the lock held: copies the slices into the client's outbox, which is sent without the lock.
+  // Copies the slices, with the lock held, into the client's outbox, which is sent without it.
   torch::Tensor read(int worker, SliceRange slices) {
     const torch::Tensor region = table_.layout().region_of(slices, clients_[worker].outbox);
     torch::Tensor(region).copy_(table_.layout().region_of(slices, table_.values()));
@@ -404,7 +404,7 @@ class ThreadedServer final : public KVServer {
   // for it, T; a silent client, T (dist_sync 2 T), on its link; wait(), for whatever else goes wrong, 2.5 T; a client that
   // waits for its server, 3 T. So the server finds out who is lost before anybody takes the server for lost.
 
-  // In dist_sync: until this worker's pushes of the slices are merged. Merging needs all workers: who has pushed nothing
+  // Waits, in dist_sync, until this worker's pushes of the slices are merged. Merging needs all workers: who has pushed nothing
   // for so long is the one that is lost. Other kinds merge at once, and never wait here.
   void wait_until_merged(Lock& lock, int worker, SliceRange slices) {
     wait_at_most(
@@ -477,7 +477,7 @@ class ThreadedServer final : public KVServer {
   }
   milliseconds timeout() const { return std::min(setting_.options.timeout, Deadline::kLongest); }
 
-  // With the lock held. The first error is kept; every client hears of it.
+  // Keeps the first error, of which every client hears. Call it with the lock held.
   template <class Failure>
   void fail(const Failure& error) {
     if (failure_) return;
