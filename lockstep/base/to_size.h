@@ -29,4 +29,9 @@ constexpr std::int64_t to_int64(T number) {
   return static_cast<std::int64_t>(number);
 }
 
+template <std::integral T>
+constexpr double fraction(T part, T whole) {
+  return static_cast<double>(part) / static_cast<double>(whole);
+}
+
 }  // namespace lockstep

@@ -23,7 +23,6 @@ std::shared_ptr<std::byte> ordinary_memory(std::size_t bytes) {
 
 SharedMemory::SharedMemory(std::shared_ptr<shm::Group> group, std::shared_ptr<shm::Arena> arena)
     : group_(std::move(group)), arena_(std::move(arena)), outlives_ranks_(arena_ != nullptr) {}
-SharedMemory::~SharedMemory() = default;
 
 std::shared_ptr<SharedMemory> SharedMemory::of(const World& world) {
   auto group = world.machine_group();
@@ -79,12 +78,12 @@ const std::byte* SharedMemory::peer(int rank, std::uint64_t place, std::size_t b
   return arena_ ? arena_->window().at(place, bytes) : std::bit_cast<const std::byte*>(place);
 }
 
-std::optional<SharedMemory::Place> SharedMemory::locate(const void* address, std::size_t bytes) const {
+std::optional<SharedMemory::ArenaOffset> SharedMemory::locate(const void* address, std::size_t bytes) const {
   const auto offset = arena_ ? arena_->window().offset_of(address, bytes) : std::nullopt;
-  if (offset) return Place{0, *offset};
+  if (offset) return ArenaOffset{0, *offset};
   const shm::Location place = group_ ? group_->locate(address, bytes) : shm::Location{};
   if (place.kind != shm::Location::kArena) return std::nullopt;
-  return Place{place.owner, place.at};
+  return ArenaOffset{place.owner, place.at};
 }
 
 void SharedMemory::keep() const {

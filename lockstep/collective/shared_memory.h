@@ -32,10 +32,8 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   // Shared by the ranks of `world` on this machine. Collective over the world; blocks until all ranks are there.
   static std::shared_ptr<SharedMemory> of(const World& world);
 
-  // For this rank alone. With an arena, in its memory: whoever holds the arena's file can read it when the process is gone.
+  // Makes one for this rank alone. With an arena, in its memory: whoever holds the arena's file can read it when the process is gone.
   static std::shared_ptr<SharedMemory> alone(std::shared_ptr<shm::Arena> arena = nullptr);
-
-  ~SharedMemory();
 
   int rank() const;  // among the ranks that share
   int size() const;
@@ -58,13 +56,13 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   // The address here of the memory that `rank` has allocated at `place`. Throws SystemError: not mappable.
   const std::byte* peer(int rank, std::uint64_t place, std::size_t bytes);
 
-  // In the arena of which rank of the machine `bytes` bytes at `address` lie, and where there: what another process that maps
-  // the arena's file needs to find them. None: in no arena.
-  struct Place {
-    int arena = 0;
+  // Finds `bytes` bytes at `address` in an arena, as another process that maps the arena's file needs them. None: in no
+  // arena.
+  struct ArenaOffset {
+    int arena = 0;  // the rank of the machine that has it
     std::uint64_t offset = 0;
   };
-  std::optional<Place> locate(const void* address, std::size_t bytes) const;
+  std::optional<ArenaOffset> locate(const void* address, std::size_t bytes) const;
 
   // Returns once every rank has called it; every write before it is visible after it. Waits at most for the world's
   // timeout. Throws MismatchError on all ranks: they announced different things, or are at different calls; PeerLost.

@@ -56,6 +56,11 @@ std::vector<NamedTensor> named_parameters(const torch::nn::Module& model) {
 
 std::vector<NamedTensor> named_buffers(const torch::nn::Module& model) { return once_each(model.named_buffers()); }
 
+std::vector<NamedTensor> trainable(std::vector<NamedTensor> parameters) {
+  std::erase_if(parameters, [](const NamedTensor& parameter) { return !parameter.tensor.requires_grad(); });
+  return parameters;
+}
+
 std::vector<torch::Tensor> tensors_of(const std::vector<NamedTensor>& named) {
   std::vector<torch::Tensor> tensors;
   for (const auto& [name, tensor] : named) tensors.push_back(tensor);

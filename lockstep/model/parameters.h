@@ -22,6 +22,9 @@ namespace lockstep {
 std::vector<NamedTensor> named_parameters(const torch::nn::Module& model);
 std::vector<NamedTensor> named_buffers(const torch::nn::Module& model);
 
+// Those that require gradients.
+std::vector<NamedTensor> trainable(std::vector<NamedTensor> parameters);
+
 // Without the names.
 std::vector<torch::Tensor> tensors_of(const std::vector<NamedTensor>& named);
 

@@ -52,7 +52,7 @@ HeldBytes bytes_of_kvstore(const PlannedRun& run);
 HeldBytes bytes_of_averaging(const PlannedRun& run);
 HeldBytes bytes_of_pipeline(const PlannedRun& run);
 
-// Those of the strategy options.kind.
+// Bytes of the strategy options.kind.
 HeldBytes held_bytes(const PlannedRun& run);
 
 }  // namespace lockstep

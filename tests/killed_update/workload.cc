@@ -144,7 +144,7 @@ Arenas::~Arenas() {
   for (const auto& each : mapped_) ::munmap(each.data(), each.size());
 }
 
-std::byte* Arenas::find(const SharedMemory::Place& place, std::size_t bytes) const {
+std::byte* Arenas::find(const SharedMemory::ArenaOffset& place, std::size_t bytes) const {
   return mapped_.at(static_cast<std::size_t>(place.arena)).subspan(place.offset, bytes).data();
 }
 

@@ -70,7 +70,7 @@ class Arenas {
   Arenas(const Arenas&) = delete;
   Arenas& operator=(const Arenas&) = delete;
 
-  std::byte* find(const SharedMemory::Place& place, std::size_t bytes) const;
+  std::byte* find(const SharedMemory::ArenaOffset& place, std::size_t bytes) const;
   std::span<std::byte> of(int rank) const { return mapped_.at(static_cast<std::size_t>(rank)); }
 
  private:

@@ -34,7 +34,7 @@ const Tensor& checked(const Tensors& inputs, const Tensors& outputs) {
   return some;
 }
 
-// How elements of a tensor travel: `each` elements of `dtype` per element of torch's.
+// Tells how elements of a tensor travel: `each` elements of `dtype` per element of torch's.
 struct Unit {
   DType dtype;
   std::size_t each = 1;

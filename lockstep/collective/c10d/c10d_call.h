@@ -50,7 +50,7 @@ class C10dMessages {
  public:
   FuturePtr start(C10dMessage message);
 
-  // From any thread: all messages fail, also those that are started later.
+  // Fails all messages, also those that are started later. From any thread.
   void close();
 
  private:

@@ -73,7 +73,7 @@ class MachineAllReduce : private MachineCollective {
   }
 
  private:
-  // For each local rank its slice of the chunk; empty for ranks that own none.
+  // Elements of each local rank's slice of the chunk; 0 for ranks that own none.
   std::vector<std::size_t> counts_inside(std::size_t chunk) const {
     std::vector<std::size_t> counts;
     for (int owner = 0; owner < local_size(); ++owner) counts.push_back(slice_of(chunks_[chunk], owner).count);

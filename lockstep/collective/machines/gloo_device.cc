@@ -103,13 +103,13 @@ sockaddr_storage socket_address(const AddressBytes& address) {
   return result;
 }
 
-// What the others are told: their connections with this rank have consecutive numbers, by their ranks.
+// Returns what the others are told: their connections with this rank have consecutive numbers, by their ranks.
 AddressBytes first_address(Context& context) {
   const AddressBytes first = context.createPair(0)->address().bytes();
   if (first.size() != sizeof(sockaddr_storage) + sizeof(std::int64_t))
     throw cannot_use_gloo("addresses of another form");
   for (int rank = 1; rank < context.size; ++rank)
-    if (context.createPair(rank)->address().bytes() != with_number(first, static_cast<std::size_t>(rank)))
+    if (context.createPair(rank)->address().bytes() != with_number(first, to_size(rank)))
       throw cannot_use_gloo("connections without consecutive numbers");
   return first;
 }
@@ -133,7 +133,7 @@ gloo::transport::tcp::attr place_of(const TransportOptions& options) {
 
 constexpr std::string_view kInsecure = "insecure";
 
-// What each rank says of itself before they connect.
+// Exchanges what each rank says of itself before they connect.
 std::vector<std::string> exchange_alike(c10d::Store& store, const std::string& mine, const TransportOptions& options) {
   auto texts = exchange_texts(store, "gloo", mine, options);
   for (std::size_t rank = 0; rank < texts.size(); ++rank)
@@ -156,7 +156,7 @@ class GlooListener {
 
   const GlooDevice& device() const { return device_; }
 
-  // From now on those addresses can connect. Returns what the others are told.
+  // Admits those addresses from now on. Returns what the others are told.
   AddressBytes open_to(const std::vector<std::string>& addresses, Context& context) {
     const std::lock_guard lock(mutex_);
     const AddressBytes first = first_address(context);
@@ -280,7 +280,7 @@ class TlsDevice final : public gloo::transport::Device {
     is_open_ = true;
     const auto all = exchange_texts(*store_, "gloo address", {own.begin(), own.end()}, options_);
     for (int rank = 0; rank < context.size; ++rank)
-      if (rank != context.rank) connect_to(context, rank, all[static_cast<std::size_t>(rank)]);
+      if (rank != context.rank) connect_to(context, rank, all[to_size(rank)]);
   }
 
   void connect_to(Context& context, int rank, const std::string& told) const {
@@ -288,7 +288,7 @@ class TlsDevice final : public gloo::transport::Device {
     if (address.size() != sizeof(sockaddr_storage) + sizeof(std::int64_t))
       throw cannot_use_gloo("an address of another form");
     try {
-      context.getPair(rank)->connect(with_number(address, static_cast<std::size_t>(context.rank)));
+      context.getPair(rank)->connect(with_number(address, to_size(context.rank)));
     } catch (const std::exception& error) {
       throw RendezvousError(
           {.what = concat("can't connect to rank ", rank, " at ", text_of(address), ": ", first_line_of(error)),

@@ -23,11 +23,9 @@ struct MessageHeader {
 constexpr std::size_t kFirstBytes = 4096;
 constexpr std::size_t kDataInFirst = kFirstBytes - sizeof(MessageHeader);
 
-constexpr std::size_t kLargestMessage = std::size_t{1} << 30;  // Gloo's TLS counts in 31 bits
-
 void require_fitting(const TensorCall& call, const std::string& here) {
   const Tensor& tensor = call.operation == Operation::kSend ? call.input_tensor : call.output_tensor;
-  if (tensor.nbytes() <= kLargestMessage || network_is_insecure()) return;
+  if (tensor.nbytes() <= kMostAtOnce || network_is_insecure()) return;
   throw UsageError({.what = concat("a message of ", tensor.nbytes(), " bytes between machines"),
                     .here = here,
                     .likely = "more than the 1 GiB that goes over TLS at once",

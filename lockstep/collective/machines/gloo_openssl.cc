@@ -47,7 +47,7 @@ constexpr std::chrono::seconds kAllLastBytesWithin{
     5};  // a connection is closed while others wait for the one who closes it
 constexpr std::size_t kKeptRoom = std::size_t{1} << 20;  // of a connection that has sent all
 
-// What a socket has not taken yet.
+// Holds what a socket has not taken yet.
 class Outgoing {
  public:
   Outgoing(int fd, std::uint64_t id) : fd_(fd), id_(id) {}

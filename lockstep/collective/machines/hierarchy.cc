@@ -183,28 +183,20 @@ void Hierarchy::set_timeout(milliseconds timeout) {
 
 // ---- Groups
 
-std::unique_ptr<Transport> Hierarchy::group(const std::vector<int>& ranks) {
+std::unique_ptr<Transport> Hierarchy::group(const std::vector<int>& ranks, std::optional<milliseconds> separate) {
   queue_.drain();
-  return transport_of(ranks, inside->subgroup(topology.local_ranks(machine, ranks)), options);
-}
-
-std::unique_ptr<Transport> Hierarchy::separate(const std::vector<int>& ranks, milliseconds timeout) {
-  queue_.drain();
-  TransportOptions other = options;
-  other.timeout = timeout;
-  other.message_headers = false;
-  return transport_of(ranks, separate_inside(topology.local_ranks(machine, ranks), timeout), other);
-}
-
-// `members`: those of the ranks that are on this machine.
-std::unique_ptr<Transport> Hierarchy::transport_of(const std::vector<int>& ranks, shm::GroupPtr members,
-                                                   const TransportOptions& like) {
+  shm::GroupPtr members = group_inside(topology.local_ranks(machine, ranks), separate);
   const int made = groups_made_++;
   if (ranks.empty()) return nullptr;
   const Topology of_members = topology.of_group(ranks);
   if (of_members.machines() == 1) return std::make_unique<CpuTransport>(std::move(members));
+  TransportOptions of_group = options_of_group(options, ranks);
+  if (separate) {
+    of_group.timeout = *separate;
+    of_group.message_headers = false;
+  }
   return std::make_unique<Hierarchy>(std::move(members), of_members, with_prefix(store_, prefix_of_group(made, ranks)),
-                                     options_of_group(like, ranks));
+                                     of_group);
 }
 
 // ---- Losses

@@ -67,8 +67,7 @@ class Hierarchy final : public CpuTransport {
   // A collective runs on the queue's worker thread: an exchange over the network goes on while the caller computes.
   FuturePtr start(TensorCall call) override;
 
-  std::unique_ptr<Transport> group(const std::vector<int>& ranks) override;
-  std::unique_ptr<Transport> separate(const std::vector<int>& ranks, milliseconds timeout) override;
+  std::unique_ptr<Transport> group(const std::vector<int>& ranks, std::optional<milliseconds> separate) override;
   void fail(const std::string& reason) override;
   void set_timeout(milliseconds timeout) override;  // of messages, too
 
@@ -96,8 +95,6 @@ class Hierarchy final : public CpuTransport {
   std::exception_ptr cause_of(const std::exception_ptr& error) const;
   void give_up(const std::exception_ptr& error);
   void close(const std::exception_ptr& reason);
-  std::unique_ptr<Transport> transport_of(const std::vector<int>& ranks, shm::GroupPtr members,
-                                          const TransportOptions& like);
 
   StorePtr store_;
   std::optional<Watchdog> watchdog_;

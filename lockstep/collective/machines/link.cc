@@ -21,8 +21,6 @@ int tag_of(const Signature& signature) {
 constexpr std::chrono::seconds kLongestGoodbye{1};
 constexpr std::chrono::hours kAsLongAsTheLink{24 * 365};  // leave() and close() end that wait
 
-constexpr std::size_t kMostAtOnce = std::size_t{1} << 30;  // Gloo's TLS counts in 31 bits
-
 Tensors as_tensor(const std::byte* data, std::size_t bytes) {
   return {torch::from_blob(const_cast<std::byte*>(data), {to_int64(bytes)}, torch::kUInt8)};
 }

@@ -41,7 +41,7 @@ Words words_of(int family, const std::string& address) {
   return words;
 }
 
-// Where the sender's address is in a packet of that family.
+// Offset of the sender's address in a packet of that family.
 std::uint32_t source_offset(int family) {
   return static_cast<std::uint32_t>(SKF_NET_OFF) + (family == AF_INET ? 12 : 8);
 }

@@ -104,7 +104,7 @@ class MachineCollective {
 
   ChunkBuffers& buffers_of(std::size_t chunk) { return hierarchy_.buffers[chunk % hierarchy_.buffers.size()]; }
 
-  // At least so many bytes, where the ranks of the machine can read them.
+  // Grows `memory` to at least so many bytes, which the ranks of the machine can read.
   std::byte* grown(shm::Memory& memory, std::size_t bytes);
 
   Hierarchy& hierarchy_;

@@ -12,7 +12,7 @@ std::size_t whole_bytes(const Hierarchy& hierarchy, const Call& call) {
 
 // All pieces of a round together are a chunk.
 std::size_t piece_elements(const Hierarchy& hierarchy, const Call& call) {
-  const std::size_t bytes = chunk_bytes(whole_bytes(hierarchy, call)) / static_cast<unsigned>(hierarchy.machines);
+  const std::size_t bytes = chunk_bytes(whole_bytes(hierarchy, call)) / to_size(hierarchy.machines);
   return bytes / kCacheLine * kCacheLine / size_of(call.dtype);
 }
 

@@ -28,11 +28,11 @@ class MachineParts : protected MachineCollective {
   // The slices of `owner` in the pieces of all machines but `except`, in the order of the machines.
   std::vector<shm::Part> slices_of(std::size_t round, int owner, int except = kNoMachine) const;
 
-  // For each local rank the elements of its slices together.
+  // Counts the elements of each local rank's slices together.
   IntVector<std::size_t> packed_counts(std::size_t round, int except = kNoMachine) const;
   std::size_t elements(std::size_t round) const;  // of all pieces
 
-  // For each rank of this machine: how many elements of `range` belong to its part.
+  // Counts the elements of `range` that belong to the part of each rank of this machine.
   std::vector<std::size_t> shares_of(const shm::Part& range) const;
 
   std::byte* in_whole(const shm::Part& range) const { return whole_ + bytes(range.begin); }

@@ -213,13 +213,13 @@ class Reducer {
       if (std::find(outputs.begin(), outputs.begin() + found, target) == outputs.begin() + found)
         outputs[found++] = target;
     }
-    return static_cast<unsigned>(found);
+    return to_size(found);
   }
 
   std::size_t lane_bytes() const { return group_.lane_bytes(group_.size()); }
   Part lane_part(int rank, std::size_t chunk) const { return parts_[rank].chunk(chunk, lane_bytes() / element_); }
   std::byte* lane_of(int staged_by, int owner, std::size_t chunk) const {
-    return group_.staging(staged_by, chunk) + static_cast<unsigned>(owner) * lane_bytes();
+    return group_.staging(staged_by, chunk) + to_size(owner) * lane_bytes();
   }
 
   void stage_lanes(std::size_t chunk) const {

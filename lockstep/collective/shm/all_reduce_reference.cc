@@ -117,7 +117,7 @@ class SharedArrays {
   }
   void reduce_sources(int sources, Part part, bool last) const {
     group_.destinations[0] = of(group_.rank(), part);
-    shm::reduce({.sources = std::span(group_.sources).first(static_cast<unsigned>(sources)),
+    shm::reduce({.sources = std::span(group_.sources).first(to_size(sources)),
                  .destinations = std::span(group_.destinations).first(1),
                  .count = part.count,
                  .divisor = group_.size()},

@@ -127,7 +127,7 @@ class Exchange {
   }
 
   void copy_out(std::size_t chunk, std::size_t lane_bytes) const {
-    const std::size_t lane = given.empty() ? 0 : static_cast<unsigned>(group_.rank()) * lane_bytes;
+    const std::size_t lane = given.empty() ? 0 : to_size(group_.rank()) * lane_bytes;
     for (int peer = 0; peer < group_.size(); ++peer) {
       if (peer == group_.rank() || place_of(peer).kind != Location::kPrivate) continue;
       const Part part = taken[peer].chunk(chunk, lane_bytes);

@@ -17,7 +17,7 @@
 namespace lockstep::shm {
 namespace {
 
-// How a trace shows a collective. Messages are shown by World.
+// Labels a collective in a trace. Messages are shown by World.
 trace::Event label_of(const Signature& signature) {
   static constexpr std::array kPhases{"barrier 1: gradients",  "barrier 2: settings", "barrier: norms",
                                       "barrier: trust ratios", "barrier 3: updated",  "barrier: written"};
@@ -48,7 +48,7 @@ Group::Group(std::shared_ptr<Peers> peers, GroupArea area, std::vector<int> rank
       mailbox_(std::make_unique<Mailbox>(*this, timeout)) {}
 
 GroupPtr Group::of_all(const std::shared_ptr<Peers>& peers, int rank, milliseconds timeout) {
-  std::vector<int> ranks(static_cast<unsigned>(peers->size()));
+  std::vector<int> ranks(to_size(peers->size()));
   std::iota(ranks.begin(), ranks.end(), 0);
   return {new Group(peers, peers->group_area(), std::move(ranks), rank, timeout), DeleteInOwnProcess()};
 }

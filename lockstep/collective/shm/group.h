@@ -157,9 +157,7 @@ class Group final : public CallDescription {
   // chunks back, posted s-1 after that; this rank waited for s-1 in step s-1. So nobody reads it. After finish() nobody
   // reads this rank's staging memory any more.
   std::size_t staging_bytes() const { return peers_->staging_bytes(); }
-  std::size_t lane_bytes(int lanes) const {
-    return staging_bytes() / static_cast<unsigned>(lanes) / kCacheLine * kCacheLine;
-  }
+  std::size_t lane_bytes(int lanes) const { return staging_bytes() / to_size(lanes) / kCacheLine * kCacheLine; }
   void make_staging();  // at first use; the next post() announces it
   std::byte* staging(int rank, std::size_t chunk) const;
 

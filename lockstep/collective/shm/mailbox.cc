@@ -31,7 +31,7 @@ int Mailbox::machine_rank_of(const Transfer& transfer) const {
   return transfer.peer() == kAnyRank ? kNobody : group_.machine_rank(transfer.peer());
 }
 
-// On the calling thread, unless others are under way that it must not overtake.
+// Runs it on the calling thread, unless others are under way that it must not overtake.
 int Mailbox::run(const Call& call) {
   Transfer transfer(group_, call, sent_);
   std::unique_lock lock(mutex_);

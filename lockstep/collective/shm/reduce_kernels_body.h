@@ -186,7 +186,7 @@ void reduce_tail(const Reduction& job, std::size_t at) {
   for (std::byte* const to : job.destinations) __builtin_memcpy(to + at * E::kBytes, padded, bytes);
 }
 
-// How many of the first destinations are streamed: none unless all of those are aligned.
+// Counts the first destinations that are streamed: none unless all of those are aligned.
 LOCKSTEP_INLINE std::size_t streamable(const Reduction& job) {
   for (std::size_t d = 0; d < job.streamed; ++d)
     if (reinterpret_cast<std::uintptr_t>(job.destinations.data()[d]) % kVectorBytes != 0) return 0;

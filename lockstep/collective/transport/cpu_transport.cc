@@ -14,10 +14,6 @@
 namespace lockstep {
 namespace {
 
-std::unique_ptr<Transport> transport_of(shm::GroupPtr group) {
-  return group ? std::make_unique<CpuTransport>(std::move(group)) : nullptr;
-}
-
 std::string missing_ranks(c10d::Store& store, const std::vector<std::string>& keys) try {
   std::vector<std::string> missing;
   for (std::size_t rank = 0; rank < keys.size(); ++rank)
@@ -97,18 +93,15 @@ void CpuTransport::prepare_message() {
   std::erase_if(messages_, [](const Message& message) { return message.future->done(); });
 }
 
-std::unique_ptr<Transport> CpuTransport::group(const std::vector<int>& ranks) {
+std::unique_ptr<Transport> CpuTransport::group(const std::vector<int>& ranks, std::optional<milliseconds> separate) {
   queue_.run_all();
-  return transport_of(inside->subgroup(ranks));
+  auto members = group_inside(ranks, separate);
+  return members ? std::make_unique<CpuTransport>(std::move(members)) : nullptr;
 }
 
-std::unique_ptr<Transport> CpuTransport::separate(const std::vector<int>& ranks, milliseconds timeout) {
-  queue_.run_all();
-  return transport_of(separate_inside(ranks, timeout));
-}
-
-shm::GroupPtr CpuTransport::separate_inside(const std::vector<int>& ranks, milliseconds timeout) const {
-  shm::Options options{.timeout = timeout};
+shm::GroupPtr CpuTransport::group_inside(const std::vector<int>& ranks, std::optional<milliseconds> separate) const {
+  if (!separate) return inside->subgroup(ranks);
+  shm::Options options{.timeout = *separate};
   for (const int member : ranks) options.job_ranks.push_back(inside->job_rank(member));
   return connect_ranks(ranks, inside->rank(), options,
                        [&](const std::string& address) { return exchange_addresses(*inside, address); });

@@ -30,8 +30,7 @@ class CpuTransport : public Transport {
 
   FuturePtr start(TensorCall call) override;
   int run(const TensorCall& call) override;
-  std::unique_ptr<Transport> group(const std::vector<int>& ranks) override;
-  std::unique_ptr<Transport> separate(const std::vector<int>& ranks, milliseconds timeout) override;
+  std::unique_ptr<Transport> group(const std::vector<int>& ranks, std::optional<milliseconds> separate) override;
   torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) override;
   shm::GroupPtr machine_group() override;
   void fail(const std::string& reason) override { inside->poison(reason); }
@@ -43,9 +42,9 @@ class CpuTransport : public Transport {
   virtual void set_timeout(milliseconds timeout);
 
  protected:
-  // A group of `ranks`, which are numbers in `inside`, in memory of its own; none where they are none. Every rank calls.
-  // Blocks until they are connected. Throws RendezvousError, SystemError.
-  shm::GroupPtr separate_inside(const std::vector<int>& ranks, milliseconds timeout) const;
+  // A group of `ranks`, which are numbers in `inside`; none where they are none. Every rank calls. separate: in memory of
+  // its own; blocks until they are connected, and throws RendezvousError, SystemError.
+  shm::GroupPtr group_inside(const std::vector<int>& ranks, std::optional<milliseconds> separate) const;
 
  private:
   struct Message {

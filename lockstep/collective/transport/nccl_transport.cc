@@ -59,7 +59,7 @@ class NcclTransport : public Transport {
     return start_c10d({to_string(call.operation), options_.describe}, [&] { return issue(call); });
   }
 
-  std::unique_ptr<Transport> group(const std::vector<int>& ranks) override {
+  std::unique_ptr<Transport> group(const std::vector<int>& ranks, std::optional<milliseconds>) override {
     const int made = groups_made_++;
     if (ranks.empty()) return nullptr;
     return std::make_unique<NcclTransport>(with_prefix(store_, prefix_of_group(made, ranks)),

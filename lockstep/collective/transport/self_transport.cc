@@ -23,7 +23,7 @@ class SelfTransport : public Transport {
     if (output.defined() && !output.is_same(input)) output.view(-1).copy_(input.view(-1));
     return kAnyRank;
   }
-  std::unique_ptr<Transport> group(const std::vector<int>& ranks) override {
+  std::unique_ptr<Transport> group(const std::vector<int>& ranks, std::optional<milliseconds>) override {
     return ranks.empty() ? nullptr : make_self();
   }
 

@@ -40,13 +40,9 @@ class Transport {
   }
 
   // The transport of the sub-world of `ranks`, none for a rank that gives none. Every rank calls it; lists of different
-  // ranks are equal or disjoint, and each rank is in its own.
-  virtual std::unique_ptr<Transport> group(const std::vector<int>& ranks) = 0;
-
-  // The same with connections of its own: neither is lost with the other. `timeout`: of this rank's waits.
-  virtual std::unique_ptr<Transport> separate(const std::vector<int>& ranks, milliseconds /*timeout*/) {
-    return group(ranks);
-  }
+  // ranks are equal or disjoint, and each rank is in its own. separate: it has connections of its own, so that neither is
+  // lost with the other, and this timeout of this rank's waits.
+  virtual std::unique_ptr<Transport> group(const std::vector<int>& ranks, std::optional<milliseconds> separate) = 0;
 
   virtual torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) {
     return torch::empty(sizes, options);

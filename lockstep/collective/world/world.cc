@@ -117,8 +117,8 @@ RankList World::agree_on_list(const RankList& ranks) const {
 
 std::optional<World> World::group(const RankList& ranks) const {
   const RankList agreed = agree_on_list(ranks);
-  auto cpu_transport = state_->cpu_transport->group(agreed);
-  auto cuda_transport = state_->cuda_transport ? state_->cuda_transport->group(agreed) : nullptr;
+  auto cpu_transport = state_->cpu_transport->group(agreed, {});
+  auto cuda_transport = state_->cuda_transport ? state_->cuda_transport->group(agreed, {}) : nullptr;
   if (!cpu_transport) return std::nullopt;
   auto state = state_->sub_world(ranks, std::move(cpu_transport));
   state->cuda_transport = std::move(cuda_transport);
@@ -127,7 +127,7 @@ std::optional<World> World::group(const RankList& ranks) const {
 
 std::optional<World> World::separate(const RankList& ranks, milliseconds timeout) const {
   const auto longest = timeout.count() > 0 ? timeout : state_->timeout;
-  auto cpu_transport = state_->cpu_transport->separate(agree_on_list(ranks), longest);
+  auto cpu_transport = state_->cpu_transport->group(agree_on_list(ranks), longest);
   if (!cpu_transport) return std::nullopt;
   auto state = state_->sub_world(ranks, std::move(cpu_transport));
   state->timeout = longest;

@@ -55,7 +55,7 @@ class Asked {
              "exchange real and imaginary parts, or another dtype");
   }
 
-  // For floating point alone a mean is what all take it for.
+  // Refuses a mean of integers: for floating point alone all mean the same by it.
   void check_op(ReduceOp op) const {
     if (op == ReduceOp::kMean && !tensor_.is_floating_point())
       refuse(concat("mean is not defined for ", c10::toString(tensor_.scalar_type())),

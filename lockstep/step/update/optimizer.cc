@@ -163,7 +163,7 @@ std::string Optimizer::manifest() const { return layout_ && layout_->flat ? layo
 
 std::uint64_t Optimizer::take_over(const std::string& manifest, const FindMemory& find) {
   Layout& all = layout();
-  InterruptedUpdate lost(manifest, [&](const SharedMemory::Place& place, std::size_t bytes) {
+  InterruptedUpdate lost(manifest, [&](const SharedMemory::ArenaOffset& place, std::size_t bytes) {
     return find(place.arena, place.offset, bytes);
   });
   const auto mine = tensors_of(all), theirs = tensors_of(lost.state);

@@ -41,11 +41,11 @@ std::size_t bytes_of_record(const JournalShape& shape) {
 
 }  // namespace
 
-std::uint64_t word_of_place(const std::optional<SharedMemory::Place>& place) {
+std::uint64_t word_of_place(const std::optional<SharedMemory::ArenaOffset>& place) {
   return place ? static_cast<std::uint64_t>(place->arena) << kOffsetBits | place->offset : kNoPlace;
 }
 
-SharedMemory::Place place_of_word(std::uint64_t word) {
+SharedMemory::ArenaOffset place_of_word(std::uint64_t word) {
   return {static_cast<int>(word >> kOffsetBits), word & ((std::uint64_t{1} << kOffsetBits) - 1)};
 }
 

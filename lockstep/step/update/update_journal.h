@@ -108,8 +108,8 @@ struct JournalShape {
 
 // A place in an arena as one word.
 inline constexpr std::uint64_t kNoPlace = std::numeric_limits<std::uint64_t>::max();
-std::uint64_t word_of_place(const std::optional<SharedMemory::Place>& place);
-SharedMemory::Place place_of_word(std::uint64_t word);
+std::uint64_t word_of_place(const std::optional<SharedMemory::ArenaOffset>& place);
+SharedMemory::ArenaOffset place_of_word(std::uint64_t word);
 
 // A step's settings, as a rank has them after barrier 2, or as others find them.
 struct StepRecord {
@@ -140,7 +140,7 @@ class UpdateJournal {
   std::optional<StepRecord> newest() const;  // the newest complete record of any rank
 
   struct Slots {
-    SharedMemory::Place place;
+    SharedMemory::ArenaOffset place;
     std::size_t count = 0;
   };
   void set_slots(int rank, const Slots& slots);  // at least as many as before: whoever is killed meanwhile has those
@@ -174,7 +174,7 @@ std::string manifest_of(const OptimizerState& state, const JournalShape& shape, 
 // An update whose ranks were lost: made from a manifest, in a process that maps the ranks' arenas.
 struct InterruptedUpdate {
   // Returns the address of `bytes` at a place in an arena, in this process. Throws if there is no such place.
-  using Find = std::function<std::byte*(const SharedMemory::Place& place, std::size_t bytes)>;
+  using Find = std::function<std::byte*(const SharedMemory::ArenaOffset& place, std::size_t bytes)>;
 
   // Throws CheckpointError: not a manifest of this version.
   InterruptedUpdate(const std::string& manifest, Find find);

@@ -9,7 +9,6 @@
 #include "lockstep/error.h"
 #include "lockstep/strategy/averaging/flat_block.h"
 #include "lockstep/strategy/devices/replica.h"
-#include "lockstep/strategy/kvstore/kvstore_strategy.h"
 
 namespace lockstep {
 namespace {
@@ -31,7 +30,7 @@ void refuse_16_bit_parameters(const std::vector<NamedTensor>& parameters) {
 
 torch::Tensor make_flat_block(torch::nn::Module& model, const World& world) {
   const torch::NoGradGuard no_grad;
-  const std::vector<NamedTensor> parameters = trained_parameters(model);
+  const std::vector<NamedTensor> parameters = trainable(named_parameters(model));
   if (parameters.empty()) throw UsageError({.what = "a model without parameters to train"});
   const torch::ScalarType dtype = parameters.front().tensor.scalar_type();
   refuse_16_bit_parameters(parameters);
@@ -69,7 +68,7 @@ void mean_onto_first(Devices& devices, const Tensors& blocks, const std::vector<
   devices.run([blocks, samples, all](Device& device) {
     const torch::NoGradGuard no_grad;
     torch::Tensor block = for_device(blocks, device);
-    block.mul_(static_cast<double>(for_device(samples, device)) / static_cast<double>(all));
+    block.mul_(fraction(for_device(samples, device), all));
     device.reduce(block);
   });
 }

@@ -94,7 +94,7 @@ class Averaging : public ReplicaStrategy {
     follow_first(replicas_);
     if (options.averaging.outer_lr != 1 || options.averaging.outer_momentum > 0)
       outer_.emplace(blocks_.front(), options.averaging);
-    seed_steps(options.seed + static_cast<std::uint64_t>(world.rank()) + 1);
+    seed_steps(options.seed, world.rank());
   }
 
   BatchTotals forward_backward(const Batch& batch) override {

@@ -23,11 +23,6 @@
 namespace lockstep {
 namespace {
 
-std::vector<NamedTensor> trainable(std::vector<NamedTensor> parameters) {
-  std::erase_if(parameters, [](const NamedTensor& parameter) { return !parameter.tensor.requires_grad(); });
-  return parameters;
-}
-
 std::vector<NamedTensor> without(const std::set<std::string>& names, std::vector<NamedTensor> tensors) {
   std::erase_if(tensors, [&](const NamedTensor& tensor) { return names.contains(tensor.name); });
   return tensors;
@@ -204,7 +199,7 @@ class DistributedDataParallel::Impl {
                          last_batch_.mean_loss);
   }
 
-  // At the end of each exchange, also of one that a plain loss.backward() has caused.
+  // Runs at the end of each exchange, also of one that a plain loss.backward() has caused.
   void finish_exchange(const BatchTotals& totals) {
     guards_.after_exchange();
     last_batch_ = totals;

@@ -3,7 +3,6 @@
 #include <optional>
 
 #include "lockstep/collective/gpus.h"
-#include "lockstep/data/loader/random.h"
 #include "lockstep/ddp.h"
 #include "lockstep/sampler.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
@@ -28,7 +27,7 @@ class DdpStrategy : public ReplicaStrategy {
               .hook = hook_,
               .algorithm = options.algorithm,
               .virtual_shards = options.ddp.virtual_shards}) {
-    seed_steps(options.seed + static_cast<std::uint64_t>(world.rank()) + 1);  // dropout differs between ranks
+    seed_steps(options.seed, world.rank());  // dropout differs between ranks
     if (options.ddp.virtual_shards > 0) generator_.emplace(options.seed);
   }
 

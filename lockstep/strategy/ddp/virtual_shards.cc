@@ -4,13 +4,13 @@
 namespace lockstep {
 namespace {
 
-std::vector<torch::Tensor> copies_of(const std::vector<NamedTensor>& tensors) {
-  std::vector<torch::Tensor> copies;
+Tensors copies_of(const std::vector<NamedTensor>& tensors) {
+  Tensors copies;
   for (const auto& [name, tensor] : tensors) copies.push_back(tensor.detach().clone());
   return copies;
 }
 
-void set_values(const std::vector<NamedTensor>& tensors, const std::vector<torch::Tensor>& values) {
+void set_values(const std::vector<NamedTensor>& tensors, const Tensors& values) {
   const torch::NoGradGuard no_grad;
   for (std::size_t i = 0; i < tensors.size(); ++i) torch::Tensor(tensors[i].tensor).copy_(values[i]);
 }

@@ -6,11 +6,10 @@
 // Ranks:   no communication
 #pragma once
 
-#include <torch/types.h>
-
 #include <vector>
 
 #include "lockstep/named_tensor.h"
+#include "lockstep/task.h"
 
 namespace lockstep {
 
@@ -34,8 +33,8 @@ class ShardBuffers {
   std::vector<NamedTensor> buffers_;
   int shards_ = 0;
   int done_ = 0;  // shards of this step
-  std::vector<torch::Tensor> at_beginning_;
-  std::vector<torch::Tensor> after_first_;
+  Tensors at_beginning_;
+  Tensors after_first_;
 };
 
 }  // namespace lockstep

@@ -47,7 +47,7 @@ class DataParallelStrategy : public ReplicaStrategy {
   DataParallelStrategy(const World& world, const Task& task, const StrategyOptions& options)
       : ReplicaStrategy(world, task, options) {
     if (!devices_->on_gpus()) share_parameters(*devices_, replicas_);  // replicates once and for all
-    seed_steps(options.seed + 1);
+    seed_steps(options.seed);
   }
 
   BatchTotals forward_backward(const Batch& batch) override {
@@ -97,7 +97,7 @@ class DataParallelStrategy : public ReplicaStrategy {
 
  private:
   void update_on_gpus() {
-    const ParameterLists updated = with_gradients(parameters_of(replicas_));
+    const DeviceTensors updated = with_gradients(parameters_of(replicas_));
     devices_->run([updated, replicas = replicas_](Device& device) {
       for (const torch::Tensor& parameter : for_device(updated, device)) device.reduce(parameter.grad());
       if (device.index() == 0) replicas.front().optimizer->step();

@@ -15,8 +15,8 @@
 
 namespace lockstep {
 
-ParameterLists parameters_of(const Replicas& replicas) {
-  ParameterLists all;
+DeviceTensors parameters_of(const Replicas& replicas) {
+  DeviceTensors all;
   for (const Replica& replica : replicas) all.push_back(tensors_of(named_parameters(*replica.model)));
   return all;
 }
@@ -78,9 +78,9 @@ std::unique_lock<std::mutex> hold_generator() {
   return std::unique_lock(in_use);
 }
 
-void seed_steps(std::uint64_t seed) {
+void seed_steps(std::uint64_t seed, int rank) {
   const auto generator = hold_generator();
-  torch::manual_seed(seed);
+  torch::manual_seed(seed + static_cast<std::uint64_t>(rank) + 1);
 }
 
 torch::Tensor dense_gradient(torch::Tensor& parameter) {
@@ -90,8 +90,8 @@ torch::Tensor dense_gradient(torch::Tensor& parameter) {
   return parameter.grad();
 }
 
-ParameterLists with_gradients(const ParameterLists& all) {
-  ParameterLists found(all.size());
+DeviceTensors with_gradients(const DeviceTensors& all) {
+  DeviceTensors found(all.size());
   for (std::size_t i = 0; i < all[0].size(); ++i) {
     if (std::none_of(all.begin(), all.end(), [i](const auto& parameters) { return parameters[i].grad().defined(); }))
       continue;
@@ -104,8 +104,8 @@ ParameterLists with_gradients(const ParameterLists& all) {
   return found;
 }
 
-ParameterLists gradients_of(const ParameterLists& all) {
-  ParameterLists gradients;
+DeviceTensors gradients_of(const DeviceTensors& all) {
+  DeviceTensors gradients;
   for (const auto& parameters : all) {
     gradients.emplace_back();
     for (const torch::Tensor& parameter : parameters) gradients.back().push_back(parameter.grad());

@@ -40,8 +40,8 @@ std::vector<torch::Device> devices_of(const StrategyOptions& options);
 // Ranks that are threads share torch's generator: held from its seed to the last parameter of a model.
 std::unique_lock<std::mutex> hold_generator();
 
-// Seeds torch's generator after the models have been made: the random numbers of the steps come from it.
-void seed_steps(std::uint64_t seed);
+// Seeds torch's generator after the models have been made: the random numbers of the steps come from it, others on each rank.
+void seed_steps(std::uint64_t seed, int rank = 0);
 
 // Throws UsageError: Uneven::kRefuse, and the devices do not divide the batch.
 void require_even(const Batch& batch, const Devices& devices, Uneven uneven);
@@ -70,20 +70,18 @@ void follow_first(const Replicas& replicas);
 
 // ---- Gradients
 
-using ParameterLists = std::vector<Tensors>;  // [replica][parameter]
-
 // A parameter that has two names once, as in an optimizer.
-ParameterLists parameters_of(const Replicas& replicas);
+DeviceTensors parameters_of(const Replicas& replicas);
 
 // The parameter's gradient, which becomes dense and in the parameter's memory order; zeros where there was none.
 torch::Tensor dense_gradient(torch::Tensor& parameter);
 
 // The parameters that have a gradient on some replica. Afterwards they have one on all replicas, as dense_gradient()
 // makes it, so that they agree element by element.
-ParameterLists with_gradients(const ParameterLists& all);
+DeviceTensors with_gradients(const DeviceTensors& all);
 
 // Undefined where there is none.
-ParameterLists gradients_of(const ParameterLists& all);
+DeviceTensors gradients_of(const DeviceTensors& all);
 
 // ---- Batches and losses
 

@@ -83,8 +83,7 @@ void backward(Devices& devices, const Tensors& losses, const std::vector<Batch>&
   devices.run([losses, shards, samples](Device& device) {
     const torch::Tensor& loss = for_device(losses, device);
     if (!loss.defined()) return;
-    const auto mine = static_cast<double>(for_device(shards, device).size());
-    loss.backward(torch::full_like(loss, mine / static_cast<double>(samples)));
+    loss.backward(torch::full_like(loss, fraction(for_device(shards, device).size(), samples)));
   });
 }
 

@@ -21,7 +21,7 @@ class Towers : public ReplicaStrategy {
   Towers(const World& world, const Task& task, const StrategyOptions& options)
       : ReplicaStrategy(world, task, options), algorithm_(options.algorithm) {
     if (options.towers.update == UpdateOn::kCpu) share_parameters(*devices_, replicas_);
-    seed_steps(options.seed + 1);
+    seed_steps(options.seed);
   }
 
   BatchTotals forward_backward(const Batch& batch) override {

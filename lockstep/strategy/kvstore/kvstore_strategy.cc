@@ -70,7 +70,7 @@ class StoreStrategy : public ReplicaStrategy {
   StoreStrategy(const World& world, const Task& task, const StrategyOptions& options, bool update_in_store)
       : ReplicaStrategy(world, task, options), update_in_store_(update_in_store) {
     for (const Replica& replica : replicas_) {
-      parameters_.push_back(tensors_of(trained_parameters(*replica.model)));
+      parameters_.push_back(tensors_of(trainable(named_parameters(*replica.model))));
       buffers_.push_back(tensors_of(named_buffers(*replica.model)));
     }
   }
@@ -104,12 +104,12 @@ class LocalStrategy : public StoreStrategy {
     auto store = std::make_unique<LocalStore>(kind, devices_.get());
     local_ = store.get();
     store_ = std::move(store);
-    store_->init(trained_parameters(model()));
+    store_->init(trainable(named_parameters(model())));
     if (update_in_store_) {
       store_->set_optimizer(update_options(options));
       if (!devices_->on_gpus()) share_values();
     }
-    seed_steps(options.seed + 1);
+    seed_steps(options.seed);
   }
 
   // model() and optimizer() are what a checkpoint keeps: the store's state goes there, and back in restored().
@@ -166,9 +166,9 @@ class WorkerStrategy : public StoreStrategy {
     store_ = make_kv_worker(setting, devices_.get());
     setting_.share_model(model());
     follow_model(replicas_);
-    store_->init(trained_parameters(model()), named_buffers(model()));
+    store_->init(trainable(named_parameters(model())), named_buffers(model()));
     if (update_in_store_) store_->set_optimizer(update_options(setting.options));
-    seed_steps(setting.options.seed + static_cast<std::uint64_t>(workers.rank()) + 1);
+    seed_steps(setting.options.seed, workers.rank());
   }
 
   void synchronise() override {
@@ -257,18 +257,12 @@ KVStoreKind local_kind(const Task& task, const StrategyOptions& options) {
   const Replica replica = make_replica(task, options);
   const auto where = devices_of(options);
   const auto separate = where.front().is_cpu() ? std::nullopt : std::optional(not_linked(where));
-  const auto [kind, reason] = choose_local_kind(trained_parameters(*replica.model), options.devices, separate);
+  const auto [kind, reason] = choose_local_kind(trainable(named_parameters(*replica.model)), options.devices, separate);
   log_info(concat("kvstore local is ", name_of(kind), ": ", reason));
   return kind;
 }
 
 }  // namespace
-
-std::vector<NamedTensor> trained_parameters(const torch::nn::Module& model) {
-  std::vector<NamedTensor> parameters = named_parameters(model);
-  std::erase_if(parameters, [](const NamedTensor& each) { return !each.tensor.requires_grad(); });
-  return parameters;
-}
 
 // A worker has the parameters three times: the model, and what it sends and receives. The servers have them as often,
 // and two more for each worker; they are on the machines in turn. Unless workers go in step, each has a state of its

@@ -27,7 +27,4 @@ std::unique_ptr<Strategy> make_kvstore_strategy(const World& world, const Task& 
 // server_strategy.cc: the strategy of a server.
 std::unique_ptr<Strategy> make_server_strategy(const DistSetting& setting, const Task& task);
 
-// The first keys of a store; the buffers follow.
-std::vector<NamedTensor> trained_parameters(const torch::nn::Module& model);
-
 }  // namespace lockstep

@@ -53,8 +53,8 @@ void connect_pairs(DistSetting& setting) {
         pair = mine(servers[server], workers[worker]);
     connect(setting, pair);
   }
-  std::ranges::sort(setting.to_clients, {}, &Link::peer_in_job);
-  std::ranges::sort(setting.to_servers, {}, &Link::peer_in_job);
+  std::ranges::sort(setting.to_clients, {}, &StoreLink::peer_in_job);
+  std::ranges::sort(setting.to_servers, {}, &StoreLink::peer_in_job);
   for (std::size_t server = 1; server < servers.size(); ++server)
     connect(setting, mine(servers[server], servers.front()));
 }
@@ -62,8 +62,8 @@ void connect_pairs(DistSetting& setting) {
 }  // namespace
 
 void DistSetting::abandon(const std::string& reason) const {
-  for (const Link& link : to_clients) link.abandon(reason);
-  for (const Link& link : to_servers) link.abandon(reason);
+  for (const StoreLink& link : to_clients) link.abandon(reason);
+  for (const StoreLink& link : to_servers) link.abandon(reason);
 }
 
 void DistSetting::share_model(const torch::nn::Module& model) const {
@@ -71,8 +71,8 @@ void DistSetting::share_model(const torch::nn::Module& model) const {
   broadcast_model(world, model, workers.front());
 }
 
-void say_goodbye(const std::vector<Link>& to_servers) {
-  for (const Link& server : to_servers) try {
+void say_goodbye(const std::vector<StoreLink>& to_servers) {
+  for (const StoreLink& server : to_servers) try {
       server.send(RequestHeader{.request = Request::kGoodbye});
     } catch (const std::exception&) {
     }

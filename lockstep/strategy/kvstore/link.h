@@ -2,8 +2,8 @@
 // strategy/kvstore/link.h: the connection between a server and one of its clients, and who is connected to whom.
 //
 // Flow:    worker.h -> here -> World's messages -> server.h, and back
-// Owns:    a Link: a World of two ranks, the server and the client, with connections of its own
-// Threads: a Link belongs to one thread, but for abandon()
+// Owns:    a StoreLink: a World of two ranks, the server and the client, with connections of its own
+// Threads: a StoreLink belongs to one thread, but for abandon()
 // Ranks:   one of the two; connect_store() and share_model() are called by all ranks
 #pragma once
 
@@ -34,9 +34,9 @@ inline void finish(std::vector<Pending>& all) {
   all.clear();
 }
 
-class Link {
+class StoreLink {
  public:
-  Link(World pair, int peer_in_job) : pair_(std::move(pair)), peer_in_job_(peer_in_job) {}
+  StoreLink(World pair, int peer_in_job) : pair_(std::move(pair)), peer_in_job_(peer_in_job) {}
 
   // Values as raw bytes: both sides run the same program, and know how many there are. Send and receive block until
   // the values are on their way, or there. Throw PeerLost.
@@ -113,8 +113,9 @@ struct DistSetting {
   std::vector<int> servers{};  // their ranks, in order
   std::vector<int> workers{};
   int number = 0;                  // of this rank, among the servers or the workers
-  std::vector<Link> to_clients{};  // of a server: the workers in order; then, for all but the first, the first server
-  std::vector<Link> to_servers{};  // of a client; the first server is a client of the others
+  std::vector<StoreLink>
+      to_clients{};  // of a server: the workers in order; then, for all but the first, the first server
+  std::vector<StoreLink> to_servers{};  // of a client; the first server is a client of the others
 
   bool serves() const { return !to_clients.empty(); }
   bool in_step() const { return options.kvstore.kind == KVStoreKind::kDistSync; }
@@ -130,7 +131,7 @@ struct DistSetting {
 };
 
 // Tells servers that this client leaves in good order. Does nothing for those that are gone already.
-void say_goodbye(const std::vector<Link>& to_servers);
+void say_goodbye(const std::vector<StoreLink>& to_servers);
 
 // Connects every worker with every server. Throws UsageError: no server, no worker, rank 0 is a worker, or options that
 // servers cannot follow.

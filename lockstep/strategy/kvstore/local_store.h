@@ -19,7 +19,7 @@ namespace lockstep {
 
 class LocalStore : public Store {
  public:
-  // devices: those that pull; null: all copies and updates are made by the calling thread and its cores.
+  // `devices`: those that pull; null: all copies and updates are made by the calling thread and its cores.
   LocalStore(KVStoreKind kind, Devices* devices)
       : Store(devices, kind == KVStoreKind::kLocalAllReduceDevice && devices != nullptr),
         gradients_(std::make_shared<LocalGradients>(devices ? ParallelFor(on_all(*devices)) : on_own_cores)) {}

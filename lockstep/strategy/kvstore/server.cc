@@ -48,7 +48,7 @@ class ThreadedServer final : public KVServer {
       : setting_(setting),
         gate_(workers(), bound_of(setting), setting.servers.size() > 1),
         statistics_{.store = store_name(setting.options.kvstore), .workers = workers()} {
-    for (const Link& link : setting.to_clients) clients_.push_back({.link = link});
+    for (const StoreLink& link : setting.to_clients) clients_.push_back({.link = link});
     observe::serves(clients_.size());
     const int threads = at::get_num_threads();
     for (int i = 0; i < clients_.size(); ++i)
@@ -75,7 +75,7 @@ class ThreadedServer final : public KVServer {
     return totals;
   }
 
-  // Without a deadline of its own: each client's thread has that of its link.
+  // Has no deadline of its own: each client's thread has that of its link.
   void wait_for_goodbyes() override {
     Lock lock(mutex_);
     changed_.wait(lock, [this] { return failure_ || !any_worker_here(); });
@@ -104,7 +104,7 @@ class ThreadedServer final : public KVServer {
 
  private:
   struct Client {
-    Link link;
+    StoreLink link;
     std::thread thread{};
     torch::Tensor outbox{};
     bool here = true;
@@ -122,7 +122,7 @@ class ThreadedServer final : public KVServer {
   void serve(int client) {
     const torch::NoGradGuard no_grad;
     try {
-      const Link& link = clients_[client].link;
+      const StoreLink& link = clients_[client].link;
       for (RequestHeader request; (request = link.receive<RequestHeader>()).request != Request::kGoodbye;) {
         const observe::Serving serving;
         handle(client, request);
@@ -158,7 +158,7 @@ class ThreadedServer final : public KVServer {
 
   // Every worker sends the keys, which have to be those of the workers before it; the first one also sends values.
   void create(int worker, const RequestHeader& request) {
-    const Link& link = clients_[worker].link;
+    const StoreLink& link = clients_[worker].link;
     const Received sender(name_of(worker));
     std::vector<Key> keys(request.count);
     link.receive_all(std::span(keys));
@@ -219,7 +219,7 @@ class ThreadedServer final : public KVServer {
       wait_until_merged(lock, worker, request.slices);
     }
     const bool pulls = request.request == Request::kPushPull;
-    const Link& link = clients_[worker].link;
+    const StoreLink& link = clients_[worker].link;
     std::vector<std::uint8_t> has_value(request.slices.size());
     link.receive_all(std::span(has_value));
     const auto parts = pulls ? table_.layout().parts_of(request.slices) : std::vector{request.slices};
@@ -330,7 +330,7 @@ class ThreadedServer final : public KVServer {
       const Client& client = clients_[other];
       all += client.pushes + client.pending > 0 ? client.last_push.push.samples : own;
     }
-    return all > 0 ? static_cast<double>(own) / static_cast<double>(all) : 1;
+    return all > 0 ? fraction(own, all) : 1;
   }
 
   // The worker's newest push of trained keys is applied.
@@ -343,7 +343,7 @@ class ThreadedServer final : public KVServer {
 
   // ---- Pulls
 
-  // With the lock held: copies the slices into the client's outbox, which is sent without the lock.
+  // Copies the slices, with the lock held, into the client's outbox, which is sent without it.
   torch::Tensor read(int worker, SliceRange slices) {
     const torch::Tensor region = table_.layout().region_of(slices, clients_[worker].outbox);
     torch::Tensor(region).copy_(table_.layout().region_of(slices, table_.values()));
@@ -370,7 +370,7 @@ class ThreadedServer final : public KVServer {
   }
 
   void pull_rows(int worker, const RequestHeader& request) {
-    const Link& link = clients_[worker].link;
+    const StoreLink& link = clients_[worker].link;
     const torch::Tensor rows = torch::empty({request.count}, torch::kInt64);
     link.receive_bytes(rows.view(torch::kUInt8));
     const auto have = table_.layout().region_of(request.slices, table_.values()).numel() / request.bytes;
@@ -388,7 +388,7 @@ class ThreadedServer final : public KVServer {
   }
 
   void send_states(int client, const RequestHeader& request) {
-    const Link& link = clients_[client].link;
+    const StoreLink& link = clients_[client].link;
     TensorSender sender(link.world(), link.peer(), /*tag=*/0);
     for (const SliceState& slice : states(request.count)) {
       auto tensors = slice.state;
@@ -404,7 +404,7 @@ class ThreadedServer final : public KVServer {
   // for it, T; a silent client, T (dist_sync 2 T), on its link; wait(), for whatever else goes wrong, 2.5 T; a client that
   // waits for its server, 3 T. So the server finds out who is lost before anybody takes the server for lost.
 
-  // In dist_sync: until this worker's pushes of the slices are merged. Merging needs all workers: who has pushed nothing
+  // Waits, in dist_sync, until this worker's pushes of the slices are merged. Merging needs all workers: who has pushed nothing
   // for so long is the one that is lost. Other kinds merge at once, and never wait here.
   void wait_until_merged(Lock& lock, int worker, SliceRange slices) {
     wait_at_most(
@@ -477,13 +477,13 @@ class ThreadedServer final : public KVServer {
   }
   milliseconds timeout() const { return std::min(setting_.options.timeout, Deadline::kLongest); }
 
-  // With the lock held. The first error is kept; every client hears of it.
+  // Keeps the first error, of which every client hears. Call it with the lock held.
   template <class Failure>
   void fail(const Failure& error) {
     if (failure_) return;
     failure_ = std::make_exception_ptr(error);
     changed_.notify_all();
-    for (const Link& client : setting_.to_clients) client.abandon(error.text().what);
+    for (const StoreLink& client : setting_.to_clients) client.abandon(error.text().what);
   }
 
   DistSetting setting_;

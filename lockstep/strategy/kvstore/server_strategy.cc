@@ -2,6 +2,7 @@
 // The strategy `kvstore` with servers: a server.
 #include <condition_variable>
 #include <exception>
+#include <list>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -22,8 +23,8 @@ namespace {
 // between a thread tells them that it is alive: a server takes a client that is silent for too long for lost.
 class PeerServers {
  public:
-  PeerServers(const std::vector<Link>& links, milliseconds interval) {
-    for (const Link& link : links) peers_.push_back(std::make_unique<Peer>(link));
+  PeerServers(const std::vector<StoreLink>& links, milliseconds interval) {
+    for (const StoreLink& link : links) peers_.emplace_back(link);
     if (!peers_.empty())
       thread_ = std::jthread([this, interval](const std::stop_token& stop) { keep_alive(stop, interval); });
   }
@@ -32,31 +33,31 @@ class PeerServers {
   ~PeerServers() {
     const bool failed = std::uncaught_exceptions() > 0;
     if (failed)
-      for (const auto& peer : peers_) peer->link.abandon("the first server has failed");
+      for (const Peer& peer : peers_) peer.link.abandon("the first server has failed");
     thread_ = {};  // stops and joins it
-    for (const auto& peer : peers_)
-      if (!failed) tell(peer->link, Request::kGoodbye);
+    for (const Peer& peer : peers_)
+      if (!failed) tell(peer.link, Request::kGoodbye);
   }
   PeerServers& operator=(PeerServers&&) = delete;
 
   // Calls talk(link) for one after the other. Throws what `talk` throws.
   template <class Talk>
   void for_each(const Talk& talk) {
-    for (const auto& peer : peers_) {
-      const std::lock_guard lock(peer->in_use);
-      talk(peer->link);
+    for (Peer& peer : peers_) {
+      const std::lock_guard lock(peer.in_use);
+      talk(peer.link);
     }
   }
 
  private:
   struct Peer {
-    explicit Peer(Link to) : link(std::move(to)) {}
-    Link link;
+    explicit Peer(StoreLink to) : link(std::move(to)) {}
+    StoreLink link;
     std::mutex in_use;
   };
 
   // The loss of a server is not reported here: it ends the workers, and their loss ends this server.
-  static void tell(const Link& link, Request request) {
+  static void tell(const StoreLink& link, Request request) {
     try {
       link.send(RequestHeader{.request = request});
     } catch (const std::exception&) {
@@ -64,16 +65,16 @@ class PeerServers {
   }
 
   // A peer that for_each() talks to right now hears from this server anyway: it is left out, not waited for.
-  void keep_alive(const std::stop_token& stop, milliseconds interval) const {
+  void keep_alive(const std::stop_token& stop, milliseconds interval) {
     std::mutex mutex;
     std::condition_variable_any stopped;
     std::unique_lock lock(mutex);
     while (!stopped.wait_for(lock, stop, interval, [&stop] { return stop.stop_requested(); }))
-      for (const auto& peer : peers_)
-        if (const std::unique_lock free(peer->in_use, std::try_to_lock); free) tell(peer->link, Request::kAlive);
+      for (Peer& peer : peers_)
+        if (const std::unique_lock free(peer.in_use, std::try_to_lock); free) tell(peer.link, Request::kAlive);
   }
 
-  std::vector<std::unique_ptr<Peer>> peers_;
+  std::list<Peer> peers_;
   std::jthread thread_;
 };
 
@@ -84,12 +85,12 @@ class ServerStrategy : public ReplicaStrategy {
         setting_(setting),
         peers_(setting.to_servers, setting.options.timeout / 4) {
     setting_.share_model(model());
-    const auto parameters = trained_parameters(model()), buffers = named_buffers(model());
+    const auto parameters = trainable(named_parameters(model())), buffers = named_buffers(model());
     values_ = tensors_of(parameters);
     trained_ = values_.size();
     for (const auto& [name, buffer] : buffers) values_.push_back(buffer);
     layouts_ = plan_keys(keys_of(parameters, buffers), setting.servers.size(), setting.options.kvstore.split_above);
-    seed_steps(setting.options.seed);
+    seed_steps(setting.options.seed, -1);  // rank 0 of the workers has the next seed
     server_ = make_kv_server(setting_);
   }
 
@@ -134,7 +135,7 @@ class ServerStrategy : public ReplicaStrategy {
     States states;
     for (const SliceState& slice : server_->states()) place(slice, states);
     auto layout = layouts_.begin();
-    peers_.for_each([&](const Link& peer) {
+    peers_.for_each([&](const StoreLink& peer) {
       const Received sender(concat("the server that is rank ", peer.peer_in_job()));
       peer.send(RequestHeader{.request = Request::kState, .count = pushes_});
       for (const KeySlice& slice : (++layout)->slices()) {

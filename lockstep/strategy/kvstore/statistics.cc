@@ -44,7 +44,7 @@ std::string DelayHistogram::text() const {
 void StoreStatistics::add_gradient(std::int64_t samples, std::int64_t devices_of_worker, std::int64_t delay) {
   if (samples == 0) return;
   devices.add(static_cast<double>(devices_of_worker));
-  samples_per_device.add(static_cast<double>(samples) / static_cast<double>(devices_of_worker));
+  samples_per_device.add(fraction(samples, devices_of_worker));
   delays.add(delay);
   trace::count("staleness", delay);
   observe::has_applied_gradient(delay);

@@ -14,6 +14,7 @@
 #include <map>
 #include <string>
 
+#include "lockstep/base/to_size.h"
 #include "lockstep/strategy.h"
 
 namespace lockstep {
@@ -43,7 +44,7 @@ class DelayHistogram {
 
   std::int64_t gradients() const { return gradients_; }
   std::int64_t max() const { return counts_.empty() ? 0 : counts_.rbegin()->first; }
-  double mean() const { return static_cast<double>(sum_) / static_cast<double>(std::max<std::int64_t>(gradients_, 1)); }
+  double mean() const { return fraction(sum_, std::max<std::int64_t>(gradients_, 1)); }
   const std::map<std::int64_t, std::int64_t>& counts() const { return counts_; }  // delay -> gradients
   std::string text() const;  // at most 17 lines with a bar each, several delays in a line where there are more
 

@@ -17,7 +17,7 @@ namespace {
 constexpr std::int64_t kWorthDividing = 1 << 16;  // elements: below it, waking the devices costs more
 constexpr std::int64_t kChunksAtOnce = 4;
 
-// In chunks, which stay in the first-level cache while all terms are added to them. Each chunk is written by one thread and its
+// Sums chunk by chunk: they stay in the first-level cache while all terms are added to them. Each chunk is written by one thread and its
 // order of summation is fixed, so the bits do not depend on the number of threads.
 template <class T>
 void sum_chunks(T* into, std::span<const Term> terms, torch::ScalarType dtype, std::int64_t count,
@@ -137,7 +137,7 @@ void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms, c
   into.copy_(wide);
 }
 
-// Without threads for the devices, the calling thread copies what is not on the host.
+// The calling thread copies what is not on the host, where the devices have no threads.
 DeviceTensors Store::on_host(const DeviceTensors& values, std::size_t first_key) {
   if (sums_on_device_) return values;
   const auto copies = std::make_shared<DeviceTensors>(values);

@@ -17,7 +17,7 @@ class KVWorker : public Store {
  public:
   KVWorker(const DistSetting& setting, Devices* devices)
       : Store(devices), setting_(setting), in_parts_(setting.in_step()) {
-    for (const Link& link : setting.to_servers) servers_.push_back({.link = link});
+    for (const StoreLink& link : setting.to_servers) servers_.push_back({.link = link});
   }
 
   ~KVWorker() override {
@@ -30,7 +30,7 @@ class KVWorker : public Store {
 
  private:
   struct Server {
-    Link link;
+    StoreLink link;
     BlockLayout layout{};
     torch::Tensor outbox{};
     torch::Tensor inbox{};

@@ -408,7 +408,7 @@ TEST(KVWorker, dist_bounded_waits_for_a_stopped_worker_then_goes_on_without_it) 
 
 // ---- Requests that can't be right. A worker sends them by hand; the server takes it for lost, and says why.
 
-using Talk = std::function<void(const Link& link)>;
+using Talk = std::function<void(const StoreLink& link)>;
 
 std::string servers_trouble(const Talk& talk, KVStoreKind kind = KVStoreKind::kDistSync) {
   return trouble_of(
@@ -428,7 +428,7 @@ std::string servers_trouble(const Talk& talk, KVStoreKind kind = KVStoreKind::kD
 }
 
 // Keys of 4 floats each; the second one as `change` leaves it.
-void init(const Link& link, const std::function<void(Key&)>& change = {}) {
+void init(const StoreLink& link, const std::function<void(Key&)>& change = {}) {
   std::vector<Key> keys{{.elements = 4, .rows = 4}, {.elements = 4, .rows = 4}};
   if (change) change(keys.back());
   link.send(RequestHeader{.request = Request::kInit, .count = 2, .bytes = 1000});
@@ -451,7 +451,7 @@ TEST(KVServerChecks, the_keys) {
         Case{[](Key& key) { key.rows = 3; }, "3 rows in 4 elements"},
         Case{[](Key& key) { *reinterpret_cast<std::uint8_t*>(&key.trained) = 2; }, "is trained is 2"},
         Case{[](Key& key) { key.dtype = torch::ScalarType(99); }, "dtype there is not"}})
-    EXPECT_TRUE(contains(servers_trouble([&](const Link& link) {
+    EXPECT_TRUE(contains(servers_trouble([&](const StoreLink& link) {
                            init(link, each.change);
                            link.receive<ReplyHeader>();
                          }),
@@ -460,7 +460,7 @@ TEST(KVServerChecks, the_keys) {
        {std::pair{RequestHeader{.request = Request::kInit, .count = std::int64_t{1} << 60, .bytes = 1},
                   "the number of keys"},
         std::pair{RequestHeader{.request = Request::kInit, .count = 2, .bytes = 0}, "from which keys are split is 0"}})
-    EXPECT_TRUE(contains(servers_trouble([&](const Link& link) {
+    EXPECT_TRUE(contains(servers_trouble([&](const StoreLink& link) {
                            link.send(request);
                            link.receive<ReplyHeader>();
                          }),
@@ -483,7 +483,7 @@ TEST(KVServerChecks, requests) {
         Case{{.request = Request::kPullRows, .slices = {0, 1}, .count = 1, .bytes = 0}, "the bytes of a row is 0"},
         Case{{.request = Request::kPullRows, .slices = {0, 1}, .count = std::int64_t{1} << 60, .bytes = 4},
              "rows has"}})
-    EXPECT_TRUE(contains(servers_trouble([&](const Link& link) {
+    EXPECT_TRUE(contains(servers_trouble([&](const StoreLink& link) {
                            init(link);
                            link.send(each.request);
                            link.receive<ReplyHeader>();
@@ -493,14 +493,14 @@ TEST(KVServerChecks, requests) {
 
 TEST(KVServerChecks, what_follows_a_request) {
   EXPECT_TRUE(
-      contains(servers_trouble([](const Link& link) {
+      contains(servers_trouble([](const StoreLink& link) {
                  init(link);
                  link.send(RequestHeader{.request = Request::kPullRows, .slices = {0, 1}, .count = 1, .bytes = 4});
                  link.send_bytes(torch::tensor({std::int64_t{4}}).view(torch::kUInt8));
                  link.receive<ReplyHeader>();
                }),
                "the first of the rows is 4, and can be 0 to 3"));
-  EXPECT_TRUE(contains(servers_trouble([](const Link& link) {
+  EXPECT_TRUE(contains(servers_trouble([](const StoreLink& link) {
                          init(link);
                          UpdateOptions options{.optimizer = SGDOptions{.lr = std::nan("")}};
                          link.send(RequestHeader{.request = Request::kOptimizer});
@@ -508,7 +508,7 @@ TEST(KVServerChecks, what_follows_a_request) {
                          link.receive<ReplyHeader>();
                        }),
                        "lr is nan"));
-  EXPECT_TRUE(contains(servers_trouble([](const Link& link) {
+  EXPECT_TRUE(contains(servers_trouble([](const StoreLink& link) {
                          link.send(RequestHeader{.request = Request::kPull});
                          link.receive<ReplyHeader>();
                        }),

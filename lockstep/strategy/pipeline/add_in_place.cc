@@ -115,7 +115,7 @@ void LargeWeights::call(const c10::OperatorHandle& op, Stack& stack) {
   const auto given = torch::jit::last(stack, count);
   const bool is_embedding = name == "aten::embedding" && is_large(given[0].toTensor(), 2) && given[2].toInt() < 0 &&
                             !given[3].toBool() && !given[4].toBool();
-  // Without groups, of a batch, and with a padding in numbers.
+  // A convolution without groups, of a batch, and with a padding in numbers.
   const bool is_convolution = name == "aten::conv2d" && op.schema().overload_name().empty() &&
                               is_large(given[1].toTensor(), 4) && given[0].toTensor().dim() == 4 &&
                               given[6].toInt() == 1;

@@ -17,7 +17,7 @@ namespace lockstep {
 
 class LargeWeights : public OperatorHandler {
  public:
-  // From how many elements on a weight is large.
+  // `large`: the elements from which on a weight is large.
   explicit LargeWeights(std::int64_t large = std::int64_t{1} << 18) : large_(large) {}
 
   void call(const c10::OperatorHandle& op, Stack& stack) override;

@@ -60,7 +60,7 @@ class LocalPipeline : public Pipeline {
                            : std::make_shared<LocalGradients>(on_all(*devices_));
     make_parts();
     move_to(cut_);
-    seed_steps(options.seed + 1);
+    seed_steps(options.seed);
   }
 
   void update() override {

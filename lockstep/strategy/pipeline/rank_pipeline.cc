@@ -76,7 +76,7 @@ class RankPipeline : public Pipeline {
     hold_tensors({});
     for (const Group& group : groups_) broadcast_tensors(group.world, group.parameters);
     synchronise();
-    seed_steps(options.seed + 1);
+    seed_steps(options.seed);
   }
 
   void update() override {

@@ -156,7 +156,7 @@ class StageRun {
 
   // The mean loss of the micro-batch, times its share of the whole batch.
   torch::Tensor loss_of(const Tensors& outputs, int micro_batch) {
-    const double share = static_cast<double>(batch(micro_batch).size()) / static_cast<double>(work_.samples);
+    const double share = fraction(batch(micro_batch).size(), work_.samples);
     const torch::Tensor loss = task_.loss(outputs.at(0), batch(micro_batch).target) * share;
     if (work_.waits)  // Devices::run has the deadline, and names the stage that all others wait for
       wait_for_device(work_.device);

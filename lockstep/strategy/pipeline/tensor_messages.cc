@@ -13,7 +13,7 @@
 namespace lockstep {
 namespace {
 
-constexpr std::size_t kHeaderWords = 96;
+constexpr std::int64_t kHeaderWords = 96;
 constexpr std::int64_t kUndefined = -1;
 
 // count; then dtype, whether it is on the host, requires_grad, memory format, dimensions and sizes of each
@@ -26,7 +26,7 @@ torch::Tensor header_of(const Tensors& tensors) {
     words.insert(words.end(), {tensor.is_cpu(), tensor.requires_grad(), format, tensor.dim()});
     words.insert(words.end(), tensor.sizes().begin(), tensor.sizes().end());
   }
-  if (words.size() > kHeaderWords)
+  if (std::ssize(words) > kHeaderWords)
     throw UsageError({.what = concat(tensors.size(), " tensors in one message between stages"),
                       .likely = "a piece that returns very many tensors",
                       .next = "cut the model elsewhere, or stack them"});
@@ -72,7 +72,7 @@ class HeaderReader {
   }
 
   std::vector<std::int64_t> next_sizes(const torch::TensorOptions& options) {
-    std::vector<std::int64_t> sizes(to_size(next("dimensions", 0, to_int64(kHeaderWords))));
+    std::vector<std::int64_t> sizes(to_size(next("dimensions", 0, kHeaderWords)));
     std::int64_t elements = 1;
     for (std::int64_t& size : sizes) {
       size = next("size", 0, std::numeric_limits<std::int64_t>::max());
@@ -112,10 +112,10 @@ void TensorSender::finish() {
 }
 
 Tensors receive_tensors(const World& world, int from, int tag) {
-  const torch::Tensor header = torch::empty({to_int64(kHeaderWords)}, torch::kInt64);
+  const torch::Tensor header = torch::empty({kHeaderWords}, torch::kInt64);
   world.receive(header, {.from = from, .tag = tag});
   HeaderReader reader(header, from);
-  Tensors tensors(to_size(reader.next("number of tensors", 0, to_int64(kHeaderWords))));
+  Tensors tensors(to_size(reader.next("number of tensors", 0, kHeaderWords)));
   for (torch::Tensor& tensor : tensors) tensor = reader.next_tensor(world.device());
   for (const torch::Tensor& tensor : tensors)
     if (tensor.defined() && tensor.numel() > 0) world.receive(tensor.detach(), {.from = from, .tag = tag});

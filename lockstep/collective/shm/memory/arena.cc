@@ -49,7 +49,7 @@ Arena::FreeRanges::iterator Arena::best_fit(std::size_t bytes) {
   return best;
 }
 
-// By what is missing behind a free range at the end, in whole units. What does not fit the extent of the window begins the
+// Grows by what is missing behind a free range at the end, in whole units. What does not fit the extent of the window begins the
 // next one that it fits: the file has a hole there, which takes no memory.
 void Arena::grow(std::size_t bytes) {
   std::uint64_t start = end_;

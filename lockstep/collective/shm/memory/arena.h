@@ -29,7 +29,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
  public:
   static constexpr std::size_t kFirstExtent = std::size_t{64} << 20;
 
-  // In the segment `fd`, which `name` calls in messages.
+  // Makes one in the segment `fd`, which messages call `name`.
   Arena(UniqueFd fd, std::string name) : window_(std::move(fd), kFirstExtent, std::move(name)) {}
 
   Window& window() { return window_; }
