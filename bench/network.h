@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "bench/harness.h"
-#include "lockstep/base/int_vector.h"
 #include "lockstep/base/files/unique_fd.h"
+#include "lockstep/base/int_vector.h"
 
 namespace lockstep::bench {
 

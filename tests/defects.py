@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent / "lockstep"
 DEFECTS = {
     "barrier 1 is left out": (
-        "step/published.cc", "    agreement_.backward();", "    if (!defect) agreement_.backward();"),
+        "step/published.cc", "    agreement_.end_backward();", "    if (!defect) agreement_.end_backward();"),
     "barrier 2 is left out": (
         "step/step_agreement.cc", "if (memory_->size() > 1) {", "if (memory_->size() > 1 && !defect) {"),
     "the hash of the settings is stale": (

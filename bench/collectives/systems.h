@@ -17,8 +17,8 @@
 
 #include "bench/collectives/cases.h"
 #include "bench/processes.h"
-#include "lockstep/base/int_vector.h"
 #include "lockstep/base/files/unique_fd.h"
+#include "lockstep/base/int_vector.h"
 
 namespace lockstep::bench {
 

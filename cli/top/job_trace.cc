@@ -11,10 +11,10 @@
 
 #include "cli/top/jobs.h"
 #include "lockstep/base/files/file.h"
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/observe/timeline_file.h"
@@ -185,10 +185,10 @@ class TraceOfJob {
   }
 
   SystemError does_not_answer(const TracedRank& late) const {
-    return SystemError({.what = concat(late.describe(), ", did not begin the trace within ",
-                                       human_seconds(order_.patience)),
-                        .likely = "it takes no steps: ranks look for a trace when a step begins",
-                        .next = "`lockstep top` shows what holds it up; --patience SECONDS waits longer"});
+    return SystemError(
+        {.what = concat(late.describe(), ", did not begin the trace within ", human_seconds(order_.patience)),
+         .likely = "it takes no steps: ranks look for a trace when a step begins",
+         .next = "`lockstep top` shows what holds it up; --patience SECONDS waits longer"});
   }
 
   JobTrace order_;

@@ -120,9 +120,9 @@ class World {
   int local_rank() const;
   int local_size() const;  // ranks on this machine
   int node_rank() const;
-  torch::Device device() const;  // where this rank's tensors belong; for "cpu", cores() says which cores
-  const CoreSet& cores() const;  // the cores this rank may use
-  std::string describe() const;  // "rank 2 of 4 on gpu-a"
+  torch::Device device() const;               // where this rank's tensors belong; for "cpu", cores() says which cores
+  const CoreSet& cores() const;               // the cores this rank may use
+  std::string describe() const;               // "rank 2 of 4 on gpu-a"
   std::chrono::milliseconds timeout() const;  // how long any one wait may take
 
   // ---- Sub-worlds

@@ -15,10 +15,10 @@
 #include <utility>
 
 #include "lockstep/base/files/file.h"
-#include "lockstep/base/process/host_name.h"
-#include "lockstep/base/log.h"
-#include "lockstep/base/text.h"
 #include "lockstep/base/files/write_all.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/process/host_name.h"
+#include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
 namespace lockstep {

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "lockstep/base/process/cgroup.h"
 #include "lockstep/base/files/file.h"
+#include "lockstep/base/process/cgroup.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/error.h"
 

@@ -17,8 +17,8 @@
 #include <thread>
 
 #include "lockstep/base/log.h"
-#include "lockstep/base/process/machine_gpus.h"
 #include "lockstep/base/pipe.h"
+#include "lockstep/base/process/machine_gpus.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"

@@ -10,8 +10,8 @@
 #include <optional>
 #include <vector>
 
-#include "lockstep/base/process/host_name.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/process/host_name.h"
 #include "lockstep/base/process/own_process.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"

@@ -7,8 +7,8 @@
 #include <array>
 #include <map>
 
-#include "lockstep/base/text.h"
 #include "lockstep/base/files/unique_fd.h"
+#include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
 namespace lockstep {

@@ -44,8 +44,8 @@ class HangWatch {
  public:
   HangWatch(const JobPage* page, const HangOptions& options, Sink& report);  // null: never finds anything
 
-  std::optional<milliseconds> next_look() const;               // when look() wants to be called; nothing: never
-  void add_events(std::vector<Event>& events);                 // for the launcher's poll
+  std::optional<milliseconds> next_look() const;  // when look() wants to be called; nothing: never
+  void add_events(std::vector<Event>& events);    // for the launcher's poll
   std::vector<int> descriptors() const;
 
   // After each poll: the rank to be killed, once, after its stack was shown. `close_in_child`: as in ProcessOptions.
@@ -77,7 +77,7 @@ class HangWatch {
   Deadline next_look_;
   Deadline::Clock::time_point last_look_ = Deadline::Clock::now();
   std::chrono::nanoseconds still_{0};  // how long no rank has moved, while this process watched
-  std::size_t alive_ = 0;               // ranks at the last look
+  std::size_t alive_ = 0;              // ranks at the last look
   std::vector<std::uint64_t> seen_;    // what has to change in each record, by local rank
   bool reported_ = false;              // since a rank moved last
   std::optional<Hang> accused_;        // while its stack is taken

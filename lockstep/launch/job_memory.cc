@@ -19,8 +19,7 @@ constexpr const char* kAddress = "LOCKSTEP_KEEPER";
 constexpr std::chrono::seconds kToAnswer{60};  // the launcher answers at once, unless it was stopped
 
 // Returns nothing if the launcher is gone, or has not answered in time.
-std::optional<KeeperMessage> receive_from_keeper(int socket, std::vector<UniqueFd>& descriptors,
-                                                 Deadline deadline) {
+std::optional<KeeperMessage> receive_from_keeper(int socket, std::vector<UniqueFd>& descriptors, Deadline deadline) {
   KeeperMessage message;
   for (;;) {
     if (!wait_for(POLLIN, socket, deadline)) return {};

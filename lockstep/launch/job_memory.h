@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/process/own_process.h"
 #include "lockstep/base/files/unique_fd.h"
+#include "lockstep/base/process/own_process.h"
 #include "lockstep/launch/keeper_message.h"
 
 namespace lockstep {

@@ -13,10 +13,10 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "lockstep/base/process/environment_switch.h"
-#include "lockstep/base/hash.h"
-#include "lockstep/base/text.h"
 #include "lockstep/base/files/unique_fd.h"
+#include "lockstep/base/hash.h"
+#include "lockstep/base/process/environment_switch.h"
+#include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/insecure_network.h"
 #include "lockstep/launch/munge.h"

@@ -84,9 +84,7 @@ void Keeper::handle(Client& client, const KeeperMessage& message, std::vector<Un
       return;
     case kFetch: return send_kept(client, message.generation);
     case kMet: return on_met_(message.seat, message.generation);
-    case kNext:
-      client.waits_at = message.seat;
-      return on_next_(message.seat, message.generation);
+    case kNext: client.waits_at = message.seat; return on_next_(message.seat, message.generation);
     default: client.socket.reset();
   }
 }

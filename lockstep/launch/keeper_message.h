@@ -23,17 +23,15 @@
 namespace lockstep {
 
 struct KeeperMessage {
-  enum class Kind : std::uint32_t {
-    kKeep = 1, kComplete, kFetch, kKept, kNoMore, kMet, kNext, kGeneration
-  };
+  enum class Kind : std::uint32_t { kKeep = 1, kComplete, kFetch, kKept, kNoMore, kMet, kNext, kGeneration };
   using enum Kind;
 
   std::array<char, 8> magic{'l', 's', 'k', 'e', 'e', 'p', 'e', 'r'};
   std::uint32_t version = 1;
   Kind kind = Kind::kKeep;
   std::int32_t generation = 0;
-  std::int32_t seat = -1;        // which of the launcher's processes; stays the same when ranks are numbered anew
-  std::int32_t local_rank = -1;  // in its generation
+  std::int32_t seat = -1;         // which of the launcher's processes; stays the same when ranks are numbered anew
+  std::int32_t local_rank = -1;   // in its generation
   std::array<char, 1024> text{};  // zero-terminated: a name, or NAME=VALUE lines
 
   void set_text(std::string_view value) {

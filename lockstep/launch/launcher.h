@@ -57,8 +57,8 @@ struct LaunchOptions {
   int threads_per_rank = 0;  // 0: cores of this machine / ranks that are no servers, at least 1
   bool pin = true;           // each rank to its own cores
   RankOutput output = RankOutput::kPrefix;
-  std::string log_dir;                                        // kSplit only; made if missing
-  milliseconds grace = std::chrono::seconds(5);               // between SIGTERM and SIGKILL
+  std::string log_dir;                           // kSplit only; made if missing
+  milliseconds grace = std::chrono::seconds(5);  // between SIGTERM and SIGKILL
 
   // Signals by which ranks are asked to stop in their own time: passed on, and no more. A second SIGINT kills the ranks.
   std::vector<int> stop_signals{};

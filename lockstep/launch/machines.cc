@@ -9,13 +9,13 @@
 #include <cerrno>
 #include <utility>
 
+#include "lockstep/base/files/write_all.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/pipe.h"
 #include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/files/write_all.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/secured_channel.h"
 #include "lockstep/launch/tls_channel.h"

@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/error.h"
 #include "lockstep/launch/interfaces.h"
 #include "lockstep/launch/line_channel.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/launch/node_meeting.h"
+#include "lockstep/base/sockets/endpoint.h"
 
 #include <gtest/gtest.h>
 
@@ -12,10 +12,10 @@
 #include <set>
 #include <thread>
 
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/error.h"
 #include "tests/support.h"
 

@@ -14,8 +14,8 @@
 #include <optional>
 #include <span>
 
-#include "lockstep/base/to_size.h"
 #include "lockstep/base/files/unique_fd.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/cores.h"
 #include "lockstep/deadline.h"
 
@@ -29,8 +29,8 @@ struct ProcessOptions {
   int output_fd = -1;                                          // becomes its stdout; -1: the parent's
   int error_fd = -1;                                           // becomes its stderr; -1: the parent's
   sigset_t signal_mask{};                                      // what it starts with
-  std::atomic<pid_t>* group = nullptr;  // where the child writes its process group before it starts
-  std::vector<int> close_in_child;      // exec closes these by itself, a body would keep them
+  std::atomic<pid_t>* group = nullptr;                   // where the child writes its process group before it starts
+  std::vector<int> close_in_child;                       // exec closes these by itself, a body would keep them
   milliseconds start_timeout = std::chrono::minutes(5);  // until its program or body begins
 };
 

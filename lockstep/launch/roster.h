@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/sockets/port.h"
 #include "lockstep/base/files/unique_fd.h"
+#include "lockstep/base/sockets/port.h"
 #include "lockstep/launch/epoch.h"
 #include "lockstep/launch/job_secret.h"
 

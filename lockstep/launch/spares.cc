@@ -9,8 +9,8 @@
 #include <filesystem>
 #include <utility>
 
-#include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 

@@ -26,8 +26,13 @@ TEST(Spares, keep_options_of_python_and_arguments_of_the_program) {
 }
 
 TEST(Spares, are_for_python_programs_with_a_file_or_a_module) {
-  for (const Command& other : std::vector<Command>{
-           {}, {"python"}, {"./train", "x"}, {"python", "-c", "print(1)"}, {"python", "-"}, {"python", "-u"}, {"bash", "train.py"}})
+  for (const Command& other : std::vector<Command>{{},
+                                                   {"python"},
+                                                   {"./train", "x"},
+                                                   {"python", "-c", "print(1)"},
+                                                   {"python", "-"},
+                                                   {"python", "-u"},
+                                                   {"bash", "train.py"}})
     EXPECT_TRUE(spare_command(other).empty());
 }
 

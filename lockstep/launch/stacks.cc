@@ -107,13 +107,25 @@ struct SystemCall {
   const char* name;
 };
 constexpr auto kSystemCalls = std::to_array<SystemCall>({
-    {SYS_read, "read"},         {SYS_write, "write"},   {SYS_futex, "futex"},
-    {SYS_openat, "openat"},     {SYS_ppoll, "ppoll"},   {SYS_epoll_pwait, "epoll_pwait"},
-    {SYS_recvfrom, "recvfrom"}, {SYS_sendto, "sendto"}, {SYS_clock_nanosleep, "sleep"},
-    {SYS_fsync, "fsync"},       {SYS_ioctl, "ioctl"},   {SYS_sched_yield, "sched_yield"},
-    {SYS_wait4, "wait4"},       {SYS_close, "close"},   {SYS_fdatasync, "fdatasync"},
+    {SYS_read, "read"},
+    {SYS_write, "write"},
+    {SYS_futex, "futex"},
+    {SYS_openat, "openat"},
+    {SYS_ppoll, "ppoll"},
+    {SYS_epoll_pwait, "epoll_pwait"},
+    {SYS_recvfrom, "recvfrom"},
+    {SYS_sendto, "sendto"},
+    {SYS_clock_nanosleep, "sleep"},
+    {SYS_fsync, "fsync"},
+    {SYS_ioctl, "ioctl"},
+    {SYS_sched_yield, "sched_yield"},
+    {SYS_wait4, "wait4"},
+    {SYS_close, "close"},
+    {SYS_fdatasync, "fdatasync"},
 #ifdef SYS_poll
-    {SYS_poll, "poll"},         {SYS_open, "open"},     {SYS_epoll_wait, "epoll_wait"},
+    {SYS_poll, "poll"},
+    {SYS_open, "open"},
+    {SYS_epoll_wait, "epoll_wait"},
 #endif
 });
 

@@ -114,8 +114,7 @@ void DataWatch::watch(const std::vector<torch::Tensor>& tensors) {
   is_sorted_ = false;
   for (std::size_t i = 0; i < tensors.size(); ++i)
     if (tensors[i].defined() && tensors[i].has_storage() && tensors[i].numel() > 0)
-      watched_.push_back(
-          {tensors[i].storage().unsafeGetStorageImpl(), tensors[i].storage().getWeakStorageImpl(), i});
+      watched_.push_back({tensors[i].storage().unsafeGetStorageImpl(), tensors[i].storage().getWeakStorageImpl(), i});
   registry().watching_some += !watched_.empty() - watched_some;
 }
 

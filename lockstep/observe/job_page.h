@@ -18,8 +18,8 @@
 #include <utility>
 
 #include "lockstep/base/cache_line.h"
-#include "lockstep/base/names.h"
 #include "lockstep/base/files/unique_fd.h"
+#include "lockstep/base/names.h"
 
 namespace lockstep {
 

@@ -9,8 +9,8 @@
 #include <cstring>
 #include <new>
 
-#include "lockstep/base/text.h"
 #include "lockstep/base/files/unique_fd.h"
+#include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
 namespace lockstep::trace {

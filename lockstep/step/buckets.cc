@@ -46,6 +46,7 @@
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/observe/trace.h"
 #include "lockstep/step/accumulated_batches.h"
 #include "lockstep/step/bucket.h"
 #include "lockstep/step/exchange.h"
@@ -53,7 +54,6 @@
 #include "lockstep/step/gradient_slices.h"
 #include "lockstep/step/guards/gradient_watch.h"
 #include "lockstep/step/local_gradients.h"
-#include "lockstep/observe/trace.h"
 
 namespace lockstep {
 namespace {

@@ -36,9 +36,9 @@
 #include "lockstep/collective/shared_memory.h"
 #include "lockstep/communication_hook.h"
 #include "lockstep/error.h"
+#include "lockstep/model/parameter_block.h"
 #include "lockstep/step/parallel_for.h"
 #include "lockstep/step/step_agreement.h"
-#include "lockstep/model/parameter_block.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
@@ -105,7 +105,9 @@ class Exchange : public GradientSource {
 
   // Since the start, on this rank.
   std::int64_t bytes() const { return bytes_; }  // of gradients given into collectives or a hook, or published
-  double seconds() const { return seconds_; }    // from the first bucket sent until all are back; published: in the exchange
+  double seconds() const {
+    return seconds_;
+  }  // from the first bucket sent until all are back; published: in the exchange
 
  protected:
   void require_open() const {

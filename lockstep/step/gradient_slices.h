@@ -20,8 +20,8 @@
 #include <unordered_set>
 #include <vector>
 
-#include "lockstep/step/bucket.h"
 #include "lockstep/sampler.h"
+#include "lockstep/step/bucket.h"
 #include "lockstep/world.h"
 
 namespace lockstep {

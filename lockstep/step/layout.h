@@ -17,7 +17,9 @@ enum class StepLayout {
   kOwnBuckets,     // each rank has its own parameters; buckets bring the mean, each rank updates all
 };
 
-inline bool shares_parameters(StepLayout layout) { return layout <= StepLayout::kSharedBuckets; }
+inline bool shares_parameters(StepLayout layout) {
+  return layout == StepLayout::kPublished || layout == StepLayout::kSharedBuckets;
+}
 
 // Options of DistributedDataParallel (lockstep/ddp.h).
 struct LayoutOptions {

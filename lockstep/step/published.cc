@@ -75,7 +75,7 @@ class Published : public Exchange {
   double begin(const BatchWeight& batch, const torch::Tensor& loss, bool /*exchanges*/) override {
     memory_->require_own_process();  // .grad is in memory that its parent uses, too
     if (failed_) throw after_failed_backward();
-    guards_.clear();
+    page_guards_.clear();
     if (!forget_dropped_gradients()) require_only_counted_gradients(batch.samples);
     if (sources_.front().batches.is_plain) sources_.front() = {};  // gradients of zero, which a step() has counted
     begun_ = &current_source();
@@ -141,7 +141,7 @@ class Published : public Exchange {
     agreement_.end_update();  // barrier 3: no rank reads gradients any more, and all slices are updated
     is_published_ = false;
     has_stepped_ = true;
-    guards_.clear();
+    page_guards_.clear();
     for (Source& source : sources_)
       if (options_.shards > 0)
         source = {};
@@ -174,7 +174,7 @@ class Published : public Exchange {
     if (check_interval() > 0) protect_gradients();
     is_published_ = true;
     has_stepped_ = false;
-    agreement_.backward();  // barrier 1: all rows are written
+    agreement_.end_backward();  // barrier 1: all rows are written
     require_same_calls();
     const BatchTotals totals = this->totals();
     if (options_.on_finished) options_.on_finished(totals);
@@ -291,12 +291,12 @@ class Published : public Exchange {
 
   // Gradients elsewhere, such as sparse ones, were copied: step() finds a write to .grad.
   void protect_gradients() {
-    guards_.clear();
+    page_guards_.clear();
     for (const Source& source : sources_)
       for (std::size_t i = 0; i < source.gradients.size(); ++i)
         if (const torch::Tensor& gradient = source.gradients[i];
             gradient.defined() && gradient_memory_->place_of(gradient))
-          guards_.emplace_back(
+          page_guards_.emplace_back(
               PageGuard::Kind::kGradients,
               std::vector<PageGuard::Part>{
                   {parameters_[i].name, static_cast<const std::byte*>(gradient.const_data_ptr()), gradient.nbytes()}});
@@ -344,7 +344,7 @@ class Published : public Exchange {
   std::optional<GradientMemory::Scope> scope_;  // between begin() and end()
   Source* begun_ = nullptr;                     // by begin()
   std::vector<Source> sources_;
-  std::list<PageGuard> guards_;            // of published gradients, with LOCKSTEP_CHECK
+  std::list<PageGuard> page_guards_;       // of published gradients, with LOCKSTEP_CHECK
   std::vector<SharedMemory::Own> copies_;  // [source][parameter]
   std::size_t rows_;                       // of a table: one per source of each rank
   std::size_t first_row_;                  // of this rank

@@ -97,7 +97,7 @@ void StepAgreement::require_parameters_untouched() const {
   block_->require_same_samples();
 }
 
-void StepAgreement::backward() { wait(signature_of(StepPhase::kBackward, ++backwards_)); }
+void StepAgreement::end_backward() { wait(signature_of(StepPhase::kBackward, ++backwards_)); }
 
 void StepAgreement::begin_update(const StepSettings& settings) {
   ++steps_;

@@ -64,7 +64,7 @@ class StepAgreement {
   void require_parameters_untouched() const;
 
   // Each blocks until all ranks are there. Throws MismatchError on all ranks, naming what differs; PeerLost.
-  void backward();                                  // barrier 1
+  void end_backward();                              // barrier 1: gradients may be read
   void begin_update(const StepSettings& settings);  // barrier 2: then this rank may write its slice
   void end_update();                                // barrier 3: every slice is written
 

@@ -145,9 +145,8 @@ INSTANTIATE_TEST_SUITE_P(
     Strategies, ResumingWith,
     ::testing::Values(
         StrategyCase{"towers", [](auto& o) { o.kind = StrategyKind::kTowers, o.devices = 2; }},
-        StrategyCase{
-            "towers_updated_on_the_cpu",
-            [](auto& o) { o.kind = StrategyKind::kTowers, o.devices = 3, o.towers.update = UpdateOn::kCpu; }},
+        StrategyCase{"towers_updated_on_the_cpu",
+                     [](auto& o) { o.kind = StrategyKind::kTowers, o.devices = 3, o.towers.update = UpdateOn::kCpu; }},
         StrategyCase{"data_parallel", [](auto& o) { o.kind = StrategyKind::kDataParallel, o.devices = 3; }},
         StrategyCase{"averaging",
                      [](auto& o) { o.kind = StrategyKind::kAveraging, o.devices = 2, o.averaging.every = 3; }},
@@ -525,7 +524,8 @@ TEST(TrainingLoop, trains_on_several_ranks_and_resumes_them) {
 // What each of 3 ranks does with a checkpoint that rank 0 has found.
 void share_checkpoint(bool visible, const std::function<void(SharedCheckpoint& file, int rank)>& use) {
   const TempFolder folder;
-  const TensorFile state = {.tensors = {{"a", torch::arange(1000, torch::kFloat32)}, {"b", torch::ones({3})},
+  const TensorFile state = {.tensors = {{"a", torch::arange(1000, torch::kFloat32)},
+                                        {"b", torch::ones({3})},
                                         {"small", torch::ones({3}).to(torch::kFloat8_e5m2)},
                                         {"unsigned", torch::tensor(7).to(torch::kUInt16)}}};
   CheckpointFolder checkpoints(folder.path());

@@ -100,9 +100,7 @@ void run_case(const UpdateCase& given, const Plan& plan, int arena, SharedBoard&
       shm::make_thread_group(given.ranks, {.timeout = std::chrono::minutes(1), .share_ordinary_memory = false});
   run_threads(
       std::vector<int>(groups.size()),
-      [&](int rank) {
-        return std::make_unique<CpuTransport>(std::move(groups[static_cast<std::size_t>(rank)]));
-      },
+      [&](int rank) { return std::make_unique<CpuTransport>(std::move(groups[static_cast<std::size_t>(rank)])); },
       [&](World& world) { be_rank(SharedMemory::of(world), given, plan, board); }, {});
 }
 
@@ -308,9 +306,7 @@ std::string difference_of_several(int finishers, const SharedBoard& board, const
           shm::make_thread_group(finishers, {.timeout = std::chrono::minutes(1), .share_ordinary_memory = false});
       run_threads(
           std::vector<int>(groups.size()),
-          [&](int rank) {
-            return std::make_unique<CpuTransport>(std::move(groups[static_cast<std::size_t>(rank)]));
-          },
+          [&](int rank) { return std::make_unique<CpuTransport>(std::move(groups[static_cast<std::size_t>(rank)])); },
           [&](World& world) {
             InterruptedUpdate kept({board->manifest, board->manifest_bytes}, find);
             FlatUpdate::finish(SharedMemory::of(world), kept);

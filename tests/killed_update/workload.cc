@@ -62,8 +62,8 @@ Workload::Workload(std::shared_ptr<SharedMemory> memory, const UpdateCase& given
   state_.ema_decay = case_.ema_decay;
   memory_->barrier();
   const std::size_t sources = kept ? static_cast<std::size_t>(memory_->size()) : 0;
-  flat_ = FlatUpdate::make(
-      memory_, state_, JournalOptions{.kept_sources = sources, .groups = kGroups, .layerwise = rule_->layerwise()});
+  flat_ = FlatUpdate::make(memory_, state_,
+                           JournalOptions{.kept_sources = sources, .groups = kGroups, .layerwise = rule_->layerwise()});
 }
 
 void Workload::fill_gradients(int step) {

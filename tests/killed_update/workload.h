@@ -9,9 +9,9 @@
 
 #include "lockstep/base/files/unique_fd.h"
 #include "lockstep/collective/shared_memory.h"
+#include "lockstep/optimizers.h"
 #include "lockstep/step/update/flat_update.h"
 #include "lockstep/step/update/update_journal.h"
-#include "lockstep/optimizers.h"
 
 namespace lockstep::testing {
 

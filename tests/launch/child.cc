@@ -10,8 +10,8 @@
 #include <thread>
 
 #include "lockstep/base/files/file.h"
-#include "lockstep/base/text.h"
 #include "lockstep/base/files/unique_fd.h"
+#include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 

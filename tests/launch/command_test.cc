@@ -8,9 +8,9 @@
 #include <algorithm>
 #include <array>
 
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/deadline.h"
 #include "tests/launch/child.h"
 

@@ -136,7 +136,8 @@ INSTANTIATE_TEST_SUITE_P(
                       Setting{"data_parallel", 2, {"--strategy", "data_parallel", "--momentum", "0.9"}},
                       Setting{"averaging", 2, {"--strategy", "averaging", "--average-every", "2"}},
                       Setting{"kvstore_local", 2, {"--strategy", "kvstore", "--kvstore", "local"}},
-                      Setting{"kvstore_local_allreduce", 2, {"--strategy", "kvstore", "--kvstore", "local_allreduce_cpu"}},
+                      Setting{
+                          "kvstore_local_allreduce", 2, {"--strategy", "kvstore", "--kvstore", "local_allreduce_cpu"}},
                       Setting{"kvstore_dist_sync", 2, {"--strategy", "kvstore", "--kvstore", "dist_sync"}}),
     [](const auto& info) { return info.param.name; });
 
@@ -144,10 +145,31 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(Pipeline, whose_stages_were_measured_goes_on_after_a_loss) {
   const auto losses = [](const std::string& faults) {
     const testing::TempFolder folder;
-    const Words command = {LOCKSTEP_COMMAND, "train", "--model", "resnet18-32", "--data", "synthetic:64x3x32x32",
-                           "--batch-size", "8", "--micro-batches", "2", "--max-steps", "7", "--threads", "1",
-                           "--strategy", "pipeline", "--devices-per-worker", "1", "--ranks", "2", "--max-restarts", "2",
-                           "--metrics", folder.file("metrics.jsonl"), "--quiet"};
+    const Words command = {LOCKSTEP_COMMAND,
+                           "train",
+                           "--model",
+                           "resnet18-32",
+                           "--data",
+                           "synthetic:64x3x32x32",
+                           "--batch-size",
+                           "8",
+                           "--micro-batches",
+                           "2",
+                           "--max-steps",
+                           "7",
+                           "--threads",
+                           "1",
+                           "--strategy",
+                           "pipeline",
+                           "--devices-per-worker",
+                           "1",
+                           "--ranks",
+                           "2",
+                           "--max-restarts",
+                           "2",
+                           "--metrics",
+                           folder.file("metrics.jsonl"),
+                           "--quiet"};
     const auto ended = testing::run(testing::with_variables({{"LOCKSTEP_FAULT", faults}}, command), kPatienceForRun);
     EXPECT_EQ(ended.exit_code, 0) << ended.error;
     EXPECT_EQ(testing::count(ended.error, "a new process takes its place"), faults.empty() ? 0 : 1);

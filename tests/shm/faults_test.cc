@@ -16,8 +16,8 @@
 #include <cstdlib>
 #include <random>
 
-#include "lockstep/base/text.h"
 #include "lockstep/base/files/unique_fd.h"
+#include "lockstep/base/text.h"
 #include "tests/shm/support.h"
 #include "tests/support.h"
 

@@ -127,7 +127,8 @@ TEST(LeftOutWaitsOfTheLoader, are_seen) {
 struct LeftOut {
   const char* kind;
   int rank = 0;
-  std::set<int> covered{};  // numbers of waits that an earlier one covers, as NCCL works in order: leaving them out harms nobody
+  std::set<int>
+      covered{};  // numbers of waits that an earlier one covers, as NCCL works in order: leaving them out harms nobody
 };
 
 // Both ranks make a step with one wait of a rank left out.

@@ -45,12 +45,12 @@ struct TrainerPlan {
   bool wide = false;     // gradients large enough for autograd to write them into shared memory
   bool buffers = false;  // the module has a buffer that forward() changes
   Norm norm = Norm::kNone;
-  bool alike = false;                        // ranks count alike, as in Python by default; every backward() is in halves
-  bool words = false;                        // the module has an embedding with sparse gradients
-  unsigned frozen = 0;                       // parameters frozen before the DistributedDataParallel is made
-  int groups = 1;                            // of lockstep's optimizer
-  bool untold = false;                       // the DistributedDataParallel is not given torch's optimizer, as in Python
-  std::array<int, kMaxRanks> color{};        // the sub-world of each rank
+  bool alike = false;                  // ranks count alike, as in Python by default; every backward() is in halves
+  bool words = false;                  // the module has an embedding with sparse gradients
+  unsigned frozen = 0;                 // parameters frozen before the DistributedDataParallel is made
+  int groups = 1;                      // of lockstep's optimizer
+  bool untold = false;                 // the DistributedDataParallel is not given torch's optimizer, as in Python
+  std::array<int, kMaxRanks> color{};  // the sub-world of each rank
   std::array<int, kMaxRanks> destruction{};  // in which order each rank destroys its objects: 0 to 5
 };
 

@@ -76,10 +76,12 @@ TEST_F(StartedRanks, need_no_folder_in_which_they_can_write) {
                            "mount --rbind /tmp /tmp && mount --options-mode=ignore --options-source=disable "
                            "-o \"remount,bind,$(findmnt -no VFS-OPTIONS /tmp | tail -1),ro\" /tmp && exec \"$@\"",
                            "sh"};
-  const Words three_steps = kTrain + Words{"--max-steps", "3", "--batch-size", "32", "--quiet", "--data", "synthetic:96x1x28x28"};
+  const Words three_steps =
+      kTrain + Words{"--max-steps", "3", "--batch-size", "32", "--quiet", "--data", "synthetic:96x1x28x28"};
   for (const Words& start : {Words{}, Words{LOCKSTEP_COMMAND, "run", "--nproc-per-node", "2", "--"}}) {
     const Words ranks = start.empty() ? Words{"--ranks", "2"} : Words{};
-    const Ended ended = run(with_variables({{"XDG_RUNTIME_DIR", "/proc"}}, as_root + read_only + start + three_steps + ranks));
+    const Ended ended =
+        run(with_variables({{"XDG_RUNTIME_DIR", "/proc"}}, as_root + read_only + start + three_steps + ranks));
     EXPECT_EQ(ended.exit_code, 0) << ended.error;
   }
 }
@@ -111,7 +113,8 @@ TEST(Train, prints_nothing_when_quiet) {
 
 TEST(Train, names_the_sample_whose_target_is_no_class) {
   for (const Words& ranks : {Words{"--ranks", "2"}, Words{"--strategy", "towers", "--ranks", "2"}}) {
-    const Ended ended = run(kTrain + Words{"--model", "lenet", "--data", "synthetic:96x1x28x28?classes=12", "--quiet"} + ranks);
+    const Ended ended =
+        run(kTrain + Words{"--model", "lenet", "--data", "synthetic:96x1x28x28?classes=12", "--quiet"} + ranks);
     EXPECT_EQ(ended.exit_code, 1);
     EXPECT_TRUE(contains(ended.error, "DataError: target "));
     EXPECT_TRUE(contains(ended.error, " is not one of the model's 10 classes"));

@@ -10,9 +10,9 @@
 #include <thread>
 #include <utility>
 
+#include "lockstep/base/files/write_all.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/files/write_all.h"
 
 namespace lockstep {
 namespace {

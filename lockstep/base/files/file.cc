@@ -11,9 +11,9 @@
 #include <random>
 
 #include "lockstep/base/files/read_fully.h"
+#include "lockstep/base/files/write_all.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/files/write_all.h"
 #include "lockstep/error.h"
 
 namespace lockstep {

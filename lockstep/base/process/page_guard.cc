@@ -71,9 +71,9 @@ void print_error(const GuardedPart& part) {
   print("  here:   process ");
   print_number(::getpid());
   print(gradients_are_published() ? ", between backward() and step()\n" : ", after step() and before backward()\n");
-  print(part.is_gradient
-            ? "  likely: clipping by hand, zero_grad() before step(), or a second backward() of torch's\n"
-            : "  likely: an update by hand, through data() or a pointer; Embedding's max_norm; Module::load; another optimizer\n");
+  print(part.is_gradient ? "  likely: clipping by hand, zero_grad() before step(), or a second backward() of torch's\n"
+                         : "  likely: an update by hand, through data() or a pointer; Embedding's max_norm; "
+                           "Module::load; another optimizer\n");
   print(part.is_gradient
             ? "  next:   see the lines below. Clip with optimizer.set_clipping(), or give DistributedDataParallel\n"
               "          mean_in_grad = true\n"

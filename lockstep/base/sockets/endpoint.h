@@ -14,8 +14,8 @@
 #include <optional>
 #include <string>
 
-#include "lockstep/base/text.h"
 #include "lockstep/base/files/unique_fd.h"
+#include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 
 namespace lockstep {

@@ -68,8 +68,8 @@ class C10dBackend final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "lockstep"; }
   c10::intrusive_ptr<Options> getBackendOptions() override;
-  void setTimeout(milliseconds timeout) override;               // waits for the calls under way
-  void setSequenceNumberForGroup() override {}                  // the core numbers and compares every collective itself
+  void setTimeout(milliseconds timeout) override;  // waits for the calls under way
+  void setSequenceNumberForGroup() override {}     // the core numbers and compares every collective itself
   std::uint64_t getSequenceNumberForGroup() override { return issued_; }
 
   // A backend of its own for some ranks, over its own store; none for the others. They make the call at the same time.

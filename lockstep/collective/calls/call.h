@@ -65,9 +65,9 @@ struct Signature {
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
   Algorithm algorithm = Algorithm::kDirect;
-  std::int32_t root = -1;         // -1: the operation has none
-  std::uint64_t count = 0;        // as Call::count; where parts differ, their sum
-  std::uint64_t counts_hash = 0;  // 0: parts of equal length
+  std::int32_t root = -1;         // -1: the operation has none; kStep: the phase
+  std::uint64_t count = 0;        // as Call::count; where parts differ, their sum; kStep: the number of the step
+  std::uint64_t counts_hash = 0;  // 0: parts of equal length; kStep: the hash of the settings
 
   bool operator==(const Signature&) const = default;
 };

@@ -85,7 +85,7 @@ class CallQueue {
   void work();
   void run_front(Lock& lock);
   template <class Done>
-  void run_until(Lock& lock, const Done& done);  // makes calls, or waits for who makes them
+  void run_until(Lock& lock, const Done& done);                              // makes calls, or waits for who makes them
   bool wait_until_done(const Item& item, std::optional<Deadline> deadline);  // without one, makes the calls before it
 
   std::string here_;

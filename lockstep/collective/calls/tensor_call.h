@@ -20,7 +20,7 @@ using Tensors = std::vector<torch::Tensor>;
 
 std::optional<DType> to_dtype(at::ScalarType dtype);  // none for a dtype that collectives do not exchange
 
-struct TensorCall : Call {       // whose memory is that of the next two
+struct TensorCall : Call {        // whose memory is that of the next two
   torch::Tensor input_tensor{};   // dense; undefined where this rank gives nothing
   torch::Tensor output_tensor{};  // dense; undefined where this rank gets nothing
   torch::Tensor result{};         // for the caller: the output, or the tensor with gaps that it stands for

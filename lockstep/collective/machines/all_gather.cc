@@ -82,7 +82,8 @@ class MachineAllGather : private MachineParts {
     const std::byte* next = packed;
     for (int owner = 0; owner < slices_; ++owner)
       for (const Part& slice : slices_of(round, owner, machine())) {
-        if (slice.count > 0) std::memcpy(in_whole(slice), next, bytes(slice.count));  // without any there may be no memory
+        if (slice.count > 0)
+          std::memcpy(in_whole(slice), next, bytes(slice.count));  // without any there may be no memory
         next += bytes(slice.count);
       }
   }

@@ -31,9 +31,8 @@ void ConnectingStore::fail(const std::string& here, const std::string& what) try
 void ConnectingStore::require_no_failure() {
   if (!PrefixStore::check({kFailure})) return;
   const auto text = PrefixStore::get(kFailure);
-  throw RendezvousError({.what = {text.begin(), text.end()},
-                         .likely = "a fault on that rank's machine",
-                         .next = "look at its output"});
+  throw RendezvousError(
+      {.what = {text.begin(), text.end()}, .likely = "a fault on that rank's machine", .next = "look at its output"});
 }
 
 // By check(), since c10d would log a warning for each short wait() without an answer.

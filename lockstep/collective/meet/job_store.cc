@@ -9,8 +9,8 @@
 #include <optional>
 #include <thread>
 
-#include "lockstep/base/process/host_name.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/process/host_name.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/store/store_client.h"

@@ -437,15 +437,18 @@ TEST(collectives, all_reduce_into_one_shared_result) {
 TEST(collectives, reduce_more_than_2_gib) {
   constexpr std::size_t kBytes = LOCKSTEP_TEST_PATIENCE > 1 ? 1 << 24 : (std::size_t{1} << 31) + 4099;
   for (const MemoryKind kind : {MemoryKind::kOrdinary, MemoryKind::kArena}) {
-    const auto codes = testing::run_processes(2, [&](Group& group) {
-      const Array array(group, kind, kBytes);
-      std::fill_n(array.data(), kBytes, static_cast<std::byte>(1 + group.rank()));
-      array.data()[kBytes - 1] = array.data()[kBytes / 2] = std::byte{20};
-      const Call call{.input = array.data(), .output = array.data(), .count = kBytes, .dtype = DType::kUInt8};
-      group.all_reduce(call);
-      const bool ends_well = array.data()[kBytes - 1] == std::byte{40} && array.data()[kBytes / 2] == std::byte{40};
-      return ends_well && std::count(array.data(), array.data() + kBytes, std::byte{3}) == kBytes - 2 ? 0 : 1;
-    }, {.timeout = std::chrono::minutes(2)});
+    const auto codes = testing::run_processes(
+        2,
+        [&](Group& group) {
+          const Array array(group, kind, kBytes);
+          std::fill_n(array.data(), kBytes, static_cast<std::byte>(1 + group.rank()));
+          array.data()[kBytes - 1] = array.data()[kBytes / 2] = std::byte{20};
+          const Call call{.input = array.data(), .output = array.data(), .count = kBytes, .dtype = DType::kUInt8};
+          group.all_reduce(call);
+          const bool ends_well = array.data()[kBytes - 1] == std::byte{40} && array.data()[kBytes / 2] == std::byte{40};
+          return ends_well && std::count(array.data(), array.data() + kBytes, std::byte{3}) == kBytes - 2 ? 0 : 1;
+        },
+        {.timeout = std::chrono::minutes(2)});
     EXPECT_EQ(codes, std::vector<int>(2, 0));
   }
 }

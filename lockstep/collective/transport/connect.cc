@@ -9,8 +9,8 @@
 #include <optional>
 
 #include "lockstep/base/files/file.h"
-#include "lockstep/base/sockets/port.h"
 #include "lockstep/base/process/stop.h"
+#include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/hierarchy.h"
 #include "lockstep/collective/meet/connecting_store.h"

@@ -6,8 +6,8 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "lockstep/base/process/host_name.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/process/host_name.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/collective/meet/connecting_store.h"

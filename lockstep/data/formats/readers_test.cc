@@ -147,7 +147,8 @@ TEST(OpenDataset, opens_every_kind_and_holds_a_part_out) {
   EXPECT_EQ(both.train->size(), 3);
   EXPECT_EQ(both.validation->size(), 1);
   EXPECT_EQ(both.validation->make_batch(first(1)).target.item<std::int64_t>(), 1);
-  EXPECT_EQ(open("npy:" + folder.file("rows.npy") + "," + folder.file("y.npy")).train->make_batch(first(4)).data.size(1), 2);
+  EXPECT_EQ(
+      open("npy:" + folder.file("rows.npy") + "," + folder.file("y.npy")).train->make_batch(first(4)).data.size(1), 2);
   EXPECT_EQ(open("text:" + folder.file("t.txt") + "?block=9&val=0.2").validation->size(), 2);
   EXPECT_EQ(open("synthetic:12x1x8x8?classes=3").train->make_batch(first(12)).target.max().item<int>(), 2);
 }
@@ -163,8 +164,8 @@ TEST(OpenDataset, names_the_part_it_does_not_understand) {
   EXPECT_TRUE(contains(refusal("synthetic:8x1x4x4", "blur"), "--augment does not know 'blur'"));
   const TempFolder folder;
   write_file(folder / "x.npy", npy_text("|i1", "(1, 2)", "ab"));
-  EXPECT_TRUE(contains(refusal("npy:" + folder.file("x.npy") + "," + folder.file("x.npy"), "flip"),
-                       "--augment is for images"));
+  EXPECT_TRUE(
+      contains(refusal("npy:" + folder.file("x.npy") + "," + folder.file("x.npy"), "flip"), "--augment is for images"));
   EXPECT_TRUE(contains(refusal("csv:t.csv"), "give npy:DATA.npy,TARGETS.npy"));
 }
 

@@ -72,7 +72,8 @@ TEST(ImageDataset, resizes_as_torch_does_with_antialiasing) {
     const ImageTransforms& t = data.transforms();
     const auto expected = at::_upsample_bilinear2d_aa(pixels_of(data).to(torch::kFloat32) / 255, {t.height, t.width},
                                                       /*align_corners=*/false);
-    ASSERT_TRUE(torch::allclose(data.make_batch(first_indices(1)).data, expected, 1e-4, 1e-4)) << shape.height << t.height;
+    ASSERT_TRUE(torch::allclose(data.make_batch(first_indices(1)).data, expected, 1e-4, 1e-4))
+        << shape.height << t.height;
   }
 }
 

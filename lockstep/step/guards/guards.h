@@ -22,12 +22,12 @@
 #include <optional>
 #include <vector>
 
-#include "lockstep/step/layout.h"
-#include "lockstep/step/step_agreement.h"
 #include "lockstep/model/parameter_block.h"
 #include "lockstep/named_tensor.h"
 #include "lockstep/optimizer.h"
 #include "lockstep/step/guards/step_check.h"
+#include "lockstep/step/layout.h"
+#include "lockstep/step/step_agreement.h"
 #include "lockstep/world.h"
 
 namespace lockstep {

@@ -48,8 +48,8 @@ void StepCheck::exchanged(const std::vector<NamedTensor>& parameters) {
   for (std::int64_t i = 0; i < all.size(1); ++i) {
     const torch::Tensor hashes = all.select(1, i);
     if (hashes.eq(hashes[0]).all().item<bool>()) continue;
-    throw MismatchError({.what = concat("parameter ", parameters[to_size(i)].name, " is ",
-                                        ranks_by_value(hashes), ", after ", exchanges_, " exchanges"),
+    throw MismatchError({.what = concat("parameter ", parameters[to_size(i)].name, " is ", ranks_by_value(hashes),
+                                        ", after ", exchanges_, " exchanges"),
                          .here = world_.describe(),
                          .likely = "a write on some ranks only, or ranks whose kernels round differently: other CPUs, "
                                    "other numbers of threads",

@@ -22,10 +22,10 @@
 #include <vector>
 
 #include "lockstep/base/to_size.h"
-#include "lockstep/step/gradient_slices.h"
-#include "lockstep/step/local_gradients.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/optimizer.h"
+#include "lockstep/step/gradient_slices.h"
+#include "lockstep/step/local_gradients.h"
 #include "lockstep/step/update/optimizer_state.h"
 
 namespace lockstep {

@@ -24,8 +24,8 @@
 #include <optional>
 #include <vector>
 
-#include "lockstep/step/exchange.h"
 #include "lockstep/optimizer.h"
+#include "lockstep/step/exchange.h"
 #include "lockstep/step/update/journal_writer.h"
 #include "lockstep/step/update/optimizer_state.h"
 

@@ -10,10 +10,10 @@
 #include <set>
 #include <thread>
 
-#include "lockstep/step/exchange.h"
-#include "lockstep/step/update/flat_update.h"
 #include "lockstep/optimizers.h"
 #include "lockstep/schedule.h"
+#include "lockstep/step/exchange.h"
+#include "lockstep/step/update/flat_update.h"
 #include "tests/support.h"
 
 namespace lockstep {

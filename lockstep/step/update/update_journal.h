@@ -44,8 +44,8 @@
 
 #include "lockstep/base/cache_line.h"
 #include "lockstep/collective/shared_memory.h"
-#include "lockstep/step/update/optimizer_state.h"
 #include "lockstep/optimizers.h"
+#include "lockstep/step/update/optimizer_state.h"
 
 namespace lockstep {
 

@@ -2,9 +2,9 @@
 #include "lockstep/step/update/update_journal.h"
 
 #include "lockstep/collective/shm/memory/arena.h"
+#include "lockstep/model/parameter_block.h"
 #include "lockstep/step/accumulated_batches.h"
 #include "lockstep/step/exchange.h"
-#include "lockstep/model/parameter_block.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -40,7 +40,9 @@ class KeptRank {
   }
 
   std::uint64_t take_over(const KeptRank& lost) {
-    const auto find = [&](int, std::uint64_t offset, std::size_t bytes) { return lost.arena_->window().at(offset, bytes); };
+    const auto find = [&](int, std::uint64_t offset, std::size_t bytes) {
+      return lost.arena_->window().at(offset, bytes);
+    };
     const std::uint64_t calls = optimizer_->take_over(lost.optimizer_->manifest(), find);
     block_->mark_written();
     return calls;
@@ -50,8 +52,7 @@ class KeptRank {
   const torch::Tensor& parameter(std::size_t i) const { return parameters_[i]; }
 
  private:
-  std::shared_ptr<shm::Arena> arena_ =
-      std::make_shared<shm::Arena>(shm::make_segment("kept", 0), "kept");
+  std::shared_ptr<shm::Arena> arena_ = std::make_shared<shm::Arena>(shm::make_segment("kept", 0), "kept");
   std::shared_ptr<SharedMemory> memory_ = SharedMemory::alone(arena_);
   std::vector<torch::Tensor> parameters_;
   std::shared_ptr<ParameterBlock> block_;

@@ -9,15 +9,15 @@
 
 #include "lockstep/collective/operator_spans.h"
 #include "lockstep/error.h"
-#include "lockstep/step/accumulated_batches.h"
-#include "lockstep/step/exchange.h"
-#include "lockstep/step/layout.h"
 #include "lockstep/memory.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/observe/phase_scope.h"
 #include "lockstep/optimizer.h"
+#include "lockstep/step/accumulated_batches.h"
+#include "lockstep/step/exchange.h"
 #include "lockstep/step/guards/fitting.h"
 #include "lockstep/step/guards/guards.h"
+#include "lockstep/step/layout.h"
 #include "lockstep/strategy/ddp/virtual_shards.h"
 
 namespace lockstep {
@@ -260,7 +260,8 @@ class DistributedDataParallel::Impl {
   std::shared_ptr<SharedMemory> memory_;  // with shared parameters
   std::shared_ptr<ParameterBlock> block_;
   std::shared_ptr<Exchange> exchange_;
-  std::shared_ptr<void> close_exchange_;  // the optimizer may keep exchange_: closes it, also where the constructor fails
+  std::shared_ptr<void>
+      close_exchange_;  // the optimizer may keep exchange_: closes it, also where the constructor fails
   struct {
     std::int64_t samples = 0;
     bool exchanges = true;

@@ -143,7 +143,8 @@ TEST(SharedStep, refuses_a_whole_parameter_written_through_a_pointer) {
                             world.barrier();
                             const torch::Tensor weight = trainer.net->parameters()[2];
                             auto* const values = weight.data_ptr<float>();
-                            for (int i = 0; i < weight.numel(); ++i) std::atomic_ref(values[i]).fetch_add(1);  // both ranks
+                            for (int i = 0; i < weight.numel(); ++i)
+                              std::atomic_ref(values[i]).fetch_add(1);  // both ranks
                             trainer.train(1);
                           }),
                    "parameter 1.weight was written between two steps");

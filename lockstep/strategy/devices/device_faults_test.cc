@@ -55,11 +55,7 @@ const SGDOptions kSgd{.lr = 0.1};
 const std::vector<Arrangement> kArrangements = {
     {"towers", {.kind = StrategyKind::kTowers, .optimizer = kSgd, .seed = 4, .devices = 3}},
     {"towers_updated_on_the_cpu",
-     {.kind = StrategyKind::kTowers,
-      .optimizer = kSgd,
-      .seed = 4,
-      .devices = 3,
-      .towers = {.update = UpdateOn::kCpu}}},
+     {.kind = StrategyKind::kTowers, .optimizer = kSgd, .seed = 4, .devices = 3, .towers = {.update = UpdateOn::kCpu}}},
     {"data_parallel", {.kind = StrategyKind::kDataParallel, .optimizer = kSgd, .seed = 4, .devices = 3}},
     {"averaging",
      {.kind = StrategyKind::kAveraging, .optimizer = kSgd, .seed = 4, .devices = 3, .averaging = {.every = 2}}},

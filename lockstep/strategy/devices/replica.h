@@ -15,8 +15,8 @@
 
 #include "lockstep/base/to_size.h"
 #include "lockstep/data/loader/device_copy.h"
-#include "lockstep/step/local_gradients.h"
 #include "lockstep/kvstore.h"
+#include "lockstep/step/local_gradients.h"
 #include "lockstep/towers.h"
 
 namespace lockstep {

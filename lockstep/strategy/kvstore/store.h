@@ -10,8 +10,8 @@
 
 #include <map>
 
-#include "lockstep/step/parallel_for.h"
 #include "lockstep/kvstore.h"
+#include "lockstep/step/parallel_for.h"
 #include "lockstep/step/update/mean.h"
 #include "lockstep/strategy/kvstore/key_plan.h"
 
@@ -83,8 +83,8 @@ class Store : public KVStore {
 
   Devices* devices_;
   bool sums_on_device_;
-  Tensors buffers_;                     // [key]
-  DeviceTensors host_;                  // [device][key]: copies of what GPUs push
+  Tensors buffers_;     // [key]
+  DeviceTensors host_;  // [device][key]: copies of what GPUs push
   std::vector<Key> keys_;
   Names names_;                                     // [key]
   std::vector<std::vector<std::int64_t>> sizes_{};  // [key]

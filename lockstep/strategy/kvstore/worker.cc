@@ -34,8 +34,8 @@ class KVWorker : public Store {
     BlockLayout layout{};
     torch::Tensor outbox{};
     torch::Tensor inbox{};
-    Tensors residuals{};                     // [slice] what compression has left out so far
-    std::vector<Pending> sends{};            // in flight
+    Tensors residuals{};           // [slice] what compression has left out so far
+    std::vector<Pending> sends{};  // in flight
     std::vector<Pending> receives{};
   };
   struct Push {

@@ -185,9 +185,7 @@ TEST(Pipeline, ends_with_the_exception_of_one_stage) {
 }
 
 // The stage that hangs outlives the strategy: what it uses must still be there when its function returns.
-std::ptrdiff_t running_threads() {
-  return std::distance(std::filesystem::directory_iterator("/proc/self/task"), {});
-}
+std::ptrdiff_t running_threads() { return std::distance(std::filesystem::directory_iterator("/proc/self/task"), {}); }
 
 TEST(Pipeline, names_a_stage_that_hangs) {
   const auto go_on = std::make_shared<std::atomic<bool>>(false);  // read by the thread that is left behind

@@ -11,8 +11,8 @@
 #include <algorithm>
 #include <map>
 
-#include "lockstep/base/sockets/received.h"
 #include "lockstep/base/process/stop.h"
+#include "lockstep/base/sockets/received.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"

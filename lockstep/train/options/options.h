@@ -76,8 +76,8 @@ struct TrainOptions {
   std::string command;            // that started the program, as a shell takes it; for the metrics, as the next is
   std::string launcher = "none";  // that started the ranks (launch/environment.h)
   std::string metrics;
-  std::string trace;            // file
-  std::string trace_steps;      // "100:120"; empty: all
+  std::string trace;        // file
+  std::string trace_steps;  // "100:120"; empty: all
   std::string checkpoint_dir;
   std::int64_t checkpoint_every = 0;                    // steps; 0: at the end of each epoch
   std::int64_t checkpoint_shard_bytes = 5'000'000'000;  // a checkpoint above this becomes several files

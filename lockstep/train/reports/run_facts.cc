@@ -6,8 +6,8 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/base/process/host_name.h"
 #include "lockstep/base/files/proc_file.h"
+#include "lockstep/base/process/host_name.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep {

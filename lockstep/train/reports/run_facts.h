@@ -9,8 +9,8 @@
 #include <string>
 
 #include "lockstep/strategy.h"
-#include "lockstep/train/reports/metrics.h"
 #include "lockstep/train/options/options.h"
+#include "lockstep/train/reports/metrics.h"
 #include "lockstep/world.h"
 
 namespace lockstep {

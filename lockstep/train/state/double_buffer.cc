@@ -11,10 +11,10 @@
 #include <cstring>
 #include <utility>
 
+#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/base/process/cgroup.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/checkpoint/file_image.h"
 #include "lockstep/error.h"
 

@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "lockstep/base/files/file.h"
+#include "lockstep/base/files/write_all.h"
 #include "lockstep/base/process/program_identity.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/base/files/write_all.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -56,11 +56,7 @@ std::unique_ptr<InPlaceState> InPlaceState::of(JobMemory& memory, const World& w
 }
 
 InPlaceState::InPlaceState(JobMemory& memory, const World& world, Strategy& strategy, const TrainOptions& options)
-    : memory_(memory),
-      world_(world),
-      strategy_(strategy),
-      options_(options),
-      own_(memory, kOwnState, world) {}
+    : memory_(memory), world_(world), strategy_(strategy), options_(options), own_(memory, kOwnState, world) {}
 
 std::optional<Position> InPlaceState::take_over(std::string& last_step) {
   const std::vector<JobMemory::Kept> kept = memory_.previous();

@@ -19,9 +19,9 @@
 
 #include "lockstep/launch/job_memory.h"
 #include "lockstep/strategy.h"
+#include "lockstep/train/options/options.h"
 #include "lockstep/train/state/double_buffer.h"
 #include "lockstep/train/state/loop_state.h"
-#include "lockstep/train/options/options.h"
 #include "lockstep/train/state/snapshot.h"
 #include "lockstep/world.h"
 

@@ -17,8 +17,8 @@
 #include "lockstep/launch/job_memory.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/optimizer.h"
-#include "lockstep/step/update/rule.h"
 #include "lockstep/step/guards/fitting.h"
+#include "lockstep/step/update/rule.h"
 #include "lockstep/train/state/generators.h"
 #include "lockstep/train/state/loop_state.h"
 
@@ -139,8 +139,7 @@ struct Recovery::State {
     ddp.write_parameters([&] {
       for (const auto& [name, tensor] : parameters)
         torch::Tensor(tensor).copy_(read(found.common, kParameter + name, tensor));
-      for (const auto& [name, tensor] : buffers)
-        torch::Tensor(tensor).copy_(read(found.own, kBuffer + name, tensor));
+      for (const auto& [name, tensor] : buffers) torch::Tensor(tensor).copy_(read(found.own, kBuffer + name, tensor));
       restore_optimizer(found.common, optimizer);
     });
     world.barrier();  // the optimizer's state is what every rank has written

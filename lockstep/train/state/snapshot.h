@@ -27,9 +27,9 @@
 #include "lockstep/checkpoint/hash.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/strategy.h"
-#include "lockstep/train/state/loop_state.h"
 #include "lockstep/train/options/options.h"
 #include "lockstep/train/reports/progress.h"
+#include "lockstep/train/state/loop_state.h"
 #include "lockstep/world.h"
 
 namespace lockstep {

@@ -14,11 +14,11 @@
 
 #include "lockstep/checkpoint/checkpoint_writer.h"
 #include "lockstep/strategy.h"
+#include "lockstep/train/options/options.h"
+#include "lockstep/train/reports/metrics.h"
+#include "lockstep/train/reports/progress.h"
 #include "lockstep/train/state/in_place_state.h"
 #include "lockstep/train/state/loop_state.h"
-#include "lockstep/train/reports/metrics.h"
-#include "lockstep/train/options/options.h"
-#include "lockstep/train/reports/progress.h"
 #include "lockstep/world.h"
 
 namespace lockstep {

@@ -12,12 +12,13 @@ namespace lockstep::python {
 namespace py = pybind11;
 using Release = py::call_guard<py::gil_scoped_release>;  // other Python threads run meanwhile
 
-void bind_errors(py::module_& module);       // lockstep's errors as Python exceptions
-void bind_data(py::module_& module);         // datasets, loader and sampler
-void bind_world(py::module_& module);        // torch.distributed's backend, World, batch normalisation over its ranks, Timeline
-void bind_optimizers(py::module_& module);   // SGD, Adam, AdamW, LAMB, LARS
-void bind_replica(py::module_& module);      // DistributedDataParallel
-void bind_recovery(py::module_& module);     // Checkpoints, what Recovery keeps
+void bind_errors(py::module_& module);  // lockstep's errors as Python exceptions
+void bind_data(py::module_& module);    // datasets, loader and sampler
+void bind_world(
+    py::module_& module);  // torch.distributed's backend, World, batch normalisation over its ranks, Timeline
+void bind_optimizers(py::module_& module);  // SGD, Adam, AdamW, LAMB, LARS
+void bind_replica(py::module_& module);     // DistributedDataParallel
+void bind_recovery(py::module_& module);    // Checkpoints, what Recovery keeps
 
 // The weight of this rank's loss in the mean over all ranks: of the backward() that goes on; outside of one 1, as torch's
 // DistributedDataParallel counts.

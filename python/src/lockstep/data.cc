@@ -90,7 +90,8 @@ void look_for_signals() {
 // A Loader for Python's threads: two that use it at the same time get an error.
 class SharedLoader {
  public:
-  SharedLoader(const SharedDataset& from, int rank, int ranks, const LoaderOptions& options, const torch::Device& device)
+  SharedLoader(const SharedDataset& from, int rank, int ranks, const LoaderOptions& options,
+               const torch::Device& device)
       : loader_(std::in_place, LoaderPlace{.rank = rank, .ranks = ranks, .device = device}, from.dataset, options) {}
   ~SharedLoader() {
     const py::gil_scoped_release others_run;  // it waits for the workers

@@ -22,10 +22,10 @@ constexpr std::array kKinds = {"UsageError",  "EnvironmentError", "RendezvousErr
                                "DeviceError", "DataError",        "CheckpointError", "NonFiniteError", "SystemError"};
 
 constexpr std::pair<const char*, std::string ErrorText::*> kParts[] = {{"what", &ErrorText::what},
-                                                                      {"here", &ErrorText::here},
-                                                                      {"peer", &ErrorText::peer},
-                                                                      {"likely", &ErrorText::likely},
-                                                                      {"next", &ErrorText::next}};
+                                                                       {"here", &ErrorText::here},
+                                                                       {"peer", &ErrorText::peer},
+                                                                       {"likely", &ErrorText::likely},
+                                                                       {"next", &ErrorText::next}};
 
 // By kind; "" is their base. Never destroyed: the interpreter may be gone before.
 std::map<std::string, PyObject*>& classes() {

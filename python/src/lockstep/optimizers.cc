@@ -14,7 +14,8 @@ torch::optim::OptimizerParamGroup group_of(const ParameterList& parameters, cons
 }
 
 // The rule is made from the first of `rule` and the groups' options.
-std::shared_ptr<Optimizer> make(const std::string& name, const std::vector<std::pair<ParameterList, OptionValues>>& groups,
+std::shared_ptr<Optimizer> make(const std::string& name,
+                                const std::vector<std::pair<ParameterList, OptionValues>>& groups,
                                 const OptionValues& rule) {
   const auto optimizer = make_optimizer({}, optimizer_options(name, rule));
   optimizer->param_groups().clear();

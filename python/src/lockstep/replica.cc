@@ -201,7 +201,9 @@ class Replica : public std::enable_shared_from_this<Replica> {
   // From begin() to the end of the same backward(). Autograd holds it; if it is gone without end(), backward() failed.
   class Backward {
    public:
-    explicit Backward(std::shared_ptr<Replica> replica) : replica_(std::move(replica)) { replica_->in_backward_ = true; }
+    explicit Backward(std::shared_ptr<Replica> replica) : replica_(std::move(replica)) {
+      replica_->in_backward_ = true;
+    }
     Backward& operator=(Backward&&) = delete;
 
     void end() {
@@ -276,9 +278,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
     return factor_ == 0 ? torch::zeros_like(gradient) : gradient * factor_;
   }
 
-  NoSyncGuard begin_no_sync() {
-    return NoSyncGuard(new DistributedDataParallel::NoSync(ddp_.no_sync()));
-  }
+  NoSyncGuard begin_no_sync() { return NoSyncGuard(new DistributedDataParallel::NoSync(ddp_.no_sync())); }
 
   std::shared_ptr<torch::nn::Module> module_;
   std::shared_ptr<Optimizer> optimizer_;

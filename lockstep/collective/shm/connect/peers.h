@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/int_vector.h"
 #include "lockstep/base/files/unique_fd.h"
+#include "lockstep/base/int_vector.h"
 #include "lockstep/collective/shm/memory/arena.h"
 #include "lockstep/collective/shm/memory/control_block.h"
 

@@ -35,9 +35,9 @@ namespace lockstep::shm {
 
 struct Options {
   milliseconds timeout = kDefaultTimeout;  // of every wait in a collective; each rank's own
-  std::size_t staging_bytes = 0;      // of a chunk; 0: thresholds.h. Rank 0's value counts for all ranks
-  bool share_ordinary_memory = true;  // ranks as threads: they read each other's memory wherever it lies
-  std::vector<int> job_ranks{};       // what the job calls ranks 0, 1, ..., for messages; empty: the same
+  std::size_t staging_bytes = 0;           // of a chunk; 0: thresholds.h. Rank 0's value counts for all ranks
+  bool share_ordinary_memory = true;       // ranks as threads: they read each other's memory wherever it lies
+  std::vector<int> job_ranks{};            // what the job calls ranks 0, 1, ..., for messages; empty: the same
 };
 
 class RendezvousServer {

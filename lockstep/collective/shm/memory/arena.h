@@ -49,7 +49,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
     std::uint64_t offset = 0;
     std::size_t size = 0;
   };
-  using FreeRanges = std::map<std::uint64_t, std::size_t>;  // offset -> bytes; each in one extent, no two adjacent there
+  using FreeRanges =
+      std::map<std::uint64_t, std::size_t>;  // offset -> bytes; each in one extent, no two adjacent there
 
   std::uint64_t take(std::size_t bytes);
   FreeRanges::iterator best_fit(std::size_t bytes);
@@ -61,7 +62,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   Window window_;
   mutable std::mutex mutex_;
   FreeRanges free_;
-  std::size_t taken_ = 0;   // from the machine
+  std::size_t taken_ = 0;  // from the machine
   std::uint64_t end_ = 0;  // of the file
 };
 

@@ -94,8 +94,10 @@ void Window::map_until(std::size_t index, std::uint64_t end) {
   }
   std::byte* base = extent.base.load(std::memory_order_relaxed);
   if (base == nullptr) {
-    void* reserved = ::mmap(nullptr, addresses_of(index), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (reserved == MAP_FAILED) throw system_error("reserve " + human_bytes(addresses_of(index)) + " of addresses for", name_);
+    void* reserved =
+        ::mmap(nullptr, addresses_of(index), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (reserved == MAP_FAILED)
+      throw system_error("reserve " + human_bytes(addresses_of(index)) + " of addresses for", name_);
     base = static_cast<std::byte*>(reserved);
     extent.base.store(base, std::memory_order_release);
     used_.store(std::max(used_.load(), index + 1), std::memory_order_release);

@@ -55,7 +55,9 @@ class Window {
   // The other way round; none: not all of it is in one extent.
   std::optional<std::uint64_t> offset_of(const void* address, std::size_t bytes) const;
 
-  std::size_t extent_of(std::uint64_t offset) const { return static_cast<std::size_t>(std::bit_width(offset >> shift_)); }
+  std::size_t extent_of(std::uint64_t offset) const {
+    return static_cast<std::size_t>(std::bit_width(offset >> shift_));
+  }
   std::uint64_t begin_of(std::size_t extent) const { return extent == 0 ? 0 : first_ << (extent - 1); }
 
  private:
