@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "lockstep/collective/gpus.h"
+#include "lockstep/data/loader/random.h"
 #include "lockstep/ddp.h"
 #include "lockstep/sampler.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
