@@ -8,7 +8,7 @@
 namespace lockstep {
 namespace {
 
-constexpr milliseconds kOthersHearWithin{500};
+constexpr milliseconds kOthersHearWithin{2000};
 
 }  // namespace
 
