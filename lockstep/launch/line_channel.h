@@ -35,9 +35,10 @@ class LineChannel {
   std::optional<std::string> read(const Deadline& deadline);
   bool write(const std::string& line, const Deadline& deadline);
 
-  // Says that no more comes, and throws away what the other end has said: what is not read when a socket is closed
-  // makes the kernel take back what was sent. False: the other end has closed, too.
+  // Ends what this end sends; the other end then reads to the end.
   void say_end();
+  // Throws away what has come: if a socket is closed with unread bytes, the kernel may drop what it has still to send.
+  // Returns false once the other end has closed, too.
   bool drain();
 
   // No more is read, and the channel is gone once everything is sent.

@@ -105,9 +105,8 @@ class Exchange : public GradientSource {
 
   // Since the start, on this rank.
   std::int64_t bytes() const { return bytes_; }  // of gradients given into collectives or a hook, or published
-  double seconds() const {
-    return seconds_;
-  }  // from the first bucket sent until all are back; published: in the exchange
+  // Buckets: from the first one sent until all are back. Published: in the exchange.
+  double seconds() const { return seconds_; }
 
  protected:
   void require_open() const {

@@ -34,8 +34,8 @@ class PoolingAllocator : public c10::Allocator {
   static PoolingAllocator& installed() {
     static PoolingAllocator* const allocator = [] {  // never destroyed: tensors may be released after static objects
       auto* const made = new PoolingAllocator(c10::GetCPUAllocator());
-      std::atomic_thread_fence(
-          std::memory_order_release);  // torch stores the pointer, and other threads use it at once
+      // Torch stores the pointer without a fence, and other threads use it at once.
+      std::atomic_thread_fence(std::memory_order_release);
       c10::SetCPUAllocator(made, /*priority=*/100);
       hold_during_fork<std::shared_mutex, &PoolingAllocator::mutex>();
       return made;

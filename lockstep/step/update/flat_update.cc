@@ -79,7 +79,8 @@ class FusedUpdate : public FlatUpdate {
   FusedUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state, const JournalOptions& journal)
       : FusedUpdate(memory, state, memory->size()) {
     state.make_lists([&](Wanted wanted) { return arrays_beside(state.parameters, *memory_, wanted); });
-    norms_ = std::reinterpret_pointer_cast<Norms[]>(memory_->allocate_common(chunks_.size() * sizeof(Norms)));
+    norms_ = std::reinterpret_pointer_cast<Norms[]>(
+        memory_->allocate_common(std::max<std::size_t>(chunks_.size(), 1) * sizeof(Norms)));
     if (journal.kept_sources == 0) return;
     UpdateMemory beside{.norms = std::as_bytes(std::span(norms_.get(), chunks_.size()))};
     if (journal.layerwise) {

@@ -187,7 +187,9 @@ torch::Tensor Optimizer::step(LossClosure closure) {
   const PhaseScope update(Phase::kUpdate, "optimizer step");
   const torch::NoGradGuard no_grad;
   Layout& all = layout();
-  if (all.given != parameters_of(*this).size())
+  std::size_t given = 0;
+  for (const auto& group : param_groups_) given += group.params().size();
+  if (given != all.given)
     throw UsageError({.what = "a parameter group was added after the optimizer's first step",
                       .next = "add all groups before it, and before DistributedDataParallel is made"});
   if (all.flat)
