@@ -42,7 +42,7 @@ def symbols(library):
 
 def short_name(demangled):
     """lockstep::shm::(anonymous namespace)::work<int>(Group&)::{lambda()#1}::operator()() const -> shm::work::lambda"""
-    text = re.sub(r"^.* \(\*(.*)\)\(.*\)$", r"\1", demangled)  # of a function that returns one
+    text = re.sub(r"^.* \(\*([^)].*)\)\(.*\)$", r"\1", demangled)  # of a function that returns one
     text = text.replace("(anonymous namespace)::", "").replace("[abi:cxx11]", "").replace("operator()", "call")
     text = re.sub(r"operator(<=>|<<|>>|->|<|>)", "operator", text)
     kept, depth = [], 0

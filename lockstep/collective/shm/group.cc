@@ -218,6 +218,12 @@ void Group::wait(std::uint32_t step, int only) {
   }
 }
 
+void Group::finish(std::uint32_t steps) {
+  post(steps);
+  wait(steps);
+  end(steps);
+}
+
 void Group::make_staging() {
   if (staging_.data() != nullptr) return;
   staging_ = allocate(kStagingChunks * staging_bytes());

@@ -130,11 +130,7 @@ class Group final : public CallDescription {
   void arrive();
   void post(std::uint32_t step) { area_.progress(rank_).phase.raise(phase_ + step); }
   void wait(std::uint32_t step, int only = kAnyRank);  // `only`: for that rank alone
-  void finish(std::uint32_t steps) {                   // once all ranks have posted the last one
-    post(steps);
-    wait(steps);
-    end(steps);
-  }
+  void finish(std::uint32_t steps);                    // once all ranks have posted the last one
   void end(std::uint32_t steps) { phase_ += steps; }
 
   const Announcement& announcement(int peer) const { return area_.announcement(peer, sequence_); }

@@ -198,7 +198,7 @@ Tensor World::run(const TensorCall& call) const {
 }
 
 void World::all_reduce(const Tensor& tensor, const AllReduceOptions& options) const {
-  run(all_reduce_call(state_->caller, tensor, options));
+  state_->run(all_reduce_call(state_->caller, tensor, options));
 }
 Work World::all_reduce_async(const Tensor& tensor, const AllReduceOptions& options) const {
   return start(all_reduce_call(state_->caller, tensor, options));
@@ -207,7 +207,8 @@ Work World::all_reduce_async(const Tensor& tensor, const AllReduceOptions& optio
 void World::reduce(const Tensor& tensor, const ReduceOptions& options) const {
   const Asked asked(state_->caller, "reduce", tensor);
   asked.check_op(options.op);
-  run(asked.on(tensor, options.root == rank() ? tensor : Tensor(),
+  state_->run(
+      asked.on(tensor, options.root == rank() ? tensor : Tensor(),
                {.operation = Operation::kReduce, .count = asked.count(), .op = options.op, .root = options.root}));
 }
 
@@ -225,7 +226,9 @@ Work World::all_gather_async(const Tensor& tensor, const AllGatherOptions& optio
   return start(all_gather_call(state_->caller, tensor, options));
 }
 
-void World::broadcast(const Tensor& tensor, int root) const { run(broadcast_call(state_->caller, tensor, root)); }
+void World::broadcast(const Tensor& tensor, int root) const {
+  state_->run(broadcast_call(state_->caller, tensor, root));
+}
 Work World::broadcast_async(const Tensor& tensor, int root) const {
   return start(broadcast_call(state_->caller, tensor, root));
 }
@@ -244,11 +247,11 @@ void World::scatter(const Tensor& parts, const Tensor& output, int root) const {
     asked.refuse(concat("scatter of parts of shape ", parts.sizes(), " ", c10::toString(parts.scalar_type()), " into ",
                         output.sizes(), " ", c10::toString(output.scalar_type())),
                  "give parts of one dtype and shape (number of ranks, ...)");
-  run(asked.on(at_root ? parts : Tensor(), output,
-               {.operation = Operation::kScatter, .count = asked.count(), .root = root}));
+  state_->run(asked.on(at_root ? parts : Tensor(), output,
+                       {.operation = Operation::kScatter, .count = asked.count(), .root = root}));
 }
 
-void World::barrier() const { run({{.operation = Operation::kBarrier}}); }
+void World::barrier() const { state_->run({{.operation = Operation::kBarrier}}); }
 
 Tensor World::all_gather_rows(const Tensor& tensor, const AllGatherRowsOptions& options) const {
   const Asked asked(state_->caller, "all_gather_rows", tensor);
@@ -294,7 +297,7 @@ void World::weighted_mean(const Tensor& tensor, double weight) const {
 // ---- Messages
 
 void World::send(const Tensor& tensor, int to, int tag) const {
-  run(message_call(state_->caller, Operation::kSend, tensor, to, tag));
+  state_->run(message_call(state_->caller, Operation::kSend, tensor, to, tag));
 }
 
 Work World::send_async(const Tensor& tensor, int to, int tag) const {

@@ -9,28 +9,29 @@
 namespace lockstep {
 namespace {
 
-template <bool kHasMomentum, class T>
+enum class Momentum { kNone, kPlain, kNesterov };
+
+template <Momentum kMomentum, class T>
 void descend(const SGDOptions& options, const Elements<T>& elements) {
   const T lr = static_cast<T>(options.lr);
   const T decay = static_cast<T>(options.weight_decay);
   const T momentum = static_cast<T>(options.momentum);
-  const T of_gradient = options.nesterov ? T(1) : T(0);
-  const T of_buffer = options.nesterov ? momentum : T(1);
   const auto [count, parameter, gradient, state, step, trust, new_parameter, new_state] = elements;
   const T* const buffer = state[0];
   T* const new_buffer = new_state[0];
 #pragma GCC ivdep
   for (std::int64_t i = 0; i < count; ++i) {
     const T g = gradient[i] + decay * parameter[i];
-    if constexpr (kHasMomentum) {
+    if constexpr (kMomentum == Momentum::kNone) {
+      new_parameter[i] = parameter[i] - lr * g;
+    } else {
       const T v = momentum * buffer[i] + g;
       new_buffer[i] = v;
-      new_parameter[i] = parameter[i] - lr * (of_gradient * g + of_buffer * v);
-    } else {
-      new_parameter[i] = parameter[i] - lr * g;
+      new_parameter[i] = parameter[i] - lr * (kMomentum == Momentum::kNesterov ? g + momentum * v : v);
     }
   }
-  if (!kHasMomentum && buffer != new_buffer) std::copy_n(buffer, count, new_buffer);  // of other groups, with momentum
+  if (kMomentum == Momentum::kNone && buffer != new_buffer)
+    std::copy_n(buffer, count, new_buffer);  // of other groups, with momentum
 }
 
 struct SGDRule : RuleWith<SGDOptions, SGDRule> {
@@ -38,11 +39,11 @@ struct SGDRule : RuleWith<SGDOptions, SGDRule> {
 
   template <class T>
   static void apply(const SGDOptions& options, const Elements<T>& elements) {
-    if (options.momentum == 0) return descend</*kHasMomentum=*/false>(options, elements);
+    if (options.momentum == 0) return descend<Momentum::kNone>(options, elements);
     if (elements.state[0] == nullptr)
       throw UsageError({.what = "a parameter group sets momentum, but the optimizer was made with momentum 0",
                         .next = "make the SGD with momentum, and the group that needs none with momentum 0"});
-    descend</*kHasMomentum=*/true>(options, elements);
+    options.nesterov ? descend<Momentum::kNesterov>(options, elements) : descend<Momentum::kPlain>(options, elements);
   }
 
   static void apply_on_device(const SGDOptions& options, const WholeTensors& tensors) {
