@@ -20,7 +20,7 @@
 #include "lockstep/cores.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/launcher.h"
+#include "agent/start/launcher.h"
 #include "lockstep/memory.h"
 #include "lockstep/models.h"
 #include "lockstep/sampler.h"

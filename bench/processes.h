@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/launch/process.h"
+#include "agent/start/process.h"
 
 namespace lockstep::bench {
 

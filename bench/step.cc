@@ -15,7 +15,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
-#include "lockstep/launch/launcher.h"
+#include "agent/start/launcher.h"
 #include "lockstep/memory.h"
 #include "lockstep/models.h"
 #include "lockstep/sampler.h"

@@ -10,7 +10,7 @@
 #include "lockstep/base/process/machine_gpus.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/environment.h"
+#include "agent/clusters/environment.h"
 
 namespace lockstep {
 namespace {

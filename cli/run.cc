@@ -8,15 +8,14 @@
 
 #include <CLI/CLI.hpp>
 
+#include "agent/clusters/environment.h"
+#include "agent/meet/insecure_network.h"
+#include "agent/meet/job_secret.h"
+#include "agent/meet/machines.h"
+#include "agent/start/launcher.h"
 #include "cli/commands.h"
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
-#include "lockstep/launch/environment.h"
-#include "lockstep/launch/insecure_network.h"
-#include "lockstep/launch/job_secret.h"
-#include "lockstep/launch/launcher.h"
-#include "lockstep/launch/machines.h"
-#include "lockstep/launch/node_meeting.h"
 #include "lockstep/observe/timeline_file.h"
 
 namespace lockstep {
@@ -26,10 +25,9 @@ namespace {
 struct RendezvousArguments {
   std::string nodes = "1";  // N or MIN:MAX
   std::string backend = "static";
-  std::string endpoint;  // HOST[:PORT]
+  std::string endpoint;  // HOST[:PORT][,HOST[:PORT]...]
   std::string id = "none";
   std::string config;  // KEY=VALUE,...
-  std::string arbiter;
   double silence_seconds = 3;
   bool standalone = false;
 };
@@ -78,22 +76,24 @@ void add_job_options(CLI::App& app, RunArguments& arguments) {
 }
 
 void add_meeting_options(CLI::App& app, RendezvousArguments& meeting) {
-  app.add_option("--nnodes", meeting.nodes, "machines; MIN:MAX with --rdzv-backend c10d: as many as come")
+  app.add_option("--nnodes", meeting.nodes, "machines; MIN:MAX with --rdzv-backend c10d or etcd: as many as come")
       ->envname("PET_NNODES");
   app.add_option("--rdzv-backend,--rdzv_backend", meeting.backend,
-                 "c10d: the machines number themselves; static: by --node-rank")
-      ->check(CLI::IsMember({"static", "c10d"}))
+                 "static: machines are numbered by --node-rank; c10d: by themselves, and the one at --rdzv-endpoint "
+                 "has to live; "
+                 "etcd: likewise, and any may die")
+      ->check(CLI::IsMember({"static", "c10d", "etcd"}))
       ->envname("PET_RDZV_BACKEND");
-  app.add_option("--rdzv-endpoint,--rdzv_endpoint", meeting.endpoint, "HOST:PORT where the machines meet")
+  app.add_option("--rdzv-endpoint,--rdzv_endpoint", meeting.endpoint,
+                 "HOST:PORT where the machines meet; of etcd's members, with commas")
       ->envname("PET_RDZV_ENDPOINT");
   app.add_option("--rdzv-id,--rdzv_id", meeting.id, "name of the job, the same on its machines")
       ->envname("PET_RDZV_ID");
-  app.add_option("--rdzv-conf,--rdzv_conf", meeting.config, "join_timeout=SECONDS,last_call_timeout=SECONDS")
+  app.add_option("--rdzv-conf,--rdzv_conf", meeting.config,
+                 "join_timeout=SECONDS,last_call_timeout=SECONDS; for etcd also "
+                 "cacert=FILE,cert=FILE,key=FILE,etcd_prefix=TEXT")
       ->envname("PET_RDZV_CONF");
-  app.add_option(
-      "--arbiter", meeting.arbiter,
-      "with --max-restarts: etcd:HOST:PORT or slurm says which half of the machines goes on; else none does");
-  app.add_option("--lost-after", meeting.silence_seconds, "with --max-restarts: seconds until a silent machine is lost")
+  app.add_option("--lost-after", meeting.silence_seconds, "seconds until a silent machine is lost")
       ->check(CLI::Range(0.5, 3600.0));
   app.add_flag("--standalone", meeting.standalone, "one machine, whatever the options above say")
       ->envname("PET_STANDALONE");
@@ -189,52 +189,50 @@ void split_endpoint(const std::string& text, std::string& host, int& port) {
     throw bad_option("--rdzv-endpoint", text, "give HOST:PORT, the address of one of the machines");
 }
 
-// torchrun's other keys are about its own store.
-void read_config(const std::string& text, NodeMeeting& meeting) {
+// torchrun's names; its other keys are about its own stores.
+void read_config(const std::string& text, Meeting& meeting) {
   for (const std::string& pair : split(text, ',')) {
     const std::size_t equals = std::min(pair.find('='), pair.size());
     const std::string key = pair.substr(0, equals);
-    const bool last_call = key == "last_call_timeout";
-    if (!last_call && key != "join_timeout" && key != "timeout") continue;
+    const std::string value = pair.substr(std::min(equals + 1, pair.size()));
+    std::string* const text_of = key == "cacert"        ? &meeting.certificates
+                                 : key == "cert"        ? &meeting.certificate
+                                 : key == "key"         ? &meeting.key
+                                 : key == "etcd_prefix" ? &meeting.prefix
+                                                        : nullptr;
+    if (text_of != nullptr) *text_of = value;
+    milliseconds* const time_of = key == "last_call_timeout"                  ? &meeting.last_call
+                                  : key == "join_timeout" || key == "timeout" ? &meeting.timeout
+                                                                              : nullptr;
     int seconds = 0;
-    if (!parse_int(pair.substr(std::min(equals + 1, pair.size())), seconds) || seconds < 0)
+    if (time_of == nullptr) continue;
+    if (!parse_int(value, seconds) || seconds < 0)
       throw bad_option("--rdzv-conf", text, "give join_timeout=SECONDS,last_call_timeout=SECONDS");
-    (last_call ? meeting.last_call : meeting.timeout) = std::chrono::seconds(seconds);
+    *time_of = std::chrono::seconds(seconds);
   }
 }
 
 // The machines meet and number themselves, as with torchrun's c10d backend.
 void meet(const RendezvousArguments& arguments, const Nodes& nodes, LaunchOptions& options) {
   constexpr int kPortOfTorchrun = 29400;
-  NodeMeeting meeting{.place = {"", kPortOfTorchrun},
-                      .job = arguments.id,
-                      .least = nodes.least,
-                      .most = nodes.most,
-                      .ranks = options.ranks};
+  constexpr int kPortOfEtcd = 2379;
+  const bool has_etcd = arguments.backend == "etcd";
   if (arguments.endpoint.empty())
-    throw UsageError({.what = "--rdzv-backend c10d without --rdzv-endpoint",
-                      .next = "give every machine the same --rdzv-endpoint HOST:PORT, the address of one of them"});
-  split_endpoint(arguments.endpoint, meeting.place.host, meeting.place.port);
-  read_config(arguments.config, meeting);
-  meeting.stays = options.max_restarts > 0;
-  const auto arbiter = make_arbiter(arguments.arbiter);
-  Roster roster = meet_nodes(meeting);
-  const PlaceInJob place = place_of(roster.epoch, roster.me.id);
-  if (meeting.stays) {
-    const milliseconds silence = in_milliseconds(arguments.silence_seconds);
-    options.machines = std::make_shared<Machines>(Membership::Options{.least = nodes.least,
-                                                                      .most = nodes.most,
-                                                                      .beat = silence / 10,
-                                                                      .silence = silence,
-                                                                      .has_arbiter = arbiter != nullptr},
-                                                  std::move(roster), arbiter);
+    throw UsageError(
+        {.what = concat("--rdzv-backend ", arguments.backend, " without --rdzv-endpoint"),
+         .next = "give every machine the same --rdzv-endpoint HOST:PORT: the address of one of them, or of etcd"});
+  Meeting meeting{.job = arguments.id,
+                  .least = nodes.least,
+                  .most = nodes.most,
+                  .ranks = options.ranks,
+                  .replaces = options.max_restarts > 0,
+                  .silence = in_milliseconds(arguments.silence_seconds)};
+  for (const std::string& text : has_etcd ? split(arguments.endpoint, ',') : std::vector{arguments.endpoint}) {
+    Endpoint& place = meeting.places.emplace_back(Endpoint{"", has_etcd ? kPortOfEtcd : kPortOfTorchrun});
+    split_endpoint(text, place.host, place.port);
   }
-  options.nodes = place.nodes;
-  options.node_rank = place.node_rank;
-  options.first_rank = place.first_rank;
-  options.world_size = place.world_size;
-  options.master_addr = meeting.place.host;
-  options.master_port = meeting.place.port;
+  read_config(arguments.config, meeting);
+  options.machines = std::make_shared<Machines>(meeting, has_etcd ? open_etcd_store : open_first_machine_store);
 }
 
 // The machines were numbered by --node-rank.
@@ -272,7 +270,7 @@ LaunchOptions launch_options(const RunArguments& arguments) {
          .here = concat("--nnodes ", arguments.meeting.nodes),
          .likely = "ranks are counted on each machine, and the others would not know that one is gone",
          .next = "leave it out; --nnodes MIN:MAX with --max-restarts says with how few machines to go on"});
-  if (arguments.meeting.backend == "c10d" && nodes.most > 1)
+  if (arguments.meeting.backend != "static" && nodes.most > 1)
     meet(arguments.meeting, nodes, options);
   else
     number_by_options(arguments, nodes, options);
@@ -295,10 +293,11 @@ LaunchResult launch_traced(const LaunchOptions& options, const std::vector<std::
   if (file.empty()) return launch(options, command);
   require_timeline_file(file);
   file = std::filesystem::absolute(file);
-  if (options.nodes == 1) remove_rings(file);
+  const bool is_alone = place_of(options).nodes == 1;
+  if (is_alone) remove_rings(file);
   ::setenv("LOCKSTEP_TRACE", file.c_str(), 1);
   const LaunchResult result = launch(options, command);
-  if (options.nodes == 1) save_what_is_left(file, result.exit_code == 0);
+  if (is_alone) save_what_is_left(file, result.exit_code == 0);
   return result;
 }
 
@@ -333,7 +332,8 @@ int run_command(int argc, char** argv) {
   return parse_and_run(app, argc, argv, [&] {
     if (arguments.insecure_network) ::setenv("LOCKSTEP_INSECURE_NETWORK", "1", 1);
     const LaunchOptions options = launch_options(arguments);
-    if (options.nodes > 1 && options.node_rank == 0) say_where_the_secret_is();
+    const PlaceInJob place = place_of(options);
+    if (place.nodes > 1 && place.node_rank == 0) say_where_the_secret_is();
     const LaunchResult result = launch_traced(options, command_of(app), arguments.trace);
     if (result.lost) std::cerr << describe_loss(*result.lost) << '\n';
     if (result.failure) std::cerr << describe(*result.failure, options) << '\n';

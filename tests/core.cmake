@@ -3,7 +3,7 @@
 add_executable(rank_probe launch/rank_probe.cc)
 target_link_libraries(rank_probe PRIVATE lockstep_core)
 
-lockstep_tests_in(beside_sources base observe launch)
+lockstep_tests_in(beside_sources base observe ../agent)
 lockstep_test(core_test core SHARDS 4 TIMEOUT 300 CHECK "*Mpirun*"
   SOURCES launch/child.cc launch/command_test.cc launch/mpirun_test.cc ${beside_sources})
 target_compile_definitions(core_test PRIVATE

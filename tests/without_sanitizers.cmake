@@ -10,8 +10,7 @@ add_test(NAME layout.the_rooms_are_in_order COMMAND ${Python3_EXECUTABLE} ${PROJ
 set(rooms ${PROJECT_SOURCE_DIR}/lockstep)
 lockstep_check(shm.protocol_model 120 ${here}/shm/check_protocol.sh ${rooms}/collective/shm/protocol.pml)
 lockstep_check(step.protocol_model 300 ${here}/shm/check_protocol.sh ${rooms}/step/step_protocol.pml)
-lockstep_check(launch.membership_model 300 ${here}/hosts/check_membership.sh ${rooms}/launch/membership.pml)
-lockstep_check(launch.recovery_model 1200 ${here}/recovery/check_model.sh ${rooms}/launch/recovery.pml)
+lockstep_check(launch.recovery_model 1200 ${here}/recovery/check_model.sh ${PROJECT_SOURCE_DIR}/agent/recover/recovery.pml)
 
 # The Python package of this build, a module of tests at a time. `make test` runs those of the training step.
 if(TARGET lockstep_python)

@@ -3,7 +3,7 @@
 """Keeps the layout true. It is one of the tests.
 
 Planner:  tools/plan/ includes rooms up to strategy/; only lockstep/train/choose_strategy.cc includes it, with one header.
-Rooms:    the folders of lockstep/ are those in HACKING.md. A room includes itself and the rooms before it, and no torch where
+Rooms:    agent/ and the folders of lockstep/ are those in HACKING.md. A room includes itself and the rooms before it, and no torch where
           HACKING.md says "no"; spdlog and fmt stay in .cc files of base/.
 Public:   include/lockstep/ is what is installed. Each of its headers belongs to the room that has a source of its name, or to
           that in PUBLIC, and includes nothing but its like, torch and the standard library.
@@ -26,11 +26,11 @@ def read(path):
 
 
 HACKING = read("HACKING.md")
-ROWS = re.findall(r"^\| `(lockstep/[\w/]+/)` .* (yes|no) \|$", HACKING, re.MULTILINE)  # rooms, and whether they have torch
-ROOMS = [folder.split("/")[1] for folder, _ in ROWS if folder.count("/") == 2]
+ROWS = re.findall(r"^\| `((?:lockstep/[\w/]+|agent)/)` .* (yes|no) \|$", HACKING, re.MULTILINE)  # rooms, and whether they have torch
+ROOMS = [folder.split("/")[-2] for folder, _ in ROWS if folder.count("/") == 2 or folder == "agent/"]
 PUBLIC = {  # headers that have no source of their name in their room alone
     "base": "deadline stop_all",
-    "launch": "recovery",
+    "agent": "recovery",
     "data": "dataset datasets images",
     "model": "task layout named_tensor",
     "step": "batch_totals batch_weight optimizers update_rule",
@@ -41,7 +41,7 @@ PUBLIC = {  # headers that have no source of their name in their room alone
 PLANNER = ("lockstep/train/choose_strategy.cc", "tools/plan/auto.h")
 NO_TORCH = tuple(folder for folder, torch in ROWS if torch == "no")
 LICENCE = "SPDX-License-Identifier: Apache-2.0"
-TREES = "lockstep|include|cli|tests|bench|examples|cmake|docs|tools|python"
+TREES = "lockstep|agent|include|cli|tests|bench|examples|cmake|docs|tools|python"
 
 INCLUDE = re.compile(r'^#include [<"]([^>"]+)[>"]', re.MULTILINE)
 FULL_PATH = re.compile(rf"(?<![\w/.$}}>-])((?:{TREES})/[\w./-]+\.(?:h|cc|py|md|sh|cmake|pml|txt|json))(?![\w/])")
@@ -61,14 +61,16 @@ def tracked(*patterns):
     return [Path(name) for name in sorted(set(listed.splitlines())) if (ROOT / name).is_file()]
 
 
-SOURCES = tracked("lockstep/*.h", "lockstep/*.cc")
-ROOM_OF_PUBLIC = {path.stem: path.parts[1] for path in SOURCES}
+SOURCES = tracked("lockstep/*.h", "lockstep/*.cc", "agent/*.h", "agent/*.cc")
+ROOM_OF_PUBLIC = {path.stem: "agent" if path.parts[0] == "agent" else path.parts[1] for path in SOURCES}
 ROOM_OF_PUBLIC |= {header: room for room, headers in PUBLIC.items() for header in headers.split()}
 
 
 def room_of(path):
     """The room of a source, or of the text of an #include of lockstep; None: it belongs to none."""
     top, room, *rest = Path(path).parts
+    if top == "agent":
+        return "agent"
     if top == "tools":
         return "train" if rest == ["command.cc"] else "strategy"
     if top == "include" or not rest:
@@ -81,7 +83,7 @@ def check_includes(path, room, text):
     for included in INCLUDE.findall(text):
         if included.startswith("tools/") and path.parts[0] != "tools" and (name, included) != PLANNER:
             complain(path, f"includes {included}, but only {PLANNER[0]} needs the planner")
-        if included.startswith("lockstep/") and not name.endswith("_test.cc"):
+        if included.startswith(("lockstep/", "agent/")) and not name.endswith("_test.cc"):
             other = room_of(included)
             if not other:
                 complain(path, f"includes {included}, which belongs to no room")
@@ -98,7 +100,7 @@ def check_includes(path, room, text):
 
 
 def check_header(path, text):
-    short = "/".join(path.parts[1:])
+    short = "/".join(path.parts[0 if path.parts[0] == "agent" else 1:])
     first = next((line for line in text.splitlines() if LICENCE not in line), "")
     if not first.startswith((f"// {short}: ", f"// {path}: ")) and path.name != "pch.h":
         complain(path, f'does not begin with "// {short}: what it is"')

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // lockstep/run.h: a whole training program: command line, ranks, training, exit code.
 //
-// Flow:    main() of a user's program or of `lockstep train` -> here -> launch/, strategy/, train/loop.h
+// Flow:    main() of a user's program or of `lockstep train` -> here -> agent/, strategy/, train/loop.h
 // Owns:    the process: may fork ranks, sets the number of torch's threads, keeps freed memory (lockstep/memory.h), and
 //          ignores SIGPIPE unless the program has a handler for it (where several machines are connected by Gloo)
 // Threads: call from main(), before other threads are started

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // lockstep/world.h: the ranks of a job: who they are, and how they exchange tensors.
 //
-// Flow:    launch/ says which rank this is -> World -> step/ and strategy/ exchange tensors through it
+// Flow:    agent/ says which rank this is -> World -> step/ and strategy/ exchange tensors through it
 // Owns:    the connections between the ranks, until the last copy of the World and of its Works is gone
 // Threads: a World is a value; its copies share one state. Use it from one thread at a time. A sub-world is a World of
 //          its own: another thread may use it at the same time as its parent
@@ -109,7 +109,7 @@ struct ReceiveOptions {
 
 class World {
  public:
-  // The world described by the launcher's environment variables (launch/environment.h lists them); none set: one rank.
+  // The world described by the launcher's environment variables (agent/clusters/environment.h lists them); none set: one rank.
   // Blocks until all ranks are connected. Throws EnvironmentError, RendezvousError (ranks missing, port in use),
   // DeviceError (no such GPU).
   static World from_env(const WorldOptions& options = {});

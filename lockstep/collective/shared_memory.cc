@@ -8,7 +8,7 @@
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/process/own_process.h"
 #include "lockstep/collective/shm/group.h"
-#include "lockstep/launch/job_memory.h"
+#include "agent/recover/job_memory.h"
 
 namespace lockstep {
 namespace {

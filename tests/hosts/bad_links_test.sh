@@ -43,21 +43,20 @@ until_steps $((steps / 2))
 echo "a step takes $((($(milliseconds) - begin) / (steps / 2 - 1))) ms"
 ! grep -h "generation [1-9]\|is lost\|PeerLost" "$work"/n?.log || fail "a machine was taken for lost"
 
-# Machine 0, where the machines have met.
 before=$(milliseconds)
-kill -9 "$(pgrep -o -f "^[^ ]*lockstep run --log-dir $work/n1 ")"
-for host in n2 n3; do
+kill -9 "$(pgrep -o -f "^[^ ]*lockstep run --log-dir $work/n3 ")"
+for host in n1 n2; do
   until grep -q "generation 1: 2 machines" "$work/$host.log"; do
-    [ $(($(milliseconds) - before)) -lt 30000 ] || fail "n1 is not missed: $(tail -n 20 "$work"/n?.log)"
+    [ $(($(milliseconds) - before)) -lt 30000 ] || fail "n3 is not missed: $(tail -n 20 "$work"/n?.log)"
     sleep 0.02
   done
 done
-echo "n1 was killed: the others have agreed after $(($(milliseconds) - before)) ms"
+echo "n3 was killed: the others have agreed after $(($(milliseconds) - before)) ms"
 done_before=$(steps_done)
 until_steps $((done_before + 2))
-echo "n1 was killed: they train after $(($(milliseconds) - before)) ms"
-for host in n2 n3; do wait "${pid[$host]}" || fail "$host ended with $?: $(cat "$work/$host.log")"; done
-! grep -h "generation [2-9]" "$work"/n[23].log || fail "another machine was taken for lost"
+echo "n3 was killed: they train after $(($(milliseconds) - before)) ms"
+for host in n1 n2; do wait "${pid[$host]}" || fail "$host ended with $?: $(cat "$work/$host.log")"; done
+! grep -h "generation [2-9]" "$work"/n[12].log || fail "another machine was taken for lost"
 
 kill -TERM "$switch"
 wait "$switch"

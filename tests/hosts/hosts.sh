@@ -12,6 +12,7 @@
 #   on_host NAME COMMAND   runs a command there
 #   make_links_bad OPTION...   from now on frames between hosts go through bad_links.py, with these options; ctl is not joined
 #                          to them any more. Its pid is in $switch; what it says at its end in $work/links.
+#   start_etcd             one member on ctl, at 10.77.0.1:2379, for --rdzv-backend etcd
 #   survives_a_lost_machine NAME LAUNCHER...   whether a job goes on, with the losses of one rank, that has one `lockstep run`
 #                          on each of n1, n2 and n3, started by LAUNCHER, when the one on n2 is killed
 
@@ -42,6 +43,11 @@ worst = max(off.values())
 print(f"{len(many)} steps; the losses are within {worst:.1e} of those of one rank")
 assert worst < 1e-3, next((step, one[step], many[step]) for step in sorted(off) if off[step] >= 1e-3)
 PYTHON
+}
+
+start_etcd() {
+  etcd --data-dir "$work/etcd" --listen-client-urls http://10.77.0.1:2379 --advertise-client-urls http://10.77.0.1:2379 \
+    --listen-peer-urls http://127.0.0.1:2380 >"$work/etcd.txt" 2>&1 &
 }
 
 make_hosts() {

@@ -16,7 +16,7 @@ train=("$lockstep" train --threads 1 --batch-size 36 --quiet --timeout 60 --max-
 declare -A pid
 start() {
   on_host "$1" "$lockstep" run --log-dir "$work/$1" --nnodes 2:3 --nproc-per-node 1 --max-restarts 3 \
-    --rdzv-backend c10d --rdzv-endpoint n1:29400 --rdzv-conf last_call_timeout=20,join_timeout=60 -- "${train[@]}" --metrics "$work/many.jsonl" >"$work/$1.log" 2>&1 &
+    --rdzv-backend etcd --rdzv-endpoint 10.77.0.1 --rdzv-conf last_call_timeout=20,join_timeout=60 -- "${train[@]}" --metrics "$work/many.jsonl" >"$work/$1.log" 2>&1 &
   pid[$1]=$!
 }
 milliseconds() { echo $(($(date +%s%N) / 1000000)); }
@@ -35,6 +35,7 @@ and_goes_on() {
   echo "$1: training goes on after $(($(milliseconds) - before)) ms, at step $(steps_done)"
 }
 
+start_etcd
 for host in n1 n2 n3; do start "$host"; done
 until_steps 20
 kill -9 "$(pgrep -o -f "^[^ ]*lockstep run --log-dir $work/n1 ")"

@@ -12,6 +12,7 @@ lockstep=$1 program=$2
 make_hosts n1 n2 n3
 export LOCKSTEP_SECRET=$(printf 'ab%.0s' {1..32})
 steps=250
+start_etcd
 one=("$program" --threads 1 --batch-size 36 --quiet --timeout 60 --max-steps "$steps" --lr 0.002)
 train=("${one[@]}" --strategy pipeline --devices-per-worker 1 --metrics "$work/many.jsonl")
 
@@ -23,7 +24,7 @@ start() {  # RANKS OPTION...: so many on each host
   local host
   for host in n1 n2 n3; do
     on_host "$host" "$lockstep" run --log-dir "$work/$host" --nnodes 2:3 --nproc-per-node "$ranks" --max-restarts 3 \
-      --rdzv-backend c10d --rdzv-endpoint n1:29400 --rdzv-conf last_call_timeout=20,join_timeout=60 -- \
+      --rdzv-backend etcd --rdzv-endpoint 10.77.0.1 --rdzv-conf last_call_timeout=20,join_timeout=60 -- \
       "${train[@]}" "$@" >"$work/$host.log" 2>&1 &
     pid[$host]=$!
   done

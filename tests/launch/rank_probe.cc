@@ -20,7 +20,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
 #include "lockstep/deadline.h"
-#include "lockstep/launch/environment.h"
+#include "agent/clusters/environment.h"
 #include "lockstep/observe/phase_scope.h"
 #include "lockstep/observe/trace.h"
 

@@ -8,8 +8,8 @@
 
 #include "lockstep/base/files/file.h"
 #include "lockstep/deadline.h"
-#include "lockstep/launch/job_memory.h"
-#include "lockstep/launch/launcher.h"
+#include "agent/recover/job_memory.h"
+#include "agent/start/launcher.h"
 #include "lockstep/world.h"
 #include "tests/recovery/jobs.h"
 

@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Checks launch/recovery.pml with Spin: every interleaving of 2 ranks with two losses, and of 3 ranks with one. Then
+# Checks agent/recover/recovery.pml with Spin: every interleaving of 2 ranks with two losses, and of 3 ranks with one. Then
 # shows that the same check finds each of the model's deliberate defects.
 set -eu
 model=$1

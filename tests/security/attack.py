@@ -5,7 +5,7 @@
     attack.py HOST PORT ATTACK
     attack.py HOST PORT FLOOD FILE
 
-Speaks the protocol of lockstep/collective/store/packet_stream.h. Exits with 0 if the attack has succeeded, with 3 if it was
+Speaks the protocol of agent/meet/packet_stream.h. Exits with 0 if the attack has succeeded, with 3 if it was
 refused. Waits for the port, at most 30 seconds. A flood goes on until FILE exists; it makes FILE.FLOOD when it is at its
 height, and exits with 3 if it got that far. Whether the job goes on meanwhile is for the caller to see.
 """

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "lockstep/launch/interfaces.h"
+#include "agent/meet/interfaces.h"
 #include "tests/launch/child.h"
 #include "tests/train/command.h"
 

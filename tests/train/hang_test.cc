@@ -7,7 +7,7 @@
 #include <fstream>
 #include <vector>
 
-#include "lockstep/launch/environment.h"
+#include "agent/clusters/environment.h"
 #include "tests/launch/child.h"
 #include "tests/shm/support.h"
 #include "tests/train/command.h"

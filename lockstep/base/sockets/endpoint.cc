@@ -112,14 +112,6 @@ std::optional<Connection> connect_to(const AddressList& addresses, const Deadlin
   return std::nullopt;
 }
 
-UniqueFd begin_to_connect(const Endpoint& endpoint) {
-  const AddressList address = address_of_number(endpoint);
-  if (!address) return {};
-  UniqueFd fd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!fd || ::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0 || errno == EINPROGRESS) return fd;
-  return {};
-}
-
 std::optional<std::string> own_address_towards(const AddressList& addresses) {
   for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
     const UniqueFd fd(::socket(address->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));

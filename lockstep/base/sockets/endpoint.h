@@ -2,7 +2,7 @@
 // base/sockets/endpoint.h: a host and a port, looked up, listened at and connected to. Every wait has a deadline, which neither
 // the resolver nor connect() has by itself.
 //
-// Flow:    node_meeting.h, collective/meet/job_store.h -> here -> the resolver, sockets
+// Flow:    agent/meet/, collective/meet/job_store.h -> here -> the resolver, sockets
 // Owns:    nothing: descriptors are the caller's
 // Threads: any
 #pragma once
@@ -61,9 +61,6 @@ struct Connection {
 };
 // To all addresses at once, because some may never answer; the first that does. Nothing where none does.
 std::optional<Connection> connect_to(const AddressList& addresses, const Deadline& deadline);
-
-// To an address that is a number, without waiting: the first write shows whether anybody answers. None: no number.
-UniqueFd begin_to_connect(const Endpoint& endpoint);
 
 // This machine's address on the route to the first of `addresses` (of SOCK_DGRAM) that there is one to.
 std::optional<std::string> own_address_towards(const AddressList& addresses);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // base/sockets/local_socket.h: messages with descriptors over a Unix socket, between two processes of one user on this machine.
 //
-// Flow:    collective/shm/connect/ and launch/keeper.h, both ends
+// Flow:    collective/shm/connect/ and agent/recover/keeper.h, both ends
 // Threads: one per socket
 #pragma once
 

@@ -35,7 +35,7 @@
 #include <vector>
 
 #include "lockstep/base/process/own_process.h"
-#include "lockstep/collective/store/store_ptr.h"
+#include "lockstep/collective/meet/store_ptr.h"
 #include "lockstep/collective_types.h"
 #include "lockstep/deadline.h"
 

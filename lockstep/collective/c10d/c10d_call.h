@@ -15,7 +15,7 @@
 #include <mutex>
 #include <string>
 
-#include "lockstep/collective/store/store_ptr.h"
+#include "lockstep/collective/meet/store_ptr.h"
 #include "lockstep/collective/transport/transport.h"
 
 namespace lockstep {

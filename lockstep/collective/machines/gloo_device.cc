@@ -23,8 +23,8 @@
 #include "lockstep/collective/transport/cpu_transport.h"
 #include "lockstep/cores.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/insecure_network.h"
-#include "lockstep/launch/interfaces.h"
+#include "agent/meet/insecure_network.h"
+#include "agent/meet/interfaces.h"
 
 namespace gloo::transport::tcp::tls {  // as libtorch has it; Debian's headers do not
 std::shared_ptr<transport::Device> CreateDevice(const struct attr& source, std::string key_file,

@@ -28,7 +28,7 @@
 
 #include <memory>
 
-#include "lockstep/collective/store/store_ptr.h"
+#include "lockstep/collective/meet/store_ptr.h"
 #include "lockstep/collective/transport/transport.h"
 
 namespace lockstep {

@@ -6,7 +6,7 @@
 #include "lockstep/base/sockets/received.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/gloo_connection.h"
-#include "lockstep/launch/insecure_network.h"
+#include "agent/meet/insecure_network.h"
 
 namespace lockstep {
 namespace {

@@ -9,8 +9,8 @@
 #pragma once
 
 #include "lockstep/base/sockets/endpoint.h"
-#include "lockstep/collective/store/store_ptr.h"
-#include "lockstep/launch/environment.h"
+#include "lockstep/collective/meet/store_ptr.h"
+#include "agent/clusters/environment.h"
 
 namespace lockstep {
 

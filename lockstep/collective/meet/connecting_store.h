@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/collective/store/store_ptr.h"
+#include "lockstep/collective/meet/store_ptr.h"
 #include "lockstep/deadline.h"
 
 namespace lockstep {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // collective/meet/job_store.h: the c10d store of a job, served by rank 0 and joined by the others, at an address that is known.
 //
-// Flow:    rendezvous.cc -> here -> base/sockets/endpoint.h, store/store_client.h
+// Flow:    rendezvous.cc -> here -> base/sockets/endpoint.h, store_client.h
 // Owns:    the store lives in the process that serves it
 // Threads: call from one thread
 // Ranks:   rank 0 serves, the others join
@@ -11,9 +11,9 @@
 #include <string>
 
 #include "lockstep/base/sockets/endpoint.h"
-#include "lockstep/collective/store/store_ptr.h"
-#include "lockstep/launch/environment.h"
-#include "lockstep/launch/job_secret.h"
+#include "lockstep/collective/meet/store_ptr.h"
+#include "agent/clusters/environment.h"
+#include "agent/meet/job_secret.h"
 
 namespace lockstep {
 

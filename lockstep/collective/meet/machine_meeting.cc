@@ -12,7 +12,7 @@
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/meet/job_store.h"
-#include "lockstep/collective/store/store_client.h"
+#include "lockstep/collective/meet/store_client.h"
 #include "lockstep/error.h"
 
 namespace lockstep {

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // collective/meet/machine_meeting.h: how the ranks of a job that is on one machine find each other: at a Unix socket, without TCP.
 //
-// Flow:    rendezvous.cc -> here -> store/store_client.h
+// Flow:    rendezvous.cc -> here -> store_client.h
 // Owns:    a socket without a file, until all ranks have connected
 // Threads: call from one thread
 // Ranks:   every rank calls it once
 #pragma once
 
-#include "lockstep/collective/store/store_ptr.h"
+#include "lockstep/collective/meet/store_ptr.h"
 #include "lockstep/deadline.h"
-#include "lockstep/launch/environment.h"
+#include "agent/clusters/environment.h"
 
 namespace lockstep {
 

@@ -12,7 +12,7 @@
 
 #include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/store/store_client.h"
+#include "lockstep/collective/meet/store_client.h"
 #include "lockstep/deadline.h"
 #include "tests/support.h"
 

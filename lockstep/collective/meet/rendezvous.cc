@@ -18,10 +18,10 @@
 #include "lockstep/collective/meet/agent_store.h"
 #include "lockstep/collective/meet/job_store.h"
 #include "lockstep/collective/meet/machine_meeting.h"
-#include "lockstep/collective/store/store_client.h"
+#include "lockstep/collective/meet/store_client.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/interfaces.h"
-#include "lockstep/launch/launcher_store.h"
+#include "agent/meet/interfaces.h"
+#include "agent/clusters/launcher_store.h"
 
 namespace lockstep {
 namespace {

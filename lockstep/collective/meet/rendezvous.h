@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // collective/meet/rendezvous.h: how the ranks of a job find each other: a c10d store that all of them can reach.
 //
-// Flow:    launch/environment.h -> here -> the transports (transport.h)
+// Flow:    agent/clusters/environment.h -> here -> the transports (transport.h)
 // Owns:    rank 0's store lives in rank 0's process; the others hold a connection to it
 // Threads: call from one thread
 // Ranks:   every rank calls connect_store once
@@ -9,14 +9,14 @@
 
 #include <string>
 
-#include "lockstep/collective/store/store_ptr.h"
+#include "lockstep/collective/meet/store_ptr.h"
 #include "lockstep/deadline.h"
-#include "lockstep/launch/environment.h"
+#include "agent/clusters/environment.h"
 
 namespace lockstep {
 
 // All ranks on one machine: at a Unix socket (machine_meeting.h). Where torchrun's agent serves a store, at that one.
-// Else connect_at_address; or without an address mpirun tells the ranks where rank 0 listens (launch/launcher_store.h).
+// Else connect_at_address; or without an address mpirun tells the ranks where rank 0 listens (agent/clusters/launcher_store.h).
 // A name that does not resolve yet is tried again. Blocks until rank 0 answers. Throws RendezvousError: port in use (it
 // names the process there), another job's rank 0 at this port, no answer from the resolver or rank 0 before the timeout.
 StorePtr connect_store(const JobEnvironment& job, milliseconds timeout);

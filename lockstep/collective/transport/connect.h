@@ -13,9 +13,9 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/collective/store/store_ptr.h"
+#include "lockstep/collective/meet/store_ptr.h"
 #include "lockstep/collective/transport/cpu_transport.h"
-#include "lockstep/launch/environment.h"
+#include "agent/clusters/environment.h"
 
 namespace lockstep {
 

@@ -21,7 +21,7 @@
 #include "lockstep/collective/calls/future.h"
 #include "lockstep/collective/calls/tensor_call.h"
 #include "lockstep/collective/shm/group.h"
-#include "lockstep/collective/store/store_ptr.h"
+#include "lockstep/collective/meet/store_ptr.h"
 
 namespace lockstep {
 

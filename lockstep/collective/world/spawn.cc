@@ -7,7 +7,7 @@
 #include "lockstep/collective/meet/rendezvous.h"
 #include "lockstep/collective/world/world_state.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/launcher.h"
+#include "agent/start/launcher.h"
 
 namespace lockstep {
 namespace {

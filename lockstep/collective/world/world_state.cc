@@ -15,8 +15,8 @@
 #include "lockstep/collective/trace_if_asked.h"
 #include "lockstep/collective/transport/connect.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/insecure_network.h"
-#include "lockstep/launch/job_memory.h"
+#include "agent/meet/insecure_network.h"
+#include "agent/recover/job_memory.h"
 #include "lockstep/observe/phase_scope.h"
 
 namespace lockstep {

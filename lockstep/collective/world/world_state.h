@@ -15,10 +15,10 @@
 #include "lockstep/base/int_vector.h"
 #include "lockstep/base/process/own_process.h"
 #include "lockstep/base/process/stoppable.h"
-#include "lockstep/collective/store/store_ptr.h"
+#include "lockstep/collective/meet/store_ptr.h"
 #include "lockstep/collective/traced_messages.h"
 #include "lockstep/collective/transport/transport.h"
-#include "lockstep/launch/environment.h"
+#include "agent/clusters/environment.h"
 #include "lockstep/world.h"
 
 namespace lockstep {

@@ -20,7 +20,7 @@
 #include <nlohmann/json_fwd.hpp>
 
 #include "lockstep/datasets.h"
-#include "lockstep/launch/hang_options.h"
+#include "agent/watch/hang_options.h"
 #include "lockstep/loader.h"
 #include "lockstep/schedule.h"
 #include "lockstep/strategy.h"
@@ -74,7 +74,7 @@ struct TrainOptions {
   int threads = 0;                            // per rank; 0: cores / ranks
 
   std::string command;            // that started the program, as a shell takes it; for the metrics, as the next is
-  std::string launcher = "none";  // that started the ranks (launch/environment.h)
+  std::string launcher = "none";  // that started the ranks (agent/clusters/environment.h)
   std::string metrics;
   std::string trace;        // file
   std::string trace_steps;  // "100:120"; empty: all

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "lockstep/device_place.h"
-#include "lockstep/launch/environment.h"
+#include "agent/clusters/environment.h"
 #include "lockstep/train/options/options.h"
 
 namespace lockstep {

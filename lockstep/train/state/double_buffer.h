@@ -19,7 +19,7 @@
 
 #include "lockstep/base/files/unique_fd.h"
 #include "lockstep/checkpoint/safetensors.h"
-#include "lockstep/launch/job_memory.h"
+#include "agent/recover/job_memory.h"
 #include "lockstep/world.h"
 
 namespace lockstep {

@@ -17,7 +17,7 @@
 #include <optional>
 #include <string>
 
-#include "lockstep/launch/job_memory.h"
+#include "agent/recover/job_memory.h"
 #include "lockstep/strategy.h"
 #include "lockstep/train/options/options.h"
 #include "lockstep/train/state/double_buffer.h"

@@ -14,7 +14,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
-#include "lockstep/launch/job_memory.h"
+#include "agent/recover/job_memory.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/optimizer.h"
 #include "lockstep/step/guards/fitting.h"

@@ -12,7 +12,7 @@
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/images.h"
-#include "lockstep/launch/environment.h"
+#include "agent/clusters/environment.h"
 #include "lockstep/loader.h"
 #include "lockstep/sampler.h"
 

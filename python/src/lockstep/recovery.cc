@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/launch/job_memory.h"
+#include "agent/recover/job_memory.h"
 
 #include "bindings.h"
 #include "lockstep/checkpoints.h"

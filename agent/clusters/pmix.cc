@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+// agent/clusters/pmix.cc: the texts that Open MPI's mpirun keeps for its ranks, by libpmix, which comes with Open MPI and is loaded
+// when it is needed.
+//
+// Flow:    open_launcher_store() -> here <-> libpmix <-> mpirun's daemon
+// Owns:    PMIx_Init, until PMIx_Finalize when the process exits: it can be called once in a process, and an
+//          MPI_Init() counts on it
+// Threads: one at a time; libpmix has a thread of its own
+#include "agent/clusters/launcher_store.h"
+
+#include <dlfcn.h>
+
+#include <array>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <future>
+#include <thread>
+
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+// The few parts of libpmix's stable binary interface (PMIx standard, versions 2 to 5) that are used here.
+constexpr int kPmixSuccess = 0;
+constexpr std::uint8_t kPmixGlobal = 3;   // for ranks of all machines
+constexpr std::uint16_t kPmixString = 3;  // what a value holds
+struct PmixProcess {
+  std::array<char, 256> job;
+  std::uint32_t rank;
+};
+struct PmixValue {
+  std::uint16_t type;
+  const char* text;
+  std::array<char, 48> others;  // no member of the union is longer
+};
+
+RendezvousError pmix_error(const std::string& what) {
+  return RendezvousError({.what = concat(what, ", Open MPI's way to tell the ranks where to meet"),
+                          .likely = "an Open MPI without a libpmix.so.2 in the library path, or another rank has ended",
+                          .next = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"});
+}
+
+// Open once and never closed.
+struct Pmix {
+  Pmix() : library(::dlopen("libpmix.so.2", RTLD_NOW | RTLD_LOCAL)) {
+    if (library == nullptr) throw pmix_error("can't load libpmix.so.2");
+    load(init, "PMIx_Init");
+    load(put, "PMIx_Put");
+    load(commit, "PMIx_Commit");
+    load(fence, "PMIx_Fence");
+    load(get, "PMIx_Get");
+    load(finalize, "PMIx_Finalize");
+  }
+
+  template <class Function>
+  void load(Function& function, const char* name) {
+    function = reinterpret_cast<Function>(::dlsym(library, name));
+    if (function == nullptr) throw pmix_error(concat("libpmix.so.2 has no ", name));
+  }
+
+  void* library;
+  int (*init)(PmixProcess*, void*, std::size_t) = nullptr;
+  int (*put)(std::uint8_t, const char*, PmixValue*) = nullptr;
+  int (*commit)() = nullptr;
+  int (*fence)(const PmixProcess*, std::size_t, const void*, std::size_t) = nullptr;
+  int (*get)(const PmixProcess*, const char*, const void*, std::size_t, PmixValue**) = nullptr;
+  int (*finalize)(const void*, std::size_t) = nullptr;
+  PmixProcess me{};
+};
+
+Pmix& pmix() {
+  static Pmix* const opened = new Pmix;  // libpmix's thread uses it until the process ends
+  return *opened;
+}
+
+// libpmix's calls have no deadline, so each gets a thread, which is left behind if it hangs.
+void call(const char* name, milliseconds timeout, const std::function<int()>& function) {
+  std::packaged_task<int()> task(function);
+  auto result = task.get_future();
+  std::thread(std::move(task)).detach();
+  if (result.wait_for(timeout) != std::future_status::ready) throw pmix_error(concat("no answer to ", name));
+  if (const int code = result.get(); code != kPmixSuccess) throw pmix_error(concat(name, " failed with code ", code));
+}
+
+class PmixStore final : public LauncherStore {
+ public:
+  explicit PmixStore(milliseconds timeout) : timeout_(timeout) {
+    [[maybe_unused]] static const bool opened = [timeout] {
+      Pmix& library = pmix();
+      call("PMIx_Init", timeout, [&library] { return library.init(&library.me, nullptr, 0); });
+      return std::atexit([] { pmix().finalize(nullptr, 0); }) == 0;
+    }();
+  }
+
+  void put(const std::string& name, const std::string& text) override {
+    PmixValue value{.type = kPmixString, .text = text.c_str(), .others = {}};
+    if (pmix().put(kPmixGlobal, name.c_str(), &value) != kPmixSuccess) throw pmix_error("PMIx_Put failed");
+  }
+
+  void fence() override {
+    call("PMIx_Commit", timeout_, [] { return pmix().commit(); });
+    call("PMIx_Fence", timeout_, [] { return pmix().fence(nullptr, 0, nullptr, 0); });
+  }
+
+  std::string get(int rank, const std::string& name) override {
+    auto found = std::make_shared<PmixValue*>(nullptr);
+    call("PMIx_Get", timeout_, [rank, name, found] {
+      PmixProcess process = pmix().me;
+      process.rank = static_cast<std::uint32_t>(rank);
+      return pmix().get(&process, name.c_str(), nullptr, 0, found.get());
+    });
+    if (*found == nullptr || (*found)->type != kPmixString) throw pmix_error(concat("rank ", rank, " gave no ", name));
+    return (*found)->text;  // a few bytes that are never freed: that is a macro of PMIx's header
+  }
+
+ private:
+  milliseconds timeout_;
+};
+
+}  // namespace
+
+std::unique_ptr<LauncherStore> open_pmix(milliseconds timeout) { return std::make_unique<PmixStore>(timeout); }
+
+}  // namespace lockstep

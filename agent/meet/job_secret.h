@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// agent/meet/job_secret.h: the 256 bits that the ranks of a job have in common and nobody else knows.
+//
+// Flow:    the environment, files, munge -> here -> tls_channel.h, secured_channel.h
+// Owns:    on rank 0, where nothing else carries it, a file in the user's home, until it is destroyed
+// Threads: any
+// Ranks:   each finds it by itself, or asks rank 0 for it where munge carries it
+//
+// Never in an argument, a message or a log. In this order:
+//
+//   LOCKSTEP_SECRET        64 hexadecimal digits
+//   LOCKSTEP_SECRET_FILE   a file with them, which only its owner, this user, can read
+//   munge                  rank 0 makes one for this job, and gives it to who asks, as a credential for its own user (munge.h);
+//                          LOCKSTEP_MUNGE=0: not that
+//   ~/.lockstep/job-…      a file like the one above, which rank 0 makes for this job where no munged answers
+//
+// LOCKSTEP_INSECURE_NETWORK=1: none at all.
+#pragma once
+
+#include <array>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+
+namespace lockstep {
+
+using Secret = std::array<unsigned char, 32>;
+
+class JobSecret {
+ public:
+  // `job`: the same on all its ranks, in a file's name by its hash. Throws EnvironmentError: a variable or file that is no
+  // secret, or that others can read; no munge, and no home to write to.
+  JobSecret(const std::string& job, bool is_rank_0);
+  ~JobSecret();
+  JobSecret& operator=(JobSecret&&) = delete;
+
+  // Makes that of a process other than rank 0, which has learned the secret and can pass it on as rank 0 does.
+  static std::shared_ptr<const JobSecret> learned(const JobSecret& how, const std::optional<Secret>& secret);
+
+  // LOCKSTEP_INSECURE_NETWORK: nobody is asked for a secret, and nothing is encrypted.
+  bool is_off() const { return off_; }
+
+  // Returns nothing if munge carries it here, or rank 0 has not made the file yet, or it is not in this machine's home. Reads the
+  // file again each time: the one of an older job may still be there.
+  std::optional<Secret> find() const;
+
+  // True if nobody has told it and this machine has munge: rank 0 gives out credentials, the others ask for one.
+  bool comes_by_munge() const { return by_munge_; }
+
+  // Seals it for another rank, in rank 0, where it comes by munge. Returns nothing if munged has gone.
+  std::optional<std::string> credential() const;
+
+ private:
+  JobSecret() = default;
+
+  bool off_ = false;
+  bool by_munge_ = false;
+  std::optional<Secret> known_;
+  std::filesystem::path file_;  // in the home; empty: there is none
+  bool is_made_here_ = false;
+};
+
+using SecretPtr = std::shared_ptr<const JobSecret>;
+
+// The secret in a credential of rank 0. Throws EnvironmentError.
+Secret secret_in(const std::string& credential);
+
+// Tells whether a job here has a secret without a file in the home: by a variable, or by munge.
+bool is_secret_told();
+
+// A line for a shell that makes a secret, and prints the line that tells it to another machine.
+inline constexpr const char* kLineThatMakesASecret =
+    "export LOCKSTEP_SECRET=$(openssl rand -hex 32); echo \"export LOCKSTEP_SECRET=$LOCKSTEP_SECRET\"";
+
+// The ways to give a job a secret, for an error's `next`.
+std::string ways_to_a_secret();
+
+}  // namespace lockstep

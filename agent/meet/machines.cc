@@ -1,0 +1,288 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "agent/meet/machines.h"
+
+#include <sys/prctl.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "agent/meet/membership.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/sockets/poll.h"
+#include "lockstep/base/sockets/port.h"
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Kind = Packet::Kind;
+
+constexpr milliseconds kLookEvery{100};
+constexpr milliseconds kPatience{60'000};  // for a store that does not answer, while something has to be decided
+constexpr milliseconds kLastWordsWithin{2000};
+constexpr std::size_t kLongestName = 176;
+
+RendezvousError too_few(const Meeting& meeting, std::size_t came) {
+  return RendezvousError({.what = concat(came, " of at least ", meeting.least, " machines came to ",
+                                         meeting.places.front().text(), " within ", human_seconds(meeting.timeout)),
+                          .likely = "a machine that did not start, or has another --rdzv-endpoint",
+                          .next = "look at the other machines; --rdzv-conf join_timeout=SECONDS waits longer"});
+}
+
+RendezvousError begun_without(const Meeting& meeting, const Epoch& epoch) {
+  return RendezvousError(
+      {.what = concat("the job at ", meeting.places.front().text(), " runs without this machine"),
+       .here = concat(epoch.members.size(), " machines, --nnodes ", meeting.least, ":", meeting.most),
+       .likely = "as many machines as --nnodes allows have come before, or without --max-restarts no "
+                 "machine may come later",
+       .next = "start this one before the others begin, or raise MAX of --nnodes MIN:MAX"});
+}
+
+// The process that keeps in touch. It says to its launcher: epoch TEXT, say WORDS, ended WHY, failed KIND WHAT HERE PEER LIKELY NEXT; and
+// hears of it: alive, restart, leave, finished, end WHY.
+class Contact {
+ public:
+  Contact(const Meeting& meeting, UniqueFd launcher)
+      : meeting_(meeting), launcher_(std::make_unique<Channel>(std::move(launcher))) {
+    launcher_.allow(PacketStream::kLongestPacket);
+    me_.member = {.id = new_member_id(), .ranks = meeting.ranks};
+  }
+
+  void run(const Machines::OpenStore& open) try {
+    ::prctl(PR_SET_PDEATHSIG, 0);  // a launcher that is killed is taken off the list before this process ends
+    const Deadline deadline = Deadline::after(meeting_.timeout);
+    store_ = open(meeting_, deadline);
+    join();
+    for (bool is_last = false;; is_last = !hear_launcher()) {  // once more after the launcher's last words
+      const auto asked = Clock::now();
+      if (has_to_write_) write_presence();
+      const auto entries = store_->read();
+      if (!entries || Clock::now() - asked > meeting_.silence / 3) quiet_until_ = Clock::now() + meeting_.silence;
+      entries ? follow(JobView(*entries), deadline) : miss_store();
+      if (is_last) return say_goodbye();
+    }
+  } catch (const Error& error) {
+    const ErrorText& text = error.text();
+    tell({"failed", error.kind(), text.what, text.here, text.peer, text.likely, text.next});
+  }
+
+ private:
+  void tell(std::vector<std::string> words) {
+    launcher_.put({.kind = Kind::kSet, .texts = std::move(words)});
+    launcher_.write();
+  }
+
+  // Rank 0's stores take turns at two ports, which stay free while this lives.
+  void join() {
+    me_.member.address = store_->own_address();
+    for (int& port : me_.member.master_ports) port = ports_.emplace_back(me_.member.address).number();
+    membership_.emplace(meeting_, me_.member.id);
+    tell({"me", me_.member.id});
+  }
+
+  // Waits a little. False: the launcher has gone, or has said nothing for so long that it hangs.
+  bool hear_launcher() {
+    pollfd polled = to_poll(launcher_.fd(), launcher_.events());
+    poll_for({&polled, 1}, kLookEvery);
+    const auto now = Clock::now();
+    awake_ += std::min(std::chrono::duration_cast<milliseconds>(now - std::exchange(turn_, now)), 2 * kLookEvery);
+    if (!launcher_.write() || !launcher_.read()) return false;
+    while (const auto packet = launcher_.next()) {
+      heard_ = awake_;
+      hear(packet->texts);
+      if (!launcher_.read()) return false;
+    }
+    has_to_write_ = has_to_write_ || awake_ - written_ >= meeting_.silence / 10;
+    return !heard_ || awake_ - *heard_ <= meeting_.silence;
+  }
+
+  void hear(const std::vector<std::string>& texts) {
+    const std::string& what = texts.at(0);
+    bool* const wish = what == "restart"    ? &me_.wants_restart
+                       : what == "leave"    ? &me_.wants_to_leave
+                       : what == "finished" ? &me_.has_finished
+                                            : nullptr;
+    if (wish != nullptr) *wish = has_to_write_ = true;
+    if (what == "end") end_ = texts.at(1);
+  }
+
+  void write_presence() {
+    has_to_write_ = !store_->write_own(kPresence + me_.member.id, to_text(me_));
+    if (!has_to_write_) written_ = awake_;
+  }
+
+  bool is_guest() const { return me_.epoch < 0; }
+
+  void follow(const JobView& view, const Deadline& deadline) {
+    answered_ = awake_;
+    const auto& record = view.record;
+    const bool is_in = view.runs() && record->epoch.has(me_.member.id);
+    if (is_guest() && !is_in && deadline.passed())
+      throw view.runs() ? begun_without(meeting_, record->epoch) : too_few(meeting_, view.present.size());
+    if (is_guest() && view.runs() && !is_in && !meeting_.replaces) throw begun_without(meeting_, record->epoch);
+    if (is_in && record->epoch.number > me_.epoch) begin(record->epoch);
+    if (!is_guest() && record && !record->epoch.has(me_.member.id))
+      return leave(concat("the other machines go on without this one, in generation ", record->epoch.number));
+    if (is_in && record->ended) return leave(*record->ended);
+    say_what_changed(view);
+    auto next = Clock::now() < quiet_until_ ? std::nullopt : membership_->next(view, awake_);
+    if (end_ && is_in) (next = record)->ended = *end_;
+    if (next) store_->replace(kRecord, view.record_text, to_text(*next));
+  }
+
+  void begin(const Epoch& epoch) {
+    me_.epoch = epoch.number;
+    me_.wants_restart = me_.has_finished = false;
+    has_to_write_ = true;
+    tell({"epoch", to_text(epoch)});
+  }
+
+  void leave(const std::string& why) {
+    if (!has_left_) tell({"ended", why});
+    has_left_ = true;
+  }
+
+  void say_what_changed(const JobView& view) {
+    if (!view.runs() || view.record->ended) return;
+    for (const Member& member : view.lost())
+      if (told_.insert(member.id).second)
+        tell({"say", concat("machine ", member.host(), " (", member.address,
+                            ") is lost: its launcher has ended, or was silent for ", human_seconds(meeting_.silence))});
+    for (const Presence& each : view.present)
+      if (view.first()->member.id == me_.member.id && each.epoch < 0 && !view.record->epoch.has(each.member.id) &&
+          told_.insert(each.member.id).second)
+        tell({"say", concat("machine ", each.member.host(), " asks to be taken in")});
+  }
+
+  // A step never waits for the store: what runs goes on, until something has to be decided.
+  void miss_store() {
+    if (store_->is_lost())
+      return leave(concat("it has lost ", store_->name(), ", with which the job ends; --rdzv-backend etcd goes on"));
+    const bool waits = me_.wants_restart || me_.wants_to_leave || end_ || is_guest();
+    if (!waits) answered_ = awake_;
+    if (awake_ - answered_ > kPatience)
+      leave(concat(store_->name(), " has not answered for ", human_seconds(kPatience)));
+  }
+
+  // Whoever serves the store stays until the others have read the end, and have gone.
+  void say_goodbye() {
+    const Deadline deadline = Deadline::after(kLastWordsWithin);
+    while (has_left_ && store_->serves() && !deadline.passed()) {
+      const auto entries = store_->read();
+      if (!entries || JobView(*entries).present.size() < 2) return;
+      std::this_thread::sleep_for(kLookEvery);
+    }
+  }
+
+  Meeting meeting_;
+  PacketStream launcher_;
+  Presence me_{};
+  std::unique_ptr<MembershipStore> store_{};
+  std::vector<ReservedPort> ports_{};
+  std::optional<Membership> membership_{};
+  std::set<std::string> told_{};
+  std::optional<std::string> end_{};  // the launcher ends the job, and why
+  bool has_left_ = false;
+  bool has_to_write_ = true;
+  Clock::time_point
+      quiet_until_{};  // the store has been away, and other launchers may not have been able to say that they live
+  // Time in which this process ran itself: one that was stopped accuses nobody.
+  Clock::time_point turn_ = Clock::now();
+  milliseconds awake_{};
+  std::optional<milliseconds> heard_{};  // the launcher, since it has begun
+  milliseconds answered_{};              // by the store
+  milliseconds written_{};
+};
+
+}  // namespace
+
+Machines::Machines(const Meeting& meeting, const OpenStore& open) : beat_(meeting.silence / 10), stream_(nullptr) {
+  if (meeting.job.size() > kLongestName || meeting.job.find_first_of("\n/") != std::string::npos)
+    throw UsageError({.what = concat("--rdzv-id is '", meeting.job, "'"),
+                      .next = concat("choose a line of at most ", kLongestName, " characters, without /")});
+  std::array<int, 2> ends{};
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()) != 0) throw system_error("make", "a socket");
+  stream_ = PacketStream(std::make_unique<Channel>(UniqueFd(ends[0])));
+  stream_.allow(PacketStream::kLongestPacket);
+  UniqueFd theirs(ends[1]);
+  const auto contact = [&] {
+    Contact(meeting, std::move(theirs)).run(open);
+    return 0;
+  };
+  process_.emplace(ProcessOptions{.body = contact, .close_in_child = {ends[0]}});
+  theirs.reset();
+  while (epoch_.members.empty() && !end_) {
+    pollfd polled = to_poll(stream_.fd(), stream_.events());
+    poll_for({&polled, 1}, milliseconds(-1));  // the process has the deadline
+    work();
+  }
+  if (end_) throw RendezvousError({.what = *end_, .next = "look at the other machines' output"});
+  has_news_ = false;
+}
+
+Machines::~Machines() {
+  ::shutdown(stream_.fd(), SHUT_WR);
+  if (process_) wait_for(POLLIN, process_->pidfd(), Deadline::after(2 * kLastWordsWithin));
+}
+
+std::vector<Event> Machines::events() const {
+  return {{stream_.fd(), stream_.events(), [] {}}};
+}
+
+void Machines::tell(const std::string& what, const std::string& more) {
+  stream_.put({.kind = Kind::kSet, .texts = {what, more}});
+  stream_.write();
+}
+
+void Machines::finish() {
+  if (!std::exchange(has_finished_, true)) tell("finished");
+}
+
+void Machines::work() {
+  const auto now = Clock::now();
+  if (now >= next_beat_) {
+    next_beat_ = now + beat_;
+    tell("alive");
+  }
+  stream_.write();  // also to a process that has ended: what it has said last is still to be read
+  bool is_there = stream_.read();
+  while (const auto packet = stream_.next()) {
+    hear(*packet);
+    is_there = is_there && stream_.read();
+  }
+  if (!is_there && !over_ && !end_)
+    end_ = "its contact to the other machines has ended: it was killed, or this launcher has hung for too long";
+}
+
+void Machines::hear(const Packet& packet) {
+  const auto& texts = packet.texts;
+  const std::string& what = texts.at(0);
+  if (what == "failed") {
+    const ErrorText text{texts.at(2), texts.at(3), texts.at(4), texts.at(5), texts.at(6)};
+    if (texts.at(1) == "UsageError") throw UsageError(text);
+    throw Error(texts.at(1), text);
+  }
+  if (what == "me") id_ = texts.at(1);
+  if (what == "say") words_.push_back(texts.at(1));
+  if (what == "ended") {
+    over_ = texts.at(1).empty();
+    if (!over_ && !end_) end_ = texts.at(1);
+  }
+  auto epoch = what == "epoch" ? parse_epoch(texts.at(1)) : std::nullopt;
+  if (!epoch) return;
+  epoch_ = std::move(*epoch);
+  has_news_ = true;
+  has_finished_ = false;
+}
+
+std::optional<Epoch> Machines::take_news() {
+  return std::exchange(has_news_, false) ? std::optional(epoch_) : std::nullopt;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "agent/meet/munge.h"
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <memory>
+
+#include "lockstep/base/process/host_name.h"
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+// The few parts of libmunge's stable binary interface (version 2) that are used here.
+enum MungeError : int { kMungeSuccess = 0, kMungeInvalid = 14, kMungeExpired = 15, kMungeRewound = 16 };
+enum MungeOption : int { kMungeCipher = 0, kMungeMac = 1, kMungeReader = 9 };
+constexpr int kMungeAes256 = 5;
+constexpr int kMungeSha256 = 5;
+
+struct Munge {
+  Munge() : library(::dlopen("libmunge.so.2", RTLD_NOW | RTLD_LOCAL)) {
+    if (library == nullptr) return;
+    usable = load(encode, "munge_encode") && load(decode, "munge_decode") && load(describe, "munge_strerror") &&
+             load(create, "munge_ctx_create") && load(set, "munge_ctx_set") && load(destroy, "munge_ctx_destroy");
+  }
+
+  template <class Function>
+  bool load(Function& function, const char* name) const {
+    function = reinterpret_cast<Function>(::dlsym(library, name));
+    return function != nullptr;
+  }
+
+  void* library;
+  bool usable = false;
+  int (*encode)(char** credential, void* context, const void* bytes, int count) = nullptr;
+  int (*decode)(const char* credential, void* context, void** bytes, int* count, uid_t*, gid_t*) = nullptr;
+  const char* (*describe)(int error) = nullptr;
+  void* (*create)() = nullptr;
+  int (*set)(void* context, int option, ...) = nullptr;
+  void (*destroy)(void* context) = nullptr;
+};
+
+// Open once and never closed.
+const Munge& munge() {
+  static const Munge opened;
+  return opened;
+}
+
+// Memory that libmunge has allocated.
+template <class T>
+using Allocated = std::unique_ptr<T, decltype(&std::free)>;
+
+EnvironmentError cannot_read(int error) {
+  const bool clocks = error == kMungeExpired || error == kMungeRewound;
+  return EnvironmentError(
+      {.what = concat("can't read the secret that rank 0 sends through munge: ",
+                      error == kMungeSuccess ? "another user has sent it" : munge().describe(error)),
+       .here = concat("munged of ", host_name()),
+       .likely = clocks ? "the clocks of this machine and rank 0's differ by more than minutes"
+                 : error == kMungeInvalid
+                     ? "munged has another key (/etc/munge/munge.key) here than on rank 0's machine"
+                     : "rank 0 runs as another user, or another program answers in its place",
+       .next = clocks ? "set the clocks; or export LOCKSTEP_SECRET=… on every machine, which needs no munge"
+                      : "give munged one key on all machines; or export LOCKSTEP_SECRET=…, with the output of one "
+                        "`openssl rand -hex 32`, on every machine: it goes first"});
+}
+
+}  // namespace
+
+std::optional<std::string> seal_by_munge(const std::string& text) {
+  const Munge& library = munge();
+  if (!library.usable) return std::nullopt;
+  const std::unique_ptr<void, void (*)(void*)> context(library.create(), library.destroy);
+  char* made = nullptr;
+  const bool sealed = context != nullptr && library.set(context.get(), kMungeCipher, kMungeAes256) == kMungeSuccess &&
+                      library.set(context.get(), kMungeMac, kMungeSha256) == kMungeSuccess &&
+                      library.set(context.get(), kMungeReader, ::geteuid()) == kMungeSuccess &&
+                      library.encode(&made, context.get(), text.data(), static_cast<int>(text.size())) == kMungeSuccess;
+  const Allocated<char> credential(made, &std::free);
+  return sealed ? std::optional<std::string>(credential.get()) : std::nullopt;
+}
+
+std::string open_by_munge(const std::string& credential) {
+  void* made = nullptr;
+  int count = 0;
+  uid_t user = ~uid_t{0};
+  gid_t group = 0;
+  const int error =
+      munge().usable ? munge().decode(credential.c_str(), nullptr, &made, &count, &user, &group) : kMungeSuccess;
+  const Allocated<void> text(made, &std::free);
+  if (error != kMungeSuccess || user != ::geteuid()) throw cannot_read(error);
+  return {static_cast<const char*>(text.get()), static_cast<std::size_t>(count)};
+}
+
+}  // namespace lockstep

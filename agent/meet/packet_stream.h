@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// agent/meet/packet_stream.h: what a rank or launcher and the store say to each other, and how it goes through a channel.
+//
+// Flow:    meeting_client.h, store_server.h -> here -> channel.h
+// Owns:    the channel, and what has been read or is still to be written
+// Threads: one at a time
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "agent/meet/channel.h"
+
+namespace lockstep {
+
+struct Packet {
+  enum class Kind : std::uint8_t {
+    kHello = 1,
+    kSet,
+    kGet,
+    kAdd,
+    kCompareSet,
+    kDelete,
+    kCheck,
+    kCount,
+    kAppend,
+    kSetOwn,
+    kList,  // asked by a client
+    kDone,
+    kMissing,
+    kRefused,  // answered by the store
+  };
+  static constexpr std::size_t kMostTexts = std::size_t{1} << 17;  // a key of each rank
+
+  Kind kind = Kind::kDone;
+  std::int64_t number = 0;
+  std::vector<std::string> texts{};
+};
+
+// Length, kind, number; then each text after its own length. All as the machine has them: x86-64 is the only one.
+std::string encode(const Packet& packet);
+std::optional<Packet> decode(std::string_view body);  // without the length; nothing: malformed
+
+class PacketStream {
+ public:
+  static constexpr std::size_t kLongestPacket = std::size_t{16} << 20;
+  static constexpr std::size_t kLongestHello = 64;  // of somebody who is not known yet
+
+  explicit PacketStream(std::unique_ptr<Channel> channel) : channel_(std::move(channel)) {}
+
+  // Do not block. False: the peer is gone, or has sent what is no packet.
+  bool read();
+  bool write();
+
+  std::optional<Packet> next();  // of those that have come
+  void put(const Packet& packet) { out_ += encode(packet); }
+  bool has_to_write() const { return sent_ < out_.size(); }
+  bool is_broken() const { return broken_; }  // what came last was no packet
+  void allow(std::size_t longest) { longest_ = longest; }
+
+  int fd() const { return channel_->fd(); }
+  short events() const { return channel_->events(has_to_write()); }
+
+ private:
+  std::optional<std::uint32_t> length() const;  // of the packet that comes next; nothing: not known yet
+  bool has_packet() const;
+
+  std::unique_ptr<Channel> channel_;
+  std::size_t longest_ = kLongestHello;
+  std::string in_;
+  std::string out_;
+  std::size_t sent_ = 0;  // of it
+  bool broken_ = false;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// agent/start/output.h: what the ranks print, on its way through the launcher: whole lines, with the rank before them.
+//
+// Flow:    a rank's stdout or stderr -> pipe -> LineSplitter -> Sink -> this process's stdout or stderr
+// Threads: one
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "lockstep/base/files/unique_fd.h"
+
+namespace lockstep {
+
+constexpr std::size_t kLongestLine = 16 * 1024;  // a longer one is passed on in pieces
+constexpr std::size_t kLastLines = 20;           // kept of every stream
+constexpr std::size_t kMostPending = 1 << 20;    // bytes that a Sink keeps in memory
+
+// Cuts a stream of bytes into lines, without their newline.
+class LineSplitter {
+ public:
+  using OnLine = std::function<void(std::string_view line)>;
+
+  void feed(std::string_view bytes, const OnLine& on_line);
+  void finish(const OnLine& on_line);  // the last line, where it has no newline
+
+ private:
+  std::string rest_;
+};
+
+// Writes to a descriptor that it does not own. write_some() never blocks, so that the launcher handles signals even if
+// the reader of its output has stopped (Ctrl-S, a pager). What that reader does not take is kept: kMostPending bytes in
+// memory, the rest in a nameless file in the folder for temporary files. Lines of up to 4096 bytes stay whole when
+// programs share the descriptor.
+class Sink {
+ public:
+  explicit Sink(int fd);
+  int fd() const { return terminal_ ? terminal_.get() : fd_; }
+  bool empty() const { return pending_.empty(); }
+  bool full() const { return !tail_.empty(); }  // that file has no room either: add nothing more
+  void add(std::string_view text);
+  void add_line(std::string_view prefix, std::string_view line);
+  void write_some();  // call when poll says that fd() can be written to; throws SystemError
+  void flush();       // blocks until the reader has taken everything: without a deadline, as in any program
+
+ private:
+  bool add_to_file(std::string_view text);
+  void refill();
+
+  int fd_;
+  UniqueFd terminal_;    // fd_, where that is one: poll says that it takes something, and a write of more would block
+  std::string pending_;  // empty only if the rest is
+  std::size_t written_ = 0;  // of pending_
+  UniqueFd file_;            // what comes after pending_: bytes [read_, filed_)
+  std::size_t read_ = 0;
+  std::size_t filed_ = 0;
+  std::string tail_;  // what comes after the file
+};
+
+// The reading end of one stream of one rank. Without a prefix its bytes are passed on as they come, not line by line.
+class RankStream {
+ public:
+  RankStream(std::string prefix, Sink& sink) : prefix_(std::move(prefix)), sink_(&sink) {}
+
+  UniqueFd open();  // returns the end to write to; throws SystemError
+  int fd() const { return pipe_.get(); }
+  const Sink& sink() const { return *sink_; }
+  void read_some();  // what is there now, up to 64 KiB; closes at the end
+  void drain();      // reads what a dead rank left, even if another process keeps the pipe open; then closes
+  const std::deque<std::string>& last_lines() const { return last_lines_; }
+
+ private:
+  long read_once();
+  void close();
+  void pass_on(std::string_view line);
+
+  UniqueFd pipe_;
+  std::string prefix_;
+  Sink* sink_;
+  LineSplitter lines_;
+  std::deque<std::string> last_lines_;
+};
+
+std::vector<std::string> last_lines_of_file(const std::string& path);  // empty if it can't be read
+
+}  // namespace lockstep

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// agent/watch/hang_watch.h: notices that all ranks of a machine are alive and none moves, finds the one that holds up the others,
+// and shows where each of them is.
+//
+// Flow:    job_page.h -> here -> a report on stderr with the ranks' stacks -> the launcher, which ends the rank
+// Owns:    while it takes stacks, one process that runs the debugger; it never blocks itself
+// Threads: the launcher's only one
+//
+// Time counts only while this process watches: one that was stopped together with its ranks, as by a scheduler that suspends
+// a job, blames nobody afterwards. Neither does it where a debugger is attached to a rank.
+#pragma once
+
+#include <chrono>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/deadline.h"
+#include "agent/start/events.h"
+#include "agent/watch/hang_options.h"
+#include "agent/start/output.h"
+#include "agent/start/process.h"
+#include "lockstep/observe/job_page.h"
+
+namespace lockstep {
+
+// Of a rank that does what may take long (starts, meets the others, validates, saves; or runs a program's own code while
+// nobody waits for it): so many timeouts.
+constexpr int kPatienceWithSlowPhases = 10;
+
+struct LivingRank {
+  int local = 0;
+  int rank = 0;   // of the job
+  pid_t pid = 0;  // of the process that the launcher has started
+};
+
+struct Hang {
+  int local = 0;
+  int rank = 0;
+  std::string what;  // "rank 1 has not moved for 4:00, in forward of step 17"
+};
+
+class HangWatch {
+ public:
+  HangWatch(const JobPage* page, const HangOptions& options, Sink& report);  // null: never finds anything
+
+  std::optional<milliseconds> next_look() const;  // when look() wants to be called; nothing: never
+  void add_events(std::vector<Event>& events);    // for the launcher's poll
+  std::vector<int> descriptors() const;
+
+  // After each poll: the rank to be killed, once, after its stack was shown. `close_in_child`: as in ProcessOptions.
+  std::optional<Hang> look(const std::vector<LivingRank>& living, const std::vector<int>& close_in_child);
+
+ private:
+  struct Suspect {
+    int index = 0;  // among the living
+    enum class Why { kAwaited, kCircle, kStopped, kBehind, kOtherMachine } why = Why::kBehind;
+  };
+  using Living = std::vector<LivingRank>;
+
+  bool has_moved(const Living& living);
+  bool may_be_slow(const Living& living, const Suspect& suspect) const;
+  Suspect find_suspect(const Living& living) const;
+  Suspect follow_waits(const Living& living, int from) const;
+  bool stands_still(const RankRecord& waiting) const;
+  std::string describe(const Living& living, const LivingRank& rank) const;
+  std::string reason(const Living& living, const Suspect& suspect) const;
+  pid_t pid_of(const LivingRank& rank) const;
+  Living::const_iterator with_pid(const Living& living, pid_t pid) const;
+  void accuse(const Living& living, const Suspect& suspect, const std::vector<int>& close_in_child);
+  void take_stacks(const Living& living, int first, const std::vector<int>& close_in_child);
+  std::optional<Hang> finish_stacks();
+
+  const JobPage* page_;
+  HangOptions options_;
+  milliseconds interval_;
+  Deadline next_look_;
+  Deadline::Clock::time_point last_look_ = Deadline::Clock::now();
+  std::chrono::nanoseconds still_{0};  // how long no rank has moved, while this process watched
+  std::size_t alive_ = 0;              // ranks at the last look
+  std::vector<std::uint64_t> seen_;    // what has to change in each record, by local rank
+  bool reported_ = false;              // since a rank moved last
+  std::optional<Hang> accused_;        // while its stack is taken
+  bool only_report_ = false;
+  Sink& report_;
+  RankStream stacks_;
+  std::optional<Process> stack_taker_;
+  std::optional<Deadline> stacks_until_;
+};
+
+}  // namespace lockstep

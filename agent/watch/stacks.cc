@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "agent/watch/stacks.h"
+
+#include <cxxabi.h>
+#include <fcntl.h>
+#include <sys/syscall.h>
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <cstdlib>
+#include <filesystem>
+#include <functional>
+#include <memory>
+
+#include "lockstep/base/files/file.h"
+#include "lockstep/base/files/proc_file.h"
+#include "lockstep/base/pipe.h"
+#include "lockstep/base/sockets/poll.h"
+#include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/error.h"
+#include "agent/start/process.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::size_t kMostText = 1 << 20;  // of a tool
+constexpr std::size_t kLongestFrame = 300;  // names of templates are longer
+constexpr const char* kMostFrames = "40";   // of a thread
+constexpr auto kPerTool = std::chrono::seconds(45);
+
+// ---- Tools
+
+struct Tool {
+  std::string name;
+  std::vector<std::string> command;
+  std::function<bool(std::string_view line)> shows;  // what people want to read of its output
+};
+
+bool is_gdbs(std::string_view line) { return line.starts_with("Thread ") || line.starts_with('#'); }
+bool is_eu_stacks(std::string_view line) { return line.starts_with("TID ") || line.starts_with('#'); }
+bool is_text(std::string_view line) { return !line.empty(); }
+
+std::vector<Tool> tools_for(pid_t pid) {
+  const std::string process = concat(pid);
+  std::error_code error;
+  const std::string program = std::filesystem::read_symlink(concat("/proc/", pid, "/exe"), error).filename();
+  std::vector<Tool> tools;
+  if (program.starts_with("python")) tools.push_back({"py-spy", {"py-spy", "dump", "--pid", process}, is_text});
+  // The faster one first: of a process with libtorch eu-stack takes 1 s, gdb 6 s, and 15 s where it demangles all names.
+  tools.push_back({"eu-stack", {"eu-stack", "-n", kMostFrames, "-p", process}, is_eu_stacks});
+  tools.push_back({"gdb",
+                   {"gdb", "-nx", "-batch", "-iex", "set debuginfod enabled off", "-iex", "set demangle-style none",
+                    "-p", process, "-ex", concat("thread apply all -ascending bt ", kMostFrames)},
+                   is_gdbs});
+  return tools;
+}
+
+// Until its end or the deadline.
+std::string read_until(int fd, Deadline deadline) {
+  std::string text;
+  std::array<char, 65536> buffer;
+  while (text.size() < kMostText) {
+    if (!wait_for(POLLIN, fd, deadline)) break;
+    const ssize_t bytes = ::read(fd, buffer.data(), buffer.size());
+    if (bytes <= 0) break;
+    text.append(buffer.data(), to_size(bytes));
+  }
+  return text;
+}
+
+bool is_in_name(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_' || c == '.' || c == '$'; }
+
+// "#1  0x1 in _ZN8lockstep3runE ()" -> "#1  0x1 in lockstep::run ()"
+std::string demangled(const std::string& line) {
+  const std::size_t begin = line.find("_Z");
+  if (begin == std::string::npos || (begin > 0 && is_in_name(line[begin - 1]))) return line;
+  const auto end = std::find_if_not(line.begin() + static_cast<std::ptrdiff_t>(begin), line.end(), is_in_name);
+  const std::string name(line.begin() + static_cast<std::ptrdiff_t>(begin), end);
+  const std::unique_ptr<char, decltype(&std::free)> plain(abi::__cxa_demangle(name.c_str(), nullptr, nullptr, nullptr),
+                                                          &std::free);
+  return plain ? concat(line.substr(0, begin), plain.get(), std::string(end, line.end())) : line;
+}
+
+// Empty: it is not installed, or must not look.
+std::string lines_of(const Tool& tool, Deadline deadline) try {
+  auto [from_tool, to_us] = make_pipe();
+  const UniqueFd nothing(::open("/dev/null", O_WRONLY | O_CLOEXEC));
+  const Process process({.command = tool.command,
+                         .variables = {{"DEBUGINFOD_URLS", ""}},  // nothing is fetched
+                         .output_fd = to_us.get(),
+                         .error_fd = nothing.get()});
+  to_us.reset();
+  std::string shown;
+  for (const std::string& line : split(read_until(from_tool.get(), deadline), '\n'))
+    if (tool.shows(line)) shown += demangled(line).substr(0, kLongestFrame) + '\n';
+  return shown;
+} catch (const Error&) {
+  return "";
+}
+
+// ---- Without tools
+
+struct SystemCall {
+  long number;
+  const char* name;
+};
+constexpr auto kSystemCalls = std::to_array<SystemCall>({
+    {SYS_read, "read"},
+    {SYS_write, "write"},
+    {SYS_futex, "futex"},
+    {SYS_openat, "openat"},
+    {SYS_ppoll, "ppoll"},
+    {SYS_epoll_pwait, "epoll_pwait"},
+    {SYS_recvfrom, "recvfrom"},
+    {SYS_sendto, "sendto"},
+    {SYS_clock_nanosleep, "sleep"},
+    {SYS_fsync, "fsync"},
+    {SYS_ioctl, "ioctl"},
+    {SYS_sched_yield, "sched_yield"},
+    {SYS_wait4, "wait4"},
+    {SYS_close, "close"},
+    {SYS_fdatasync, "fdatasync"},
+#ifdef SYS_poll
+    {SYS_poll, "poll"},
+    {SYS_open, "open"},
+    {SYS_epoll_wait, "epoll_wait"},
+#endif
+});
+
+// Empty where there is none, or this user may not read it.
+std::string proc_file(const std::filesystem::path& task, const char* name) try {
+  std::string text = read_file(task / name);
+  while (text.ends_with('\n')) text.pop_back();
+  return text;
+} catch (const SystemError&) {
+  return "";
+}
+
+// "running", or "in futex".
+std::string system_call_of(const std::filesystem::path& task) {
+  const std::string first = split(proc_file(task, "syscall"), ' ').front();
+  int number = -1;
+  if (!parse_int(first, number)) return first;
+  const auto* const found = std::ranges::find(kSystemCalls, number, &SystemCall::number);
+  return found == kSystemCalls.end() ? concat("in system call ", number) : concat("in ", found->name);
+}
+
+std::string describe_task(const std::filesystem::path& task) {
+  std::string text = concat("thread ", task.filename().string(), " (", proc_file(task, "comm"),
+                            "): ", proc_value(task / "status", "State:"));
+  if (const std::string call = system_call_of(task); !call.empty()) text += ", " + call;
+  if (const std::string kernel = proc_file(task, "wchan"); kernel.size() > 1) text += ", in the kernel in " + kernel;
+  for (const std::string& frame : split(proc_file(task, "stack"), '\n'))
+    if (!frame.empty()) text += "\n  " + frame;
+  return text + '\n';
+}
+
+std::string tasks_of(pid_t pid) {
+  std::string text;
+  std::error_code error;
+  for (const auto& task : std::filesystem::directory_iterator(concat("/proc/", pid, "/task"), error))
+    text += describe_task(task.path());
+  return text.empty() ? "nothing: the process is gone, or is another user's\n" : text;
+}
+
+}  // namespace
+
+std::string stacks_of(pid_t pid, Deadline deadline) {
+  std::string text;
+  bool has_native = false;
+  for (const Tool& tool : tools_for(pid)) {
+    if (has_native || deadline.passed()) break;
+    const auto left = std::min<milliseconds>(kPerTool, deadline.left());
+    const std::string shown = lines_of(tool, Deadline::after(left));
+    if (!shown.empty()) text += concat("by ", tool.name, ":\n", shown);
+    has_native = !shown.empty() && tool.name != "py-spy";
+  }
+  if (!has_native)
+    text +=
+        concat("by /proc (for the functions of the program install gdb or elfutils on this machine):\n", tasks_of(pid));
+  return text;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// collective/meet/store_client.h: the c10d::Store that a job's ranks meet at.
+//
+// Flow:    rendezvous.h, machine_meeting.h -> here -> agent/meet/meeting_client.h, store_server.h
+// Owns:    the connection; the first rank's also the server
+// Threads: any; one request at a time
+// Ranks:   each has one
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "agent/meet/meeting_client.h"
+#include "lockstep/collective/meet/store_ptr.h"
+#include "agent/meet/store_server.h"
+#include "lockstep/deadline.h"
+
+namespace lockstep {
+
+// Its waits look every few milliseconds. Keys are never removed unless a rank asks for it.
+class MeetingStore final : public c10d::Store {
+ public:
+  using Bytes = std::vector<std::uint8_t>;
+
+  MeetingStore(std::shared_ptr<MeetingClient> client, std::shared_ptr<MeetingServer> server, milliseconds timeout,
+               std::string host = "")
+      : Store(timeout), client_(std::move(client)), server_(std::move(server)), host_(std::move(host)) {}
+
+  using Store::compareSet;
+  using Store::set;
+  c10::intrusive_ptr<Store> clone() override;  // over the same connection
+  void set(const std::string& key, const Bytes& value) override;
+  Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& wanted) override;
+  Bytes get(const std::string& key) override;
+  std::int64_t add(const std::string& key, std::int64_t value) override;
+  bool deleteKey(const std::string& key) override;
+  bool check(const std::vector<std::string>& keys) override;
+  std::int64_t getNumKeys() override;
+  void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
+  void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override;
+  void append(const std::string& key, const Bytes& value) override;
+  std::vector<Bytes> multiGet(const std::vector<std::string>& keys) override;
+  void multiSet(const std::vector<std::string>& keys, const std::vector<Bytes>& values) override;
+  bool hasExtendedApi() const override { return true; }
+
+  MeetingServer* server() const { return server_.get(); }  // where this rank serves
+  const std::string& host() const { return host_; }        // where the store is, as a number; empty: on this machine
+
+ private:
+  Packet ask(const Packet& request);
+
+  std::shared_ptr<MeetingClient> client_;
+  std::shared_ptr<MeetingServer> server_;
+  std::string host_;
+};
+
+// Serves a store to whom `admit` lets in. Returns the connection of rank 0, whose process this is. Throws SystemError.
+c10::intrusive_ptr<MeetingStore> serve_meeting(UniqueFd listener, MeetingServer::Admit admit, milliseconds timeout,
+                                               std::string host = "");
+
+// Returns none if there is no channel, or its other end is no store, or has not let this process in.
+StorePtr join_meeting(std::unique_ptr<Channel> channel, const Deadline& deadline, milliseconds timeout,
+                      std::string host = "");
+
+}  // namespace lockstep
