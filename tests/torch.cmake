@@ -137,7 +137,7 @@ add_dependencies(lossless_test lossless_ranks lockstep_command lockstep_train)
 # Ranks that are lost at chosen points of a run, and replaced.
 lockstep_torch_test(recovery_test recovery SHARDS 4 TIMEOUT 7200
   SOURCES recovery/kills_test.cc recovery/bad_cases_test.cc recovery/jobs.cc launch/child.cc)
-target_link_libraries(recovery_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
+target_link_libraries(recovery_test PRIVATE nlohmann_json::nlohmann_json)
 target_compile_definitions(recovery_test PRIVATE
   LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" FRAGILE_TASK="$<TARGET_FILE:fragile_task>"
   OTHER_PROGRAM="$<TARGET_FILE:misbehaving_task>")
