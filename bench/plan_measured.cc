@@ -11,6 +11,7 @@
 
 #include <ATen/Parallel.h>
 
+#include "agent/start/launcher.h"
 #include "bench/harness.h"
 #include "bench/network.h"
 #include "bench/plan_yardstick.h"
@@ -20,7 +21,6 @@
 #include "lockstep/cores.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
-#include "agent/start/launcher.h"
 #include "lockstep/memory.h"
 #include "lockstep/models.h"
 #include "lockstep/sampler.h"

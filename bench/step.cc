@@ -9,13 +9,13 @@
 #include <ATen/Parallel.h>
 #include <torch/types.h>
 
+#include "agent/start/launcher.h"
 #include "bench/harness.h"
 #include "bench/processes.h"
 #include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
-#include "agent/start/launcher.h"
 #include "lockstep/memory.h"
 #include "lockstep/models.h"
 #include "lockstep/sampler.h"

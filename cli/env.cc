@@ -5,12 +5,12 @@
 #include <iomanip>
 #include <iostream>
 
+#include "agent/clusters/environment.h"
 #include "cli/commands.h"
 #include "cli/installation.h"
 #include "lockstep/base/process/machine_gpus.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "agent/clusters/environment.h"
 
 namespace lockstep {
 namespace {

@@ -140,8 +140,8 @@ def check_comments():
             if not any((base / named).exists() for base in (ROOT, ROOT / "include", ROOT / path.parent)):
                 complain(path, f"names {named}, which does not exist")
         for named in SHORT_PATH.findall(comments):
-            if not (ROOT / "lockstep" / named).exists():
-                complain(path, f"names {named}, which does not exist in lockstep/")
+            if not any((base / named).exists() for base in (ROOT / "lockstep", ROOT)):
+                complain(path, f"names {named}, which does not exist in lockstep/ or at the top")
 
 
 def check_licence():

@@ -6,12 +6,12 @@
 #include <algorithm>
 #include <cmath>
 
+#include "agent/clusters/slurm.h"
 #include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "agent/clusters/slurm.h"
 
 namespace lockstep {
 namespace {

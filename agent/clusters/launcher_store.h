@@ -12,8 +12,8 @@
 #include <memory>
 #include <string>
 
-#include "lockstep/deadline.h"
 #include "agent/clusters/environment.h"
+#include "lockstep/deadline.h"
 
 namespace lockstep {
 

@@ -13,9 +13,9 @@
 #include <string>
 #include <vector>
 
+#include "agent/recover/keeper_message.h"
 #include "lockstep/base/files/unique_fd.h"
 #include "lockstep/base/process/own_process.h"
-#include "agent/recover/keeper_message.h"
 
 namespace lockstep {
 

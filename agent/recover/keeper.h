@@ -19,9 +19,9 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/files/unique_fd.h"
-#include "agent/start/events.h"
 #include "agent/recover/keeper_message.h"
+#include "agent/start/events.h"
+#include "lockstep/base/files/unique_fd.h"
 
 namespace lockstep {
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/recovery.h"
 
+#include "agent/recover/job_memory.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "agent/recover/job_memory.h"
 
 namespace lockstep {
 namespace {

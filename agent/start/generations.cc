@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
+#include "agent/meet/machines.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "agent/meet/machines.h"
 
 namespace lockstep {
 namespace {

@@ -13,9 +13,9 @@
 #include <optional>
 #include <vector>
 
-#include "lockstep/deadline.h"
 #include "agent/start/launcher.h"
 #include "agent/start/local_ranks.h"
+#include "lockstep/deadline.h"
 
 namespace lockstep {
 

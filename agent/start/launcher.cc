@@ -4,15 +4,15 @@
 #include <algorithm>
 #include <iterator>
 
+#include "agent/meet/machines.h"
+#include "agent/recover/keeper.h"
+#include "agent/start/events.h"
+#include "agent/start/generations.h"
+#include "agent/start/local_ranks.h"
+#include "agent/start/stopping.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "agent/start/events.h"
-#include "agent/start/generations.h"
-#include "agent/recover/keeper.h"
-#include "agent/start/local_ranks.h"
-#include "agent/meet/machines.h"
-#include "agent/start/stopping.h"
 
 namespace lockstep {
 namespace {

@@ -8,9 +8,9 @@
 #include <filesystem>
 #include <iterator>
 
+#include "agent/meet/machines.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "agent/meet/machines.h"
 
 namespace lockstep {
 namespace {

@@ -14,18 +14,18 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/base/int_vector.h"
-#include "lockstep/base/sockets/port.h"
-#include "lockstep/cores.h"
 #include "agent/clusters/environment.h"
 #include "agent/meet/epoch.h"
-#include "agent/start/events.h"
-#include "agent/watch/hang_watch.h"
 #include "agent/recover/keeper.h"
+#include "agent/start/events.h"
 #include "agent/start/launcher.h"
 #include "agent/start/output.h"
 #include "agent/start/process.h"
 #include "agent/start/spares.h"
+#include "agent/watch/hang_watch.h"
+#include "lockstep/base/int_vector.h"
+#include "lockstep/base/sockets/port.h"
+#include "lockstep/cores.h"
 #include "lockstep/observe/job_page.h"
 
 namespace lockstep {

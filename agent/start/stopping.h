@@ -8,9 +8,9 @@
 
 #include <optional>
 
-#include "lockstep/deadline.h"
 #include "agent/start/launcher.h"
 #include "agent/start/local_ranks.h"
+#include "lockstep/deadline.h"
 
 namespace lockstep {
 

@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <iostream>
 
+#include "agent/watch/stacks.h"
 #include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
-#include "agent/watch/stacks.h"
 #include "lockstep/observe/trace.h"
 
 namespace lockstep {

@@ -15,11 +15,11 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/deadline.h"
 #include "agent/start/events.h"
-#include "agent/watch/hang_options.h"
 #include "agent/start/output.h"
 #include "agent/start/process.h"
+#include "agent/watch/hang_options.h"
+#include "lockstep/deadline.h"
 #include "lockstep/observe/job_page.h"
 
 namespace lockstep {

@@ -14,10 +14,10 @@
 #include <future>
 #include <thread>
 
-#include "lockstep/base/files/file.h"
-#include "lockstep/base/text.h"
 #include "agent/start/launcher.h"
 #include "agent/watch/stacks.h"
+#include "lockstep/base/files/file.h"
+#include "lockstep/base/text.h"
 #include "tests/launch/child.h"
 
 namespace lockstep {

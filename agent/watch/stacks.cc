@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 
+#include "agent/start/process.h"
 #include "lockstep/base/files/file.h"
 #include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/pipe.h"
@@ -20,7 +21,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
-#include "agent/start/process.h"
 
 namespace lockstep {
 namespace {

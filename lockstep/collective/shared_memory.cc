@@ -5,10 +5,10 @@
 #include <cstring>
 #include <new>
 
+#include "agent/recover/job_memory.h"
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/process/own_process.h"
 #include "lockstep/collective/shm/group.h"
-#include "agent/recover/job_memory.h"
 
 namespace lockstep {
 namespace {

@@ -18,6 +18,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <CLI/CLI.hpp>
 
+#include "agent/clusters/environment.h"
+#include "agent/recover/job_memory.h"
+#include "agent/start/launcher.h"
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/process/process_title.h"
@@ -26,9 +29,6 @@
 #include "lockstep/collective/world/world_state.h"
 #include "lockstep/cores.h"
 #include "lockstep/error.h"
-#include "agent/clusters/environment.h"
-#include "agent/recover/job_memory.h"
-#include "agent/start/launcher.h"
 #include "lockstep/memory.h"
 #include "lockstep/models.h"
 #include "lockstep/observe/timeline_file.h"

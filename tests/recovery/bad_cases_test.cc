@@ -6,10 +6,10 @@
 #include <filesystem>
 #include <fstream>
 
-#include "lockstep/base/files/file.h"
-#include "lockstep/deadline.h"
 #include "agent/recover/job_memory.h"
 #include "agent/start/launcher.h"
+#include "lockstep/base/files/file.h"
+#include "lockstep/deadline.h"
 #include "lockstep/world.h"
 #include "tests/recovery/jobs.h"
 

@@ -9,6 +9,8 @@
 
 #include <ATen/Parallel.h>
 
+#include "agent/clusters/environment.h"
+#include "agent/start/launcher.h"
 #include "lockstep/base/files/file.h"
 #include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/files/write_all.h"
@@ -18,8 +20,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
-#include "agent/clusters/environment.h"
-#include "agent/start/launcher.h"
 #include "lockstep/memory.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/model/partial_model.h"

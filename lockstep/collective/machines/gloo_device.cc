@@ -16,6 +16,8 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include "agent/meet/insecure_network.h"
+#include "agent/meet/interfaces.h"
 #include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/gloo_identity.h"
@@ -23,8 +25,6 @@
 #include "lockstep/collective/transport/cpu_transport.h"
 #include "lockstep/cores.h"
 #include "lockstep/error.h"
-#include "agent/meet/insecure_network.h"
-#include "agent/meet/interfaces.h"
 
 namespace gloo::transport::tcp::tls {  // as libtorch has it; Debian's headers do not
 std::shared_ptr<transport::Device> CreateDevice(const struct attr& source, std::string key_file,

@@ -3,10 +3,10 @@
 
 #include <limits>
 
+#include "agent/meet/insecure_network.h"
 #include "lockstep/base/sockets/received.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/gloo_connection.h"
-#include "agent/meet/insecure_network.h"
 
 namespace lockstep {
 namespace {

@@ -8,9 +8,9 @@
 // Ranks:   all of them join
 #pragma once
 
+#include "agent/clusters/environment.h"
 #include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/collective/meet/store_ptr.h"
-#include "agent/clusters/environment.h"
 
 namespace lockstep {
 

@@ -9,13 +9,13 @@
 #include <optional>
 #include <thread>
 
+#include "agent/meet/secured_channel.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/process/host_name.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/meet/store_client.h"
 #include "lockstep/error.h"
-#include "agent/meet/secured_channel.h"
 
 namespace lockstep {
 namespace {

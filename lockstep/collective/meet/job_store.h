@@ -10,10 +10,10 @@
 #include <memory>
 #include <string>
 
-#include "lockstep/base/sockets/endpoint.h"
-#include "lockstep/collective/meet/store_ptr.h"
 #include "agent/clusters/environment.h"
 #include "agent/meet/job_secret.h"
+#include "lockstep/base/sockets/endpoint.h"
+#include "lockstep/collective/meet/store_ptr.h"
 
 namespace lockstep {
 

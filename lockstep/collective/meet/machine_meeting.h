@@ -7,9 +7,9 @@
 // Ranks:   every rank calls it once
 #pragma once
 
+#include "agent/clusters/environment.h"
 #include "lockstep/collective/meet/store_ptr.h"
 #include "lockstep/deadline.h"
-#include "agent/clusters/environment.h"
 
 namespace lockstep {
 

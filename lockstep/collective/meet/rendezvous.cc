@@ -12,6 +12,8 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "agent/clusters/launcher_store.h"
+#include "agent/meet/interfaces.h"
 #include "lockstep/base/process/host_name.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
@@ -20,8 +22,6 @@
 #include "lockstep/collective/meet/machine_meeting.h"
 #include "lockstep/collective/meet/store_client.h"
 #include "lockstep/error.h"
-#include "agent/meet/interfaces.h"
-#include "agent/clusters/launcher_store.h"
 
 namespace lockstep {
 namespace {

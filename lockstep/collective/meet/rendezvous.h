@@ -9,9 +9,9 @@
 
 #include <string>
 
+#include "agent/clusters/environment.h"
 #include "lockstep/collective/meet/store_ptr.h"
 #include "lockstep/deadline.h"
-#include "agent/clusters/environment.h"
 
 namespace lockstep {
 

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "agent/meet/meeting_client.h"
-#include "lockstep/collective/meet/store_ptr.h"
 #include "agent/meet/store_server.h"
+#include "lockstep/collective/meet/store_ptr.h"
 #include "lockstep/deadline.h"
 
 namespace lockstep {

@@ -11,12 +11,12 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "agent/meet/tls_channel.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/meet/job_store.h"
 #include "lockstep/collective/meet/rendezvous.h"
 #include "lockstep/collective/meet/store_client.h"
-#include "agent/meet/tls_channel.h"
 #include "tests/support.h"
 
 namespace lockstep {

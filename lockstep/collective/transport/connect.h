@@ -13,9 +13,9 @@
 #include <string>
 #include <vector>
 
+#include "agent/clusters/environment.h"
 #include "lockstep/collective/meet/store_ptr.h"
 #include "lockstep/collective/transport/cpu_transport.h"
-#include "agent/clusters/environment.h"
 
 namespace lockstep {
 

@@ -20,8 +20,8 @@
 
 #include "lockstep/collective/calls/future.h"
 #include "lockstep/collective/calls/tensor_call.h"
-#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/meet/store_ptr.h"
+#include "lockstep/collective/shm/group.h"
 
 namespace lockstep {
 

@@ -3,11 +3,11 @@
 
 #include <ATen/Parallel.h>
 
+#include "agent/start/launcher.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/meet/rendezvous.h"
 #include "lockstep/collective/world/world_state.h"
 #include "lockstep/error.h"
-#include "agent/start/launcher.h"
 
 namespace lockstep {
 namespace {

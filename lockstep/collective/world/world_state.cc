@@ -6,6 +6,8 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "agent/meet/insecure_network.h"
+#include "agent/recover/job_memory.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/process/host_name.h"
 #include "lockstep/base/text.h"
@@ -15,8 +17,6 @@
 #include "lockstep/collective/trace_if_asked.h"
 #include "lockstep/collective/transport/connect.h"
 #include "lockstep/error.h"
-#include "agent/meet/insecure_network.h"
-#include "agent/recover/job_memory.h"
 #include "lockstep/observe/phase_scope.h"
 
 namespace lockstep {

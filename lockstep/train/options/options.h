@@ -19,8 +19,8 @@
 
 #include <nlohmann/json_fwd.hpp>
 
-#include "lockstep/datasets.h"
 #include "agent/watch/hang_options.h"
+#include "lockstep/datasets.h"
 #include "lockstep/loader.h"
 #include "lockstep/schedule.h"
 #include "lockstep/strategy.h"

@@ -9,8 +9,8 @@
 
 #include <vector>
 
-#include "lockstep/device_place.h"
 #include "agent/clusters/environment.h"
+#include "lockstep/device_place.h"
 #include "lockstep/train/options/options.h"
 
 namespace lockstep {

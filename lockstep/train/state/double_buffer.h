@@ -17,9 +17,9 @@
 #include <string>
 #include <vector>
 
+#include "agent/recover/job_memory.h"
 #include "lockstep/base/files/unique_fd.h"
 #include "lockstep/checkpoint/safetensors.h"
-#include "agent/recover/job_memory.h"
 #include "lockstep/world.h"
 
 namespace lockstep {

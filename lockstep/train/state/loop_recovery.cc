@@ -11,10 +11,10 @@
 
 #include <nlohmann/json.hpp>
 
+#include "agent/recover/job_memory.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
-#include "agent/recover/job_memory.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/optimizer.h"
 #include "lockstep/step/guards/fitting.h"

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <optional>
 
+#include "agent/clusters/environment.h"
 #include "bindings.h"
 #include "lockstep/base/text.h"
 #include "lockstep/data/formats/readers.h"
@@ -12,7 +13,6 @@
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/images.h"
-#include "agent/clusters/environment.h"
 #include "lockstep/loader.h"
 #include "lockstep/sampler.h"
 
