@@ -232,6 +232,12 @@ void meet(const RendezvousArguments& arguments, const Nodes& nodes, LaunchOption
     split_endpoint(text, place.host, place.port);
   }
   read_config(arguments.config, meeting);
+  if (has_etcd && arguments.id == RendezvousArguments().id)
+    throw UsageError({.what = "--rdzv-backend etcd without --rdzv-id",
+                      .likely = "etcd serves many jobs, which its keys tell apart by their names",
+                      .next = "give every machine the same --rdzv-id, which no other job has"});
+  if (meeting.certificates.empty() && !(meeting.certificate + meeting.key).empty())
+    throw bad_option("--rdzv-conf", arguments.config, "add cacert=FILE: without it there is no TLS");
   options.machines = std::make_shared<Machines>(meeting, has_etcd ? open_etcd_store : open_first_machine_store);
 }
 

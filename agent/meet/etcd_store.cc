@@ -2,7 +2,7 @@
 // agent/meet/etcd_store.cc: what the launchers of a job agree on, in etcd: any machine may die, also one of etcd's own.
 //
 // Flow:    membership_store.h -> here -> etcd's JSON gateway (etcd 3.4 and later), through libcurl
-// Owns:    a lease, and the keys PREFIX JOB/...; a lease of a week removes what a job leaves
+// Owns:    a lease, and the keys PREFIX JOB/..., of which the record stays for the next job of that name
 // Threads: one
 //
 // libcurl is loaded when it is needed, as PMIx is: neither the build nor the wheel depends on it.
@@ -28,13 +28,14 @@ namespace {
 using nlohmann::json;
 
 constexpr milliseconds kAskEtcdEvery{200};
-constexpr milliseconds kAnswersWithin{2000};  // each of etcd's members
-constexpr int kSecondsOfAWeek = 7 * 24 * 3600;
+constexpr milliseconds kAnswersWithin{2000};  // each of etcd's members, or in a part of --lost-after
+constexpr milliseconds kLeastPatience{200};
 
 // The few parts of libcurl's stable binary interface that are used here.
 enum CurlOption {
   kWriteData = 10001,
   kUrl = 10002,
+  kProxy = 10004,
   kPostFields = 10015,
   kCertificate = 10025,
   kCaFile = 10065,
@@ -113,7 +114,7 @@ class EtcdStore final : public MembershipStore {
     if (lease_ != 0) post("/v3/lease/revoke", {{"ID", lease_}});
   }
 
-  std::optional<Entries> read() override {
+  std::optional<Entries> read() override try {
     const auto answer = post("/v3/kv/range", {{"key", to_base64(prefix_)}, {"range_end", to_base64(end_)}});
     if (!answer) return std::nullopt;
     Entries entries;
@@ -121,6 +122,8 @@ class EtcdStore final : public MembershipStore {
       entries.emplace(from_base64(each.value("key", "")).substr(prefix_.size()),
                       Entry{from_base64(each.value("value", "")), number_in(each, "create_revision")});
     return entries;
+  } catch (const std::exception&) {  // another program's answer
+    return std::nullopt;
   }
 
   // The lease may have ended meanwhile, while etcd could not be reached; then there is another one.
@@ -133,7 +136,8 @@ class EtcdStore final : public MembershipStore {
     const bool is_new = lease_ == 0;
     if (is_new && (lease_ = new_lease(std::max<std::int64_t>(1, (meeting_.silence.count() + 999) / 1000))) == 0)
       return false;
-    if (!is_new && value == written_) return true;
+    if (is_new) written_.clear();
+    if (value == written_) return true;
     if (!post("/v3/kv/put", {{"key", to_base64(prefix_ + key)}, {"value", to_base64(value)}, {"lease", lease_}}))
       return false;
     written_ = value;
@@ -145,11 +149,10 @@ class EtcdStore final : public MembershipStore {
     json is_expected{{"key", name}, {"result", "EQUAL"}, {"target", "CREATE"}, {"create_revision", 0}};
     if (!expected.empty())
       is_expected = {{"key", name}, {"result", "EQUAL"}, {"target", "VALUE"}, {"value", to_base64(expected)}};
-    const std::int64_t lease = new_lease(kSecondsOfAWeek);
-    const json put{{"key", name}, {"value", to_base64(value)}, {"lease", lease}};
+    const json put{{"key", name}, {"value", to_base64(value)}};
     const auto answer = post("/v3/kv/txn", {{"compare", json::array({is_expected})},
                                             {"success", json::array({json{{"request_put", put}}})}});
-    return lease != 0 && answer && answer->value("succeeded", false);
+    return answer && answer->value("succeeded", false);
   }
 
   const std::string& own_address() const override { return own_address_; }
@@ -192,7 +195,8 @@ class EtcdStore final : public MembershipStore {
     curl_.set(curl_.handle, kWriteData, &answer);
     curl_.set(curl_.handle, kFailOnError, 1L);
     curl_.set(curl_.handle, kNoSignal, 1L);
-    curl_.set(curl_.handle, kTimeoutMs, static_cast<long>(kAnswersWithin.count()));
+    curl_.set(curl_.handle, kProxy, "");  // http_proxy is for the world outside
+    curl_.set(curl_.handle, kTimeoutMs, static_cast<long>(patience_.count()));
     if (secure) curl_.set(curl_.handle, kCaFile, meeting_.certificates.c_str());
     if (!meeting_.certificate.empty()) curl_.set(curl_.handle, kCertificate, meeting_.certificate.c_str());
     if (!meeting_.key.empty()) curl_.set(curl_.handle, kKey, meeting_.key.c_str());
@@ -205,12 +209,14 @@ class EtcdStore final : public MembershipStore {
   }
 
   const Meeting meeting_;
+  const milliseconds patience_ =
+      std::clamp(meeting_.silence / (3 * to_int(meeting_.places.size())), kLeastPatience, kAnswersWithin);
   std::string prefix_;
   std::string end_;
   Curl curl_{};
   std::size_t place_ = 0;  // of the member that has answered last
   std::int64_t lease_ = 0;
-  std::string written_{};
+  std::string written_{};  // under this lease
   std::string own_address_{};
   std::string why_{};  // the last request has failed
 };

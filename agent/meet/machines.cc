@@ -25,7 +25,8 @@ using Kind = Packet::Kind;
 
 constexpr milliseconds kLookEvery{100};
 constexpr milliseconds kPatience{60'000};  // for a store that does not answer, while something has to be decided
-constexpr milliseconds kLastWordsWithin{2000};
+constexpr milliseconds kLauncherAnswersWithin{10'000};  // it may wait for a process that takes long to end or to begin
+constexpr milliseconds kLastWordsWithin{2000};          // or --lost-after, if that is longer
 constexpr std::size_t kLongestName = 176;
 
 RendezvousError too_few(const Meeting& meeting, std::size_t came) {
@@ -55,21 +56,29 @@ class Contact {
   }
 
   void run(const Machines::OpenStore& open) try {
-    ::prctl(PR_SET_PDEATHSIG, 0);  // a launcher that is killed is taken off the list before this process ends
     const Deadline deadline = Deadline::after(meeting_.timeout);
     store_ = open(meeting_, deadline);
+    ::prctl(PR_SET_PDEATHSIG, 0);  // a launcher that is killed is taken off the list before this process ends
     join();
     for (bool is_last = false;; is_last = !hear_launcher()) {  // once more after the launcher's last words
       const auto asked = Clock::now();
       if (has_to_write_) write_presence();
       const auto entries = store_->read();
       if (!entries || Clock::now() - asked > meeting_.silence / 3) quiet_until_ = Clock::now() + meeting_.silence;
-      entries ? follow(JobView(*entries), deadline) : miss_store();
+      if (entries)
+        follow(JobView(*entries), deadline);
+      else if (is_guest() && store_->is_lost() && !deadline.passed())  // of a job that has just ended
+        store_ = open(meeting_, deadline);
+      else
+        miss_store();
       if (is_last) return say_goodbye();
     }
   } catch (const Error& error) {
     const ErrorText& text = error.text();
     tell({"failed", error.kind(), text.what, text.here, text.peer, text.likely, text.next});
+  } catch (const std::exception& error) {
+    tell({"failed", "SystemError", concat("can't keep in touch with the other machines: ", error.what()), "", "", "",
+          ""});
   }
 
  private:
@@ -95,21 +104,21 @@ class Contact {
     if (!launcher_.write() || !launcher_.read()) return false;
     while (const auto packet = launcher_.next()) {
       heard_ = awake_;
-      hear(packet->texts);
+      hear(*packet);
       if (!launcher_.read()) return false;
     }
     has_to_write_ = has_to_write_ || awake_ - written_ >= meeting_.silence / 10;
-    return !heard_ || awake_ - *heard_ <= meeting_.silence;
+    return !heard_ || awake_ - *heard_ <= std::max(meeting_.silence, kLauncherAnswersWithin);
   }
 
-  void hear(const std::vector<std::string>& texts) {
-    const std::string& what = texts.at(0);
-    bool* const wish = what == "restart"    ? &me_.wants_restart
-                       : what == "leave"    ? &me_.wants_to_leave
-                       : what == "finished" ? &me_.has_finished
-                                            : nullptr;
-    if (wish != nullptr) *wish = has_to_write_ = true;
-    if (what == "end") end_ = texts.at(1);
+  // A wish about an epoch that is over by now has come true already.
+  void hear(const Packet& packet) {
+    const std::string& what = packet.texts.at(0);
+    if (what == "end") end_ = packet.texts.at(1);
+    if (what == "leave") me_.wants_to_leave = has_to_write_ = true;
+    if (packet.number != me_.epoch) return;
+    if (what == "restart") me_.wants_restart = has_to_write_ = true;
+    if (what == "finished") me_.has_finished = has_to_write_ = true;
   }
 
   void write_presence() {
@@ -125,7 +134,8 @@ class Contact {
     const bool is_in = view.runs() && record->epoch.has(me_.member.id);
     if (is_guest() && !is_in && deadline.passed())
       throw view.runs() ? begun_without(meeting_, record->epoch) : too_few(meeting_, view.present.size());
-    if (is_guest() && view.runs() && !is_in && !meeting_.replaces) throw begun_without(meeting_, record->epoch);
+    const bool has_begun_without = view.runs() && !is_in && !record->ended;
+    if (is_guest() && has_begun_without && !meeting_.replaces) throw begun_without(meeting_, record->epoch);
     if (is_in && record->epoch.number > me_.epoch) begin(record->epoch);
     if (!is_guest() && record && !record->epoch.has(me_.member.id))
       return leave(concat("the other machines go on without this one, in generation ", record->epoch.number));
@@ -144,8 +154,9 @@ class Contact {
   }
 
   void leave(const std::string& why) {
-    if (!has_left_) tell({"ended", why});
-    has_left_ = true;
+    if (has_left_) return;
+    tell({"ended", why});
+    has_left_ = me_.wants_to_leave = has_to_write_ = true;  // nobody takes this machine in again while its ranks end
   }
 
   void say_what_changed(const JobView& view) {
@@ -172,8 +183,8 @@ class Contact {
 
   // Whoever serves the store stays until the others have read the end, and have gone.
   void say_goodbye() {
-    const Deadline deadline = Deadline::after(kLastWordsWithin);
-    while (has_left_ && store_->serves() && !deadline.passed()) {
+    const Deadline deadline = Deadline::after(std::max(kLastWordsWithin, meeting_.silence));
+    while ((has_left_ || end_) && store_->serves() && !deadline.passed()) {
       const auto entries = store_->read();
       if (!entries || JobView(*entries).present.size() < 2) return;
       std::this_thread::sleep_for(kLookEvery);
@@ -215,20 +226,33 @@ Machines::Machines(const Meeting& meeting, const OpenStore& open) : beat_(meetin
     Contact(meeting, std::move(theirs)).run(open);
     return 0;
   };
-  process_.emplace(ProcessOptions{.body = contact, .close_in_child = {ends[0]}});
+  ProcessOptions options{.body = contact, .close_in_child = {ends[0]}};
+  ::sigfillset(&options.signal_mask);  // signals are the launcher's; the end of the socket ends it
+  process_.emplace(options);
   theirs.reset();
-  while (epoch_.members.empty() && !end_) {
+  try {
+    wait_for_the_beginning();
+  } catch (...) {
+    say_goodbye();
+    throw;
+  }
+}
+
+void Machines::wait_for_the_beginning() {
+  while (epoch_.members.empty() && !end_) {  // the process has the deadline
     pollfd polled = to_poll(stream_.fd(), stream_.events());
-    poll_for({&polled, 1}, milliseconds(-1));  // the process has the deadline
+    poll_for({&polled, 1}, longest_wait());
     work();
   }
   if (end_) throw RendezvousError({.what = *end_, .next = "look at the other machines' output"});
   has_news_ = false;
 }
 
-Machines::~Machines() {
+Machines::~Machines() { say_goodbye(); }
+
+void Machines::say_goodbye() {
   ::shutdown(stream_.fd(), SHUT_WR);
-  if (process_) wait_for(POLLIN, process_->pidfd(), Deadline::after(2 * kLastWordsWithin));
+  if (process_) wait_for(POLLIN, process_->pidfd(), Deadline::after(2 * std::max(kLastWordsWithin, 10 * beat_)));
 }
 
 std::vector<Event> Machines::events() const {
@@ -236,7 +260,7 @@ std::vector<Event> Machines::events() const {
 }
 
 void Machines::tell(const std::string& what, const std::string& more) {
-  stream_.put({.kind = Kind::kSet, .texts = {what, more}});
+  stream_.put({.kind = Kind::kSet, .number = epoch_.members.empty() ? -1 : epoch_.number, .texts = {what, more}});
   stream_.write();
 }
 

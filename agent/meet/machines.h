@@ -64,6 +64,8 @@ class Machines {
  private:
   void tell(const std::string& what, const std::string& more = "");
   void hear(const Packet& packet);
+  void wait_for_the_beginning();
+  void say_goodbye();
 
   milliseconds beat_;
   PacketStream stream_;

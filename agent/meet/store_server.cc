@@ -15,6 +15,8 @@ namespace lockstep {
 namespace {
 
 constexpr milliseconds kLookAtDeadlinesEvery{1000};
+constexpr milliseconds kLeastSilence{100};
+constexpr milliseconds kMostSilence = std::chrono::hours(1);
 constexpr milliseconds kWithoutDescriptors{100};  // until the next try to accept
 
 std::array<UniqueFd, 2> socket_pair() {
@@ -130,7 +132,8 @@ bool MeetingServer::serve_one(Connection& connection) {
     if (!connection.known && request->kind != Packet::Kind::kHello) return false;
     connection.known = true;
     connection.silent = {};
-    if (request->kind == Packet::Kind::kSetOwn) connection.silence = milliseconds(request->number);
+    if (request->kind == Packet::Kind::kSetOwn)
+      connection.silence = std::clamp(milliseconds(request->number), kLeastSilence, kMostSilence);
     stream.allow(PacketStream::kLongestPacket);
     stream.put(table_.answer(*request, connection.number));
     if (!stream.write()) return false;

@@ -97,6 +97,8 @@ void Generations::decide_without_a_loss() {
     log_warning(concat("rank ", rank.rank, " is killed: others have waited for it for longer than their timeout"));
     rank.process->signal_group(SIGKILL);
   }
+  if (options_.machines && restarts_ == options_.max_restarts)
+    return options_.machines->end_job("the ranks have lost each other, and no restart is left");
   if (options_.machines) return options_.machines->want_restart();
   if (!all_wait || restarts_ == options_.max_restarts) return;
   ++restarts_;

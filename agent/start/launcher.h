@@ -19,12 +19,12 @@
 #include <string>
 #include <vector>
 
-#include "agent/meet/epoch.h"
 #include "agent/watch/hang_options.h"
 
 namespace lockstep {
 
 class Machines;
+struct PlaceInJob;
 
 // The way of the ranks' stdout and stderr.
 enum class RankOutput {

@@ -16,7 +16,7 @@ train=("$lockstep" train --threads 1 --batch-size 36 --quiet --timeout 60 --max-
 declare -A pid
 start() {
   on_host "$1" "$lockstep" run --log-dir "$work/$1" --nnodes 2:3 --nproc-per-node 1 --max-restarts 3 \
-    --rdzv-backend etcd --rdzv-endpoint 10.77.0.1 --rdzv-conf last_call_timeout=20,join_timeout=60 -- "${train[@]}" --metrics "$work/many.jsonl" >"$work/$1.log" 2>&1 &
+    --rdzv-backend etcd --rdzv-id job --rdzv-endpoint 10.77.0.1 --rdzv-conf last_call_timeout=20,join_timeout=60 -- "${train[@]}" --metrics "$work/many.jsonl" >"$work/$1.log" 2>&1 &
   pid[$1]=$!
 }
 milliseconds() { echo $(($(date +%s%N) / 1000000)); }

@@ -24,7 +24,7 @@ start() {  # RANKS OPTION...: so many on each host
   local host
   for host in n1 n2 n3; do
     on_host "$host" "$lockstep" run --log-dir "$work/$host" --nnodes 2:3 --nproc-per-node "$ranks" --max-restarts 3 \
-      --rdzv-backend etcd --rdzv-endpoint 10.77.0.1 --rdzv-conf last_call_timeout=20,join_timeout=60 -- \
+      --rdzv-backend etcd --rdzv-id job --rdzv-endpoint 10.77.0.1 --rdzv-conf last_call_timeout=20,join_timeout=60 -- \
       "${train[@]}" "$@" >"$work/$host.log" 2>&1 &
     pid[$host]=$!
   done

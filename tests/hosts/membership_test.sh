@@ -30,7 +30,7 @@ start() {
   local host=$1
   shift
   on_host "$host" "$lockstep" run --nproc-per-node "${ranks:-1}" --max-restarts "${restarts:-5}" --rdzv-backend "${backend:-c10d}" \
-    --rdzv-endpoint "${endpoint:-n1:29400}" --rdzv-conf "last_call_timeout=1,join_timeout=60${conf:-}" "$@" \
+    --rdzv-id job --rdzv-endpoint "${endpoint:-n1:29400}" --rdzv-conf "last_call_timeout=1,join_timeout=60${conf:-}" "$@" \
     -- "$work/rank" "$work/$host.out" "$work/over" >"$work/$host.log" 2>&1 &
   pid[$host]=$!
 }
