@@ -13,6 +13,7 @@
 #   make_links_bad OPTION...   from now on frames between hosts go through bad_links.py, with these options; ctl is not joined
 #                          to them any more. Its pid is in $switch; what it says at its end in $work/links.
 #   start_etcd             one member on ctl, at 10.77.0.1:2379, for --rdzv-backend etcd
+#   until_etcd_has COUNT   keys: a job's launchers are numbered as they come
 #   survives_a_lost_machine NAME LAUNCHER...   whether a job goes on, with the losses of one rank, that has one `lockstep run`
 #                          on each of n1, n2 and n3, started by LAUNCHER, when the one on n2 is killed
 
@@ -48,6 +49,21 @@ PYTHON
 start_etcd() {
   etcd --data-dir "$work/etcd" --listen-client-urls http://10.77.0.1:2379 --advertise-client-urls http://10.77.0.1:2379 \
     --listen-peer-urls http://127.0.0.1:2380 >"$work/etcd.txt" 2>&1 &
+}
+
+until_etcd_has() {
+  python3 - "$1" <<'PYTHON'
+import json, sys, time, urllib.request
+for _ in range(3000):
+    try:
+        asked = urllib.request.Request("http://10.77.0.1:2379/v3/kv/range", b'{"key": "AA==", "range_end": "AA==", "count_only": true}')
+        if int(json.load(urllib.request.urlopen(asked, timeout=5)).get("count", 0)) >= int(sys.argv[1]):
+            sys.exit(0)
+    except OSError:
+        pass
+    time.sleep(0.01)
+sys.exit("etcd has no such key after 30 s")
+PYTHON
 }
 
 make_hosts() {

@@ -17,16 +17,19 @@ one=("$program" --threads 1 --batch-size 36 --quiet --timeout 60 --max-steps "$s
 train=("${one[@]}" --strategy pipeline --devices-per-worker 1 --metrics "$work/many.jsonl")
 
 declare -A pid
+runs=0
 start() {  # RANKS OPTION...: so many on each host
   local ranks=$1
   shift
   rm -f "$work"/n?.log "$work/many.jsonl"
-  local host
+  local host keys=$((runs == 0 ? 1 : 2))  # the record of the run before, and n1, which gets rank 0 and the first stage
+  runs=$((runs + 1))
   for host in n1 n2 n3; do
     on_host "$host" "$lockstep" run --log-dir "$work/$host" --nnodes 2:3 --nproc-per-node "$ranks" --max-restarts 3 \
       --rdzv-backend etcd --rdzv-id job --rdzv-endpoint 10.77.0.1 --rdzv-conf last_call_timeout=20,join_timeout=60 -- \
       "${train[@]}" "$@" >"$work/$host.log" 2>&1 &
     pid[$host]=$!
+    [ "$host" != n1 ] || until_etcd_has "$keys"
   done
 }
 until_it_has() {  # PATTERN FILE...
