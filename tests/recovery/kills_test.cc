@@ -94,8 +94,11 @@ bool expect_same_outcome(const Setting& setting, const std::string& faults, cons
   EXPECT_EQ(ended.exit_code, 0) << ended.error;
   if (ended.exit_code != 0) return false;
   EXPECT_EQ(testing::difference(expected, testing::outcome_in(folder)), "") << ended.error;
-  return testing::contains(ended.error, "a new process takes its place") &&
-         testing::count(ended.error, "lockstep: LOCKSTEP_FAULT: rank") == testing::count(faults, "phase=");
+  const bool has_come =
+      testing::contains(ended.error, "a new process takes its place") &&
+      testing::count(ended.error, "lockstep: LOCKSTEP_FAULT: rank") == testing::count(faults, "phase=");
+  if (!has_come) std::cout << "not every fault has come, or one more than once:\n" << ended.error << std::endl;
+  return has_come;
 }
 
 TEST(Kills, at_random_points_leave_the_bits_of_an_undisturbed_run) {
