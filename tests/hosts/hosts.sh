@@ -135,7 +135,7 @@ survives_a_lost_machine() {
     sleep 0.02
   done
   for pid in $(pgrep -f "^$lockstep run "); do
-    [ "$(nsenter --target "$pid" --uts hostname 2>/dev/null)" != n2 ] || kill -KILL "$pid"
+    [ "$(nsenter --target "$pid" --uts hostname 2>/dev/null)" != n2 ] || kill -KILL "$pid" || true  # its child may be gone by now
   done
   wait $job || true  # the launcher says that a process of its was killed
   python3 - "$work" "$name" "$steps" <<'PYTHON' || { tail -n 40 "$work/$name.log"; exit 1; }

@@ -19,7 +19,7 @@ import struct
 import sys
 import time
 
-HELLO, SET, GET, ADD, DELETE, DONE = 1, 2, 3, 4, 6, 10
+HELLO, SET, GET, ADD, DELETE, DONE = 1, 2, 3, 4, 6, 12
 PATIENCE = 30
 
 

@@ -82,7 +82,7 @@ def valid_messages():
         packet(1) + packet(3, b"key") + packet(7, b"key", b"other"),
         client_hello(),
         b"munge?\n",
-        b"lockstep 1 2:2 4 none ranks 1\n",
+        packet(1) + packet(10, b"job/member/x", b"a value") + packet(11, b"job/"),
         struct.pack("<q", 1),  # Gloo's first number
         struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 4711),  # c10d's TCPStore
         b"",
