@@ -50,7 +50,7 @@ demo_packages=(
 )
 wheel_packages=(python3-dev python3-venv dpkg-dev)
 test_packages=(libgtest-dev procps sudo gdb)
-check_packages=(openmpi-bin mpich spin strace iproute2 slurmctld slurmd slurm-client munge etcd-server libcurl4 tmux)
+check_packages=(openmpi-bin mpich spin strace iproute2 slurmctld slurmd slurm-client munge etcd-server libcurl4 openssl tmux)
 docs_packages=(doxygen chromium chromium-driver python3 python3-pip)
 bench_packages=(libopenmpi-dev libmpich-dev)
 originals_packages=(libgfortran5 libopenblas0 libquadmath0)
