@@ -130,14 +130,7 @@ using StorePointer = std::unique_ptr<FirstMachineStore>;
 
 StorePointer serve_at(UniqueFd listener, const Meeting& meeting) {
   const std::string address = endpoint_of(listener.get()).host;
-  const auto admit = [secret = secret_of(meeting, /*is_first=*/true)](UniqueFd fd) -> std::unique_ptr<Channel> {
-    try {
-      return serve_channel(std::move(fd), secret);
-    } catch (const Error&) {
-      return nullptr;
-    }
-  };
-  auto server = std::make_unique<MeetingServer>(std::move(listener), admit);
+  auto server = std::make_unique<MeetingServer>(std::move(listener), admit_by(secret_of(meeting, /*is_first=*/true)));
   auto store = std::make_unique<FirstMachineStore>(std::make_unique<Channel>(server->own_connection()),
                                                    meeting.places.front().text(), address, meeting.silence);
   store->serve_with(std::move(server));

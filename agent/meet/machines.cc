@@ -5,13 +5,12 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <array>
 #include <set>
 #include <thread>
 #include <utility>
 
 #include "agent/meet/membership.h"
-#include "lockstep/base/log.h"
+#include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
@@ -181,7 +180,7 @@ class Contact {
       leave(concat(store_->name(), " has not answered for ", human_seconds(kPatience)));
   }
 
-  // Whoever serves the store stays until the others have read the end, and have gone.
+  // A process that serves the store stays until the others have read the end, and have gone.
   void say_goodbye() {
     const Deadline deadline = Deadline::after(std::max(kLastWordsWithin, meeting_.silence));
     while ((has_left_ || end_) && store_->serves() && !deadline.passed()) {
@@ -217,16 +216,14 @@ Machines::Machines(const Meeting& meeting, const OpenStore& open) : beat_(meetin
   if (meeting.job.size() > kLongestName || meeting.job.find_first_of("\n/") != std::string::npos)
     throw UsageError({.what = concat("--rdzv-id is '", meeting.job, "'"),
                       .next = concat("choose a line of at most ", kLongestName, " characters, without /")});
-  std::array<int, 2> ends{};
-  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()) != 0) throw system_error("make", "a socket");
-  stream_ = PacketStream(std::make_unique<Channel>(UniqueFd(ends[0])));
+  auto [ours, theirs] = connected_pair();
+  stream_ = PacketStream(std::make_unique<Channel>(std::move(ours)));
   stream_.allow(PacketStream::kLongestPacket);
-  UniqueFd theirs(ends[1]);
-  const auto contact = [&] {
+  const auto contact = [&, &theirs = theirs] {
     Contact(meeting, std::move(theirs)).run(open);
     return 0;
   };
-  ProcessOptions options{.body = contact, .close_in_child = {ends[0]}};
+  ProcessOptions options{.body = contact, .close_in_child = descriptors()};
   ::sigfillset(&options.signal_mask);  // signals are the launcher's; the end of the socket ends it
   process_.emplace(options);
   theirs.reset();

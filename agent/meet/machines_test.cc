@@ -12,6 +12,7 @@
 #include <set>
 #include <thread>
 
+#include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
@@ -21,7 +22,7 @@
 namespace lockstep {
 namespace {
 
-// Of all machines here; each test that has others sets them.
+// The secret of all machines here; a test that has others sets them.
 class Told {
  public:
   explicit Told(const std::string& secret) { ::setenv("LOCKSTEP_SECRET", secret.c_str(), 1); }
@@ -34,12 +35,10 @@ class Told {
 class Launcher {
  public:
   Launcher(const Meeting& meeting, const Machines::OpenStore& open) {
-    std::array<int, 2> ends{};
-    if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()) != 0) throw system_error("make", "a socket");
-    ours_ = UniqueFd(ends[0]);
-    UniqueFd theirs(ends[1]);
-    process_.emplace(
-        ProcessOptions{.body = [&] { return run(meeting, open, theirs.get()); }, .close_in_child = {ends[0]}});
+    auto [ours, theirs] = connected_pair();
+    ours_ = std::move(ours);
+    const int fd = theirs.get();
+    process_.emplace(ProcessOptions{.body = [&] { return run(meeting, open, fd); }, .close_in_child = {ours_.get()}});
   }
 
   // The next line it says; "": none in time, or it has ended.

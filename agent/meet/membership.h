@@ -31,7 +31,7 @@ struct JobRecord {
 std::string to_text(const JobRecord& record);
 std::optional<JobRecord> parse_record(const std::string& text);
 
-// What a launcher writes about itself.
+// A launcher writes this about itself.
 struct Presence {
   Member member{};
   int epoch = -1;  // that it has begun; its wishes are about this one

@@ -54,7 +54,7 @@ struct Meeting {
   milliseconds last_call{30'000};  // for more than `least`
   milliseconds silence{3000};      // of a machine, until it is lost
 
-  // Of etcd over TLS; files. "": not that one.
+  // Files for TLS with etcd. "": not that one.
   std::string certificates{};  // of those who may have signed etcd's certificate. "": no TLS
   std::string certificate{};   // this user's
   std::string key{};

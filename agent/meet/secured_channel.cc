@@ -10,6 +10,7 @@
 
 #include "agent/meet/tls_channel.h"
 #include "lockstep/base/sockets/poll.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
@@ -74,6 +75,16 @@ std::unique_ptr<Channel> serve_channel(UniqueFd fd, const SecretPtr& secret) {
   if (secret->comes_by_munge()) return std::make_unique<OfferingChannel>(std::move(fd), secret);
   const auto key = secret->find();
   return key ? std::make_unique<TlsChannel>(std::move(fd), *key, TlsChannel::Role::kServer) : nullptr;
+}
+
+std::function<std::unique_ptr<Channel>(UniqueFd)> admit_by(SecretPtr secret) {
+  return [secret = std::move(secret)](UniqueFd fd) -> std::unique_ptr<Channel> {
+    try {
+      return serve_channel(std::move(fd), secret);
+    } catch (const Error&) {
+      return nullptr;
+    }
+  };
 }
 
 std::optional<SecuredConnection> connect_securely(const AddressList& addresses, const JobSecret& secret,

@@ -9,6 +9,7 @@
 // connects again. The first byte tells that from TLS.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,6 +22,9 @@ namespace lockstep {
 
 // Returns the end of the first process; null: it has no secret yet. Throws EnvironmentError, SystemError.
 std::unique_ptr<Channel> serve_channel(UniqueFd fd, const SecretPtr& secret);
+
+// The same for MeetingServer, which throws nothing: null also if the secret can't be had.
+std::function<std::unique_ptr<Channel>(UniqueFd)> admit_by(SecretPtr secret);
 
 struct SecuredConnection {
   std::unique_ptr<Channel> channel;  // none: there is no secret for it

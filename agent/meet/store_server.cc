@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <vector>
 
+#include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/error.h"
 
@@ -19,18 +20,12 @@ constexpr milliseconds kLeastSilence{100};
 constexpr milliseconds kMostSilence = std::chrono::hours(1);
 constexpr milliseconds kWithoutDescriptors{100};  // until the next try to accept
 
-std::array<UniqueFd, 2> socket_pair() {
-  std::array<int, 2> fds{};
-  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds.data()) != 0) throw system_error("make", "a socket");
-  return {UniqueFd(fds[0]), UniqueFd(fds[1])};
-}
-
 }  // namespace
 
 MeetingServer::MeetingServer(UniqueFd listener, Admit admit)
     : listener_(std::move(listener)), admit_(std::move(admit)) {
-  auto own = socket_pair();
-  auto control = socket_pair();
+  auto own = connected_pair();
+  auto control = connected_pair();
   own_end_ = std::move(own[0]);
   connections_.push_back(
       {.stream = PacketStream(std::make_unique<Channel>(std::move(own[1]))), .number = ++numbers_, .known = true});

@@ -91,6 +91,12 @@ UniqueFd connect_locally(const std::string& address, int type, Deadline deadline
   return fd;
 }
 
+std::array<UniqueFd, 2> connected_pair() {
+  std::array<int, 2> fds{};
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds.data()) != 0) throw system_error("make", "a socket");
+  return {UniqueFd(fds[0]), UniqueFd(fds[1])};
+}
+
 std::string new_local_address(const std::string& prefix) {
   std::array<std::uint64_t, 2> noise{};
   if (::getrandom(noise.data(), sizeof noise, 0) != sizeof noise) throw system_error("draw", "random numbers");

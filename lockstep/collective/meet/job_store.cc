@@ -102,14 +102,7 @@ SecretPtr secret_of(const JobEnvironment& job, const std::string& place) {
 
 StorePtr serve_store(UniqueFd listener, SecretPtr secret, milliseconds timeout) {
   const std::string host = endpoint_of(listener.get()).host;
-  const auto admit = [secret = std::move(secret)](UniqueFd fd) -> std::unique_ptr<Channel> {
-    try {
-      return serve_channel(std::move(fd), secret);
-    } catch (const Error&) {
-      return nullptr;
-    }
-  };
-  return serve_meeting(std::move(listener), admit, timeout, host);
+  return serve_meeting(std::move(listener), admit_by(std::move(secret)), timeout, host);
 }
 
 StorePtr store_at(const AddressList& addresses, const JobSecret& secret, const Deadline& deadline,
