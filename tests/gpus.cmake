@@ -40,6 +40,5 @@ lockstep_check(strategy.filters_for_gpus_name_tests 120 ${Python3_EXECUTABLE} ${
 lockstep_test(gpu_command_test command.simulated_gpus SHARDS 4 TIMEOUT 600 CHECK "*"
   SOURCES train/gpu_command_test.cc launch/child.cc)
 target_link_libraries(gpu_command_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
-target_compile_definitions(gpu_command_test PRIVATE LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>"
-  SIMULATED_CUDA="$<TARGET_FILE:lockstep_simulated_cuda>")
+target_compile_definitions(gpu_command_test PRIVATE SIMULATED_CUDA="$<TARGET_FILE:lockstep_simulated_cuda>")
 add_dependencies(gpu_command_test lockstep_command lockstep_train lockstep_gpus lockstep_simulated_cuda)
