@@ -18,7 +18,6 @@ set_target_properties(lockstep_train lockstep_verify lockstep_plan lockstep_data
 
 set(CMAKE_INSTALL_DEFAULT_COMPONENT_NAME lockstep)
 install(TARGETS lockstep EXPORT lockstepTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} NAMELINK_COMPONENT local)
-install(TARGETS lockstep_gloo_openssl LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(TARGETS lockstep_command RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 install(TARGETS lockstep_train lockstep_verify lockstep_plan lockstep_data lockstep_gpus RUNTIME DESTINATION libexec/lockstep)
 install(DIRECTORY ${CMAKE_BINARY_DIR}/libexec/lockstep/tools DESTINATION libexec/lockstep)
@@ -43,7 +42,7 @@ install(CODE "
   endif()" COMPONENT local)
 
 # What a wheel is packed from; all of it is part of the release build.
-add_custom_target(packaged DEPENDS lockstep lockstep_gloo_openssl lockstep_command lockstep_train lockstep_verify lockstep_plan lockstep_data lockstep_gpus)
+add_custom_target(packaged DEPENDS lockstep lockstep_command lockstep_train lockstep_verify lockstep_plan lockstep_data lockstep_gpus)
 if(TARGET lockstep_python)
   add_dependencies(packaged lockstep_python)
   install(TARGETS lockstep_python LIBRARY DESTINATION . COMPONENT python EXCLUDE_FROM_ALL)

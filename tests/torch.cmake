@@ -13,7 +13,7 @@ function(lockstep_room_test room shards)
   lockstep_torch_test(${room}_test ${room} SHARDS ${shards} TIMEOUT 900 ${ARGN} SOURCES ${sources})
 endfunction()
 
-lockstep_room_test(collective 8 CHECK "GlooDevice.carries_more_than_two_gibibytes:LargeTensors.*")
+lockstep_room_test(collective 8 CHECK "GlooNetwork.carries_more_than_two_gibibytes:LargeTensors.*")
 lockstep_room_test(data 4)
 lockstep_room_test(model 2)
 lockstep_room_test(step 6)

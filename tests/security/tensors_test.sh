@@ -37,14 +37,23 @@ begin_exchange() {  # MODE OPTION...
   done
   until_there "$work/exchange.begun"
 }
-listening_ports() {  # HOST
-  on_host "$1" awk '$4 == "0A" { sub(".*:", "", $2); print $2 }' /proc/net/tcp | while read -r number; do echo $((16#$number)); done
+listening() {  # HOST: an address and a port in each line
+  on_host "$1" awk '$4 == "0A" { print $2 }' /proc/net/tcp | while IFS=: read -r number port; do
+    echo "$((16#${number:6:2})).$((16#${number:4:2})).$((16#${number:2:2})).$((16#${number:0:2})) $((16#$port))"
+  done
 }
 crowd_somewhere() {  # at any port of n1
-  local number
-  for number in $(listening_ports n1); do
+  local address number
+  while read -r address number <&3; do
     if on_host stranger "$here/crowd.py" 10.77.0.11 "$number"; then return 0; fi
-  done
+  done 3< <(listening n1)
+  return 1
+}
+crowd_of_another_user() {  # at any address and port of n1, from n1 itself
+  local address number
+  while read -r address number <&3; do
+    if on_host n1 setpriv --reuid 65534 --regid 65534 --clear-groups "$here/crowd.py" "$address" "$number"; then return 0; fi
+  done 3< <(listening n1)
   return 1
 }
 end_capture() {  # MODE
@@ -57,14 +66,17 @@ end_capture() {  # MODE
 begin_exchange clear --insecure-network
 end_capture clear
 [ "$found" -gt 0 ] || fail "the pattern is not on an insecure link: $seen bytes"
-[ -n "$(listening_ports n1)" ] || fail "Gloo does not listen"
+[ -n "$(listening n1)" ] || fail "Gloo does not listen"
 crowd_somewhere || fail "a crowd does not bite"
 touch "$work/exchange.end"
 if wait "${jobs[0]}"; then fail "a crowd ended nothing"; fi
 wait "${jobs[1]}" || true
 
 begin_exchange tls
+[ -n "$(listening n1)" ] || fail "Gloo does not listen"
+listening n1 | grep -v '^127\.' && fail "a port is open to the network"
 if crowd_somewhere; then fail "a crowd got in"; fi
+if crowd_of_another_user; then fail "a crowd of another user of the machine got in"; fi
 touch "$work/exchange.end"
 wait "${jobs[0]}" || fail "$(cat "$work"/tls.?.err)"
 wait "${jobs[1]}" || fail "$(cat "$work"/tls.?.err)"

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/base/sockets/port.h"
 
+#include <netinet/in.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
@@ -67,6 +69,26 @@ std::string listener_of_port(int port) {
       return concat("pid ", pid, " (", command_of(process), ")");
   }
   return concat("a process of user ", listener->user);
+}
+
+std::optional<uid_t> user_of_other_end(int fd) {
+  sockaddr_in own{}, other{};
+  socklen_t length = sizeof own;
+  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &length) != 0 ||
+      ::getpeername(fd, reinterpret_cast<sockaddr*>(&other), &length) != 0)
+    return std::nullopt;
+  std::ifstream in("/proc/net/tcp");
+  for (std::string line; std::getline(in, line);) {  // as above; this one is the other end's
+    constexpr unsigned kEstablished = 0x01;          // of others the user is not told
+    unsigned from = 0, from_port = 0, to = 0, to_port = 0, state = 0;
+    unsigned long user = 0;
+    const int read = std::sscanf(line.c_str(), "%*d: %x:%x %x:%x %x %*s %*s %*s %lu", &from, &from_port, &to, &to_port,
+                                 &state, &user);
+    if (read == 6 && from == other.sin_addr.s_addr && from_port == ntohs(other.sin_port) && to == own.sin_addr.s_addr &&
+        to_port == ntohs(own.sin_port))
+      return state == kEstablished ? std::optional(static_cast<uid_t>(user)) : std::nullopt;
+  }
+  return std::nullopt;
 }
 
 ReservedPort::ReservedPort(const std::string& address) {

@@ -5,6 +5,9 @@
 // Threads: any
 #pragma once
 
+#include <sys/types.h>
+
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -17,6 +20,9 @@ bool is_loopback(std::string_view host);
 
 // "pid 4711 (python train.py)"; "a process of user 1000" where this user may not look at it; "" where nobody listens.
 std::string listener_of_port(int port);
+
+// Who has the other end of a connection over IPv4 on the loopback interface. None: that end is closed.
+std::optional<uid_t> user_of_other_end(int fd);
 
 // A port of an address of this machine, bound without listening: the kernel gives it to no program that asks for any port while this
 // lives, and rank 0 can still bind it, because it sets SO_REUSEADDR too.

@@ -5,7 +5,7 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_call.h"
-#include "lockstep/collective/machines/gloo_device.h"
+#include "lockstep/collective/machines/gloo_network.h"
 
 namespace lockstep {
 namespace {
@@ -35,11 +35,11 @@ Gloo connect_gloo(const StorePtr& store, const TransportOptions& options) try {
   // Not create_default: that would put a loopback device first.
   auto gloo_options = c10d::ProcessGroupGloo::Options::create(options.timeout);
   const auto network = options.network ? options.network : join_gloo_network(*store, options);
-  const GlooDevice device = device_on(network, store, options);
-  gloo_options->devices.push_back(device);
+  const auto entrance = open_gloo_entrance(network, *store, options);  // which closes when all have met
+  gloo_options->devices.push_back(entrance->device());
   auto gloo = c10::make_intrusive<GlooConnection>(with_prefix(store, "gloo"), options, gloo_options, network);
   issue_alone([&] { return gloo->barrier(); })->wait();  // a rank that leaves at once would disturb others' connecting
-  let_nobody_else_in(*device);
+  entrance->require_own_users();
   return gloo;
 } catch (const Error&) {
   throw;

@@ -3,7 +3,6 @@
 
 #include <limits>
 
-#include "agent/meet/insecure_network.h"
 #include "lockstep/base/sockets/received.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/gloo_connection.h"
@@ -22,15 +21,6 @@ struct MessageHeader {
 
 constexpr std::size_t kFirstBytes = 4096;
 constexpr std::size_t kDataInFirst = kFirstBytes - sizeof(MessageHeader);
-
-void require_fitting(const TensorCall& call, const std::string& here) {
-  const Tensor& tensor = call.operation == Operation::kSend ? call.input_tensor : call.output_tensor;
-  if (tensor.nbytes() <= kMostAtOnce || network_is_insecure()) return;
-  throw UsageError({.what = concat("a message of ", tensor.nbytes(), " bytes between machines"),
-                    .here = here,
-                    .likely = "more than the 1 GiB that goes over TLS at once",
-                    .next = "send it in parts"});
-}
 
 // Gloo moves bytes of any dtype alike.
 Tensor bytes_of(const Tensor& tensor) { return tensor.detach().view(-1).view(torch::kUInt8); }
@@ -112,7 +102,6 @@ int GlooMessages::next_tag() {
 
 // The second transfer is issued before the first: when the receiver knows its tag, it is on its way.
 FuturePtr GlooMessages::send(const TensorCall& call) {
-  require_fitting(call, here_);
   const int to = call.peer;
   const int tag = tag_of(call);
   Tensors data{bytes_of(call.input_tensor)};
@@ -132,7 +121,6 @@ FuturePtr GlooMessages::send(const TensorCall& call) {
 
 // A small message needs no thread: all of it arrives in the first transfer, and is copied when it is waited for.
 FuturePtr GlooMessages::receive(const TensorCall& call, bool in_background) {
-  require_fitting(call, here_);
   const int tag = tag_of(call);
   const auto issue = [&](const Tensor& place) {
     Tensors places{place};

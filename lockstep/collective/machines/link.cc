@@ -121,17 +121,13 @@ void GlooLink::finish_check() {
 // ---- Transfers
 
 void GlooLink::send(int peer, const std::byte* data, std::size_t bytes, Transfers& transfers) {
-  for (std::size_t begin = 0; begin < bytes; begin += kMostAtOnce) {
-    auto tensors = as_tensor(data + begin, std::min(kMostAtOnce, bytes - begin));
-    start(peer, transfers, [&] { return gloo_->send(tensors, peer, tag_); });
-  }
+  auto tensors = as_tensor(data, bytes);
+  if (bytes > 0) start(peer, transfers, [&] { return gloo_->send(tensors, peer, tag_); });
 }
 
 void GlooLink::receive(int peer, std::byte* data, std::size_t bytes, Transfers& transfers) {
-  for (std::size_t begin = 0; begin < bytes; begin += kMostAtOnce) {
-    auto tensors = as_tensor(data + begin, std::min(kMostAtOnce, bytes - begin));
-    start(peer, transfers, [&] { return gloo_->recv(tensors, peer, tag_); });
-  }
+  auto tensors = as_tensor(data, bytes);
+  if (bytes > 0) start(peer, transfers, [&] { return gloo_->recv(tensors, peer, tag_); });
 }
 
 C10dWork GlooLink::issue(int peer, const Issue& transfer) try {

@@ -37,8 +37,6 @@ namespace lockstep {
 
 class GlooConnection;
 
-inline constexpr std::size_t kMostAtOnce = std::size_t{1} << 30;  // bytes: Gloo's TLS counts in 31 bits
-
 class GlooLink {
  public:
   // Numbers of sends and receives that were started. The link holds them until they were waited for, or forgotten.

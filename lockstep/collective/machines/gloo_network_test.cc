@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What keeps strangers out of Gloo's connections. tests/security/tensors_test.sh has the attacks over a network.
-#include "lockstep/collective/machines/gloo_device.h"
+// What keeps strangers out of Gloo's connections. tests/security/tensors_test.sh has the attacks over a network, and the tunnel
+// between machines: here all are in one network namespace, in which Gloo connects by itself.
+#include "lockstep/collective/machines/gloo_network.h"
 
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
@@ -17,9 +18,10 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "lockstep/collective/machines/gloo_identity.h"
+#include "lockstep/base/sockets/port.h"
 #include "lockstep/collective/machines/link.h"
 #include "lockstep/collective/machines/listener_filter.h"
+#include "lockstep/collective/machines/tunnel.h"
 #include "lockstep/cores.h"
 #include "lockstep/error.h"
 #include "tests/support.h"
@@ -29,17 +31,6 @@ namespace {
 
 using MeetingPlace = c10::intrusive_ptr<c10d::Store>;
 
-// Of somebody who changes what a rank tells the others: as PyTorch's TCPStore lets anybody do.
-class ForgedStore final : public c10d::PrefixStore {
- public:
-  using PrefixStore::PrefixStore;
-  void set(const std::string& key, const std::vector<std::uint8_t>& value) override {
-    std::string text(value.begin(), value.end());
-    if (key == "lockstep/gloo/1") text = text.substr(0, text.find('\n') + 1) + GlooIdentity().certificate();
-    PrefixStore::set(key, std::vector<std::uint8_t>(text.begin(), text.end()));
-  }
-};
-
 TransportOptions options_of_rank(int rank) {
   return {.rank = rank, .size = 2, .describe = "rank " + std::to_string(rank), .timeout = std::chrono::seconds(20)};
 }
@@ -48,17 +39,37 @@ std::string error_of_link(const MeetingPlace& store, int rank) {
   return testing::message_of<RendezvousError>([&] { GlooLink(store, options_of_rank(rank), {"rank 0", "rank 1"}); });
 }
 
-TEST(GlooDevice, does_not_connect_to_a_rank_without_the_certificate_that_it_has_told) {
-  const MeetingPlace store = c10::make_intrusive<c10d::HashStore>();
-  std::string error;
-  std::thread other([&] { error = error_of_link(c10::make_intrusive<ForgedStore>("x", store), 1); });
-  const std::string own = error_of_link(c10::make_intrusive<c10d::PrefixStore>("x", store), 0);
-  other.join();
-  EXPECT_TRUE(testing::contains(own, "can't connect")) << own;
-  EXPECT_TRUE(testing::contains(error, "can't connect")) << error;
+using Identity = std::shared_ptr<TlsIdentity>;
+
+Tunnel tunnel_of(const Identity& identity, const std::string& own) { return {identity, "127.0.0.1", own, 1}; }
+
+TEST(Tunnel, answers_who_has_a_key_that_it_was_told_of_and_whose_key_is_known_to_that_one) {
+  const auto own = std::make_shared<TlsIdentity>(), other = std::make_shared<TlsIdentity>();
+  const auto stranger = std::make_shared<TlsIdentity>();
+  own->trust({own->fingerprint(), other->fingerprint()});
+  other->trust({own->fingerprint(), other->fingerprint()});
+  stranger->trust({own->fingerprint(), stranger->fingerprint()});
+  Tunnel listening = tunnel_of(own, "127.64.0.1"), of_stranger = tunnel_of(stranger, "127.64.0.3");
+  listening.start({}, {});
+  of_stranger.start({}, {});
+  const auto soon = [] { return Deadline::after(std::chrono::seconds(20)); };
+  const Tunnel friendly = tunnel_of(other, "127.64.0.2");
+  EXPECT_EQ(friendly.try_to_reach(listening.endpoint(), soon()), "");
+  EXPECT_TRUE(testing::contains(of_stranger.try_to_reach(listening.endpoint(), soon()), "no key of this job"));
+  EXPECT_TRUE(testing::contains(friendly.try_to_reach(of_stranger.endpoint(), soon()), "no key of this job"));
+  EXPECT_EQ(friendly.try_to_reach(listening.endpoint(), soon()), "");  // a stranger does not end it
 }
 
-TEST(GlooDevice, is_refused_to_a_rank_that_trusts_the_network_other_than_the_rest) {
+TEST(Tunnel, says_that_a_port_is_taken_and_who_does_not_answer) {
+  const auto identity = std::make_shared<TlsIdentity>();
+  Tunnel tunnel = tunnel_of(identity, "127.64.0.1");
+  const UniqueFd silent = listen_at(address_of_number({"127.64.0.2", 0}));
+  const Endpoint taken = endpoint_of(silent.get());
+  EXPECT_FALSE(tunnel.listen_for(taken));
+  EXPECT_EQ(tunnel.try_to_reach(taken, Deadline::after(std::chrono::milliseconds(300))), "it does not answer");
+}
+
+TEST(GlooNetwork, is_refused_to_a_rank_that_trusts_the_network_other_than_the_rest) {
   const MeetingPlace store = c10::make_intrusive<c10d::HashStore>();
   store->set("lockstep/gloo/1", std::string("insecure"));
   const std::string error = error_of_link(store, 0);
@@ -66,7 +77,7 @@ TEST(GlooDevice, is_refused_to_a_rank_that_trusts_the_network_other_than_the_res
 }
 
 // Both send more than sockets hold, before either receives the other's.
-TEST(GlooDevice, carries_large_messages_in_both_directions_at_once) {
+TEST(GlooNetwork, carries_large_messages_in_both_directions_at_once) {
   const MeetingPlace store = c10::make_intrusive<c10d::HashStore>();
   const auto exchange = [&](int rank) {
     GlooLink link(store, options_of_rank(rank), {"rank 0", "rank 1"});
@@ -85,8 +96,7 @@ TEST(GlooDevice, carries_large_messages_in_both_directions_at_once) {
   other.join();
 }
 
-// Gloo's TLS counts the bytes of a message in 31 bits.
-TEST(GlooDevice, carries_more_than_two_gibibytes) {
+TEST(GlooNetwork, carries_more_than_two_gibibytes) {
   const MeetingPlace store = c10::make_intrusive<c10d::HashStore>();
   constexpr std::size_t kBytes = (std::size_t{2} << 30) + 4096, kBlock = 4096;
   const auto number = [](std::size_t at) { return std::byte(at / kBlock * 7 % 251); };
@@ -115,24 +125,41 @@ TEST(GlooDevice, carries_more_than_two_gibibytes) {
 
 // ---- Listeners that connections share
 
-// Ports of this process at which a socket listens.
-std::set<int> listening_ports() {
-  std::set<int> ports;
+// Where a socket of this process listens on the loopback interface.
+std::set<std::string> listening_places() {
+  std::set<std::string> places;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
     const int fd = std::stoi(entry.path().filename());
     int listens = 0;
     socklen_t length = sizeof listens;
     if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) != 0 || listens == 0) continue;
-    sockaddr_in own{};
+    sockaddr_storage own{};
     length = sizeof own;
     ::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &length);
-    ports.insert(ntohs(own.sin_port));
+    if (own.ss_family == AF_INET) places.insert(endpoint_of(fd).text());
   }
-  return ports;
+  return places;
 }
 
-bool connects(std::uint32_t from, const sockaddr_in& to, int milliseconds);
-sockaddr_in loopback_address(std::uint32_t last, std::uint16_t port);
+sockaddr_in address_of(const std::string& host, int port) {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = ::inet_addr(host.c_str());
+  address.sin_port = htons(static_cast<std::uint16_t>(port));
+  return address;
+}
+
+const sockaddr* raw(const sockaddr_in& address) { return reinterpret_cast<const sockaddr*>(&address); }
+
+bool connects(const sockaddr_in& from, const sockaddr_in& to, int milliseconds) {
+  const UniqueFd fd(::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  const int yes = 1;
+  ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+  EXPECT_EQ(::bind(fd.get(), raw(from), sizeof from), 0);
+  ::connect(fd.get(), raw(to), sizeof to);
+  pollfd connected{.fd = fd.get(), .events = POLLOUT, .revents = 0};
+  return ::poll(&connected, 1, milliseconds) == 1 && (connected.revents & POLLERR) == 0;
+}
 
 class SharedNetwork : public ::testing::Test {
  protected:
@@ -171,7 +198,7 @@ class SharedNetwork : public ::testing::Test {
 };
 
 TEST_F(SharedNetwork, has_no_more_listeners_than_cores_and_they_admit_nobody) {
-  const std::set<int> before = listening_ports();
+  const std::set<std::string> before = listening_places();
   std::barrier<> both(2);
   const auto run_rank = [&](int rank) {
     const auto first = first_link(rank);
@@ -179,12 +206,15 @@ TEST_F(SharedNetwork, has_no_more_listeners_than_cores_and_they_admit_nobody) {
     expect_that_each_carries_its_number(made);
     both.arrive_and_wait();
     if (rank == 0) {
-      std::set<int> ports = listening_ports();
-      for (const int port : before) ports.erase(port);
-      EXPECT_GE(ports.size(), 2U);
-      EXPECT_LE(ports.size(), 2 * std::min<std::size_t>(usable_cores().size(), 1 + kLinks));
-      for (const int port : ports)
-        EXPECT_FALSE(connects(1, loopback_address(1, htons(static_cast<std::uint16_t>(port))), 200));
+      std::set<std::string> places = listening_places();
+      for (const std::string& place : before) places.erase(place);
+      EXPECT_GE(places.size(), 2U);
+      EXPECT_LE(places.size(), 2 * std::min<std::size_t>(usable_cores().size(), 1 + kLinks));
+      for (const std::string& place : places) {
+        const std::size_t colon = place.rfind(':');
+        const sockaddr_in there = address_of(place.substr(0, colon), std::stoi(place.substr(colon + 1)));
+        EXPECT_FALSE(connects(address_of("127.0.0.1", 0), there, 200)) << place;
+      }
     }
     both.arrive_and_wait();
   };
@@ -236,45 +266,25 @@ TEST_F(SharedNetwork, outlives_a_connection_that_is_lost) {
   other.join();
 }
 
-// ---- The filter, on the loopback interface: 127.0.0.2 is a stranger
+// ---- The filter
 
-sockaddr_in loopback_address(std::uint32_t last, std::uint16_t port) {
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(0x7f000000 | last);
-  address.sin_port = port;
-  return address;
-}
-
-const sockaddr* raw(const sockaddr_in& address) { return reinterpret_cast<const sockaddr*>(&address); }
-
-bool connects(std::uint32_t from, const sockaddr_in& to, int milliseconds) {
-  const UniqueFd fd(::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  const sockaddr_in own = loopback_address(from, 0);
-  EXPECT_EQ(::bind(fd.get(), raw(own), sizeof own), 0);
-  ::connect(fd.get(), raw(to), sizeof to);
-  pollfd connected{.fd = fd.get(), .events = POLLOUT, .revents = 0};
-  return ::poll(&connected, 1, milliseconds) == 1 && (connected.revents & POLLERR) == 0;
-}
-
-TEST(ListenerFilter, admits_the_given_addresses_and_later_nobody) {
-  const UniqueFd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_in address = loopback_address(1, 0);
-  ASSERT_EQ(::bind(listener.get(), raw(address), sizeof address), 0);
-  ASSERT_EQ(::listen(listener.get(), 16), 0);
-  sockaddr_storage bound{};
-  socklen_t length = sizeof bound;
-  ASSERT_EQ(::getsockname(listener.get(), reinterpret_cast<sockaddr*>(&bound), &length), 0);
-  std::memcpy(&address, &bound, sizeof address);
-
-  const ListenerFilter filter(bound);
+TEST(ListenerFilter, admits_the_given_ends_and_later_nobody) {
+  UniqueFd listener = listen_at(address_of_number({"127.64.0.9", 0}));
+  ASSERT_TRUE(listener);
+  const Endpoint own = endpoint_of(listener.get());
+  const sockaddr_in there = address_of(own.host, own.port);
+  const ReservedPort port("127.64.0.9");
+  const auto from = [&](const std::string& host, int number = 0) { return address_of(host, number); };
+  const ListenerFilter filter{UniqueFd(::dup(listener.get()))};
   constexpr int kLong = 10000, kShort = 200;
-  EXPECT_TRUE(connects(2, address, kLong));
-  filter.admit_only({"10.1.2.3", "127.0.0.1", "fe80::1"});
-  EXPECT_TRUE(connects(1, address, kLong));
-  EXPECT_FALSE(connects(2, address, kShort));
-  filter.admit_nobody();
-  EXPECT_FALSE(connects(1, address, kShort));
+  EXPECT_TRUE(connects(from("127.0.0.2"), there, kLong));
+  filter.admit_only({{"10.1.2.3", 0}, {"127.0.0.1", 0}, {"127.64.0.9", port.number()}, {"fe80::1", 0}});
+  EXPECT_TRUE(connects(from("127.0.0.1"), there, kLong));
+  EXPECT_FALSE(connects(from("127.0.0.2"), there, kShort));
+  EXPECT_FALSE(connects(from("127.64.0.9"), there, kShort));
+  EXPECT_TRUE(connects(from("127.64.0.9", port.number()), there, kLong));
+  filter.admit_only({});
+  EXPECT_FALSE(connects(from("127.0.0.1"), there, kShort));
 }
 
 }  // namespace

@@ -1,0 +1,409 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/collective/machines/gloo_network.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <sys/random.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cstdlib>
+#include <filesystem>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include "agent/meet/insecure_network.h"
+#include "agent/meet/interfaces.h"
+#include "lockstep/base/files/file.h"
+#include "lockstep/base/sockets/port.h"
+#include "lockstep/base/text.h"
+#include "lockstep/collective/machines/listener_filter.h"
+#include "lockstep/collective/machines/tunnel.h"
+#include "lockstep/collective/transport/cpu_transport.h"
+#include "lockstep/cores.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::string_view kInsecure = "insecure";
+constexpr std::uint32_t kFirstLoopback = 0x7f400000;  // 127.64.0.0/10
+constexpr std::uint32_t kLoopbacks = 1U << 22U;
+constexpr int kMostTries = 8;  // to find ports that are free on all machines
+
+using Texts = std::vector<std::string>;
+
+// ---- Who takes part
+
+// The same for processes that reach each other on the loopback interface.
+std::string network_namespace() {
+  return concat(split(read_file("/proc/sys/kernel/random/boot_id"), '\n').front(),
+                std::filesystem::read_symlink("/proc/self/ns/net").string());
+}
+
+std::string interface_that_is_named() {
+  const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
+  return interface == nullptr ? "" : interface;
+}
+
+std::uint32_t random_number() {
+  std::uint32_t number = 0;
+  if (::getrandom(&number, sizeof number, 0) != sizeof number) throw system_error("read", "random numbers");
+  return number;
+}
+
+// Exchanges what each rank says of itself before they connect.
+Texts exchange_alike(c10d::Store& store, const std::string& mine, const TransportOptions& options) {
+  Texts texts = exchange_texts(store, "gloo", mine, options);
+  for (std::size_t rank = 0; rank < texts.size(); ++rank)
+    if ((texts[rank] == kInsecure) != (mine == kInsecure))
+      throw RendezvousError(
+          {.what = concat("rank ", rank, texts[rank] == kInsecure ? " runs" : " does not run",
+                          " with --insecure-network, and this rank ", mine == kInsecure ? "does" : "does not"),
+           .here = options.describe,
+           .likely = "LOCKSTEP_INSECURE_NETWORK or --insecure-network on some of the machines only",
+           .next = "set it on all or on none"});
+  return texts;
+}
+
+RendezvousError wrong_text(const TransportOptions& options) {
+  return RendezvousError({.what = "a rank tells nonsense about its connections",
+                          .here = options.describe,
+                          .likely = "another version of lockstep on some machine",
+                          .next = "install the same one on all"});
+}
+
+template <class Number>
+Number number_in(const std::string& text, const TransportOptions& options) {
+  Number number{};
+  if (!parse_int(text, number)) throw wrong_text(options);
+  return number;
+}
+
+Endpoint endpoint_in(const std::string& text, const TransportOptions& options) {
+  const std::size_t colon = text.rfind(':');
+  if (colon == std::string::npos) throw wrong_text(options);
+  return {text.substr(0, colon), number_in<std::uint16_t>(text.substr(colon + 1), options)};
+}
+
+// ---- Listeners
+
+// Calls use(descriptor, own end) for the sockets of this process that listen at an address of IPv4, or are connected there.
+template <class Use>
+void for_sockets_at(const std::string& host, bool listen, const Use& use) {
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    const std::string name = entry.path().filename();
+    int fd = -1, listens = 0;
+    std::from_chars(name.data(), name.data() + name.size(), fd);
+    socklen_t length = sizeof listens;
+    if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) != 0 || (listens != 0) != listen) continue;
+    sockaddr_storage own{};
+    length = sizeof own;
+    if (::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &length) != 0 || own.ss_family != AF_INET) continue;
+    const Endpoint endpoint{numeric(reinterpret_cast<sockaddr*>(&own), length),
+                            ntohs(reinterpret_cast<sockaddr_in&>(own).sin_port)};
+    if (endpoint.host == host) use(fd, endpoint);
+  }
+}
+
+std::map<int, int> listeners_at(const std::string& host) {  // descriptors by port
+  std::map<int, int> found;
+  for_sockets_at(host, true, [&](int fd, const Endpoint& own) { found[own.port] = fd; });
+  return found;
+}
+
+// A device of Gloo on the loopback interface, which several connections share.
+class GlooListener {
+ public:
+  explicit GlooListener(const std::string& host) : GlooListener(host, std::lock_guard(making())) {}
+
+  const GlooDevice& device() const { return device_; }
+  const Endpoint& endpoint() const { return endpoint_; }
+
+  void admit(const std::vector<Endpoint>& sources) {
+    const std::lock_guard lock(mutex_);
+    std::vector<Endpoint> all = sources_;
+    all.insert(all.end(), sources.begin(), sources.end());
+    filter_.admit_only(all);
+    sources_ = std::move(all);
+  }
+
+  void admit_no_more(const std::vector<Endpoint>& sources) {
+    const std::lock_guard lock(mutex_);
+    for (const Endpoint& source : sources)
+      sources_.erase(std::ranges::find_if(sources_, [&](const Endpoint& one) { return one.text() == source.text(); }));
+    filter_.admit_only(sources_);
+  }
+
+ private:
+  static std::mutex& making() {
+    static std::mutex mutex;
+    return mutex;
+  }
+
+  // Gloo does not say at which port it listens: it is the one that was not there before.
+  GlooListener(const std::string& host, const std::lock_guard<std::mutex>& /*no other is made meanwhile*/)
+      : GlooListener(host, listeners_at(host)) {}
+  GlooListener(const std::string& host, const std::map<int, int>& before)
+      : device_(c10d::ProcessGroupGloo::createDeviceForHostname(host)), filter_(new_listener(host, before)) {
+    filter_.admit_only({});
+  }
+
+  UniqueFd new_listener(const std::string& host, const std::map<int, int>& before) {
+    for (const auto& [port, fd] : listeners_at(host))
+      if (!before.contains(port)) {
+        endpoint_ = {host, port};
+        return UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+      }
+    throw SystemError(
+        {.what = concat("can't find the socket at which Gloo listens, at ", host), .here = "/proc/self/fd"});
+  }
+
+  const GlooDevice device_;
+  Endpoint endpoint_;
+  ListenerFilter filter_;
+  std::mutex mutex_;
+  std::vector<Endpoint> sources_;  // of all connections that are being made
+};
+
+// Lets these in while it lives.
+class Admission {
+ public:
+  Admission(std::shared_ptr<GlooListener> listener, std::vector<Endpoint> sources)
+      : listener_(std::move(listener)), sources_(std::move(sources)) {
+    listener_->admit(sources_);
+  }
+  ~Admission() {
+    try {
+      listener_->admit_no_more(sources_);
+    } catch (const std::exception&) {  // those can still connect that could before
+    }
+  }
+  Admission& operator=(Admission&&) = delete;
+
+ private:
+  std::shared_ptr<GlooListener> listener_;
+  std::vector<Endpoint> sources_;
+};
+
+}  // namespace
+
+class GlooNetwork {
+ public:
+  GlooNetwork(c10d::Store& store, const TransportOptions& options) {
+    if (network_is_insecure()) {
+      exchange_alike(store, std::string(kInsecure), options);
+      return;
+    }
+    auto identity = std::make_shared<TlsIdentity>();
+    const std::string space = network_namespace();
+    const Texts texts =
+        exchange_alike(store, concat(space, ' ', identity->fingerprint(), ' ', random_number()), options);
+    std::set<std::string> fingerprints;
+    std::vector<std::string> machines;
+    for (const std::string& text : texts) {
+      const auto words = split(text, ' ');
+      if (words.size() != 3) throw wrong_text(options);
+      if (std::ranges::find(machines, words[0]) == machines.end()) machines.push_back(words[0]);
+      fingerprints.insert(words[1]);
+    }
+    const auto first = number_in<std::uint32_t>(split(texts.front(), ' ')[2], options);
+    const auto index = static_cast<std::uint32_t>(std::ranges::find(machines, space) - machines.begin());
+    in_addr address{.s_addr = htonl(kFirstLoopback + (first + index) % kLoopbacks)};
+    std::array<char, INET_ADDRSTRLEN> text{};
+    host_ = ::inet_ntop(AF_INET, &address, text.data(), text.size());
+    identity->trust(std::move(fingerprints));
+    identity_ = std::move(identity);
+  }
+
+  bool is_secure() const { return identity_ != nullptr; }
+  const std::shared_ptr<const TlsIdentity>& identity() const { return identity_; }
+  const std::string& host() const { return host_; }  // of this machine, on the loopback interface
+
+  // One of those that there are, or another one while there are fewer than cores. See Note [Shared listeners].
+  template <class Listener, class Make>
+  Listener next(std::vector<Listener>& those, const Make& make) {
+    const std::lock_guard lock(mutex_);
+    const std::size_t next = taken_++ % std::max<std::size_t>(1, usable_cores().size());
+    if (next >= those.size()) return those.emplace_back(make());
+    return those[next];
+  }
+
+  std::shared_ptr<GlooListener> next_listener() {
+    return next(listeners_, [&] { return std::make_shared<GlooListener>(host_); });
+  }
+  GlooDevice next_device(const TransportOptions& options) {
+    return next(devices_, [&] {
+      const std::string interface = interface_that_is_named();
+      return interface.empty() ? c10d::ProcessGroupGloo::createDeviceForHostname(options.address)
+                               : c10d::ProcessGroupGloo::createDeviceForInterface(interface);
+    });
+  }
+
+  std::shared_ptr<GlooListener> replace(const std::shared_ptr<GlooListener>& listener) {
+    const std::lock_guard lock(mutex_);
+    std::erase(listeners_, listener);
+    return listeners_.emplace_back(std::make_shared<GlooListener>(host_));
+  }
+
+ private:
+  std::shared_ptr<const TlsIdentity> identity_;  // none: an insecure network
+  std::string host_;
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<GlooListener>> listeners_;
+  std::vector<GlooDevice> devices_;  // of an insecure network
+  std::size_t taken_ = 0;            // so often one of them was
+};
+
+namespace {
+
+class InsecureEntrance final : public GlooEntrance {
+ public:
+  explicit InsecureEntrance(GlooDevice device) : device_(std::move(device)) {}
+  const GlooDevice& device() const override { return device_; }
+
+ private:
+  const GlooDevice device_;
+};
+
+// All ranks make it at the same time, in steps that each end with an exchange.
+class SecureEntrance final : public GlooEntrance {
+ public:
+  SecureEntrance(GlooNetwork& network, c10d::Store& store, const TransportOptions& options)
+      : network_(network), store_(store), options_(options), listener_(network.next_listener()) {
+    while (!find_ports_that_are_free_everywhere())
+      if (++tries_ == kMostTries)
+        throw RendezvousError(
+            {.what = concat("no port of the loopback interface is free on all machines, tried ", kMostTries),
+             .here = options.describe,
+             .likely = "programs that listen at most ports of some machine"});
+    admission_.emplace(listener_, sources_);
+    const std::string failure = start_tunnel();
+    for (const std::string& text : exchange("tunnel", failure))
+      if (!text.empty()) throw could_not_connect(text);
+  }
+
+  const GlooDevice& device() const override { return listener_->device(); }
+
+  // While they connected, a process of another user could from this machine, too.
+  void require_own_users() const override {
+    for_sockets_at(network_.host(), false, [&](int fd, const Endpoint& own) {
+      if (own.port != listener_->endpoint().port) return;
+      const auto user = user_of_other_end(fd);
+      if (user && *user != 0 && *user != ::geteuid())
+        throw could_not_connect("a process of another user has connected to Gloo at " + own.text());
+    });
+  }
+
+ private:
+  Texts exchange(const std::string& topic, const std::string& mine) const {
+    return exchange_texts(store_, concat("gloo ", topic, ' ', tries_), mine, options_);
+  }
+
+  bool is_here(const Endpoint& gloo) const { return gloo.host == network_.host(); }
+
+  // The first rank of each machine makes its tunnel.
+  bool find_ports_that_are_free_everywhere() {
+    listening_.clear();
+    for (const std::string& text : exchange("port", listener_->endpoint().text()))
+      listening_.push_back(endpoint_in(text, options_));
+    const auto first = std::ranges::find_if(listening_, [&](const Endpoint& gloo) { return is_here(gloo); });
+    tunnel_.reset();
+    std::string mine;
+    if (first - listening_.begin() == options_.rank) mine = make_tunnel();
+    return all_are_free(exchange("sources", mine));
+  }
+
+  // Returns its endpoint and ports, and of which ranks the port is taken here.
+  std::string make_tunnel() {
+    const auto others = std::ranges::count_if(listening_, [&](const Endpoint& gloo) { return !is_here(gloo); });
+    if (others == 0) return "";
+    const Texts named = interface_that_is_named().empty() ? Texts() : own_addresses();
+    tunnel_.emplace(network_.identity(), named.empty() ? options_.address : named.front(), network_.host(),
+                    to_int(others));
+    Texts taken, ports;
+    for (std::size_t rank = 0; rank < listening_.size(); ++rank)
+      if (!is_here(listening_[rank]) && !tunnel_->listen_for(listening_[rank])) taken.push_back(concat(rank));
+    for (const int port : tunnel_->sources()) ports.push_back(concat(port));
+    return concat(tunnel_->endpoint().text(), ' ', join(ports, ","), ' ', join(taken, ","));
+  }
+
+  bool all_are_free(const Texts& told) {
+    sources_.clear();
+    tunnels_.clear();
+    std::set<std::string> taken;
+    for (std::size_t rank = 0; rank < told.size(); ++rank) {
+      if (told[rank].empty()) continue;
+      const auto words = split(told[rank], ' ');
+      if (words.size() != 3) throw wrong_text(options_);
+      tunnels_[listening_[rank].host] = {to_int(rank), endpoint_in(words[0], options_)};
+      for (const std::string& port : split(words[1], ','))
+        if (is_here(listening_[rank])) sources_.push_back({network_.host(), number_in<std::uint16_t>(port, options_)});
+      for (const std::string& one : split(words[2], ',')) taken.insert(one);
+    }
+    taken.erase("");
+    if (taken.contains(concat(options_.rank))) listener_ = network_.replace(listener_);
+    // Ranks on "machines" in one network namespace connect by themselves.
+    if (std::ranges::count_if(listening_, [&](const Endpoint& gloo) { return is_here(gloo); }) > 1)
+      sources_.push_back({"127.0.0.1", 0});
+    return taken.empty();
+  }
+
+  // "": every other machine's tunnel answers.
+  std::string start_tunnel() {
+    if (!tunnel_) return "";
+    std::vector<Endpoint> here;
+    std::map<std::string, Endpoint> tunnels;
+    std::ranges::copy_if(listening_, std::back_inserter(here), [&](const Endpoint& gloo) { return is_here(gloo); });
+    for (const auto& [host, tunnel] : tunnels_) tunnels[host] = tunnel.second;
+    tunnel_->start(here, tunnels);
+    const Deadline deadline = Deadline::after(options_.timeout * 3 / 4);  // before others give this rank up
+    for (const auto& [host, tunnel] : tunnels_) {
+      if (host == network_.host()) continue;
+      const std::string why = tunnel_->try_to_reach(tunnel.second, deadline);
+      if (!why.empty()) return concat("can't connect to rank ", tunnel.first, " at ", tunnel.second.text(), ": ", why);
+    }
+    return "";
+  }
+
+  RendezvousError could_not_connect(const std::string& what) const {
+    return RendezvousError(
+        {.what = what,
+         .here = concat(options_.describe, " at ", options_.address),
+         .likely =
+             "a firewall between the machines drops packets, that rank died while starting, or a stranger answers",
+         .next = "look at the other ranks' output; GLOO_SOCKET_IFNAME chooses another network"});
+  }
+
+  GlooNetwork& network_;
+  c10d::Store& store_;
+  TransportOptions options_;
+  int tries_ = 0;
+  std::shared_ptr<GlooListener> listener_;
+  std::vector<Endpoint> listening_;                          // Gloo, of each rank
+  std::vector<Endpoint> sources_;                            // from which it is connected to here
+  std::map<std::string, std::pair<int, Endpoint>> tunnels_;  // of each machine: its rank and where it listens
+  std::optional<Tunnel> tunnel_;
+  std::optional<Admission> admission_;
+};
+
+}  // namespace
+
+std::shared_ptr<GlooNetwork> join_gloo_network(c10d::Store& store, const TransportOptions& options) {
+  return std::make_shared<GlooNetwork>(store, options);
+}
+
+std::unique_ptr<GlooEntrance> open_gloo_entrance(const std::shared_ptr<GlooNetwork>& network, c10d::Store& store,
+                                                 const TransportOptions& options) {
+  if (network->is_secure()) return std::make_unique<SecureEntrance>(*network, store, options);
+  return std::make_unique<InsecureEntrance>(network->next_device(options));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// collective/machines/tls_identity.h: a key and a certificate with which this rank proves to the others of its job that it
+// belongs to them.
+//
+// Nobody signs for anybody: each rank makes a key and a certificate of its own, tells the others the certificate's fingerprint
+// through the job's store, which only ranks that know its secret can read or write, and trusts exactly the fingerprints that
+// it finds there. The key never leaves the process. The certificates have no dates that a clock could be before or after: they
+// are worth nothing once the job is over.
+//
+// Flow:    gloo_network.h -> here -> OpenSSL
+// Threads: trust() first; then any
+#pragma once
+
+#include <openssl/ssl.h>
+
+#include <memory>
+#include <set>
+#include <string>
+
+namespace lockstep {
+
+struct FreeSsl {
+  void operator()(SSL* ssl) const;
+  void operator()(SSL_CTX* context) const;
+};
+using SslPtr = std::unique_ptr<SSL, FreeSsl>;
+
+class TlsIdentity {
+ public:
+  TlsIdentity();  // throws SystemError
+
+  const std::string& fingerprint() const { return fingerprint_; }  // SHA-256 of the certificate, as hexadecimal digits
+  void trust(std::set<std::string> fingerprints) { trusted_ = std::move(fingerprints); }
+
+  // One end of a connection over the socket: TLS 1.3, whose handshake succeeds with a trusted other end only. Throws SystemError.
+  SslPtr end_of(int socket, bool connects) const;
+
+ private:
+  static int is_trusted(X509_STORE_CTX* presented, void* identity);
+
+  std::unique_ptr<SSL_CTX, FreeSsl> context_;
+  std::string fingerprint_;
+  std::set<std::string> trusted_;
+};
+
+}  // namespace lockstep
