@@ -320,7 +320,7 @@ TEST_P(StoreOver, dist_sync_ends_for_all_when_a_worker_is_lost) {
               }
             });
       },
-      5);
+      15);  // a wait that nobody ends takes 30 s
   ASSERT_EQ(said.size(), 3U);  // the server and two workers
   int naming = 0;
   for (const std::string& text : said) naming += text.find("worker 1 (rank 2) is lost") != std::string::npos;
@@ -343,7 +343,7 @@ TEST_P(StoreOver, dist_async_goes_on_without_a_lost_worker) {
               updates = server.statistics().updates;
             });
       },
-      5);
+      15);  // a wait that nobody ends takes 30 s
   EXPECT_EQ(updates, 50 + 5 + 50);
   EXPECT_TRUE(contains(text, "lost on purpose"));  // nothing else went wrong
 }
@@ -369,7 +369,7 @@ TEST_P(StoreOver, ends_when_the_server_is_lost) {
               throw Loss();
             });
       },
-      5);
+      15);  // a wait that nobody ends takes 30 s
   EXPECT_EQ(told, 2);
 }
 
