@@ -17,7 +17,7 @@ cp "$build"/gpu_filters.json "$kit/filters.json"
 cp "$build"/bin/{lockstep,strategy_test,step_fuzz,gpu_command_test} "$kit/bin"
 cp "$build"/libexec/lockstep/lockstep-{bench,train,gpus} "$kit/libexec/lockstep"
 cp -r bench/peers "$kit/libexec/lockstep"
-cp "$build"/lib/liblockstep.so.0 "$build"/lib/*openssl.so "$kit/lib"
+cp "$build"/lib/liblockstep.so.0 "$kit/lib"
 
 # Debian's libraries, for a machine that lacks them: all but the C and C++ runtimes, torch's and the driver's.
 for program in "$kit"/bin/* "$kit"/libexec/lockstep/lockstep-* "$kit"/lib/*; do
