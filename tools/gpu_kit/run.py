@@ -72,8 +72,12 @@ class Check:
             return self
         log = LOGS / f"{self.name}.log"
         with open(log, "wb") as file:
-            program = subprocess.Popen(self.command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                       env=self.environment, cwd=KIT, start_new_session=True)
+            try:
+                program = subprocess.Popen(self.command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                           env=self.environment, cwd=KIT, start_new_session=True)
+            except OSError as error:
+                self.last = f"can't run it: {error}"
+                return self
             try:
                 code = program.wait(seconds)
                 self.result = "passed" if code == 0 else f"failed ({code})"
