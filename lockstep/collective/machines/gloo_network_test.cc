@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What keeps strangers out of Gloo's connections. tests/security/tensors_test.sh has the attacks over a network, and the tunnel
+// Tests that strangers can't reach Gloo's connections. tests/security/tensors_test.sh has the attacks over a network, and the tunnel
 // between machines: here all are in one network namespace, in which Gloo connects by itself.
 #include "lockstep/collective/machines/gloo_network.h"
 
@@ -125,7 +125,7 @@ TEST(GlooNetwork, carries_more_than_two_gibibytes) {
 
 // ---- Listeners that connections share
 
-// Where a socket of this process listens on the loopback interface.
+// Returns the places at which sockets of this process listen over IPv4.
 std::set<std::string> listening_places() {
   std::set<std::string> places;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {

@@ -178,7 +178,7 @@ class Carried {
     return call(ssl_.get(), arguments...);
   }
 
-  // What OpenSSL could not do yet is asked for again when the socket is ready. False: it never will be.
+  // Notes for which readiness of the socket OpenSSL waits. False: it failed for good.
   bool goes_on(int result) {
     if (result > 0) return true;
     const int error = ::SSL_get_error(ssl_.get(), result);

@@ -50,7 +50,7 @@ class Tunnel {
   // `gloo_here`: where Gloo listens on this machine. `endpoint_of`: the tunnel for each address of the others.
   void start(std::vector<Endpoint> gloo_here, std::map<std::string, Endpoint> tunnels);
 
-  // Whether the tunnel there answers, and has one of the job's keys: "", or why not. Blocks until the deadline at most.
+  // Asks the tunnel there whether it has one of the job's keys. Returns "" if it has, else why not. Blocks until the deadline at most.
   std::string try_to_reach(const Endpoint& tunnel, const Deadline& deadline) const;
 
  private:
