@@ -228,10 +228,11 @@ TEST_F(JobOfMachines, without_restarts_a_machine_that_comes_late_is_told_so) {
   EXPECT_TRUE(testing::contains(start(fixed)->next(), "runs without this machine"));
 }
 
+// Without look_up, whose thread may still live when the next launcher forks (ThreadSanitizer forbids that).
 UniqueFd connection_to(const ReservedPort& port) {
   const Deadline deadline = Deadline::after(milliseconds(20'000));
   for (;;)
-    if (auto connected = connect_to(look_up({"127.0.0.1", port.number()}, deadline).addresses, deadline))
+    if (auto connected = connect_to(address_of_number({"127.0.0.1", port.number()}), deadline))
       return std::move(connected->fd);
 }
 
