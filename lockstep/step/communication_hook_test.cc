@@ -93,6 +93,22 @@ TEST_P(HookOfSize, power_sgd_is_exact_for_matrices_of_low_rank) {
   });
 }
 
+// start() runs inside of backward(), where another group may exchange too, as SyncBatchNorm's does; on each rank at
+// another place.
+TEST_P(HookOfSize, starting_waits_for_nobody) {
+  run_ranks(GetParam(), [](World& world) {
+    const World other = *world.split(0);
+    for (const auto& hook : {sixteen_bit_hook(torch::kFloat16), two_bit_hook(0.5), top_k_hook(0.5), power_sgd_hook()}) {
+      const torch::Tensor flat = torch::ones({6});
+      CommunicationHook::Finish finish;
+      if (world.rank() == 0) finish = hook->start(world, bucket_of(flat));
+      other.all_reduce(torch::ones({3}));
+      if (world.rank() != 0) finish = hook->start(world, bucket_of(flat));
+      finish();
+    }
+  });
+}
+
 // Least squares: the loss after so many steps of gradient descent, with a hook.
 double loss_after(int ranks, Compression hook, double amount, int steps) {
   double result = 0;
