@@ -42,8 +42,8 @@ class CommunicationHook {
  public:
   virtual ~CommunicationHook() = default;
 
-  // Starts the exchange. The function that it returns finishes it: blocks until the sum is in the bucket. Throws
-  // PeerLost.
+  // Starts the exchange, inside of backward(); so it must not wait for other ranks, which may be elsewhere in theirs. The
+  // function that it returns finishes it: blocks until the sum is in the bucket. Throws PeerLost.
   using Finish = std::function<void()>;
   virtual Finish start(const World& world, const GradientBucket& bucket) = 0;
 

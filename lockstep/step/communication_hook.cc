@@ -72,9 +72,10 @@ class TwoBitHook : public ResidualHook {
   explicit TwoBitHook(double threshold) : threshold_(threshold) {}
 
   Finish start(const World& world, const GradientBucket& bucket) override {
-    const torch::Tensor all = world.all_gather(take_two_bits(add_residual(bucket), threshold_));
-    // all: (N, words). The sum is taken in rank order, so every rank gets the same bits.
-    return [all, flat = bucket.flat, threshold = threshold_]() mutable {
+    Work work = world.all_gather_async(take_two_bits(add_residual(bucket), threshold_));
+    return [work, flat = bucket.flat, threshold = threshold_]() mutable {
+      work.wait();
+      const torch::Tensor& all = work.result();  // (N, words). Summed in rank order, so every rank gets the same bits.
       flat.zero_();
       for (std::int64_t rank = 0; rank < all.size(0); ++rank)
         flat.add_(from_two_bits(all[rank], flat.numel(), threshold, flat.options()));
@@ -96,12 +97,14 @@ class TopKHook : public ResidualHook {
         std::get<1>(left.abs().topk(std::max<std::int64_t>(wanted, 1), 0, true, /*sorted=*/false));
     const torch::Tensor largest = left.index_select(0, index);
     left.index_fill_(0, index, 0);
-    const torch::Tensor all_indices = world.all_gather(left.numel() <= INT32_MAX ? index.to(torch::kInt32) : index);
-    const torch::Tensor all_values = world.all_gather(largest);
-    return [all_indices, all_values, flat = bucket.flat]() mutable {
+    Work indices = world.all_gather_async(left.numel() <= INT32_MAX ? index.to(torch::kInt32) : index);
+    Work values = world.all_gather_async(largest);
+    return [indices, values, flat = bucket.flat]() mutable {
+      indices.wait();
+      values.wait();
       flat.zero_();
-      for (std::int64_t rank = 0; rank < all_values.size(0); ++rank)
-        flat.index_add_(0, all_indices[rank].to(torch::kInt64), all_values[rank]);
+      for (std::int64_t rank = 0; rank < values.result().size(0); ++rank)
+        flat.index_add_(0, indices.result()[rank].to(torch::kInt64), values.result()[rank]);
     };
   }
 
