@@ -207,7 +207,7 @@ class WorldOfTrainer {
       return;
     }
     if (ranks != members_ || samples.contains(0))
-      return illegal("synchronised batch normalisation without a batch on some ranks", calls_differ());
+      return illegal("synchronised batch normalisation without a batch on some ranks", calls_differ(/*far=*/true));
     if (!equal_need_of_hidden(operation))
       return illegal("synchronised batch normalisation of what needs a gradient on some ranks only",
                      {"the input of SyncBatchNorm needs a gradient on"});
@@ -536,6 +536,7 @@ class WorldOfTrainer {
     if (plan_.layout != Layout::kTorch || plan_.rule == Rule::kSGD || ranks == active() || joined() || !has_state_)
       return outside("a state that all ranks load, or that there is not");
     if (too_small_to_differ()) return outside("a state that changes little");
+    if (plan_.wide) return outside("a difference in a part of the parameters that is compared some exchanges later");
     for_each(ranks, [](Rank& rank) { rank.loaded = true; });
   }
 
