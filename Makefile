@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Two commands are all a newcomer needs: `make demo` and `make test`. `make help` lists the rest.
+# Two commands are all a newcomer needs: `make demo` and `make test`. `make help` lists the rest. TORCH=2.11.0 behind one takes
+# another release of torch than the newest.
 JOBS ?= $(shell nproc)
 demo_options = --model lenet --data fashion-mnist --strategy ddp --ranks auto --epochs 5 --batch-size 256 \
                --lr 0.1 --momentum 0.9 --nesterov --schedule cosine --warmup-epochs 0.5
@@ -9,7 +10,7 @@ demo_options = --model lenet --data fashion-mnist --strategy ddp --ranks auto --
 
 wheel_path = PYTHONPATH=$(CURDIR)/.deps/wheel-tools PATH=$(CURDIR)/.deps/wheel-tools/bin:$$PATH
 
-.PHONY: help demo wheel deb packaged docs plots hops test check cuda bench bench-hosts bench-recovery format clean
+.PHONY: help demo wheel deb packaged docs plots hops test check versions cuda bench bench-hosts bench-recovery format clean
 
 help:  ## lists these commands
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -19,10 +20,15 @@ demo: setup-demo  ## builds lockstep and trains LeNet on Fashion-MNIST on all co
 	cmake --build --preset release -j $(JOBS)
 	build/release/bin/lockstep train $(demo_options)
 
-wheel: setup-wheel packaged  ## packs the release build as a wheel in dist/ (pip install dist/*.whl)
+# TORCH="2.11.0 2.15.0" PYTHONS="python3.11;python3.13": for these releases of both, and not only for those at hand.
+wheel:  ## packs the release build as a wheel in dist/ (pip install dist/*.whl)
 	rm -rf build/wheel dist/*.whl build/release/.skbuild-info.json  # with it, new tools would configure and compile anew
-	$(wheel_path) python3 -m pip wheel --quiet --no-deps --no-build-isolation --config-settings=build-dir=build/release \
-	  --wheel-dir build/wheel .
+	mkdir -p build/wheel
+	for release in $(or $(TORCH),""); do \
+	  export TORCH=$$release && tools/setup.sh wheel && $(MAKE) packaged TORCH=$$release && \
+	  $(wheel_path) python3 -m pip wheel --quiet --no-deps --no-build-isolation --config-settings=build-dir=build/release \
+	    --wheel-dir build/wheel/"$$release" . || exit; done
+	$(wheel_path) tools/one_wheel.py build/wheel $$(find build/wheel -name '*.whl')
 	$(wheel_path) auditwheel repair --wheel-dir dist --exclude 'libtorch*.so' --exclude 'libc10*.so' \
 	  --exclude libgomp.so.1 build/wheel/*.whl
 	ls dist/*.whl
@@ -33,7 +39,7 @@ deb: setup-wheel packaged  ## packs command, library and headers as a Debian pac
 	ls dist/*.deb
 
 packaged:
-	cmake --preset release
+	cmake --preset release -DLOCKSTEP_PYTHONS="$(PYTHONS)"
 	cmake --build --preset release --target packaged -j $(JOBS)
 
 docs: export PYTHONPATH = $(CURDIR)/.deps/docs-tools
@@ -61,6 +67,9 @@ check: setup-check test-tsan wheel deb  ## the rest: wheel, users' projects, hos
 	cmake --preset release -DLOCKSTEP_TESTS=ON -DLOCKSTEP_BENCH=ON
 	cmake --build --preset release -j $(JOBS)
 	$(call run_tests,release,check,-L check)
+
+versions:  ## `make test` with older releases of torch, each in a fresh clone: an hour
+	tools/versions.sh 2.11.0 2.13.0 2.14.1
 
 # Before a release, and when concurrent code changes: each part takes at most an hour on two cores. docs/design/tested.md
 # keeps what was run when.

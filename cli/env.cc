@@ -57,6 +57,7 @@ void print(const std::vector<Setting>& settings) {
 void list_gpus() {
   if (!machine_has_gpus() && std::getenv("LOCKSTEP_SIMULATED_GPUS") == nullptr) return;
   std::cout << std::flush;
+  find_torch();
   const std::string program = (installation_prefix() / "libexec" / "lockstep" / "lockstep-gpus").string();
   ::execl(program.c_str(), program.c_str(), nullptr);
 }

@@ -13,8 +13,9 @@ std::filesystem::path installation_prefix();
 // The file that find_package(lockstep) reads; a build folder has none.
 std::filesystem::path cmake_package();
 
-// Throws SystemError where an installed lockstep finds no libtorch, or one of another version. Without this the loader
+// Makes sure that the programs which this one becomes find libtorch: beside the installation, or where the script of a wheel
+// has found it (LOCKSTEP_TORCH_DIR). Throws SystemError: there is none, or one of another release. Without this the loader
 // would end the program with a message about symbols.
-void check_torch();
+void find_torch();
 
 }  // namespace lockstep

@@ -106,7 +106,7 @@ int run_program(char** argv) {
     become("python3", {"python3", "-B", program.string()}, argv);  // -B: writes no cache beside installed files
     throw system_error(concat("start Python for `lockstep ", argv[0], "`:"), "python3");
   }
-  if (fs::exists(program)) check_torch();
+  if (fs::exists(program)) find_torch();
   std::string title = concat("lockstep ", argv[0]);  // for ps
   if (std::string_view(argv[0]) == "train") {
     title += std::string(kRoomForRank, ' ');

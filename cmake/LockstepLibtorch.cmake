@@ -4,20 +4,26 @@
 # find_package(Torch) is not used: on the wheel it fails without a CUDA toolkit and links libtorch_cuda either way.
 # The same file serves this build and programs that use the installed library.
 #
-#   LOCKSTEP_TORCH_DIR   the folder of the wheel that holds include/ and lib/ (site-packages/torch)
+#   LOCKSTEP_TORCH_DIR         the folder of the wheel that holds include/ and lib/ (site-packages/torch)
+#   LOCKSTEP_BUILT_FOR_TORCH   the release that an installed lockstep was built for: libtorch's C++ interface changes with each
+#   LOCKSTEP_TORCH_VERSION     which release is there, such as 2.15
 
-set(LOCKSTEP_TORCH_VERSION 2.11)
-set(LOCKSTEP_TORCH_DIR ${LOCKSTEP_TORCH_DIR} CACHE PATH "Folder of the torch wheel that holds include/ and lib/")
 if(NOT EXISTS ${LOCKSTEP_TORCH_DIR}/lib/libtorch_cpu.so)
   message(FATAL_ERROR "lockstep: no libtorch in '${LOCKSTEP_TORCH_DIR}'.\n"
-    "  next: pip install torch==${LOCKSTEP_TORCH_VERSION}.*, or run tools/setup.sh demo in a checkout,\n"
+    "  next: pip install torch, or run tools/setup.sh demo in a checkout,\n"
     "        or set -DLOCKSTEP_TORCH_DIR=<site-packages>/torch")
 endif()
 file(STRINGS ${LOCKSTEP_TORCH_DIR}/version.py lockstep_torch_found REGEX "^__version__")
-if(NOT lockstep_torch_found MATCHES "'${LOCKSTEP_TORCH_VERSION}\\.")
-  message(FATAL_ERROR "lockstep: needs torch ${LOCKSTEP_TORCH_VERSION}; ${LOCKSTEP_TORCH_DIR} has ${lockstep_torch_found}.\n"
+string(REGEX MATCH "[0-9]+\\.[0-9]+" LOCKSTEP_TORCH_VERSION ${lockstep_torch_found})
+if(LOCKSTEP_BUILT_FOR_TORCH AND NOT LOCKSTEP_TORCH_VERSION VERSION_EQUAL LOCKSTEP_BUILT_FOR_TORCH)
+  message(FATAL_ERROR "lockstep: built for torch ${LOCKSTEP_BUILT_FOR_TORCH}; ${LOCKSTEP_TORCH_DIR} has ${LOCKSTEP_TORCH_VERSION}.\n"
     "  likely: torch was updated after lockstep was installed\n"
-    "  next: pip install torch==${LOCKSTEP_TORCH_VERSION}.*, or set -DLOCKSTEP_TORCH_DIR=<site-packages>/torch")
+    "  next: pip install torch==${LOCKSTEP_BUILT_FOR_TORCH}.*, or set -DLOCKSTEP_TORCH_DIR=<site-packages>/torch")
+elseif(LOCKSTEP_TORCH_VERSION VERSION_LESS 2.11)
+  message(FATAL_ERROR "lockstep: needs torch 2.11 or later; ${LOCKSTEP_TORCH_DIR} has ${LOCKSTEP_TORCH_VERSION}.\n"
+    "  next: pip install torch, or set -DLOCKSTEP_TORCH_DIR=<site-packages>/torch")
+elseif(LOCKSTEP_TORCH_VERSION VERSION_GREATER 2.15)
+  message(WARNING "lockstep: torch ${LOCKSTEP_TORCH_VERSION} is newer than any that was tried. tools/versions.sh ${LOCKSTEP_TORCH_VERSION} tries it")
 endif()
 
 # The CUDA libraries that the wheel depends on stand beside it; the linker looks through them, programs find them
@@ -43,7 +49,7 @@ if(LOCKSTEP_CUDA)
   set(lockstep_nvidia_dir ${LOCKSTEP_TORCH_DIR}/../nvidia)
   if(NOT EXISTS ${LOCKSTEP_TORCH_DIR}/lib/libtorch_cuda.so OR NOT EXISTS ${lockstep_nvidia_dir}/nccl/include/nccl.h)
     message(FATAL_ERROR "lockstep: no CUDA libraries beside ${LOCKSTEP_TORCH_DIR}.\n"
-      "  next: run tools/setup.sh pytorch, or point -DLOCKSTEP_TORCH_DIR at a full installation of torch 2.11")
+      "  next: run tools/setup.sh pytorch, or point -DLOCKSTEP_TORCH_DIR at a full installation of torch")
   endif()
   foreach(library c10_cuda torch_cuda)
     add_library(lockstep::${library} SHARED IMPORTED)

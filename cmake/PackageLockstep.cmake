@@ -16,6 +16,6 @@ set(CPACK_DEBIAN_PACKAGE_DEPENDS "python3 (>= 3.10)")  # besides those of SHLIBD
 set(CPACK_DEBIAN_PACKAGE_RECOMMENDS "python3-pip, dataset-fashion-mnist")
 set(CPACK_DEBIAN_PACKAGE_DESCRIPTION "${PROJECT_DESCRIPTION}\n\
 It needs libtorch ${LOCKSTEP_TORCH_VERSION} out of PyPI's wheel, as /usr/lib/lockstep/torch:\n\
-pip install --no-deps --target /usr/lib/lockstep torch==${LOCKSTEP_TORCH_VERSION}.0 \
-nvidia-cuda-runtime==13.0.* nvidia-cuda-cupti==13.0.*")
+pip install --no-deps --target /usr/lib/lockstep torch==${LOCKSTEP_TORCH_VERSION}.* \
+nvidia-cuda-runtime==13.* nvidia-cuda-cupti==13.*")
 include(CPack)

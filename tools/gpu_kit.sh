@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Packs what tries lockstep on GPUs into one folder of at most 50 MiB, build/gpu-kit: for a machine without registries that
-# has a GPU, python3 with torch 2.11 and CUDA, and perhaps g++ (the Python module is compiled there). Its run.sh does the rest.
+# has a GPU, python3 with torch and CUDA, and perhaps g++ (the Python module is compiled there). Its run.sh does the rest.
 #
-#   tools/gpu_kit.sh        after `cmake --preset cuda`, which `make cuda` calls
+#   tools/gpu_kit.sh        after `cmake --preset cuda`, which `make cuda` calls, for the release of torch of that machine
 set -euo pipefail
 cd "$(dirname "$0")/.."
 readonly build=build/cuda kit=build/gpu-kit
@@ -27,6 +27,7 @@ strip --strip-unneeded "$kit"/bin/* "$kit"/libexec/lockstep/lockstep-* "$kit"/li
 
 # The Python module, as one unit.
 cp -r python/src/lockstep "$kit/python"
+mkdir "$kit/python/lockstep/torch$(grep -oP "__version__ = '\K\d+\.\d+" "$(realpath .deps/pytorch)/torch/version.py")"
 cp -r include "$kit/source"
 git ls-files 'lockstep/*.h' 'agent/*.h' | xargs cp --parents -t "$kit/source"
 cp python/src/lockstep/*.h python/src/lockstep/*.cc "$kit/source/python"

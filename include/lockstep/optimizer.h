@@ -56,6 +56,10 @@ class Optimizer : public torch::optim::Optimizer {
 
   ~Optimizer() override;
 
+  // A group with options of its own; without, those of this optimizer. As torch's, which since 2.15 forgets options that are
+  // not of its own optimizers: so call it on this class, not on torch's.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);
+
   // Updates every parameter that has a gradient. Returns the closure's loss, if there is a closure. Attached, it
   // waits until all ranks make this step with the same settings, and until all have updated. Throws UsageError (a parameter group that was added after
   // the first step; a gradient or parameter that was changed by hand while attached), MismatchError on all ranks (settings()

@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "lockstep/base/process/own_process.h"
+#include "lockstep/base/torch_version.h"
 
 namespace lockstep {
 namespace {
@@ -47,7 +48,7 @@ class Hooks final : public at::impl::VariableHooksInterface {
   }
 
   at::TensorBase tensor_data(const at::TensorBase& t) const override { return torchs_.tensor_data(t); }
-  const std::shared_ptr<torch::autograd::Node>& grad_fn(const at::TensorBase& t) const override {
+  const NodePtr& grad_fn(const at::TensorBase& t) const override {
     return torchs_.grad_fn(t);
   }
   unsigned _register_hook(const at::TensorBase& t,

@@ -43,6 +43,7 @@
 #include "lockstep/base/process/in_autograd.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
+#include "lockstep/base/torch_version.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -577,7 +578,7 @@ class Buckets : public Exchange {
   std::vector<std::int64_t> ready_order_;             // in the first exchange: indices of parameters
   std::unordered_map<const void*, int> times_ready_;  // with a static graph: of each parameter, once it is known
   bool some_are_unused_ = false;                      // some step left a parameter out: later ones look for such
-  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, std::uintptr_t>> hooks_;  // accumulator, key
+  std::vector<std::pair<NodePtr, std::uintptr_t>> hooks_;  // accumulator, key
   bool is_accumulating_ = false;  // in a backward() that exchanges nothing; changes only while no backward() runs
 
   std::mutex mutex_;                     // guards what follows, and the buckets

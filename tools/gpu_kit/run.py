@@ -5,7 +5,7 @@
 
 Checks share the GPU; then comparisons with PyTorch have the machine for themselves, one after the other. Each check is a
 program with a log of its own. out/table.md says how each ended, out/logs.tar.gz has the logs, out/*.json the figures.
-Needs python3 with torch 2.11 and CUDA; g++ and Python's headers for the Python module.
+Needs python3 with torch and CUDA, of the release that the kit was built for; g++ and Python's headers for the Python module.
 """
 import argparse
 import importlib.util
@@ -18,6 +18,7 @@ import sysconfig
 import tarfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 KIT = Path(__file__).resolve().parent
@@ -39,7 +40,8 @@ def libraries_that_are_missing():
 
 TORCH = importlib.util.find_spec("torch")
 TORCH = Path(TORCH.origin).parent if TORCH else None
-MODULE = KIT / "python" / "lockstep" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+HOME = KIT / "python/lockstep" / ("torch" + ".".join(version("torch").split(".")[:2]) if TORCH else "torch")
+MODULE = HOME / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 ENVIRONMENT = {
     **os.environ,
@@ -152,7 +154,7 @@ def main():
         return 0
     OUT.mkdir(parents=True, exist_ok=True)
     if TORCH is None:
-        print("run: python3 has no torch: install torch 2.11 with CUDA")
+        print("run: python3 has no torch: install the release that the kit was built for, with CUDA")
     if not Path("/dev/nvidia0").exists():
         print("run: there is no GPU here (/dev/nvidia0). It would run:")
         for check in sum(groups, []):

@@ -65,7 +65,7 @@ Tensors scaled(Tensors tensors, const c10d::ReduceOp& op) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return tensors;
   const auto* const factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   if (factor == nullptr)
-    throw UsageError({.what = "PREMUL_SUM without a factor", .next = "make it with makeNCCLPreMulSum"});
+    throw UsageError({.what = "PREMUL_SUM without a factor", .next = "make it with torch.distributed._make_nccl_premul_sum"});
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   for (Tensor& tensor : tensors) {
     const Tensor product =

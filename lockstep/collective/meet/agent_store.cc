@@ -13,7 +13,6 @@
 #include <c10/util/Logging.h>
 
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStoreBackend.hpp>
 
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
@@ -23,11 +22,12 @@
 namespace lockstep {
 namespace {
 
-// The first that c10d's client sends; a store sends the number back.
+// The first that c10d's client sends; a store sends the number back. (TCPStoreBackend.hpp of c10d has these values, and another
+// folder in each release.)
 struct [[gnu::packed]] FirstMessage {
-  c10d::detail::QueryType validate = c10d::detail::QueryType::VALIDATE;
-  std::uint32_t magic = c10d::detail::validationMagicNumber;
-  c10d::detail::QueryType ping = c10d::detail::QueryType::PING;
+  std::uint8_t validate = 0;
+  std::uint32_t magic = 0x3C85F7CE;
+  std::uint8_t ping = 13;
   std::uint32_t number = 4711;
 };
 

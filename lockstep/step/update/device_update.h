@@ -169,10 +169,10 @@ class DeviceUpdate {
         for (std::size_t u = 0; u < updated.norms.size(); ++u) of_parts[updated.part[u]] = updated.norms[u];
       return slices_->norm(of_parts);
     }
-    double norm = 0;
+    double squares = 0;
     for (const Updated& updated : all)
-      for (const torch::Tensor& each : updated.norms) norm = std::hypot(norm, each.item<double>());
-    return norm;
+      for (const torch::Tensor& each : updated.norms) squares += each.item<double>() * each.item<double>();
+    return std::sqrt(squares);
   }
 
   static void clip(Updated& updated, double factor, double max_value) {

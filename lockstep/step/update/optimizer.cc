@@ -127,6 +127,11 @@ Optimizer::Optimizer(std::vector<torch::Tensor> parameters, std::unique_ptr<torc
     : torch::optim::Optimizer(std::move(parameters), std::move(options)), rule_(std::move(rule)) {}
 Optimizer::~Optimizer() = default;
 
+void Optimizer::add_param_group(const torch::optim::OptimizerParamGroup& group) {
+  torch::optim::Optimizer::add_param_group(group);
+  if (group.has_options()) param_groups_.back().set_options(group.options().clone());
+}
+
 Optimizer::Layout& Optimizer::layout() {
   if (layout_) return *layout_;
   auto layout = std::make_unique<Layout>();

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <map>
 
+#include "lockstep/base/torch_version.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/deadline.h"
@@ -73,7 +74,7 @@ void backward_from(Edges outputs, Tensors gradients) {
            .next = "compute the loss from what the model returns, and leave a parameter with requires_grad"});
   }
   torch::Tensor root = torch::empty({}, first->options());
-  torch::autograd::create_gradient_edge(root, std::make_shared<Handover>(std::move(outputs), std::move(gradients)));
+  torch::autograd::create_gradient_edge(root, make_node<Handover>(std::move(outputs), std::move(gradients)));
   torch::autograd::backward({root}, {torch::empty_like(root)});
 }
 

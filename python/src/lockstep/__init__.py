@@ -24,13 +24,18 @@ import os
 
 import torch.distributed
 
-if not torch.__version__.startswith("2.11."):
+# What depends on torch's release stands in a folder of that release: the module _C, the library, the command.
+__path__.append(os.path.join(__path__[0], "torch" + ".".join(torch.__version__.split(".")[:2])))
+try:
+    import lockstep._C
+except ModuleNotFoundError:
+    _there = sorted(name[5:] for name in os.listdir(__path__[0]) if name.startswith("torch"))
     raise ImportError(
-        f"this lockstep needs torch 2.11 and found {torch.__version__}\n"
+        f"this lockstep needs torch {' or '.join(_there)} and found {torch.__version__}\n"
         f"  here:   {torch.__file__}\n"
         "  likely: torch was updated after lockstep was installed\n"
-        "  next:   pip install 'torch==2.11.*', or a lockstep for this torch"
-    )
+        f"  next:   pip install 'torch=={_there[-1]}.*', or a lockstep for this torch"
+    ) from None
 
 from lockstep._C import (
     CheckpointError,

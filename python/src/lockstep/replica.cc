@@ -33,6 +33,7 @@
 #include "bindings.h"
 #include "lockstep/base/process/in_autograd.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/torch_version.h"
 #include "lockstep/ddp.h"
 #include "lockstep/error.h"
 #include "lockstep/observe/phase_scope.h"
@@ -292,7 +293,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
   bool in_backward_ = false;
   bool accumulates_ = false;
   double factor_ = 1;  // of the gradients of this backward()
-  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, Hook*>> on_gradient_;  // of parameters_
+  std::vector<std::pair<NodePtr, Hook*>> on_gradient_;  // of parameters_
 };
 
 Options options_of(const py::dict& given) {
