@@ -23,12 +23,11 @@ demo: setup-demo  ## builds lockstep and trains LeNet on Fashion-MNIST on all co
 # TORCH="2.11.0 2.15.0" PYTHONS="python3.11;python3.13": for these releases of both, and not only for those at hand.
 wheel:  ## packs the release build as a wheel in dist/ (pip install dist/*.whl)
 	rm -rf build/wheel dist/*.whl build/release/.skbuild-info.json  # with it, new tools would configure and compile anew
-	mkdir -p build/wheel
 	for release in $(or $(TORCH),""); do \
 	  export TORCH=$$release && tools/setup.sh wheel && $(MAKE) packaged TORCH=$$release && \
 	  $(wheel_path) python3 -m pip wheel --quiet --no-deps --no-build-isolation --config-settings=build-dir=build/release \
-	    --wheel-dir build/wheel/"$$release" . || exit; done
-	$(wheel_path) tools/one_wheel.py build/wheel $$(find build/wheel -name '*.whl')
+	    --wheel-dir build/wheel/parts/"$$release" . || exit; done
+	$(wheel_path) tools/one_wheel.py build/wheel $$(find build/wheel/parts -name '*.whl')
 	$(wheel_path) auditwheel repair --wheel-dir dist --exclude 'libtorch*.so' --exclude 'libc10*.so' \
 	  --exclude libgomp.so.1 build/wheel/*.whl
 	ls dist/*.whl

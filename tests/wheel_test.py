@@ -96,7 +96,7 @@ def libraries_of_the_command(venv):
 
 def check_metadata(venv, wheel):
     code = "import importlib.metadata as m; print(m.requires('lockstep'))"
-    if venv.run("python", "-c", code).strip() != f"['torch<2.{int(RELEASE[2:]) + 1},>={RELEASE}']":
+    if venv.run("python", "-c", code).strip() != f"['torch>={RELEASE},<2.{int(RELEASE[2:]) + 1}']":
         raise SystemExit("the wheel asks for another torch")
     glibc = ".".join(re.search(r"manylinux_(\d+)_(\d+)_x86_64", wheel.name).groups())
     if f"glibc {glibc} or newer" not in (ROOT / "README.md").read_text():
