@@ -47,8 +47,9 @@ void find_torch() {
   if (!fs::exists(cmake_package())) return;  // a build folder, which knows its torch
   std::vector<fs::path> folders{installation_prefix() / LOCKSTEP_LIBDIR / "lockstep/torch",
                                 installation_prefix().parent_path().parent_path() / "torch"};
-  const char* const of_python = std::getenv("LOCKSTEP_TORCH_DIR");
-  if (of_python != nullptr) folders.emplace_back(of_python);
+  const char* const told = std::getenv("LOCKSTEP_TORCH_DIR");
+  const fs::path of_python = told == nullptr ? "" : told;
+  if (!of_python.empty()) folders.push_back(of_python);
   for (const fs::path& torch : folders) {
     if (!fs::exists(torch / "lib/libtorch_cpu.so")) continue;
     const std::string version = version_of(torch);

@@ -20,7 +20,7 @@ def main():
     (package,) = Path(sys.argv[1]).resolve().glob("lockstep_*.deb")
     about = output("dpkg-deb", "--info", package)
     release = re.search(r"\d+\.\d+", (ROOT / ".deps/libtorch/torch/version.py").read_text())[0]
-    if f"torch=={release}." not in about or not all(re.search(f"Depends: .*{name}", about) for name in ("libspdlog", "python3")):
+    if f"torch=={release}." not in about or not all(re.search(f"Depends: .*{name}", about) for name in ("libfmt", "python3")):
         raise SystemExit(f"it does not say what it needs:\n{about}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -169,10 +169,13 @@ class DeviceUpdate {
         for (std::size_t u = 0; u < updated.norms.size(); ++u) of_parts[updated.part[u]] = updated.norms[u];
       return slices_->norm(of_parts);
     }
-    double squares = 0;
+    double norm = 0;
     for (const Updated& updated : all)
-      for (const torch::Tensor& each : updated.norms) squares += each.item<double>() * each.item<double>();
-    return std::sqrt(squares);
+      for (const torch::Tensor& each : updated.norms) {
+        const double of_device = each.item<double>();
+        norm = std::sqrt(norm * norm + of_device * of_device);  // std::hypot wants glibc 2.35
+      }
+    return norm;
   }
 
   static void clip(Updated& updated, double factor, double max_value) {
