@@ -24,7 +24,7 @@ import os
 
 import torch.distributed
 
-# What depends on torch's release stands in a folder of that release: the module _C, the library, the command.
+# A folder of each release of torch has what depends on it: the module _C, the library, the command.
 __path__.append(os.path.join(__path__[0], "torch" + ".".join(torch.__version__.split(".")[:2])))
 try:
     import lockstep._C
