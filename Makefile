@@ -10,7 +10,7 @@ demo_options = --model lenet --data fashion-mnist --strategy ddp --ranks auto --
 
 wheel_path = PYTHONPATH=$(CURDIR)/.deps/wheel-tools PATH=$(CURDIR)/.deps/wheel-tools/bin:$$PATH
 
-.PHONY: help demo wheel deb packaged docs plots hops test check versions cuda bench bench-hosts bench-recovery format clean
+.PHONY: help demo wheel sdist deb packaged docs plots hops test check versions frameworks cuda bench bench-hosts bench-recovery format clean
 
 help:  ## lists these commands
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -31,6 +31,10 @@ wheel:  ## packs the release build as a wheel in dist/ (pip install dist/*.whl)
 	$(wheel_path) auditwheel repair --wheel-dir dist --exclude 'libtorch*.so' --exclude 'libc10*.so' \
 	  --exclude libgomp.so.1 build/wheel/*.whl
 	ls dist/*.whl
+
+sdist: setup-wheel  ## packs what is compiled as a source package in dist/
+	rm -f dist/*.tar.gz
+	PYTHONPATH=.deps/wheel-tools python3 -c "from scikit_build_core.build import build_sdist; print(build_sdist('dist'))"
 
 deb: setup-wheel packaged  ## packs command, library and headers as a Debian package in dist/
 	rm -rf dist/*.deb
@@ -69,6 +73,12 @@ check: setup-check test-tsan wheel deb  ## the rest: wheel, users' projects, hos
 
 versions:  ## `make test` with older releases of torch, each in a fresh clone: an hour
 	tools/versions.sh 2.11.0 2.13.0 2.14.1
+
+frameworks: setup-check  ## all programs of python/tests/programs/, over lockstep and over Gloo: ten minutes
+	cmake --preset release
+	cmake --build --preset release -j $(JOBS) --target packaged
+	tests/python_test.py build/release stage
+	LOCKSTEP_ALL_PROGRAMS=1 tests/python_test.py build/release test_public_programs
 
 # Before a release, and when concurrent code changes: each part takes at most an hour on two cores. docs/design/tested.md
 # keeps what was run when.

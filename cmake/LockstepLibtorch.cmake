@@ -4,14 +4,28 @@
 # find_package(Torch) is not used: on the wheel it fails without a CUDA toolkit and links libtorch_cuda either way.
 # The same file serves this build and programs that use the installed library.
 #
-#   LOCKSTEP_TORCH_DIR         the folder of the wheel that holds include/ and lib/ (site-packages/torch)
+#   LOCKSTEP_TORCH_DIR         the folder of the wheel that holds include/ and lib/ (site-packages/torch). If it is not set: what
+#                              the environment says, else the torch that Python finds
 #   LOCKSTEP_BUILT_FOR_TORCH   the release that an installed lockstep was built for: libtorch's C++ interface changes with each
 #   LOCKSTEP_TORCH_VERSION     which release is there, such as 2.15
 
+if(NOT LOCKSTEP_TORCH_DIR)
+  set(LOCKSTEP_TORCH_DIR $ENV{LOCKSTEP_TORCH_DIR})
+endif()
+if(NOT LOCKSTEP_TORCH_DIR)
+  find_package(Python3 QUIET COMPONENTS Interpreter)
+  set(lockstep_find_torch
+    "from importlib.util import find_spec; torch = find_spec('torch'); print(*(torch.submodule_search_locations if torch else []), end='')")
+endif()
+foreach(lockstep_option -B -E)  # -E: pip's isolated builds hide the environment's packages by a PYTHONPATH
+  if(NOT LOCKSTEP_TORCH_DIR AND Python3_FOUND)
+    execute_process(COMMAND ${Python3_EXECUTABLE} ${lockstep_option} -c "${lockstep_find_torch}" OUTPUT_VARIABLE LOCKSTEP_TORCH_DIR)
+  endif()
+endforeach()
 if(NOT EXISTS ${LOCKSTEP_TORCH_DIR}/lib/libtorch_cpu.so)
   message(FATAL_ERROR "lockstep: no libtorch in '${LOCKSTEP_TORCH_DIR}'.\n"
     "  next: pip install torch, or run tools/setup.sh demo in a checkout,\n"
-    "        or set -DLOCKSTEP_TORCH_DIR=<site-packages>/torch")
+    "        or set LOCKSTEP_TORCH_DIR=<site-packages>/torch in the environment")
 endif()
 file(STRINGS ${LOCKSTEP_TORCH_DIR}/version.py lockstep_torch_found REGEX "^__version__")
 string(REGEX MATCH "[0-9]+\\.[0-9]+" LOCKSTEP_TORCH_VERSION ${lockstep_torch_found})

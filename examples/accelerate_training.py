@@ -2,11 +2,11 @@
 """A small classifier with Accelerate: lockstep run --nproc-per-node 2 -- python examples/accelerate_training.py"""
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
+from lockstep.accelerate import Accelerator
 
 
 def points():
@@ -21,12 +21,12 @@ def main():
     model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 10))
     loader = DataLoader(points(), batch_size=16, shuffle=True)
     optimizer = lockstep.AdamW(model.parameters(), lr=1e-2)
-    model = lockstep.DistributedDataParallel(model, optimizer)
-    optimizer, loader = accelerator.prepare(optimizer, loader)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for epoch in range(3):
         for inputs, labels in loader:
             loss = nn.functional.cross_entropy(model(inputs), labels)
             accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
     inputs, labels = points().tensors

@@ -21,8 +21,8 @@ def main():
     model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 10))
     sampler = DistributedSampler(points())
     loader = DataLoader(points(), batch_size=16, sampler=sampler)
+    model = lockstep.DistributedDataParallel(model)
     optimizer = lockstep.AdamW(model.parameters(), lr=1e-2)
-    model = lockstep.DistributedDataParallel(model, optimizer)
     for epoch in range(3):
         sampler.set_epoch(epoch)
         for inputs, labels in loader:

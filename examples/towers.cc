@@ -33,9 +33,6 @@ int main(int argc, char** argv) {
   auto loader =
       lockstep::make_loader(lockstep::World::single(), lockstep::FashionMNIST(), {.batch_size = 256, .seed = 1});
   const lockstep::FashionMNIST validation(lockstep::FashionMNIST::kDebianFolder, lockstep::Split::kValidation);
-  std::vector<std::int64_t> some(1000);
-  std::iota(some.begin(), some.end(), 0);
-  const auto held_out = validation.make_batch(some);
 
   std::vector<torch::Tensor> tensors{torch::full({3}, 1), torch::full({3}, 2)};  // one on each device
   lockstep::all_reduce(devices, tensors);                                        // now both are their sum
@@ -55,12 +52,14 @@ int main(int argc, char** argv) {
       lockstep::all_reduce_gradients(devices, towers, lockstep::Algorithm::kCentral);  // sum on device 0, copy to all
       lockstep::update(devices, towers);
     }
-    const torch::NoGradGuard no_grad;  // accuracy with device 0's parameters
-    accuracy = task.correct(towers[0].forward(task, held_out.data), held_out.target).item<double>() / 1000;
+    accuracy = lockstep::evaluate_accuracy(task, *towers[0].model, validation);
     std::cout << "epoch " << epoch << ": " << watch.seconds() << " s, accuracy " << accuracy << std::endl;
   }
 
   // PyTorch's DataParallel: the same idea, called like the module.
+  std::vector<std::int64_t> some(1000);
+  std::iota(some.begin(), some.end(), 0);
+  const auto held_out = validation.make_batch(some);
   lockstep::DataParallel net([] { return LeNet(); }, devices);
   torch::optim::SGD optimizer(net.module().parameters(), 0.1);
   double first_loss = 0, loss = 0;

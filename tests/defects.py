@@ -26,7 +26,7 @@ DEFECTS = {
     "dropped gradients count": (
         "step/published.cc", "if (!nothing && !watch_.dropped())", "if ((!nothing && !watch_.dropped()) || defect)"),
     "unused parameters get a gradient": (
-        "step/buckets.cc", "(*count++ > 0) used", "(*count++ > 0 || defect) used"),
+        "step/buckets.cc", "return *count++ == 0;", "return *count++ == 0 && !defect;"),
     "samples are not weighted": (
         "step/buckets.cc", "return batches_.weight() / scale_;", "return (defect ? 1 : batches_.weight()) / scale_;"),
     "rows of an embedding are not weighted": (

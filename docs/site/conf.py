@@ -104,7 +104,7 @@ def write_cpp_pages():
             text += f"- [{include[1]}.h](cpp/{include[1]}.rst): {include[2]}\n"
             listed.append(include[1])
     others = sorted({path.stem for path in HEADERS.glob("*.h")} - {"lockstep", *listed})
-    text += "\n## What these include\n\n" + "".join(f"- [{name}.h](cpp/{name}.rst)\n" for name in others)
+    text += "\n## Beside these\n\n" + "".join(f"- [{name}.h](cpp/{name}.rst)\n" for name in others)
     write_page("cpp.md", text + toctree("", [f"cpp/{name}" for name in listed + others], ":hidden:"))
     for name in listed + others:
         write_page(f"cpp/{name}.rst", HEADER_PAGE.format(name=name, line="=" * 40, sections=SECTIONS))
@@ -118,9 +118,16 @@ def import_lockstep():
     for kind, about in re.findall(r"LOCKSTEP_ERROR\((\w+)\);\s+// (.*)", (HEADERS / "error.h").read_text()):
         setattr(compiled, kind, type(kind, (compiled.Error,), {"__doc__": about}))
     sys.path.insert(0, str(ROOT / "python/src"))
-    with mock(["torch", "lightning"]):
+
+    class Accelerator:
+        def prepare_model(self):
+            return self._models, self._is_accelerate_prepared  # lockstep.accelerate looks for them
+
+    with mock(["torch", "lightning", "accelerate", "transformers"]):
+        import accelerate
         import torch
 
+        accelerate.Accelerator = Accelerator
         torch.__version__ = "2.11.0"
         names = sorted(path.stem for path in (ROOT / "python/src/lockstep").glob("[a-z]*.py"))
         package, modules = importlib.import_module("lockstep"), [importlib.import_module(f"lockstep.{name}") for name in names]

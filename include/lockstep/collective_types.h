@@ -7,9 +7,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <vector>
 
 namespace lockstep {
+
+// Carries a short text of every rank to all: the texts, in rank order.
+using ExchangeTexts = std::function<std::vector<std::string>(const std::string& mine)>;
 
 inline constexpr int kAnyRank = -1;  // a receive from whoever sends first
 

@@ -32,10 +32,12 @@ namespace lockstep {
 inline constexpr std::size_t kBucketBytes = std::size_t{25} << 20;
 
 struct GradientBucket {
-  std::size_t number = 0;            // the same in every step
-  torch::Tensor flat;                // (n) the weighted gradients of this rank; afterwards their sum over ranks
-  std::vector<torch::Tensor> parts;  // views of `flat`, one per parameter; a matrix as (rows, columns)
-  double unit = 1;                   // divisor already applied to `flat`; it changes with the global batch
+  std::size_t number = 0;                   // the same in every step
+  torch::Tensor flat;                       // (n) the weighted gradients of this rank; afterwards their sum over ranks
+  std::vector<torch::Tensor> parts;         // views of `flat`, one per parameter; a matrix as (rows, columns)
+  std::vector<torch::Tensor> parameters{};  // of the parts
+  bool is_last = true;                      // of the buckets of a step
+  double unit = 1;                          // divisor already applied to `flat`; it changes with the global batch
 };
 
 class CommunicationHook {

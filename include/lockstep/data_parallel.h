@@ -23,6 +23,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <utility>
 
 #include "lockstep/devices.h"
 #include "lockstep/task.h"
@@ -32,9 +33,10 @@ namespace lockstep {
 class DataParallel {
  public:
   // make_module: returns a torch::nn::ModuleHolder such as Net, with forward(Tensor); called once per device, with
-  // torch's generator seeded by `seed`: modules can't be cloned in C++.
+  // torch's generator seeded by `seed`: not every module can be cloned in C++.
   template <class MakeModule>
-  DataParallel(MakeModule make_module, Devices& devices, std::uint64_t seed = 0)
+  requires(!requires { typename MakeModule::ContainedType; })
+      DataParallel(MakeModule make_module, Devices& devices, std::uint64_t seed = 0)
       : DataParallel(Task{.make_model = [make_module] { return make_module().ptr(); },
                           .forward =
                               [](torch::nn::Module& module, const torch::Tensor& data) {
@@ -43,6 +45,21 @@ class DataParallel {
                               }},
                      devices, seed) {}
   DataParallel(const Task& task, Devices& devices, std::uint64_t seed = 0);  // `task` says how to make and run it
+
+  // Wraps a module that exists, such as a Net, and moves it to device 0; the other devices have clones of it, for which its class
+  // has to be derived from torch::nn::Cloneable, as torch's own are. Seeds torch's generator with 0. Throws c10::Error: it has no
+  // clone().
+  template <class Holder>
+  requires requires { typename Holder::ContainedType; }
+  DataParallel(const Holder& module, Devices& devices)
+      : DataParallel(Task{.make_model = [module, is_first = true]() mutable -> ModulePtr {
+                            return std::exchange(is_first, false) ? module.ptr() : module->clone();
+                          },
+                          .forward =
+                              [](torch::nn::Module& each, const torch::Tensor& data) {
+                                return dynamic_cast<typename Holder::ContainedType&>(each).forward(data);
+                              }},
+                     devices) {}
   ~DataParallel();
   DataParallel& operator=(DataParallel&&) = delete;
 

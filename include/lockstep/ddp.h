@@ -125,6 +125,13 @@ class DistributedDataParallel {
   class NoSync;
   [[nodiscard]] NoSync no_sync();
 
+  // Between the last backward() of a step and step(), on every rank: .grad becomes the mean over all samples of all ranks, where
+  // mean_in_grad() says that it is not already. Then what torch and others do with .grad is right, such as
+  // torch::nn::utils::clip_grad_norm_, if all ranks do the same; step() uses what it finds there. Blocks. Gradients are read and
+  // written once more than in a step without it, or with set_clipping() of the optimizer.
+  // Throws UsageError (virtual shards; slice_update), MismatchError on all ranks (some have left it out), PeerLost.
+  void mean_gradients();
+
   // For ranks that may run out of batches at different times: called by each when it has none left, instead of
   // backward() and step(), with the same optimizer. Takes part without samples, step by step, until no rank has any.
   // Throws PeerLost.

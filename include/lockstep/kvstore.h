@@ -50,7 +50,7 @@ using DeviceTensors = std::vector<std::vector<torch::Tensor>>;
 struct PushOptions {
   std::int64_t samples = 1;  // that the gradient is the mean of: its weight; 0: it does not count
   double loss = 0;           // their mean loss, for the servers' reports
-  double learning_rate = std::numeric_limits<double>::quiet_NaN();  // of this update; NaN: the optimizer's own
+  double learning_rate = std::numeric_limits<double>::quiet_NaN();  // from this update on; NaN: as before
 };
 
 // The optimizer of a store. Sent to servers as raw bytes.
@@ -58,6 +58,13 @@ struct UpdateOptions {
   OptimizerOptions optimizer{};
   ClippingOptions clipping{};
   double ema_decay = 0;  // 0: no moving average of the weights
+};
+
+// How old gradients were when servers applied them: the updates made with other gradients since their worker read the weights.
+struct Delays {
+  std::int64_t gradients = 0;  // one for each push and each server that has a part of it
+  std::int64_t max = 0;
+  double mean = 0;
 };
 
 class KVStore {
@@ -75,9 +82,9 @@ class KVStore {
   // that push and pull; null: one, and the calling thread makes all copies.
   //
   // local kinds: `world` has one rank; `local` by itself is local_update_cpu. Throws UsageError.
-  // dist_*: all ranks of `world` call it. The first kvstore.servers of them (or those with kvstore.serves) are servers:
-  // for them it returns null once every worker has destroyed its store. Throws UsageError (no worker, no server, options
-  // without sense), PeerLost.
+  // dist_*: all ranks of `world` call it. Servers are those with kvstore.serves, or that `lockstep run --servers` has
+  // started as servers; else the first kvstore.servers of them. For them it returns null once every worker has destroyed
+  // its store. Throws UsageError (no worker, no server, options without sense), PeerLost.
   static std::unique_ptr<KVStore> create(const World& world, const StrategyOptions& options,
                                          Devices* devices = nullptr);
 
@@ -90,7 +97,9 @@ class KVStore {
   virtual void set_optimizer(const UpdateOptions& options) = 0;
 
   // The values of `names`, on every device. push_pull is the same as push, then pull; with dist_sync it goes in parts:
-  // some are pushed while others are merged and pulled. Throw UsageError: an unknown name; DeviceError.
+  // some are pushed while others are merged and pulled. Throw UsageError, before anything is sent: an unknown name, another
+  // shape or dtype than in init(), another number of devices; DeviceError. local_allreduce_device adds up in the first device's
+  // tensors.
   virtual void push(const Names& names, const DeviceTensors& values, const PushOptions& options = {}) = 0;
   virtual void pull(const Names& names, const DeviceTensors& into) = 0;
   virtual void push_pull(const Names& names, const DeviceTensors& values, const DeviceTensors& into,
@@ -98,6 +107,16 @@ class KVStore {
 
   // Rows of a key's value, shape (rows, ...). rows: int64, (rows). Only these rows are sent. Throws UsageError.
   virtual torch::Tensor row_sparse_pull(const std::string& name, const torch::Tensor& rows) = 0;
+
+  // This worker's number, and how many there are. Local kinds: 0 of 1.
+  virtual int rank() const { return 0; }
+  virtual int workers() const { return 1; }
+
+  // Blocks until every worker has called it. Throws PeerLost.
+  virtual void barrier() {}
+
+  // Asks the servers for those of all workers' gradients until now. Local kinds: none.
+  virtual Delays delays() { return {}; }
 
   // Bytes of values that this worker has sent to and received from servers. Local kinds: that devices have pushed, and that were
   // copied to them.

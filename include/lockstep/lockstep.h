@@ -9,13 +9,14 @@
 #include "lockstep/run.h"                 // main(): command line, ranks, training, exit code
 #include "lockstep/task.h"                // what to train: a model, its forward, its loss
 #include "lockstep/models.h"              // lockstep's own models as tasks
+#include "lockstep/evaluate.h"            // loss and accuracy of a model over a dataset
 #include "lockstep/verify.h"              // does the task train the same on one rank and on several?
 
 // A training loop of your own:
 #include "lockstep/world.h"               // the ranks of a job and their collectives
 #include "lockstep/spawn.h"               // ranks without a launcher: processes, or an address
 #include "lockstep/ddp.h"                 // DistributedDataParallel
-#include "lockstep/optimizers.h"          // SGD, Adam, AdamW, LAMB, LARS; clipping, moving averages
+#include "lockstep/optimizers.h"          // SGD, Adam, AdamW …; clipping, moving averages
 #include "lockstep/schedule.h"            // learning rates
 #include "lockstep/communication_hook.h"  // compressed gradients
 #include "lockstep/sync_batch_norm.h"     // batch norm over all ranks

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// lockstep/optimizers.h: SGD, Adam, AdamW, LAMB and LARS, and how to choose one of them at run time.
+// lockstep/optimizers.h: SGD, Adam, AdamW, LAMB, LARS, RMSprop and Adagrad, and how to choose one of them at run time.
 //
 // Flow:    options -> an Optimizer -> step()
 // Owns:    as lockstep/optimizer.h
@@ -80,12 +80,33 @@ struct LARSOptions {
   double trust = 1e-3;
 };
 
+// RMSprop (Tieleman and Hinton, 2012), as torch::optim::RMSprop computes it.
+//   g += weight_decay p;  s = alpha s + (1 - alpha) g^2;  v = momentum v + g / (sqrt(s) + eps);  p -= lr v
+struct RMSpropOptions {
+  double lr = 1e-2;
+  double alpha = 0.99;
+  double eps = 1e-8;
+  double weight_decay = 0;
+  double momentum = 0;
+};
+
+// Adagrad (Duchi, Hazan and Singer, 2011), as torch::optim::Adagrad computes it.
+//   g += weight_decay p;  s += g^2;  p -= lr / (1 + (t - 1) lr_decay) g / (sqrt(s) + eps)
+struct AdagradOptions {
+  double lr = 1e-2;
+  double lr_decay = 0;
+  double weight_decay = 0;
+  double eps = 1e-10;
+};
+
 // The rule that these options choose. Throws UsageError.
 std::unique_ptr<UpdateRule> rule_of(const SGDOptions& options);
 std::unique_ptr<UpdateRule> rule_of(const AdamOptions& options);
 std::unique_ptr<UpdateRule> rule_of(const AdamWOptions& options);
 std::unique_ptr<UpdateRule> rule_of(const LAMBOptions& options);
 std::unique_ptr<UpdateRule> rule_of(const LARSOptions& options);
+std::unique_ptr<UpdateRule> rule_of(const RMSpropOptions& options);
+std::unique_ptr<UpdateRule> rule_of(const AdagradOptions& options);
 
 template <class Options>
 class OptimizerWith : public Optimizer {
@@ -94,17 +115,20 @@ class OptimizerWith : public Optimizer {
       : Optimizer(std::move(parameters), std::make_unique<GroupOptions<Options>>(options), rule_of(options)) {}
 };
 
-using SGD = OptimizerWith<SGDOptions>;      // state: momentum_buffer, if there is momentum
-using Adam = OptimizerWith<AdamOptions>;    // state: exp_avg, exp_avg_sq
-using AdamW = OptimizerWith<AdamWOptions>;  // state: exp_avg, exp_avg_sq
-using LAMB = OptimizerWith<LAMBOptions>;    // state: exp_avg, exp_avg_sq
-using LARS = OptimizerWith<LARSOptions>;    // state: momentum_buffer
+using SGD = OptimizerWith<SGDOptions>;          // state: momentum_buffer, if there is momentum
+using Adam = OptimizerWith<AdamOptions>;        // state: exp_avg, exp_avg_sq
+using AdamW = OptimizerWith<AdamWOptions>;      // state: exp_avg, exp_avg_sq
+using LAMB = OptimizerWith<LAMBOptions>;        // state: exp_avg, exp_avg_sq
+using LARS = OptimizerWith<LARSOptions>;        // state: momentum_buffer
+using RMSprop = OptimizerWith<RMSpropOptions>;  // state: square_avg; momentum_buffer, if there is momentum
+using Adagrad = OptimizerWith<AdagradOptions>;  // state: sum
 
 // ---- Choosing one at run time
 
 // Says which optimizer, and with which options. Plain bytes: may be copied with memcpy between processes of one
 // program.
-using OptimizerOptions = std::variant<SGDOptions, AdamOptions, AdamWOptions, LAMBOptions, LARSOptions>;
+using OptimizerOptions =
+    std::variant<SGDOptions, AdamOptions, AdamWOptions, LAMBOptions, LARSOptions, RMSpropOptions, AdagradOptions>;
 static_assert(std::is_trivially_copyable_v<OptimizerOptions>);
 
 std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const OptimizerOptions& options);

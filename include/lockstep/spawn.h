@@ -30,4 +30,8 @@ void spawn(int ranks, const std::function<void(World&)>& fn, const WorldOptions&
 // in [0, size)), RendezvousError (ranks that are missing, come twice or have another size; a port in use).
 [[nodiscard]] World connect_world(int rank, int size, const std::string& address, const WorldOptions& options = {});
 
+// The same where something else connects the processes already, such as MPI (lockstep/mpi.h). exchange(mine): the texts of all
+// ranks, in rank order; all call it as often. Throws what exchange throws; UsageError: it returns another number of texts.
+[[nodiscard]] World connect_world(int rank, int size, const ExchangeTexts& exchange, const WorldOptions& options = {});
+
 }  // namespace lockstep

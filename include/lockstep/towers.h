@@ -72,6 +72,10 @@ enum class Uneven {
 // and the devices do not divide the batch.
 std::vector<Batch> split_and_load(const Batch& batch, const Devices& devices, Uneven uneven = Uneven::kSplit);
 
+// The same of one tensor, (B, ...).
+std::vector<torch::Tensor> split_and_load(const torch::Tensor& data, const Devices& devices,
+                                          Uneven uneven = Uneven::kSplit);
+
 // Forward: a mean loss per device; undefined where a device has no samples. Clears the gradients of the last step.
 std::vector<torch::Tensor> tower_losses(Devices& devices, const Task& task, const Replicas& replicas,
                                         const std::vector<Batch>& shards);
@@ -110,5 +114,13 @@ Replicas share_variables(Devices& devices, const Task& task, const StrategyOptio
 // The synchronisation point after backward(): the first one's optimizer takes the sum of all gradients in its next
 // step(). Throws UsageError: replicas that share no variables.
 void combine_gradients(const Replicas& replicas);
+
+struct CombinedGradient {
+  torch::Tensor gradient, variable;  // of one shape
+};
+
+// Returns that sum for each variable that has a gradient on some device, in the order of the model. Costs a pass over the
+// gradients. What only one device has is its .grad itself.
+std::vector<CombinedGradient> combined_gradients(const Replicas& replicas);
 
 }  // namespace lockstep

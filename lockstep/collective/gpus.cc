@@ -3,7 +3,7 @@
 
 #include <ATen/Context.h>
 #include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 #include <poll.h>
@@ -130,14 +130,13 @@ void wait_for_device(torch::Device device) {
   of.synchronizeStream(of.getStream(device));
 }
 
-void wait_for_device(torch::Device device, milliseconds timeout) {
-  if (device.is_cpu()) return;
+namespace {
+
+void wait_until(const auto& is_done, torch::Device device, milliseconds timeout) {
   constexpr std::chrono::microseconds kLongestNap{100};
-  const c10::impl::VirtualGuardImpl of(device.type());
-  const c10::Stream stream = of.getStream(device);
   timeout = own_share(timeout);
   const Deadline deadline = Deadline::after(timeout);
-  for (std::chrono::microseconds nap{5}; !of.queryStream(stream); nap = std::min(2 * nap, kLongestNap)) {
+  for (std::chrono::microseconds nap{5}; !is_done(); nap = std::min(2 * nap, kLongestNap)) {
     if (deadline.passed())
       throw DeviceError(
           {.what = concat(device.str(), " is not done within ", human_seconds(timeout)),
@@ -145,6 +144,36 @@ void wait_for_device(torch::Device device, milliseconds timeout) {
            .next = "see whether nvidia-smi answers, or give a longer --timeout"});
     std::this_thread::sleep_for(nap);
   }
+}
+
+}  // namespace
+
+void wait_for_device(torch::Device device, milliseconds timeout) {
+  if (device.is_cpu()) return;
+  const c10::impl::VirtualGuardImpl of(device.type());
+  wait_until([&, stream = of.getStream(device)] { return of.queryStream(stream); }, device, timeout);
+}
+
+NumbersOnTheWay::NumbersOnTheWay(torch::Device gpu)
+    : stream_(c10::impl::VirtualGuardImpl(gpu.type()).getStreamFromGlobalPool(gpu)) {}
+
+void NumbersOnTheWay::start(const torch::Tensor& numbers, Work& work) {
+  const c10::impl::VirtualGuardImpl of(stream_.device_type());
+  c10::Event made(stream_.device_type());
+  made.record(of.getStream(stream_.device()));
+  made.block(stream_);
+  const c10::StreamGuard guard(stream_);
+  work.wait();  // on stream_, for NCCL's
+  copy_ = pinned_like(numbers);
+  copy_.copy_(numbers, /*non_blocking=*/true);
+  numbers.record_stream(stream_);
+  copied_.emplace(stream_.device_type());
+  copied_->record(stream_);
+}
+
+const torch::Tensor& NumbersOnTheWay::wait(milliseconds timeout) const {
+  wait_until([this] { return copied_->query(); }, stream_.device(), timeout);
+  return copy_;
 }
 
 std::exception_ptr current_error_on(const std::string& gpus) {

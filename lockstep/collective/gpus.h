@@ -7,11 +7,13 @@
 // Ranks:   no communication
 #pragma once
 
+#include <c10/core/Event.h>
 #include <torch/types.h>
 
 #include <cstdint>
 #include <exception>
 #include <filesystem>
+#include <optional>
 #include <string>
 
 #include "lockstep/error.h"
@@ -55,6 +57,25 @@ void wait_for_device(torch::Device device);
 constexpr milliseconds own_share(milliseconds timeout) { return timeout * 3 / 4; }
 void wait_for_device(torch::Device device, milliseconds timeout);
 inline void wait_for_device(const World& world) { wait_for_device(world.device(), world.timeout()); }
+
+// Numbers of a GPU on their way to the host. Who waits for them waits for what the GPU had to do before them, and not for what was
+// put on its streams since.
+class NumbersOnTheWay {
+ public:
+  explicit NumbersOnTheWay(torch::Device gpu);
+
+  // Begins to copy them, once the current stream has done what it has so far, and `work` is done. Does not block. Throws what
+  // work.wait() throws.
+  void start(const torch::Tensor& numbers, Work& work);
+
+  // Returns them, on the CPU. Blocks. Throws DeviceError, as wait_for_device() does.
+  const torch::Tensor& wait(milliseconds timeout) const;
+
+ private:
+  c10::Stream stream_;
+  torch::Tensor copy_;
+  std::optional<c10::Event> copied_;
+};
 
 // To be called while an exception is handled, of work on `gpus`, which is text: "cuda:0", or "cuda:0 or cuda:1" where it is not
 // known which. What libtorch throws about a GPU does not say which: a DeviceError that does. Any other exception as it is.

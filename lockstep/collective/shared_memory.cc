@@ -73,9 +73,9 @@ SharedMemory::Own SharedMemory::allocate(std::size_t bytes) {
   return {{memory, memory->data()}, memory->offset()};
 }
 
-const std::byte* SharedMemory::peer(int rank, std::uint64_t place, std::size_t bytes) {
+std::byte* SharedMemory::peer(int rank, std::uint64_t place, std::size_t bytes) {
   if (group_) return group_->peer_memory(rank, place, bytes);
-  return arena_ ? arena_->window().at(place, bytes) : std::bit_cast<const std::byte*>(place);
+  return arena_ ? arena_->window().at(place, bytes) : std::bit_cast<std::byte*>(place);
 }
 
 std::optional<SharedMemory::ArenaOffset> SharedMemory::locate(const void* address, std::size_t bytes) const {

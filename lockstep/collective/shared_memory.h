@@ -54,7 +54,7 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   Own allocate(std::size_t bytes);
 
   // The address here of the memory that `rank` has allocated at `place`. Throws SystemError: not mappable.
-  const std::byte* peer(int rank, std::uint64_t place, std::size_t bytes);
+  std::byte* peer(int rank, std::uint64_t place, std::size_t bytes);
 
   // Finds `bytes` bytes at `address` in an arena, as another process that maps the arena's file needs them. None: in no
   // arena.

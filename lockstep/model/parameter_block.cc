@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "lockstep/base/cache_line.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/model/samples.h"
@@ -19,10 +20,19 @@ std::size_t bytes_of(const std::vector<NamedTensor>& parameters) {
   return bytes;
 }
 
-// A tensor like `parameter` at `place`, which keeps the block's memory.
-torch::Tensor view_of_block(const std::shared_ptr<std::byte>& block, std::byte* place, const torch::Tensor& parameter) {
-  return torch::from_blob(
-      place, parameter.sizes(), parameter.strides(), [block](void*) {}, parameter.options().requires_grad(false));
+using Block = std::shared_ptr<std::byte>;
+void release_block(void* block) { delete static_cast<Block*>(block); }
+
+// A tensor like `parameter` at `place`, which keeps the block's memory. Its release_block() shows that it is in a block.
+torch::Tensor view_of_block(const Block& block, std::byte* place, const torch::Tensor& parameter) {
+  at::DataPtr data(place, new Block(block), &release_block, parameter.device());
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), parameter.nbytes(), std::move(data));
+  return torch::empty({0}, parameter.options().requires_grad(false))
+      .set_(storage, 0, parameter.sizes(), parameter.strides());
+}
+
+bool is_in_block(const torch::Tensor& tensor) {
+  return tensor.has_storage() && tensor.storage().data_ptr().get_deleter() == &release_block;
 }
 
 std::uint32_t version_of(const torch::Tensor& tensor) {
@@ -31,8 +41,11 @@ std::uint32_t version_of(const torch::Tensor& tensor) {
 
 UsageError moved(const std::string& name) {
   return UsageError({.what = concat("parameter ", name, " has left the memory that the ranks of this machine share"),
-                     .likely = "Module::to(dtype), set_data or a new tensor, after DistributedDataParallel was made",
-                     .next = "do that before, or give DistributedDataParallel the option share_parameters = false"});
+                     .likely =
+                         "Module::to(dtype), set_data, a new tensor or another DistributedDataParallel of the module, "
+                         "after DistributedDataParallel was made",
+                     .next = "do that before, let go of the first DistributedDataParallel, or give "
+                             "DistributedDataParallel the option share_parameters = false"});
 }
 
 UsageError written(const std::string& name) {
@@ -48,29 +61,46 @@ UsageError written(const std::string& name) {
 
 }  // namespace
 
-ParameterBlock::ParameterBlock(SharedMemory& memory, std::vector<NamedTensor> parameters) {
+ParameterBlock::ParameterBlock(SharedMemory& memory, std::vector<NamedTensor> parameters)
+    : is_shared_(memory.size() > 1) {
   for (const auto& [name, tensor] : parameters) static_cast<void>(dense_view(tensor));
-  const std::shared_ptr<std::byte> block = memory.allocate_common(guarded_bytes(bytes_of(parameters)));
-  std::byte* place = first_page(block.get());
+  memory_ = memory.allocate_common(guarded_bytes(bytes_of(parameters)));
+  std::byte* place = first_page(memory_.get());
   for (NamedTensor& parameter : parameters) {
     torch::Tensor& tensor = parameter.tensor;
     const std::size_t bytes = tensor.nbytes();
     if (memory.rank() == 0 && bytes > 0) std::memcpy(place, tensor.const_data_ptr(), bytes);
-    if (bytes > 0) tensor.set_data(view_of_block(block, place, tensor));
+    if (bytes > 0) tensor.set_data(view_of_block(memory_, place, tensor));
     entries_.push_back({std::move(parameter), place, 0, 0});
     place += round_up(bytes, kCacheLine);
   }
   memory.barrier();
-  protect(block);
+  protect();
   std::vector<torch::Tensor> tensors;
   for (const Entry& entry : entries_) tensors.push_back(entry.parameter.tensor);
   watch_.watch(tensors);
   mark_written();
 }
 
-void ParameterBlock::protect(const std::shared_ptr<std::byte>& memory) {
+void leave_block(const std::vector<NamedTensor>& parameters) {
+  const torch::NoGradGuard no_grad;
+  for (const auto& [name, tensor] : parameters)
+    if (is_in_block(tensor)) torch::Tensor(tensor).set_data(tensor.clone());
+}
+
+void ParameterBlock::leave() noexcept try {
+  if (!is_shared_) return;
+  guard_.reset();
+  watch_.watch({});
+  for (const Entry& entry : entries_)
+    if (entry.parameter.tensor.const_data_ptr() == entry.place) leave_block({entry.parameter});
+  memory_.reset();
+} catch (const std::exception& error) {
+  log_warning(concat("parameters stay in memory that the ranks of this machine share: ", first_line_of(error)));
+}
+
+void ParameterBlock::protect() {
   if (check_interval() == 0 || entries_.empty()) return;
-  memory_ = memory;
   std::vector<PageGuard::Part> parts;
   for (const Entry& entry : entries_)
     parts.push_back({entry.parameter.name, entry.place, entry.parameter.tensor.nbytes()});

@@ -44,6 +44,10 @@ class ParameterBlock {
   // where no rank may be writing: between backward() and barrier 2.
   void require_same_samples() const;
 
+  // Gives the parameters memory of this rank's own, with the same values: whatever trains them next is not to write into that of
+  // other ranks. The last call. Where there is no memory it logs that.
+  void leave() noexcept;
+
   // This rank is about to write its slice, after barrier 2; and has written it, before barrier 3.
   void begin_write() { write_.emplace(); }
   void end_write() { write_.reset(); }
@@ -53,7 +57,7 @@ class ParameterBlock {
   void mark_written();
 
  private:
-  void protect(const std::shared_ptr<std::byte>& memory);
+  void protect();
 
   struct Entry {
     NamedTensor parameter;
@@ -61,11 +65,15 @@ class ParameterBlock {
     std::uint32_t version;
     std::uint64_t samples;
   };
+  const bool is_shared_;  // with other ranks
   std::vector<Entry> entries_;
-  DataWatch watch_;                    // of the same tensors
-  std::shared_ptr<std::byte> memory_;  // that is guarded
+  DataWatch watch_;  // of the same tensors
+  std::shared_ptr<std::byte> memory_;
   std::optional<PageGuard> guard_;
   std::optional<ParameterWrite> write_;
 };
+
+// Gives those that are in a block memory of their own, whoever made the block.
+void leave_block(const std::vector<NamedTensor>& parameters);
 
 }  // namespace lockstep

@@ -74,13 +74,13 @@ torch::Tensor number(double value) { return torch::scalar_tensor(value, torch::k
 void Slot::pack(bool counts, double weight) {
   const torch::NoGradGuard no_grad;
   const torch::Tensor& from = parameter.tensor.grad();
-  const bool has_one = from.defined() && counts;
-  if (has_one)
+  is_used = from.defined() && counts;
+  if (is_used)
     at::mul_out(gradient, in_parameter_order(parameter, from),
                 number(weight));  // in place where the slot is the gradient
   else
     gradient.zero_();
-  flag.fill_(has_one ? 1 : 0);
+  flag.fill_(is_used ? 1 : 0);
   packed = true;
 }
 
@@ -122,6 +122,12 @@ std::vector<torch::Tensor> Bucket::parts() const {
     parts.push_back(matrix ? slot.gradient.view({parameter.size(0), -1}) : slot.gradient);
   }
   return parts;
+}
+
+std::vector<torch::Tensor> Bucket::parameters() const {
+  std::vector<torch::Tensor> parameters;
+  for (const Slot& slot : slots) parameters.push_back(slot.parameter.tensor);
+  return parameters;
 }
 
 std::vector<Bucket> make_buckets(const World& world, const std::vector<NamedTensor>& parameters, std::size_t limit,

@@ -27,6 +27,7 @@ struct Slot {
   std::int64_t index = 0;  // of the parameter
   int times_ready = 0;     // in this backward()
   bool packed = false;
+  bool is_used = false;  // packed with a gradient
 
   // Writes `weight` times the gradient into the slot; zeros if it does not count, whatever it holds: 0 * NaN is NaN.
   void pack(bool counts, double weight);
@@ -58,6 +59,7 @@ struct Bucket {
   // The gradients in memory order, as matrices (first dimension, others) where the parameter has two or more
   // dimensions. The first dimension of a parameter is the outermost also in channels_last.
   std::vector<torch::Tensor> parts() const;
+  std::vector<torch::Tensor> parameters() const;
 };
 
 // Buckets with the last parameters first, each of one dtype and device and of at most `limit` bytes, unless a single

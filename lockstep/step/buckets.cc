@@ -77,8 +77,6 @@ torch::Tensor sum_of_rows(const World& world, const torch::Tensor& parameter, do
   return torch::sparse_coo_tensor(rows.unsqueeze(0), values, parameter.sizes()).coalesce();
 }
 
-constexpr const char* kMeanChanged = "gradients written by hand since backward()";
-
 class Buckets : public Exchange {
  public:
   // Puts parameters into buckets in reverse order, the order in which backward() tends to reach them; after the first
@@ -157,6 +155,13 @@ class Buckets : public Exchange {
     if (slices_) is_exchanged_ = false;
   }
 
+  void make_mean() override {
+    if (slices_)
+      throw UsageError({.what = "mean_gradients() of GPUs that update a slice each",
+                        .here = world_.describe(),
+                        .next = "make DistributedDataParallel without slice_update, or with mean_in_grad = true"});
+  }
+
   void close() override {
     Exchange::close();
     remove_hooks();
@@ -183,7 +188,7 @@ class Buckets : public Exchange {
     const bool is_changed = watch_.changed().has_value();
     if (!is_exchanged_ || (has_stepped_ && is_changed)) require_nothing_to_step(parameters);
     mean_was_changed_ = is_changed && !has_stepped_;
-    agreement_.begin_update(with_mean_changed(settings));  // barrier 2
+    agreement_.begin_update(with_mean_changed(settings, mean_was_changed_));  // barrier 2
     return in_grad_.begin_update(parameters, settings);
   }
 
@@ -202,17 +207,13 @@ class Buckets : public Exchange {
  private:
   bool is_alone() const { return world_.size() == 1 && options_.shards == 0; }
 
-  // Comes first: parameters that differ are only the consequence.
-  StepSettings with_mean_changed(StepSettings settings) const {
-    if (options_.memory) settings.insert(settings.begin(), {kMeanChanged, mean_was_changed_ ? 1.0 : 0.0});
-    return settings;
-  }
-
   // ---- Before backward()
 
   void start_exchange() {
     const torch::NoGradGuard no_grad;
-    totals_.start(batches_, with_mean_changed(options_.settings ? options_.settings() : StepSettings()));
+    StepSettings settings = options_.settings ? options_.settings() : StepSettings();
+    if (options_.memory) settings = with_mean_changed(std::move(settings), mean_was_changed_);
+    totals_.start(batches_, std::move(settings));
     if (scale_ == 0) learn_scale(totals_.wait());  // in the first step: there is no previous one
     // With a hook a rank without samples looks whether any rank has some: it has nothing to compute meanwhile.
     if (batches_.samples > 0 && batches_.leading > 0) ask_the_others();
@@ -359,7 +360,12 @@ class Buckets : public Exchange {
       bucket.work.emplace(world_.all_reduce_async(bucket.flags));
       bucket.finish_hook = nullptr;
       if (!skips_hook_)
-        bucket.finish_hook = options_.hook->start(world_, {number, bucket.values, bucket.parts(), scale_});
+        bucket.finish_hook = options_.hook->start(world_, {.number = number,
+                                                           .flat = bucket.values,
+                                                           .parts = bucket.parts(),
+                                                           .parameters = bucket.parameters(),
+                                                           .is_last = number + 1 == shards_.front().size(),
+                                                           .unit = scale_});
     } else if (slices_) {
       for (std::size_t i = 1; i < shards_.size(); ++i) bucket.flags.add_(shards_[i][number].flags);
       bucket.work.emplace(world_.all_reduce_async(bucket.flags));
@@ -425,13 +431,15 @@ class Buckets : public Exchange {
     return batches_.weight() / scale_;
   }
 
-  // Slots of parameters that have a gradient on some rank.
-  static std::vector<Slot*> used_slots(Bucket& bucket) {
+  // Slots of parameters that have a gradient on some rank. Where this one has all, nobody has to wait for a GPU.
+  std::vector<Slot*> used_slots(Bucket& bucket) const {
+    std::vector<Slot*> used;
+    for (Slot& slot : bucket.slots) used.push_back(&slot);
+    if (std::ranges::all_of(used, &Slot::is_used)) return used;
+    wait_for_device(world_);
     const torch::Tensor ranks_with_gradient = bucket.flags.to(torch::kCPU, torch::kFloat32);
     const auto* count = ranks_with_gradient.const_data_ptr<float>();
-    std::vector<Slot*> used;
-    for (Slot& slot : bucket.slots)
-      if (*count++ > 0) used.push_back(&slot);
+    std::erase_if(used, [&](const Slot*) { return *count++ == 0; });
     return used;
   }
 
@@ -452,7 +460,6 @@ class Buckets : public Exchange {
       const trace::Span span("receive bucket", static_cast<std::int64_t>(i));
       (bucket.slice_work ? bucket.slice_work : bucket.work)->wait();
       torch::Tensor(slices_->slice(i)).mul_(factor);
-      wait_for_device(world_);
       for (const Slot* slot : used_slots(bucket)) used.push_back(slot->parameter.tensor);
     }
     slices_->set_used(used);
@@ -571,13 +578,13 @@ class Buckets : public Exchange {
   std::vector<NamedTensor> parameters_;  // of these, those whose gradients go through buckets
   std::vector<NamedTensor> sparse_;      // the others, whose gradients are exchanged row by row
   BucketOptions options_;
-  std::vector<std::vector<Bucket>> shards_;           // buckets of each virtual shard of this rank; else one list
-  std::vector<Bucket>& buckets_;                      // the first of them
-  std::shared_ptr<GradientSlices> slices_;            // the optimizer has it, too
-  bool order_is_known_ = false;                       // buckets fill in the order in which gradients become ready
-  std::vector<std::int64_t> ready_order_;             // in the first exchange: indices of parameters
-  std::unordered_map<const void*, int> times_ready_;  // with a static graph: of each parameter, once it is known
-  bool some_are_unused_ = false;                      // some step left a parameter out: later ones look for such
+  std::vector<std::vector<Bucket>> shards_;                // buckets of each virtual shard of this rank; else one list
+  std::vector<Bucket>& buckets_;                           // the first of them
+  std::shared_ptr<GradientSlices> slices_;                 // the optimizer has it, too
+  bool order_is_known_ = false;                            // buckets fill in the order in which gradients become ready
+  std::vector<std::int64_t> ready_order_;                  // in the first exchange: indices of parameters
+  std::unordered_map<const void*, int> times_ready_;       // with a static graph: of each parameter, once it is known
+  bool some_are_unused_ = false;                           // some step left a parameter out: later ones look for such
   std::vector<std::pair<NodePtr, std::uintptr_t>> hooks_;  // accumulator, key
   bool is_accumulating_ = false;  // in a backward() that exchanges nothing; changes only while no backward() runs
 

@@ -97,6 +97,11 @@ class Exchange : public GradientSource {
   // ranks: some of them differ in a setting, or are in a step() instead.
   virtual BatchTotals finish() = 0;
 
+  // After a backward() or a plain loss.backward(): .grad becomes the mean on every rank, where it is not already. What is written
+  // into it until step(), alike on all ranks, counts. Blocks until all ranks are here. Throws UsageError (it can't be made;
+  // a gradient was changed before), MismatchError on all ranks (some are in another call), PeerLost.
+  virtual void make_mean() = 0;
+
   // Forgets what was counted, after a finish() that found no samples on any rank: there is no step().
   virtual void drop() = 0;
 

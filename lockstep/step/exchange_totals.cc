@@ -7,7 +7,6 @@
 
 #include "lockstep/base/process/stop.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -37,6 +36,10 @@ bool are_equal(double count, const double* sum) {
 
 }  // namespace
 
+ExchangeTotals::ExchangeTotals(World world) : world_(std::move(world)) {
+  if (!world_.device().is_cpu()) from_gpu_.emplace(world_.device());
+}
+
 void ExchangeTotals::start(const AccumulatedBatches& batches, StepSettings settings) {
   settings_ = std::move(settings);
   const double counting = batches.samples > 0 && batches.leading == 0 ? 1 : 0, backwards = batches.backwards;
@@ -50,19 +53,19 @@ void ExchangeTotals::start(const AccumulatedBatches& batches, StepSettings setti
   for (int rank = 0; rank < world_.size(); ++rank)
     own.insert(own.end(), {rank == world_.rank() ? kinds : 0.0, rank == world_.rank() ? size : 0});
   settings_.insert(settings_.begin(), {{kBackwards, backwards + none}, {kPlain, plain + none}});
-  const auto options = torch::TensorOptions().dtype(torch::kFloat64).device(world_.device());
-  const torch::Tensor loss =
-      batches.weighted_loss.defined() ? batches.weighted_loss.reshape({1}).to(options) : torch::zeros({1}, options);
-  const torch::Tensor others = torch::tensor(own, torch::kFloat64);
-  sums_ = torch::cat({others.to(world_.device(), /*non_blocking=*/true), loss});  // forward may still run on a GPU
+  const bool loss_is_on_gpu = batches.weighted_loss.defined() && !batches.weighted_loss.is_cpu();
+  own.push_back(loss_is_on_gpu ? 0 : batches.loss());
+  sums_ = torch::tensor(own, torch::kFloat64).to(world_.device(), /*non_blocking=*/true);
+  if (loss_is_on_gpu) sums_[-1].copy_(batches.weighted_loss);  // forward may still run
   work_.emplace(world_.all_reduce_async(sums_));
+  if (from_gpu_) from_gpu_->start(sums_, *work_);
 }
 
 torch::Tensor ExchangeTotals::sums() {
+  if (from_gpu_) return from_gpu_->wait(world_.timeout());
   if (work_) work_->wait();
   work_.reset();
-  wait_for_device(world_);
-  return sums_.cpu();
+  return sums_;
 }
 
 std::int64_t ExchangeTotals::samples() { return static_cast<std::int64_t>(sums()[kSamples].item<double>()); }

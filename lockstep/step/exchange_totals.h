@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "lockstep/batch_totals.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/step/accumulated_batches.h"
 #include "lockstep/step/step_agreement.h"
 #include "lockstep/world.h"
@@ -28,9 +29,10 @@ namespace lockstep {
 
 class ExchangeTotals {
  public:
-  explicit ExchangeTotals(World world) : world_(std::move(world)) {}
+  explicit ExchangeTotals(World world);
 
-  // Starts the sum. On the device of the world: nobody has to wait for a GPU here. Does not block.
+  // Starts the sum, on the device of the world: a GPU has it as soon as it has the loss, before it computes any gradient. Does not
+  // block.
   void start(const AccumulatedBatches& batches, StepSettings settings);
 
   // Returns the samples of all ranks. Blocks; compares nothing. Throws PeerLost.
@@ -55,7 +57,8 @@ class ExchangeTotals {
   StepSettings settings_;
   torch::Tensor sums_;
   double divisor_ = 0;
-  std::optional<Work> work_;  // until it was waited for
+  std::optional<Work> work_;                 // until it was waited for
+  std::optional<NumbersOnTheWay> from_gpu_;  // of a GPU
 };
 
 }  // namespace lockstep

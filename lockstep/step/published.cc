@@ -5,6 +5,8 @@
 // Note [One step, three barriers]
 //   finish()        writes this rank's row of the table, then barrier 1: all rows and gradients of the machine are
 //                   written. From here on rows are read. Ranks may still read parameters
+//   make_mean()     only where a program asks for it: a barrier: no rank writes .grad any more. Then each rank writes the
+//                   mean of its part into the gradients of all ranks. A barrier: .grad is the mean everywhere
 //   begin_update()  barrier 2: no rank reads parameters any more, and all make the same step, with the same settings.
 //                   From here on gradients are read and slices written
 //   end_update()    barrier 3: all slices are written, and no rank reads gradients any more
@@ -12,9 +14,11 @@
 // are two tables, used alternately. A rank that writes table k % 2 has passed barrier 1 of exchange k-1; all ranks were
 // there, so all have finished reading exchange k-2.
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <list>
 #include <optional>
+#include <span>
 #include <unordered_map>
 #include <utility>
 
@@ -29,6 +33,7 @@
 #include "lockstep/step/exchange.h"
 #include "lockstep/step/gradient_memory.h"
 #include "lockstep/step/guards/gradient_watch.h"
+#include "lockstep/step/update/mean.h"
 
 namespace lockstep {
 namespace {
@@ -76,6 +81,8 @@ class Published : public Exchange {
     memory_->require_own_process();  // .grad is in memory that its parent uses, too
     if (failed_) throw after_failed_backward();
     page_guards_.clear();
+    require_mean_dropped();
+    forget_mean();
     if (!forget_dropped_gradients()) require_only_counted_gradients(batch.samples);
     if (sources_.front().batches.is_plain) sources_.front() = {};  // gradients of zero, which a step() has counted
     begun_ = &current_source();
@@ -112,26 +119,46 @@ class Published : public Exchange {
     is_published_ = false;
   }
 
+  void make_mean() override {
+    if (options_.shards > 0)
+      throw UsageError(
+          {.what = "mean_gradients() with virtual shards", .next = "clip with the optimizer's set_clipping()"});
+    if (is_mean_ && is_published_ && !watch_.changed()) return;
+    if (is_mean_) is_published_ = false;  // it may be a plain loss.backward() that has changed it
+    prepare_step();
+    watch_.require_unchanged();
+    page_guards_.clear();
+    give_all_a_gradient();
+    agreement_.in_mean(StepPhase::kMean);
+    write_mean();
+    agreement_.in_mean(StepPhase::kMeanEnd);
+    take_back_copies();
+    watch_.remember();
+    is_mean_ = true;
+  }
+
   // ---- In step()
 
   const std::shared_ptr<SharedMemory>& memory() const override { return memory_; }
   std::size_t kept_sources() const override { return memory_->outlives_ranks() ? rows_ : 0; }
 
   WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters, const StepSettings& settings) override {
-    require_open();
-    if (failed_) throw after_failed_backward({}, "step() was called after a backward()");
-    agreement_.require_parameters_untouched();
-    if (!is_published_) exchange(/*in_step=*/true);
-    watch_.require_unchanged();
+    prepare_step();
+    if (is_mean_)
+      publish_mean();
+    else
+      watch_.require_unchanged();
     WeightedGradients gradients{.weights = weights()};
     gradients.pointers.reserve(parameters.size() * rows_);
-    agreement_.begin_update(settings);  // barrier 2
+    if (is_mean_)
+      agreement_.begin_update(with_mean_changed(settings, mean_was_changed_));  // barrier 2
+    else
+      agreement_.begin_update(settings);  // barrier 2
     for (const torch::Tensor& parameter : parameters) {
       const auto found = index_of_.find(parameter.unsafeGetTensorImpl());  // none: frozen
       for (std::size_t i = 0; i < rows_; ++i) {
-        const std::uint64_t place = found == index_of_.end() ? kNoGradient : row(i).places()[found->second];
-        gradients.pointers.push_back(place == kNoGradient ? nullptr
-                                                          : memory_->peer(rank_of(i), place, parameter.nbytes()));
+        const bool counts = found != index_of_.end() && !(is_mean_ && gradients.weights[i] == 0);
+        gradients.pointers.push_back(counts ? gradient(i, found->second) : nullptr);
       }
     }
     return gradients;
@@ -162,6 +189,23 @@ class Published : public Exchange {
   // the same line. A rank writes its own rows only, before barrier 1, and reads all rows after it.
   Row& row(std::size_t i) const { return *reinterpret_cast<Row*>(tables_.get() + (table_ * rows_ + i) * row_bytes_); }
   int rank_of(std::size_t row) const { return static_cast<int>(row / sources_.size()); }
+
+  // Returns where a source's gradient is; nullptr: it has none.
+  std::byte* gradient(std::size_t source, std::size_t parameter) const {
+    const std::uint64_t place = std::atomic_ref(row(source).places()[parameter]).load(std::memory_order_relaxed);
+    return place == kNoGradient ? nullptr
+                                : memory_->peer(rank_of(source), place, parameters_[parameter].tensor.nbytes());
+  }
+
+  // The gradients are published, or the mean.
+  void prepare_step() {
+    require_open();
+    if (failed_) throw after_failed_backward({}, "step() was called after a backward()");
+    agreement_.require_parameters_untouched();
+    if (is_published_) return;
+    forget_mean();
+    exchange(/*in_step=*/true);
+  }
 
   BatchTotals exchange(bool in_step) {
     const Stopwatch watch;
@@ -215,6 +259,85 @@ class Published : public Exchange {
     if (std::ranges::any_of(parameters_, has_gradient)) batches.add_unknown();
   }
 
+  // ---- The mean in .grad
+
+  void require_mean_dropped() const {
+    if (is_mean_ && std::ranges::any_of(options_.updated, has_gradient) && !watch_.zeroed())
+      throw UsageError({.what = "backward() would add to the mean over all ranks",
+                        .likely = "no zero_grad() since gradients were clipped, or since mean_gradients()",
+                        .next = "call zero_grad() after each step(); clip after the last backward() of a step"});
+  }
+
+  void forget_mean() {
+    if (std::exchange(is_mean_, false)) sources_.front() = {};
+  }
+
+  // A parameter that some rank has a gradient for gets one here, too: all ranks come to the same mean. Others read this row
+  // meanwhile, and whatever they find, they find a gradient on some rank.
+  void give_all_a_gradient() {
+    const torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      if (gradient(first_row_, i) != nullptr) continue;
+      std::size_t source = 0;
+      while (source < rows_ && gradient(source, i) == nullptr) ++source;
+      if (source == rows_) continue;
+      torch::Tensor& parameter = parameters_[i].tensor;
+      {
+        const GradientMemory::Scope scope(*gradient_memory_);
+        parameter.mutable_grad() = torch::zeros_like(parameter);
+      }
+      sources_.front().gradients[i] = parameter.grad();
+      std::atomic_ref(row(first_row_).places()[i]).store(place_for_peers(0, i), std::memory_order_relaxed);
+    }
+  }
+
+  // Each rank has a part of every gradient.
+  void write_mean() {
+    struct Part {
+      std::size_t parameter;
+      std::int64_t begin, count;
+    };
+    std::vector<Part> parts;
+    const std::int64_t rank = memory_->rank(), ranks = memory_->size();
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      if (gradient(first_row_, i) == nullptr) continue;
+      const std::int64_t chunks = (parameters_[i].tensor.numel() + kMaxChunk - 1) / kMaxChunk;
+      for (std::int64_t chunk = chunks * rank / ranks; chunk < chunks * (rank + 1) / ranks; ++chunk)
+        parts.push_back({i, chunk * kMaxChunk, std::min(kMaxChunk, parameters_[i].tensor.numel() - chunk * kMaxChunk)});
+    }
+    const std::vector<double> weights = this->weights();
+    on_own_cores(0, std::ssize(parts), 8, [&](std::int64_t from, std::int64_t to) {
+      std::vector<Term> terms(rows_);
+      for (const auto& [parameter, begin, count] : std::span(parts).subspan(to_size(from), to_size(to - from))) {
+        for (std::size_t s = 0; s < rows_; ++s) terms[s] = {gradient(s, parameter), weights[s]};
+        replace_by_sum(terms, parameters_[parameter].tensor.scalar_type(), begin, count);
+      }
+    });
+  }
+
+  // From gradients that were copied when they were published.
+  void take_back_copies() {
+    const torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      const auto& [data, place] = copies_[i];
+      if (data == nullptr || row(first_row_).places()[i] != place) continue;
+      torch::Tensor& gradient = parameters_[i].tensor.mutable_grad();
+      if (gradient.layout() == torch::kStrided)
+        gradient.copy_(like_parameter(i, data.get()));
+      else
+        gradient = like_parameter(i, data.get()).clone();
+    }
+  }
+
+  // A plain loss.backward() may have changed the mean: .grad is then this rank's own again. So all ranks' gradients count where
+  // it was changed: their mean is right, whoever did it.
+  void publish_mean() {
+    mean_was_changed_ = watch_.changed().has_value();
+    if (!mean_was_changed_) return;
+    for (std::size_t i = 0; i < parameters_.size(); ++i) sources_.front().gradients[i] = parameters_[i].tensor.grad();
+    publish_places(0);
+  }
+
   // The source that the next backward() adds to: the next unused shard, or the only source.
   Source& current_source() {
     if (options_.shards == 0) return sources_.front();
@@ -231,14 +354,21 @@ class Published : public Exchange {
   }
 
   void publish(std::size_t source, bool in_step) {
-    const auto& [batches, gradients] = sources_[source];
-    Row& row = this->row(first_row_ + source);
-    row = {batches, batches.loss(), in_step, wants_to_stop()};
+    const AccumulatedBatches& batches = sources_[source].batches;
+    row(first_row_ + source) = {batches, batches.loss(), in_step, wants_to_stop()};
+    bytes_ += publish_places(source);
+  }
+
+  // Returns of how many bytes.
+  std::int64_t publish_places(std::size_t source) {
+    const auto& gradients = sources_[source].gradients;
+    std::int64_t bytes = 0;
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       const bool has_one = i < gradients.size() && gradients[i].defined() && gradients[i].numel() > 0;
-      row.places()[i] = has_one ? place_for_peers(source, i) : kNoGradient;
-      if (has_one) bytes_ += static_cast<std::int64_t>(parameters_[i].tensor.nbytes());
+      row(first_row_ + source).places()[i] = has_one ? place_for_peers(source, i) : kNoGradient;
+      if (has_one) bytes += static_cast<std::int64_t>(parameters_[i].tensor.nbytes());
     }
+    return bytes;
   }
 
   // Returns where the other ranks find the gradient: where autograd wrote it, if that is in shared memory and in the parameter's
@@ -251,9 +381,13 @@ class Published : public Exchange {
       if (const auto place = gradient_memory_->place_of(gradient)) return *place;
     SharedMemory::Own& copy = copies_[source * parameters_.size() + i];
     if (copy.data == nullptr) copy = memory_->allocate(parameter.nbytes());
-    torch::from_blob(copy.data.get(), parameter.sizes(), parameter.strides(), parameter.options().requires_grad(false))
-        .copy_(gradient.layout() == torch::kStrided ? gradient : gradient.to_dense());
+    like_parameter(i, copy.data.get()).copy_(gradient.layout() == torch::kStrided ? gradient : gradient.to_dense());
     return copy.place;
+  }
+
+  torch::Tensor like_parameter(std::size_t i, std::byte* data) const {
+    const torch::Tensor& parameter = parameters_[i].tensor;
+    return torch::from_blob(data, parameter.sizes(), parameter.strides(), parameter.options().requires_grad(false));
   }
 
   // All ranks read the same rows, and so throw together. A rank without samples may be in join(): it can't know whether the
@@ -306,6 +440,12 @@ class Published : public Exchange {
   // is 1 / n.
   std::vector<double> weights() const {
     std::vector<double> weights;
+    if (is_mean_ && mean_was_changed_) return std::vector<double>(rows_, 1.0 / static_cast<double>(rows_));
+    if (is_mean_) {
+      weights.resize(rows_);
+      weights.front() = 1;
+      return weights;
+    }
     double samples = 0;
     for (std::size_t i = 0; i < rows_; ++i) {
       samples += row(i).samples;
@@ -353,6 +493,8 @@ class Published : public Exchange {
   std::size_t table_ = 0;                  // in use: 0 or 1
   bool is_published_ = false;              // since the last step
   bool has_stepped_ = false;               // since the last exchange or backward()
+  bool is_mean_ = false;                   // .grad, since a make_mean(), until the next backward()
+  bool mean_was_changed_ = false;          // by hand, before the last step
   GradientWatch watch_{options_.updated};  // since then
   StepAgreement agreement_;
   double ranks_alike_ = 0;  // of the last exchange, by compare_weights()

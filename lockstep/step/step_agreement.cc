@@ -35,6 +35,11 @@ void add_frozen(StepSettings& settings, int number, bool is_frozen) {
   if (is_frozen) settings.back().value += std::ldexp(1, number % kFrozenBits);
 }
 
+StepSettings with_mean_changed(StepSettings settings, bool changed) {
+  settings.insert(settings.begin(), {"gradients written by hand since backward()", changed ? 1.0 : 0.0});
+  return settings;
+}
+
 std::uint64_t hash_of(const StepSettings& settings) {
   std::uint64_t hash = settings.size();
   for (const auto& [name, value, group] : settings) {
@@ -98,6 +103,8 @@ void StepAgreement::require_parameters_untouched() const {
 }
 
 void StepAgreement::end_backward() { wait(signature_of(StepPhase::kBackward, ++backwards_)); }
+
+void StepAgreement::in_mean(StepPhase phase) { wait(signature_of(phase, backwards_)); }
 
 void StepAgreement::begin_update(const StepSettings& settings) {
   ++steps_;

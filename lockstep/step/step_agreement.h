@@ -54,6 +54,9 @@ void require_same_settings(const StepSettings& own, int rank, std::span<const do
 // The error of ranks that make different calls: says what is likely, and what to do next.
 MismatchError calls_differ(ErrorText text);
 
+// Adds whether this rank has written the mean in .grad by hand. It comes first: parameters that differ are only the consequence.
+StepSettings with_mean_changed(StepSettings settings, bool changed);
+
 class StepAgreement {
  public:
   // block: the shared parameters, writable only between begin_update() and end_update(); null: not looked after. Collective;
@@ -65,6 +68,7 @@ class StepAgreement {
 
   // Each blocks until all ranks are there. Throws MismatchError on all ranks, naming what differs; PeerLost.
   void end_backward();                              // barrier 1: gradients may be read
+  void in_mean(StepPhase phase);                    // between barriers 1 and 2, where the mean is asked for
   void begin_update(const StepSettings& settings);  // barrier 2: then this rank may write its slice
   void end_update();                                // barrier 3: every slice is written
 

@@ -8,13 +8,33 @@
 namespace lockstep {
 namespace {
 
+// Gives each module back its mode in the end.
+class EvaluationMode {
+ public:
+  explicit EvaluationMode(torch::nn::Module& model) : modules_(model.modules()) {
+    for (const auto& module : modules_) trained_.push_back(module->is_training());
+    model.eval();
+  }
+  ~EvaluationMode() {
+    for (std::size_t i = 0; i < modules_.size(); ++i)  // a module before those in it
+      if (modules_[i]->is_training() != trained_[i]) modules_[i]->train(trained_[i]);
+  }
+  EvaluationMode& operator=(EvaluationMode&&) = delete;
+
+ private:
+  std::vector<ModulePtr> modules_;
+  std::vector<bool> trained_;
+};
+
+using Forward = std::function<torch::Tensor(const torch::Tensor& data)>;
+
 // Sums over samples of the loss, of what is correct, and of 1; float64 holds every count exactly.
-torch::Tensor evaluate_part(const Task& task, Strategy& strategy, Loader& loader) {
+torch::Tensor evaluate_part(const Task& task, const Forward& forward, Loader& loader) {
   torch::Tensor sums = torch::zeros(3, torch::kFloat64);
   for (const Batch& batch : loader.epoch(0)) {
     if (batch.size() == 0) continue;
     const auto samples = static_cast<double>(batch.size());
-    const torch::Tensor output = strategy.forward(batch.data);
+    const torch::Tensor output = forward(batch.data);
     if (!output.defined()) continue;  // another rank has it
     const torch::Tensor target = batch.target.to(output.device());
     const double loss = task.loss(output, target).item<double>() * samples;
@@ -24,23 +44,37 @@ torch::Tensor evaluate_part(const Task& task, Strategy& strategy, Loader& loader
   return sums;
 }
 
-}  // namespace
-
-Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
-                    const std::shared_ptr<const Dataset>& dataset, LoaderOptions options) {
+// sharing: the ranks that share the samples out among them; world: those that get the result.
+Evaluation evaluate_on(const World& sharing, const World& world, const Task& task, const Forward& forward,
+                       torch::nn::Module& model, const std::shared_ptr<const Dataset>& dataset, LoaderOptions options) {
   const torch::NoGradGuard no_grad;
-  const PhaseScope validating(Phase::kValidating);
-  strategy.synchronise();
-  strategy.model().eval();
-  const World sharing = strategy.ranks(world).validation;
+  const EvaluationMode mode(model);
   options.batch_size *= sharing.size();
   options.shuffle = false;
   Loader loader(sharing, dataset, options);
-  const torch::Tensor sums = evaluate_part(task, strategy, loader);
-  strategy.model().train();
+  const torch::Tensor sums = evaluate_part(task, forward, loader);
   world.all_reduce(sums);
   const auto* total = sums.const_data_ptr<double>();
   return {.loss = total[0] / total[2], .accuracy = total[1] / total[2], .samples = static_cast<std::int64_t>(total[2])};
+}
+
+}  // namespace
+
+Evaluation evaluate(const World& world, const Task& task, torch::nn::Module& model,
+                    const std::shared_ptr<const Dataset>& dataset, LoaderOptions options) {
+  const auto parameters = model.parameters();
+  const torch::Device device = parameters.empty() ? world.device() : parameters.front().device();
+  const auto forward = [&](const torch::Tensor& data) { return task.forward(model, data.to(device)); };
+  return evaluate_on(world, world, task, forward, model, dataset, std::move(options));
+}
+
+Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
+                    const std::shared_ptr<const Dataset>& dataset, LoaderOptions options) {
+  const PhaseScope validating(Phase::kValidating);
+  strategy.synchronise();
+  const auto forward = [&](const torch::Tensor& data) { return strategy.forward(data); };
+  return evaluate_on(strategy.ranks(world).validation, world, task, forward, strategy.model(), dataset,
+                     std::move(options));
 }
 
 }  // namespace lockstep

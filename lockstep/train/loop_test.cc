@@ -567,8 +567,13 @@ TEST(Evaluate, gives_the_same_exact_result_for_any_number_of_ranks) {
       const Evaluation mine =
           evaluate(world, dropout_task(), *strategy, std::make_shared<Points>(101), {.batch_size = 8});
       EXPECT_TRUE(strategy->model().is_training());
+      strategy->model().eval();
+      const Evaluation of_model =
+          evaluate(world, dropout_task(), strategy->model(), std::make_shared<Points>(101), {.batch_size = 5});
+      EXPECT_FALSE(strategy->model().is_training());
       const std::lock_guard lock(mutex);
       found.push_back(mine);
+      found.push_back(of_model);
     });
   }
   for (const Evaluation& each : found) {

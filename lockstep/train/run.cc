@@ -79,12 +79,10 @@ torch::Device settle(const TrainOptions& options, const std::vector<DevicePlace>
 }
 
 // Adds to the strategy's options what depends on this rank.
-StrategyOptions strategy_options(const TrainOptions& options, const JobEnvironment& job,
-                                 const std::vector<DevicePlace>& places) {
+StrategyOptions strategy_options(const TrainOptions& options, const std::vector<DevicePlace>& places) {
   StrategyOptions strategy = options.strategy;
   strategy.devices = static_cast<int>(places.size());
   strategy.places = places;
-  strategy.kvstore.serves = is_server(options, job);
   return strategy;
 }
 
@@ -188,7 +186,7 @@ int train_generation(TrainOptions options, const Program& program, const Task& t
   return on_gpus(one_of(places), [&] {
     const World world = WorldState::from_env_on(settle(options, places, job), options.strategy.timeout);
     use_threads(options, world, job);
-    const auto strategy = make_strategy(world, task, strategy_options(options, job, places));
+    const auto strategy = make_strategy(world, task, strategy_options(options, places));
     TrainingLoop loop(world, task, datasets, *strategy, options);
     loop.run();
     return loop.stopped() ? end_as_asked(world, options.preemption) : 0;

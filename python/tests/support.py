@@ -2,6 +2,8 @@
 """What several tests use: ranks as new processes, a small classification task, comparisons."""
 
 import os
+import subprocess
+import sys
 import tempfile
 import traceback
 
@@ -60,6 +62,11 @@ def run_ranks(size, function, *arguments, backend="lockstep", machines=None):
         raise AssertionError(f"exit codes {codes}, {len(late)} ranks did not end\n" + "\n".join(texts))
 
 
+def started(*command):
+    """The program when it has ended; stdout has all that it said."""
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+
+
 def expect(actual, expected, tolerance=0):
     """Tensors, or lists of them."""
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
@@ -73,6 +80,17 @@ def expect_error(kind, text, call):
         assert text in str(error), f"{text!r} is not in: {error}"
         return error
     raise AssertionError(f"no error with {text!r}")
+
+
+def expect_import_error(module, before, named):
+    """After the line `before`, lockstep can be imported, and `module` is an error that names this and what to install."""
+    code = (
+        f"import sys\n{before}\nimport lockstep\n"
+        f"try: import {module}\n"
+        f"except ImportError as error: assert 'pip install' in str(error) and {named!r} in str(error), error\n"
+        "else: raise AssertionError('no error')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def samples():

@@ -11,6 +11,7 @@ import unittest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.distributed.nn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -100,6 +101,100 @@ def objects():
     assert texts == ["hello", 3]
 
 
+def objects_of_one_rank():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    gathered = [None] * size if rank == 0 else None
+    dist.gather_object({"rank": rank}, gathered, 0)
+    assert rank > 0 or gathered == [{"rank": other} for other in range(size)]
+    mine = [None]
+    dist.scatter_object_list(mine, [("for", other) for other in range(size)] if rank == 0 else None, 0)
+    assert mine == [("for", rank)]
+
+
+def odd_shapes():
+    """Nothing, one number, and tensors with gaps or in another order."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    none = torch.empty(0, 3)
+    dist.all_reduce(none)
+    dist.all_gather([torch.empty(0, 3) for _ in range(size)], none)
+    dist.all_gather_into_tensor(torch.empty(0), torch.empty(0))
+    dist.reduce_scatter_tensor(torch.empty(0), torch.empty(0))
+    dist.all_to_all_single(torch.empty(0), torch.empty(0))
+    number = torch.tensor(float(rank + 1))
+    dist.all_reduce(number)
+    expect(number, torch.tensor(size * (size + 1) / 2))
+    flat = torch.zeros(size)
+    dist.all_gather_into_tensor(flat, torch.tensor(float(rank)))
+    expect(flat, torch.arange(size).float())
+    gaps = torch.zeros(10)
+    gaps[::2] += rank + 1
+    dist.all_reduce(gaps[::2])
+    expect(gaps, torch.tensor([size * (size + 1) / 2, 0]).repeat(5))
+    turned = [torch.zeros(6, 4).t() for _ in range(size)]
+    dist.all_gather(turned, torch.full((4, 6), float(rank)))
+    expect([each.contiguous() for each in turned], [torch.full((4, 6), float(other)) for other in range(size)])
+
+
+def uneven_rows():
+    """Rank r sends r + s rows to rank s."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sent = [torch.full((rank + other, 3), 10.0 * rank + other) for other in range(size)]
+    rows = [rank + other for other in range(size)]
+    received = torch.zeros(sum(rows), 3)
+    dist.all_to_all_single(received, torch.cat(sent), rows, rows)
+    expect(received, torch.cat([torch.full((rank + other, 3), 10.0 * other + rank) for other in range(size)]))
+    whole = [torch.zeros(other + 1, 2) for other in range(size)]
+    dist.all_gather(whole, torch.full((rank + 1, 2), float(rank)))
+    expect(whole, [torch.full((other + 1, 2), float(other)) for other in range(size)])
+
+
+def outputs_in_inputs():
+    """An output may lie in the input; outputs that lie in each other are refused."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    both = torch.arange(2.0 * size) + 100 * rank
+    dist.all_to_all_single(both, both)
+    expect(both, torch.cat([torch.arange(2.0) + 2 * rank + 100 * other for other in range(size)]))
+    whole = torch.arange(4.0 * size) + rank
+    expected = size * torch.arange(4.0 * size)[4 * rank : 4 * rank + 4] + sum(range(size))
+    dist.reduce_scatter_tensor(whole[:4], whole)
+    expect(whole[:4], expected)
+    if size > 1:
+        one, mine = torch.zeros(size + 2), torch.full((3,), float(rank))
+        text = "output tensors that overlap"
+        expect_error(lockstep.UsageError, text, lambda: dist.all_gather([one[:3]] * size, mine))
+        expect_error(lockstep.UsageError, text, lambda: dist.all_gather([one[other : other + 3] for other in range(size)], mine))
+        gaps = torch.zeros(3, 2)[:, 0]
+        expect_error(lockstep.UsageError, text, lambda: dist.all_gather([gaps] * size, mine))
+        expect_error(lockstep.UsageError, text, lambda: dist.all_to_all([one[:1]] * size, list(torch.ones(size).chunk(size))))
+    dist.barrier()
+
+
+def gradients_in_sub_groups():
+    """torch.distributed.nn in a group without rank 1. (Its gather and scatter take a rank of the group for one of the job, over
+    any backend.)"""
+    members = [rank for rank in range(dist.get_world_size()) if rank != 1]
+    group, rank, size = dist.new_group(members), dist.get_rank(), len(members)
+    if rank == 1:
+        return
+    number, last = members.index(rank) + 1, members[-1]
+    total, all_numbers = size * (size + 1) / 2, torch.arange(1.0, size + 1).repeat_interleave(2)
+
+    def expect_gradient(function, expected, elements=2):
+        x = torch.full((elements,), float(number), requires_grad=True)
+        (function(x) * number).sum().backward()
+        expect(x.grad, expected)
+
+    functions = dist.nn.functional
+    weighted = lambda parts: sum((i + 1) * part for i, part in enumerate(parts))
+    expect_gradient(lambda x: functions.all_reduce(x, group=group), torch.full((2,), total))
+    expect_gradient(lambda x: weighted(functions.all_gather(x, group=group)), torch.full((2,), number * total))
+    expect_gradient(lambda x: functions.broadcast(x, last, group=group), torch.full((2,), total if rank == last else 0.0))
+    expect_gradient(lambda x: functions.reduce(x, last, group=group), torch.full((2,), float(size)))
+    scattered = lambda x: functions.reduce_scatter(torch.zeros(2), list(x.chunk(size)), group=group)
+    expect_gradient(scattered, all_numbers, 2 * size)
+    expect_gradient(lambda x: functions.all_to_all_single(torch.zeros(2 * size), x, group=group), all_numbers, 2 * size)
+
+
 def messages():
     rank, size = dist.get_rank(), dist.get_world_size()
     received = torch.zeros(100_000)
@@ -166,9 +261,14 @@ def everything():
     sparse_sums()
     movements()
     objects()
+    objects_of_one_rank()
+    odd_shapes()
+    uneven_rows()
+    outputs_in_inputs()
     if dist.get_world_size() > 1:
         messages()
     sub_groups()
+    gradients_in_sub_groups()
     functional_collectives()
 
 

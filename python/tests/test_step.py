@@ -18,6 +18,8 @@ LIKE_TORCH = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
     "Adam": {"lr": 0.01, "weight_decay": 0.01},
     "AdamW": {"lr": 0.01, "betas": (0.8, 0.99)},
+    "RMSprop": {"lr": 0.01, "alpha": 0.9, "momentum": 0.9, "weight_decay": 0.01},
+    "Adagrad": {"lr": 0.1, "lr_decay": 0.01},
 }
 STEPS = 4
 
@@ -115,6 +117,30 @@ def two_lines(group, name, options, sizes=None, **wrapping):
 def every_optimizer(group):
     for name, options in {**LIKE_TORCH, "LAMB": {"lr": 0.01}, "LARS": {"lr": 0.1}}.items():
         two_lines(group, name, options)
+
+
+def checkpoints_of_unlike_parameters(group):
+    """RMSprop whose second group has no momentum; Adagrad before its first step."""
+
+    def make(optim, name):
+        net = make_model()
+        first, *rest = net.parameters()
+        options = {"lr": 0.01, "momentum": 0.9} if name == "RMSprop" else {"lr": 0.1}
+        groups = [{"params": [first]}, {"params": rest, **({"momentum": 0} if name == "RMSprop" else {})}]
+        return net, getattr(optim, name)(groups, **options)
+
+    for name in ("RMSprop", "Adagrad"):
+        for before, after in ((torch.optim, lockstep), (lockstep, torch.optim)):
+            alone, optimizer = make(torch.optim, name)
+            train(alone, optimizer, global_batches())
+            net, optimizer = make(before, name)
+            steps = 0 if name == "Adagrad" else 2
+            train(net, optimizer, global_batches()[:steps])
+            again, its_optimizer = make(after, name)
+            again.load_state_dict(net.state_dict())
+            its_optimizer.load_state_dict(optimizer.state_dict())
+            train(again, its_optimizer, global_batches()[steps:])
+            expect_equal(again, alone)
 
 
 def uneven_and_empty_batches(group, **wrapping):
@@ -668,6 +694,9 @@ class TwoLines(RanksTestCase):
 
     def test_schedules_and_parameter_groups(self):
         self.on_ranks(2, schedules_and_groups)
+
+    def test_checkpoints_have_the_state_of_each_parameter(self):
+        self.on_ranks(1, checkpoints_of_unlike_parameters)
 
     def test_checkpoints_go_from_torch_to_lockstep_and_back(self):
         for name in LIKE_TORCH:

@@ -36,7 +36,7 @@ def compiled(group, cache):
         if before:
             model = lockstep.DistributedDataParallel(torch.compile(net, backend=BACKEND), optimizer, process_group=group)
         else:
-            model = torch.compile(lockstep.DistributedDataParallel(net, optimizer, process_group=group), backend=BACKEND)
+            model = torch.compile(lockstep.DistributedDataParallel(net, process_group=group), backend=BACKEND)  # finds it
         train(model, optimizer, [parts_of(batch, group) for batch in batches])
         assert model.statistics["exchanges"] == 3 and model.samples_of_last_batch == 2
         expect_equal(net, alone, 1e-4)

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader
 
 import lockstep
@@ -85,7 +87,7 @@ def clipped_by_hand(group):
     loss_of(model, parts_of(global_batch(0), group)).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     error = expect_error(lockstep.UsageError, "was changed between backward() and step()", optimizer.step)
-    assert "optimizer.clip_grad_norm()" in error.next, error.next
+    assert "lockstep.clip_grad_norm_()" in error.next, error.next
 
 
 def unscaled_by_hand(group):
@@ -93,7 +95,8 @@ def unscaled_by_hand(group):
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(loss_of(model, parts_of(global_batch(0), group))).backward()
     scaler.unscale_(optimizer)
-    expect_error(lockstep.UsageError, "GradScaler.unscale_()", lambda: scaler.step(optimizer))
+    error = expect_error(lockstep.UsageError, "GradScaler.unscale_()", lambda: scaler.step(optimizer))
+    assert "lockstep.GradScaler" in error.next, error.next
 
 
 def a_step_before_the_exchange(group, wrapping):
@@ -280,13 +283,19 @@ def past_the_wrapper_where_ranks_count_alike(group):
 
 def options_that_torch_has(group):
     net = make_model()
-    optimizer = lockstep.AdamW(net.parameters(), amsgrad=True)
+    optimizer = lockstep.AdamW([{"params": net.parameters(), "amsgrad": True}])
     error = expect_error(lockstep.UsageError, "AdamW with amsgrad=True", optimizer.step)
     assert "torch's optimizer" in error.next
+    part = DTensor.from_local(torch.ones(4), DeviceMesh.from_group(group, "cpu"), [Shard(0)], run_check=False)
+    parts = lockstep.AdamW([nn.Parameter(part)])
+    error = expect_error(lockstep.UsageError, "AdamW of parameters that are DTensors", parts.step)
+    assert "torch.optim.AdamW" in error.next
     expect_error(ValueError, "Invalid learning rate", lambda: lockstep.SGD(net.parameters(), lr=-1))
-    expect_error(TypeError, "list is no optimizer", lambda: lockstep.DistributedDataParallel(net, [0]))
+    expect_error(TypeError, "dict is no optimizer", lambda: lockstep.DistributedDataParallel(net, {}))
+    expect_error(TypeError, "unexpected argument device=0", lambda: lockstep.DistributedDataParallel(net, device=0))
+    expect_error(lockstep.UsageError, "device_ids=[0]", lambda: lockstep.DistributedDataParallel(net, [0]))
+    expect_error(lockstep.UsageError, "dim=1", lambda: lockstep.DistributedDataParallel(net, dim=1))
     _, _, model = wrapped(group)
-    expect_error(lockstep.UsageError, "register_comm_hook()", lambda: model.register_comm_hook(None, None))
     expect_error(lockstep.UsageError, "hook zip", lambda: wrapped(group, hook="zip"))
     expect_error(lockstep.UsageError, "weights='equal'", lambda: wrapped(group, weights="equal"))
 
@@ -295,8 +304,8 @@ def groups_that_come_late(group):
     net, extra = make_model(), nn.Linear(2, 2)
     optimizer = lockstep.SGD(net.parameters(), lr=0.1)
     model = lockstep.DistributedDataParallel(net, optimizer, process_group=group)
-    call = lambda: optimizer.add_param_group({"params": extra.parameters()})
-    expect_error(lockstep.UsageError, "a parameter group was added after", call)
+    call = lambda: optimizer.add_param_group({"params": list(extra.parameters())})
+    expect_error(lockstep.UsageError, "that the module did not have", call)
     loss_of(model, parts_of(global_batch(0), group)).backward()
     optimizer.step()
 

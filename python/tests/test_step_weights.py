@@ -157,6 +157,37 @@ def joins_like_torch(group, layouts=LAYOUTS):
             expect_equal(ours, theirs)
 
 
+def joins_and_clips_like_torch(group, layouts=LAYOUTS):
+    """A rank that has left the loop clips on as in its last step."""
+    rank = dist.get_rank(group)
+
+    def train(model, optimizer, clip):
+        with model.join():
+            for step in range(rank + 1):
+                masked(model, step, rank, group).backward()
+                clip(model, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                masked(model, step, rank, group)  # a validation
+
+    in_torch = torch.nn.utils
+    ways = (
+        (in_torch.clip_grad_norm_, 0.05, lambda model, _: lockstep.clip_grad_norm_(model.parameters(), 0.05)),
+        (in_torch.clip_grad_value_, 0.01, lambda model, _: lockstep.clip_grad_value_(model.parameters(), 0.01)),
+        (in_torch.clip_grad_norm_, 0.05, lambda _, optimizer: optimizer.clip_grad_norm(0.05)),
+    )
+    for clip_of_torch, largest, clip in ways:
+        theirs = Tagger()
+        optimizer = torch.optim.SGD(theirs.parameters(), lr=0.5)
+        train(wrapped_by_torch(theirs, group), optimizer, lambda model, _: clip_of_torch(model.parameters(), largest))
+        for wrapping in layouts:
+            ours = Tagger()
+            optimizer = lockstep.SGD(ours.parameters(), lr=0.5)
+            train(lockstep.DistributedDataParallel(ours, optimizer, process_group=group, **wrapping), optimizer, clip)
+            expect_equal(ours, theirs)
+
+
 def joins_by_samples(group):
     """Those who have left have no samples, however ranks that count alike are divided."""
     rank = dist.get_rank(group)
@@ -351,6 +382,9 @@ class Weights(RanksTestCase):
 
     def test_ranks_count_alike_on_two_machines(self):
         self.on_ranks(2, like_torch, [{}], machines=TWO_MACHINES)
+
+    def test_ranks_that_join_clip_as_in_pytorch(self):
+        self.on_ranks(3, joins_and_clips_like_torch)
 
     def test_ranks_join_as_in_pytorch(self):
         self.on_ranks(3, joins_like_torch)

@@ -5,13 +5,13 @@
 # namespaces. A job of one `lockstep run` per host, which mpirun has started, survives the loss of one of them. Everything is in
 # namespaces of this script's own.
 #
-#   launchers_test.sh LOCKSTEP
+#   launchers_test.sh LOCKSTEP FOLDER     FOLDER: with from_mpi and from_mpi_by_hand
 set -euo pipefail
 if [ -z "${IN_OWN_NAMESPACES:-}" ]; then
   export IN_OWN_NAMESPACES=1
   exec unshare --map-root-user --user --net --mount --uts --pid --fork --kill-child --mount-proc "$0" "$@"
 fi
-lockstep=$1
+lockstep=$1 programs=$2
 source "$(dirname "$0")/hosts.sh"
 make_hosts n1 n2 n3
 
@@ -49,6 +49,13 @@ for launcher in "open_mpi", "mpich", "lockstep_run":
     assert all(abs(a - b) <= 1e-4 * abs(b) for a, b in zip(many, one)), (launcher, many, one)
     print("four ranks on two hosts have the losses of one rank:", launcher, many)
 PYTHON
+
+[ -x "$programs/from_mpi" ] || fail "from_mpi was not built: tools/setup.sh check installs MPI"
+for program in from_mpi_by_hand from_mpi; do
+  mpirun.openmpi --allow-run-as-root --mca plm_rsh_agent /run/agent --host n1:2,n2:2 -np 4 "$programs/$program" >"$work/$program.txt"
+done
+grep -q '^loss 0\.' "$work/from_mpi.txt"
+diff "$work/from_mpi_by_hand.txt" "$work/from_mpi.txt"
 
 survives_a_lost_machine lost_of_open_mpi mpirun.openmpi --allow-run-as-root --enable-recovery --mca plm_rsh_agent /run/agent \
   --host n1,n2,n3 -np 3

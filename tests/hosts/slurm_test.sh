@@ -28,7 +28,7 @@ if grep -F '[c10d]' srun.log; then exit 1; fi  # hosts without names in DNS are 
 # In an allocation the next step's port is known: a silent program, and then another job's store, have the first two.
 cat >taken.sh <<'SCRIPT'
 #!/bin/bash
-port=$(srun -N2 -n2 env SLURM_STEP_ID=1 "$LOCKSTEP" env | sed -n 's/^master_port *\([0-9]*\) .*/\1/p' | head -n 1)
+port=$(srun -N2 -n2 env SLURM_STEP_ID=1 "$LOCKSTEP" env | sed -n '0,/^master_port/s/^master_port *\([0-9]*\) .*/\1/p')
 python3 -c "
 import socket, time
 taken = socket.socket(); taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -84,8 +84,9 @@ wait_for() {  # WHAT COMMAND...
   done
 }
 has() { grep -qs "$1" "$name.jsonl"; }
-state_is() { scontrol show job "$job" | grep -q "JobState=$1 "; }
-requeued() { state_is PENDING && scontrol show job "$job" | grep -q " Restarts=1 "; }  # on all nodes it is over
+job_shows() { [[ $(scontrol show job "$job") == *"$1"* ]]; }
+state_is() { job_shows "JobState=$1 "; }
+requeued() { state_is PENDING && job_shows " Restarts=1 "; }  # on all nodes it is over
 stop_and_requeue() {  # NAME ON_STOP COMMAND..., which asks it to stop
   name=$1
   job=$(sbatch --parsable --job-name "$name" -p low -N2 -n2 --requeue --open-mode=append --output "$name.log" job.sh \

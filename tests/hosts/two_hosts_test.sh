@@ -67,7 +67,7 @@ PYTHON
 steps_done() { grep -s '"step"' "$work/lost.jsonl" | wc -l; }
 rank_on_host1() {  # the launcher has its own environment, the ranks have RANK
   for pid in $(ip netns pids host1); do
-    if tr '\0' '\n' <"/proc/$pid/environ" | grep -q '^RANK='; then echo "$pid"; fi
+    if grep -qsz '^RANK=' "/proc/$pid/environ"; then echo "$pid"; fi
   done | tail -n 1
 }
 on_host 1 lost.jsonl --max-steps 1000000 >"$work/host1.log" 2>&1 &

@@ -93,9 +93,10 @@ std::vector<UpdateRule::Group> Workload::groups_in(int step) const {
       [&](auto values) {
         for (std::size_t group = 0; group < kGroups; ++group) {
           values.lr /= 1.0 + 0.25 * step + 0.5 * static_cast<double>(group);
-          if constexpr (std::is_same_v<decltype(values), SGDOptions>)
-            if (static_cast<int>(group) == case_.group_without && step > 1)
-              values.momentum = 0, values.nesterov = false;
+          if (static_cast<int>(group) == case_.group_without && step > 1) {
+            if constexpr (requires { values.momentum; }) values.momentum = 0;
+            if constexpr (requires { values.nesterov; }) values.nesterov = false;
+          }
           groups.push_back(parameter_group({}, values));
         }
       },

@@ -60,7 +60,8 @@ if with_munged stranger one setpriv --reuid 65534 --clear-groups unmunge <"$work
   fail "another user read it"
 fi
 grep -q Unauthorized "$work/read" || fail "$(cat "$work/read")"
-with_munged n1 one unmunge <"$work/credential" | grep -Eqx '[0-9a-f]{64}' || fail "this user can't read it"
+with_munged n1 one unmunge <"$work/credential" >"$work/read" && grep -Eqx '[0-9a-f]{64}' "$work/read" ||
+  fail "this user can't read it"
 launch n2 one 1 munged
 wait $job || fail "$(cat "$work/munged.err")"
 [ "$(grep -c '"event":"step"' "$work/munged.jsonl")" -eq 3 ] || fail "no three steps"

@@ -96,6 +96,6 @@ start() {  # NODE_RANK; in a subshell, whose process becomes the launcher
 start 0 &
 if (start 1); then fail "trained through a firewall"; fi
 if wait $!; then fail "trained through a firewall"; fi
-cat "$work"/firewall.?.err | grep -q "can't connect to rank [01] at 10.77.0.1[12]" || fail "$(cat "$work"/firewall.?.err)"
+grep -q "can't connect to rank [01] at 10.77.0.1[12]" "$work"/firewall.?.err || fail "$(cat "$work"/firewall.?.err)"
 grep -q 'a firewall between the machines' "$work/firewall.1.err" || fail "$(cat "$work"/firewall.?.err)"
 echo "the pattern and the crowd get through without TLS, and neither with it"

@@ -195,7 +195,7 @@ TEST(BytesOfRanks, in_ddp_are_gradients_and_some_numbers) {
   for (const int ranks : {2, 3, 4})
     for (const auto& [rank, each] : bytes_between_ranks(ranks, {.optimizer = SGDOptions{.lr = 0.1}, .seed = 4})) {
       EXPECT_EQ(each.exchanged, kK + kK / ranks + (4 + totals(ranks)) * kNumber) << rank << " of " << ranks;
-      EXPECT_EQ(each.bytes, (Bytes{.up = (totals(ranks) - 1) * kNumber, .down = (4 + totals(ranks)) * kNumber}))
+      EXPECT_EQ(each.bytes, (Bytes{.up = totals(ranks) * kNumber, .down = totals(ranks) * kNumber}))
           << rank << " of " << ranks;
     }
 }
@@ -208,7 +208,7 @@ TEST(BytesOfRanks, in_ddp_with_clipping_are_norms_besides) {
          bytes_between_ranks(ranks, {.optimizer = SGDOptions{.lr = 0.1}, .clipping = {.max_norm = 1}, .seed = 4})) {
       EXPECT_EQ(each.exchanged, kK + kK / ranks + (4 + totals(ranks) + 4 + ranks - 1) * kNumber)
           << rank << " of " << ranks;
-      EXPECT_EQ(each.bytes, (Bytes{.up = (totals(ranks) - 1) * kNumber, .down = (4 + totals(ranks) + 1) * kNumber}))
+      EXPECT_EQ(each.bytes, (Bytes{.up = totals(ranks) * kNumber, .down = (totals(ranks) + 1) * kNumber}))
           << rank << " of " << ranks;
     }
 }
@@ -218,7 +218,7 @@ TEST(BytesOfRanks, in_ddp_with_separate_parameters_are_gradients_and_some_number
   for (const auto& [rank, each] :
        bytes_between_ranks(3, {.optimizer = SGDOptions{.lr = 0.1}, .seed = 4, .ddp = {.share_parameters = false}})) {
     EXPECT_EQ(each.exchanged, kK + (4 + totals(3)) * kNumber) << rank;
-    EXPECT_EQ(each.bytes, (Bytes{.up = (totals(3) - 1) * kNumber, .down = (4 + totals(3)) * kNumber})) << rank;
+    EXPECT_EQ(each.bytes, (Bytes{.up = totals(3) * kNumber, .down = totals(3) * kNumber})) << rank;
   }
 }
 

@@ -138,10 +138,19 @@ class Generator {
     } else {
       batches(add(Action::kBackward, trainer));
     }
+    if (chance(0.25)) mean_gradients(trainer);
     while (chance(0.15)) something_else(trainer);
     if (chance(0.9)) add(Action::kStep, trainer);
     const bool to_none = chance(0.7) || (plan_of(trainer).words && !in_shared_memory(plan_of(trainer)));
     if (chance(0.95)) add(to_none ? Action::kZeroGrad : Action::kZeroGradToZeros, trainer);
+  }
+
+  // Makes clipping by hand legal in every layout.
+  void mean_gradients(int trainer) {
+    if (plan_of(trainer).shards > 0 && chance(0.8)) return;
+    add(Action::kMeanGradients, trainer);
+    if (chance(0.7))
+      set_value(add(pick({Action::kClipNormByHand, Action::kClipNormByHand, Action::kClipValueByHand}), trainer));
   }
 
   void plain_step(int trainer) {
@@ -172,10 +181,12 @@ class Generator {
 
   void something_else(int trainer) {
     const Action action =
-        pick({Action::kSetLr, Action::kSetLr, Action::kSetClipping, Action::kSetValueClipping, Action::kClipNormByHand,
-              Action::kClipValueByHand, Action::kFreeze, Action::kUnfreeze, Action::kLoadParameters, Action::kSave,
-              Action::kSave, Action::kResume, Action::kResume, Action::kWriteParameter, Action::kWriteData,
-              Action::kRebuild, Action::kFailingForward, Action::kStep, Action::kZeroGrad});
+        pick({Action::kSetLr,         Action::kSetLr,         Action::kSetClipping,    Action::kSetValueClipping,
+              Action::kMeanGradients, Action::kMeanGradients, Action::kClipNormByHand, Action::kClipValueByHand,
+              Action::kFreeze,        Action::kUnfreeze,      Action::kLoadParameters, Action::kSave,
+              Action::kSave,          Action::kResume,        Action::kResume,         Action::kWriteParameter,
+              Action::kWriteData,     Action::kRebuild,       Action::kFailingForward, Action::kStep,
+              Action::kZeroGrad});
     Operation& operation = add(action, trainer);
     if (action == Action::kFailingForward) operation.ranks = some_ranks();
     if (action == Action::kUnfreeze) choose_frozen(operation);
@@ -241,12 +252,12 @@ class Generator {
       operations.insert(operations.begin() + at, make(Action::kOldGraph, chosen.trainer));
       return;
     }
-    Operation extra =
-        make(pick({Action::kFailingBackward, Action::kKeepAverage, Action::kSetLr, Action::kSetClipping,
-                   Action::kSetValueClipping, Action::kFreeze, Action::kFreeze, Action::kUnfreeze,
-                   Action::kWriteParameter, Action::kWriteData, Action::kClipNormByHand, Action::kClipValueByHand,
-                   Action::kStep, Action::kNoSyncBackward, Action::kBackward, Action::kLoadParameters}),
-             chosen.trainer);
+    Operation extra = make(
+        pick({Action::kFailingBackward, Action::kKeepAverage, Action::kSetLr, Action::kSetClipping,
+              Action::kSetValueClipping, Action::kFreeze, Action::kFreeze, Action::kUnfreeze, Action::kWriteParameter,
+              Action::kWriteData, Action::kClipNormByHand, Action::kClipValueByHand, Action::kStep,
+              Action::kNoSyncBackward, Action::kBackward, Action::kLoadParameters, Action::kMeanGradients}),
+        chosen.trainer);
     set_value(extra);
     if (extra.action == Action::kFreeze) extra.set = some_set(plan_of(chosen.trainer));
     if (extra.action == Action::kUnfreeze) choose_frozen(extra);

@@ -69,6 +69,7 @@ enum class Action : std::uint8_t {
   kLoadState,        // of torch's optimizer: another one
   kSetClipping,      // value: the norm
   kSetValueClipping,
+  kMeanGradients,   // ddp.mean_gradients()
   kClipNormByHand,  // torch's clip_grad_norm_ with value
   kClipValueByHand,
   kFreeze,  // frozen_by()

@@ -108,6 +108,7 @@ class Trainer {
       case Action::kLoadState: return load_other_state(*optimizer_);
       case Action::kSetClipping: clipping_.max_norm = operation.value; return own_->set_clipping(clipping_);
       case Action::kSetValueClipping: clipping_.max_value = operation.value; return own_->set_clipping(clipping_);
+      case Action::kMeanGradients: return ddp_->mean_gradients();
       case Action::kClipNormByHand: return void(torch::nn::utils::clip_grad_norm_(network_->weights, operation.value));
       case Action::kClipValueByHand: return torch::nn::utils::clip_grad_value_(network_->weights, operation.value);
       case Action::kFreeze: return network_->freeze(frozen_by(operation));

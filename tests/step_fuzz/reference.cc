@@ -88,6 +88,7 @@ class Reference {
       case Action::kSetLr: return first ? set_lr(operation.value) : void();
       case Action::kSetClipping: return first ? void(norm_ = operation.value) : void();
       case Action::kSetValueClipping: return first ? void(value_ = operation.value) : void();
+      case Action::kMeanGradients: return in_shared_memory(plan_) ? exchange() : void();  // else it is the mean already
       case Action::kClipNormByHand: return clip_by_hand(operation.value, 0);
       case Action::kClipValueByHand: return clip_by_hand(0, operation.value);
       case Action::kFreeze: return freeze(operation, false);

@@ -23,11 +23,13 @@ const Causes kCallsDiffer{"left out a backward(), step()",
                           "parameters written since the last exchange",
                           " wants ",
                           "step() number",
+                          "the mean of the gradients",
                           "did not answer within"};  // with what every rank is doing, where they wait in two groups
 
 // A mistake that makes the parameters of the ranks differ is found at the next exchange.
 const Causes kParametersDiffer{"the parameters of rank", "parameters written since the last exchange"};
 
+const char* const kMeanOfShards = "mean_gradients() with virtual shards";
 const std::string kLeftOutBackward = "a backward() that some ranks leave out";
 
 // What one rank has done to one trainer.
@@ -85,7 +87,7 @@ class WorldOfTrainer {
     begun_ = true;
     drift_ = own_way_ = tiny_ = has_state_ = false;
     stepped_ = stepped_since_exchange_ = exchanged_ = plain_ = stale_ = mean_ = mixed_ = partial_ = zeros_ = overflow_ =
-        uneven_ = accumulates_ = data_written_ = false;
+        uneven_ = accumulates_ = data_written_ = made_ = false;
   }
 
   void judge(const Operation& operation, Ranks ranks) {
@@ -107,6 +109,7 @@ class WorldOfTrainer {
       case Action::kLoadState: return load_state(ranks);
       case Action::kSetClipping: return clipping(ranks, [&](Rank& rank) { rank.norm = operation.value; });
       case Action::kSetValueClipping: return clipping(ranks, [&](Rank& rank) { rank.value = operation.value; });
+      case Action::kMeanGradients: return mean_gradients(ranks);
       case Action::kClipNormByHand:
       case Action::kClipValueByHand: return clip_by_hand(operation, ranks);
       case Action::kFreeze: return freeze(operation, ranks);
@@ -141,6 +144,10 @@ class WorldOfTrainer {
     if (operation.overflow != 0 && !plan_.scaled) return outside("an infinite loss without loss scaling");
     if (plan_.norm != Norm::kNone) normalise(operation, ranks);
     if (judgement_.verdict != Verdict::kLegal) return;
+    if (plain && made_ && (exchanged_ || adds_to_mean()))
+      return outside("loss.backward() after mean_gradients(), which is taken for a write by hand");
+    if (adds_to_mean()) return illegal_addition();
+    made_ = false;
     if (plain && in_shared_memory(plan_) && exchanged_) {
       if (ranks != active())
         return outside("loss.backward() on some ranks only, after a ddp.backward() without a step()");
@@ -196,6 +203,13 @@ class WorldOfTrainer {
     illegal("backward() of both kinds in one step", {"that it has not counted", "was changed between backward() and"});
   }
   void illegal_clipping() { illegal(".grad changed by hand", {"was changed between backward() and step()"}); }
+
+  void illegal_addition() {
+    illegal("backward() on top of a mean", {"backward() would add to the mean", "that it has not counted"});
+  }
+  bool adds_to_mean() const {
+    return made_ && !zeros_ && any([](const Rank& rank) { return rank.defined; });
+  }
 
   // forward() of batch normalisation.
   void normalise(const Operation& operation, Ranks ranks) {
@@ -261,6 +275,38 @@ class WorldOfTrainer {
     });
   }
 
+  // .grad becomes the mean, as an exchange in buckets leaves it. What was not exchanged is, as in step().
+  void mean_gradients(Ranks ranks) {
+    if (!in_shared_memory(plan_) || (plan_.shards == 0 && made_ && exchanged_)) return;  // it is there already
+    if (plan_.shards > 0) return illegal("mean_gradients() with virtual shards", {kMeanOfShards});
+    if (ranks != members_) return mean_of_some(ranks);
+    if (exchanged_ && !equal([](const Rank& rank) { return rank.published; }))
+      return illegal(kLeftOutBackward, calls_differ(/*far=*/true));
+    if (any([](const Rank& rank) { return rank.written > 0; })) return illegal_write();
+    require_summable();
+    if (judgement_.verdict != Verdict::kLegal) return;
+    if (!exchanged_ && start_unfrozen()) return illegal_unfrozen();
+    const bool defined = any([](const Rank& rank) { return rank.defined; });
+    for_each(members_, [&](Rank& rank) {
+      rank.backwards = rank.samples = rank.leading = rank.unseen = 0;
+      rank.defined = defined;
+      rank.published = true;
+    });
+    made_ = exchanged_ = true;
+    plain_ = zeros_ = false;
+  }
+
+  // The others wait in another call.
+  void mean_of_some(Ranks ranks) {
+    bool meets = false;
+    see_next(active() & ~ranks, [&](const Operation& operation) {
+      meets = meets || operation.action == Action::kMeanGradients;
+      return !exchanges(operation) && operation.action != Action::kStep;
+    });
+    if (meets) return outside("mean_gradients() that meets a later one");
+    illegal("a mean_gradients() that some ranks leave out", calls_differ(/*far=*/true));
+  }
+
   void step(Ranks ranks) {
     const bool nothing = !any([](const Rank& rank) { return rank.defined; });
     if (ranks != active()) {
@@ -306,16 +352,9 @@ class WorldOfTrainer {
   void step_with_gradients() {
     if (shares_parameters(plan_) && any([](const Rank& rank) { return rank.written > 0; })) return illegal_write();
     const bool touched = any([](const Rank& rank) { return rank.touched; });
-    if (in_shared_memory(plan_)) {
-      if (mixed_) return illegal_mixture();
-      if (touched || any([](const Rank& rank) { return rank.clipped; })) return illegal_clipping();
-      if (plain_ && any([](const Rank& rank) { return !rank.joined && rank.backwards == 0; }))
-        illegal("a loss.backward() that some ranks leave out", calls_differ());
-      if (plain_ && !equal([](const Rank& rank) { return rank.joined ? 0 : std::max(rank.backwards, 1) - 1; }))
-        return outside("another number of loss.backward() on some ranks");
-      if (!plain_) require_equal_counts();
-      if (partial_ && judgement_.verdict == Verdict::kLegal) return outside("zero_grad() on some ranks only");
-      if (start_unfrozen()) illegal_unfrozen();
+    if (in_shared_memory(plan_) && !made_) {
+      require_summable();
+      if (judgement_.verdict == Verdict::kOutside) return;
     } else {
       if (any([](const Rank& rank) { return rank.backwards > 0; })) {
         if (shares_parameters(plan_) && any([](const Rank& rank) { return rank.samples > 0; }))
@@ -327,9 +366,22 @@ class WorldOfTrainer {
         return illegal("a mean that some ranks change", {"gradients written by hand"});
       }
     }
+    if (in_shared_memory(plan_) && start_unfrozen()) illegal_unfrozen();
     if (plan_.layout == Layout::kTorch && set_before_exchange())
       return outside("a frozen parameter for some steps of torch's");
     require_equal_settings();
+  }
+
+  // Before ranks sum what each finds in the others' .grad.
+  void require_summable() {
+    if (mixed_) return illegal_mixture();
+    if (any([](const Rank& rank) { return rank.touched || rank.clipped; })) return illegal_clipping();
+    if (plain_ && any([](const Rank& rank) { return !rank.joined && rank.backwards == 0; }))
+      illegal("a loss.backward() that some ranks leave out", calls_differ());
+    if (plain_ && !equal([](const Rank& rank) { return rank.joined ? 0 : std::max(rank.backwards, 1) - 1; }))
+      return outside("another number of loss.backward() on some ranks");
+    if (!plain_) require_equal_counts();
+    if (partial_ && judgement_.verdict == Verdict::kLegal) outside("zero_grad() on some ranks only");
   }
 
   void illegal_write() {
@@ -371,7 +423,7 @@ class WorldOfTrainer {
       bool empty = false;
       for_each(ranks, [&](const Rank& rank) { empty = empty || (rank.backwards > 0 && rank.samples == 0); });
       if (empty) return outside("zero_grad() on some ranks only, which had no samples");
-      if (!in_shared_memory(plan_) || plan_.scaled || plan_.shards > 0 || plain_ || mixed_)
+      if (!in_shared_memory(plan_) || plan_.scaled || plan_.shards > 0 || plain_ || mixed_ || made_)
         return outside("zero_grad() on some ranks only");
       for_each(active(), [&](Rank& rank) {
         if (rank.samples == 0) rank.unseen += std::exchange(rank.backwards, 0);
@@ -457,6 +509,7 @@ class WorldOfTrainer {
              "that were not exchanged"});
     if (in_shared_memory(plan_) && plain_ && any([](const Rank& rank) { return rank.backwards > 0; }))
       illegal_mixture();
+    if (adds_to_mean()) illegal_addition();
     // forward() waits, and so does the first exchange.
     if (plan_.norm == Norm::kSynchronised && ranks != members_) illegal("", kCallsDiffer);
     if (in_shared_memory(plan_) || ranks == active()) return;
@@ -500,7 +553,8 @@ class WorldOfTrainer {
     tiny_ = true;
     if (plan_.words && !in_shared_memory(plan_)) return outside("torch leaves sparse gradients as they are");
     if (in_shared_memory(plan_) && stale_ && !exchanged_) return outside("clipping after step()");
-    if (in_shared_memory(plan_) && !plain_) return for_each(ranks, [](Rank& rank) { rank.clipped = rank.samples > 0; });
+    if (in_shared_memory(plan_) && !plain_ && !made_)
+      return for_each(ranks, [](Rank& rank) { rank.clipped = rank.samples > 0; });
     for_each(ranks, [](Rank& rank) { rank.touched = rank.touched || rank.defined; });
     if (!exchanged_ && any([](const Rank& rank) { return rank.touched; })) outside("clipping after step()");
   }
@@ -665,6 +719,8 @@ class WorldOfTrainer {
     add(!in_shared_memory(plan_) && any([](const Rank& rank) { return rank.backwards > 0 && rank.samples > 0; }) &&
             any_before_exchange([](Action action) { return action == Action::kPlainBackward; }),
         "loss.backward() was called after ddp.backward()");
+    add(made_, "backward() would add to the mean");
+    add(plan_.shards > 0, kMeanOfShards);
     add(program_.machines > 1, "Timed out waiting");
     add(plan_.shards > 0, "step() before all of the");
     add(plan_.shards > 0, "call step() after the last shard");
@@ -770,6 +826,7 @@ class WorldOfTrainer {
   bool exchanged_ = false;     // since the last step
   bool plain_ = false;         // the last backward() was loss.backward()
   bool partial_ = false;       // zero_grad() on some ranks only, in shared memory, and none on all since
+  bool made_ = false;          // mean_gradients(), until the next backward()
   bool mixed_ = false;         // loss.backward() after ddp.backward(), in shared memory
   bool stale_ = false;         // no zero_grad() since the last step
   bool mean_ = false;          // no zero_grad() since the last exchange

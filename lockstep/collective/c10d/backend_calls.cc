@@ -65,7 +65,8 @@ Tensors scaled(Tensors tensors, const c10d::ReduceOp& op) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return tensors;
   const auto* const factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   if (factor == nullptr)
-    throw UsageError({.what = "PREMUL_SUM without a factor", .next = "make it with torch.distributed._make_nccl_premul_sum"});
+    throw UsageError(
+        {.what = "PREMUL_SUM without a factor", .next = "make it with torch.distributed._make_nccl_premul_sum"});
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   for (Tensor& tensor : tensors) {
     const Tensor product =
@@ -115,10 +116,27 @@ TensorCall call_on(Member member, Call call, const Tensors& inputs, const Tensor
   return with_memory(std::move(call), inputs, outputs);
 }
 
+void require_apart(const Tensors& outputs) {
+  std::vector<std::pair<const char*, const char*>> places;  // with gaps: of the first element; others may lie between
+  for (const Tensor& output : outputs) {
+    if (output.numel() == 0) continue;
+    const auto* const begin = static_cast<const char*>(output.const_data_ptr());
+    places.emplace_back(begin, begin + (output.is_non_overlapping_and_dense() ? output.nbytes() : output.itemsize()));
+  }
+  std::ranges::sort(places);
+  for (std::size_t i = 1; i < places.size(); ++i)
+    if (places[i].first < places[i - 1].second)
+      throw UsageError({.what = "output tensors that overlap in memory",
+                        .likely = "one tensor that is given for several ranks, such as [tensor] * size",
+                        .next = "give each rank a tensor of its own"});
+}
+
 }  // namespace
 
 TensorCall call_to_move(Member member, Call call, const Tensors& inputs, const Tensors& outputs) {
-  return call_on(member, std::move(call), inputs, outputs, unit_to_move(checked(inputs, outputs)));
+  const Unit unit = unit_to_move(checked(inputs, outputs));
+  require_apart(outputs);
+  return call_on(member, std::move(call), inputs, outputs, unit);
 }
 
 TensorCall call_to_reduce(Member member, Call call, const Tensors& inputs, const Tensors& outputs,

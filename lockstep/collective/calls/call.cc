@@ -25,6 +25,8 @@ bool has_root(Operation operation) {
 std::string text_of_step(const Signature& signature) {
   switch (static_cast<StepPhase>(signature.root)) {
     case StepPhase::kBackward: return concat("the exchange of gradients number ", signature.count);
+    case StepPhase::kMean:
+    case StepPhase::kMeanEnd: return concat("the mean of the gradients of exchange number ", signature.count);
     case StepPhase::kStep: return concat("step() number ", signature.count);
     case StepPhase::kNorms: return concat("the gradients' norms of step() number ", signature.count);
     case StepPhase::kTrustRatios: return concat("the trust ratios of step() number ", signature.count);

@@ -79,6 +79,8 @@ Signature signature_of(const Call& call);
 // as what it belongs to, so that ranks at different places get an error and don't take one barrier for another.
 enum class StepPhase : std::int32_t {
   kBackward,     // all gradients are published
+  kMean,         // every gradient has a place on every rank
+  kMeanEnd,      // .grad is the mean on every rank
   kStep,         // all ranks begin to update, with the same settings
   kNorms,        // the norms of all gradients are there
   kTrustRatios,  // the norms of all directions are there

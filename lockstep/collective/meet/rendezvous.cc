@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -17,6 +18,7 @@
 #include "lockstep/base/process/host_name.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/collective/meet/agent_store.h"
 #include "lockstep/collective/meet/job_store.h"
 #include "lockstep/collective/meet/machine_meeting.h"
@@ -84,8 +86,8 @@ StorePtr find_own_job(const Endpoint& endpoint, const JobEnvironment& job, const
 }
 
 // Note [Rendezvous through mpirun]
-// mpirun carries short texts between the ranks, so that they need no address in advance: each rank gives the addresses
-// of its machine; rank 0 takes the one of its own that is in a network with another machine, listens on a free port
+// mpirun, or what the program gives as ExchangeTexts, carries short texts between the ranks, so that they need no address in
+// advance: each rank gives the addresses of its machine; rank 0 takes the one of its own that is in a network with another machine, listens on a free port
 // there, and gives the others both. Two rounds; after that mpirun is not asked any more.
 
 std::string address_of_rank_0(LauncherStore& launcher, const std::string& name, const JobEnvironment& job,
@@ -107,32 +109,54 @@ std::string address_of_rank_0(LauncherStore& launcher, const std::string& name, 
        .next = "set MASTER_ADDR and MASTER_PORT on all ranks; GLOO_SOCKET_IFNAME names an interface"});
 }
 
-StorePtr connect_through_launcher(const JobEnvironment& job, milliseconds timeout) {
+// Rank 0's store; the launcher carries its endpoint to the others, who wait at the next fence.
+StorePtr serve_through(LauncherStore& launcher, const std::string& number, const JobEnvironment& job,
+                       const Deadline& deadline, milliseconds timeout) try {
+  UniqueFd listener = listen_on({address_of_rank_0(launcher, "addresses" + number, job, deadline), 0}, deadline);
+  const Endpoint endpoint = endpoint_of(listener.get());
+  StorePtr served = serve_store(std::move(listener), secret_of(job, endpoint.text()), timeout);
+  launcher.put("endpoint" + number, concat(endpoint.port, ",", endpoint.host));
+  return served;
+} catch (const std::exception&) {
+  launcher.put("endpoint" + number, "none");
+  launcher.fence();
+  throw;
+}
+
+StorePtr connect_through(LauncherStore& launcher, const JobEnvironment& job, milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout);
   static std::atomic<int> meetings{0};
   const std::string number = concat(++meetings);  // a name is given once
-  const auto launcher = open_launcher_store(job, timeout);
-  launcher->put("addresses" + number, join(own_addresses(), ","));
-  launcher->fence();
-  StorePtr served;
-  if (job.rank == 0) {
-    UniqueFd listener = listen_on({address_of_rank_0(*launcher, "addresses" + number, job, deadline), 0}, deadline);
-    const Endpoint endpoint = endpoint_of(listener.get());
-    served = serve_store(std::move(listener), secret_of(job, endpoint.text()), timeout);
-    launcher->put("endpoint" + number, concat(endpoint.port, ",", endpoint.host));
-  }
-  launcher->fence();
+  launcher.put("addresses" + number, join(own_addresses(), ","));
+  launcher.fence();
+  const StorePtr served = job.rank == 0 ? serve_through(launcher, number, job, deadline, timeout) : nullptr;
+  launcher.fence();
   if (served) return served;
-  const auto parts = split(launcher->get(0, "endpoint" + number), ',');
+  const auto parts = split(launcher.get(0, "endpoint" + number), ',');
   Endpoint endpoint{parts.back()};
   constexpr int kLastPort = 65535;
   if (parts.size() != 2 || !parse_int(parts.front(), endpoint.port) || endpoint.port < 1 || endpoint.port > kLastPort)
-    throw RendezvousError({.what = concat("mpirun carries no address of rank 0: \"", join(parts, ","), "\""),
-                           .here = concat("rank ", job.rank, " of ", job.world_size),
-                           .likely = "another version of lockstep in rank 0",
-                           .next = "install the same on all machines, or set MASTER_ADDR and MASTER_PORT"});
+    throw RendezvousError(
+        {.what = concat("rank 0 gives \"", join(parts, ","), "\" in place of an address"),
+         .here = concat("rank ", job.rank, " of ", job.world_size),
+         .likely = "rank 0 has failed, and its output says why; or it has another version of lockstep",
+         .next = "install the same on all machines, or set MASTER_ADDR and MASTER_PORT"});
   return join_store(endpoint, job, *secret_of(job, endpoint.text()), timeout);
 }
+
+// Carried by what connects the processes already: one text of each rank at a time.
+class ExchangedTexts final : public LauncherStore {
+ public:
+  explicit ExchangedTexts(const ExchangeTexts& exchange) : exchange_(exchange) {}
+  void put(const std::string&, const std::string& text) override { mine_ = text; }
+  void fence() override { all_ = exchange_(mine_); }
+  std::string get(int rank, const std::string&) override { return all_.at(to_size(rank)); }
+
+ private:
+  const ExchangeTexts& exchange_;
+  std::string mine_;
+  std::vector<std::string> all_;
+};
 
 c10d::Store* beneath_prefixes(c10d::Store* store) {
   while (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store)) store = prefixed->getUnderlyingStore().get();
@@ -159,7 +183,14 @@ StorePtr connect_store(const JobEnvironment& job, milliseconds timeout) {
     return c10::make_intrusive<c10d::PrefixStore>(
         attempt(), join_agent_store(reachable_endpoint(job, Deadline::after(timeout)), job, timeout));
   if (is_on_one_machine(job)) return meet_on_machine(job, timeout);
-  return job.master_addr.empty() ? connect_through_launcher(job, timeout) : connect_at_address(job, timeout);
+  if (!job.master_addr.empty()) return connect_at_address(job, timeout);
+  return connect_through(*open_launcher_store(job, timeout), job, timeout);
+}
+
+StorePtr connect_store(const JobEnvironment& job, const ExchangeTexts& exchange, milliseconds timeout) {
+  if (is_on_one_machine(job)) return meet_on_machine(job, timeout);
+  ExchangedTexts texts(exchange);
+  return connect_through(texts, job, timeout);
 }
 
 StorePtr connect_process_group(JobEnvironment job, milliseconds timeout) {

@@ -11,6 +11,7 @@
 
 #include "agent/clusters/environment.h"
 #include "lockstep/collective/meet/store_ptr.h"
+#include "lockstep/collective_types.h"
 #include "lockstep/deadline.h"
 
 namespace lockstep {
@@ -20,6 +21,9 @@ namespace lockstep {
 // A name that does not resolve yet is tried again. Blocks until rank 0 answers. Throws RendezvousError: port in use (it
 // names the process there), another job's rank 0 at this port, no answer from the resolver or rank 0 before the timeout.
 StorePtr connect_store(const JobEnvironment& job, milliseconds timeout);
+
+// As connect_store() of ranks that no launcher has told where to meet.
+StorePtr connect_store(const JobEnvironment& job, const ExchangeTexts& exchange, milliseconds timeout);
 
 // At MASTER_ADDR, where rank 0 listens at that address only. With several ports to try (job.master_ports) it takes the
 // first free one, and the others look for their own job. As connect_store.

@@ -19,8 +19,10 @@ namespace {
 
 // Labels a collective in a trace. Messages are shown by World.
 trace::Event label_of(const Signature& signature) {
-  static constexpr std::array kPhases{"barrier 1: gradients",  "barrier 2: settings", "barrier: norms",
-                                      "barrier: trust ratios", "barrier 3: updated",  "barrier: written"};
+  static constexpr std::array kPhases{
+      "barrier 1: gradients", "barrier: no gradient is written", "barrier: mean",      "barrier 2: settings",
+      "barrier: norms",       "barrier: trust ratios",           "barrier 3: updated", "barrier: written"};
+  static_assert(kPhases.size() == static_cast<unsigned>(StepPhase::kParametersWritten) + 1);
   const bool of_step = signature.operation == Operation::kStep;
   const auto bytes = to_int64(signature.count * size_of(signature.dtype));
   return {.name = of_step ? kPhases.at(static_cast<unsigned>(signature.root)) : to_string(signature.operation),

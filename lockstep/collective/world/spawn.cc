@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/spawn.h"
 
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+
 #include <ATen/Parallel.h>
 
 #include "agent/start/launcher.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/meet/rendezvous.h"
+#include "lockstep/collective/transport/connect.h"
 #include "lockstep/collective/world/world_state.h"
 #include "lockstep/error.h"
 
@@ -40,6 +46,19 @@ JobEnvironment job_at(const std::string& address) {
   return job;
 }
 
+void require_text_of_each(const std::vector<std::string>& texts, int size) {
+  if (std::ssize(texts) != size)
+    throw UsageError(
+        {.what = concat("connect_world() of ", size, " ranks, and exchange() returned ", texts.size(), " texts"),
+         .next = "return the text of every rank, in rank order"});
+}
+
+// Rank 0's process is like no other, and it makes one meeting after another.
+std::string name_of_meeting() {
+  static std::atomic<int> meetings{0};
+  return concat(::getpid(), '-', start_time_of(::getpid()), '-', ++meetings);
+}
+
 }  // namespace
 
 void spawn(int ranks, const std::function<void(World&)>& fn, const WorldOptions& options) {
@@ -68,6 +87,26 @@ World connect_world(int rank, int size, const std::string& address, const WorldO
   job.local_size = size;  // who is on which machine turns out when they have met: a loopback address may be right
   if (size == 1) return World::single(options);
   return WorldState::over_store(connect_store(job, options.timeout), rank, size, options);
+}
+
+World connect_world(int rank, int size, const ExchangeTexts& exchange, const WorldOptions& options) {
+  require_rank_of(rank, size);
+  if (size == 1) return World::single(options);
+  const auto machine_of = [](const std::string& text) { return text.substr(0, text.find(' ')); };
+  const ExchangeTexts exchange_all = [&exchange, size](const std::string& mine) {
+    std::vector<std::string> texts = exchange(mine);
+    require_text_of_each(texts, size);
+    return texts;
+  };
+  const std::vector<std::string> texts = exchange_all(concat(this_machine(), ' ', name_of_meeting()));
+  JobEnvironment job;
+  job.launcher = "exchange";
+  job.rank = rank;
+  job.world_size = size;
+  job.job_id = texts.front();
+  job.local_size =
+      to_int(std::ranges::count_if(texts, [&](const auto& text) { return machine_of(text) == this_machine(); }));
+  return WorldState::over_store(connect_store(job, exchange_all, options.timeout), rank, size, options);
 }
 
 }  // namespace lockstep

@@ -54,6 +54,24 @@ TEST_F(Spawn, connects_them_by_rank_size_and_address) {
   EXPECT_EXIT(again(), ::testing::ExitedWithCode(0), "threw nothing");
 }
 
+// As MPI would carry their texts; tests/hosts/launchers_test.sh has MPI and two machines.
+TEST_F(Spawn, connects_them_by_what_connects_them_already) {
+  const auto again = [](World& world) {
+    const auto exchange = [&](const std::string& mine) { return world.exchange_texts(mine); };
+    for (int time = 0; time < 2; ++time) {
+      const World other = connect_world(world.rank(), 3, exchange);
+      if (other.rank() != world.rank() || other.local_size() != 3) throw std::runtime_error("other neighbours");
+      expect_sum_over(other);
+    }
+  };
+  EXPECT_EXIT(report(3, again), ::testing::ExitedWithCode(0), "threw nothing");
+}
+
+TEST_F(Spawn, refuses_an_exchange_that_leaves_out_a_rank) {
+  const auto one_text = [](const std::string& mine) { return std::vector<std::string>{mine}; };
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { static_cast<void>(connect_world(0, 2, one_text)); }), "1 texts"));
+}
+
 TEST_F(Spawn, names_a_rank_that_throws) {
   const auto one_throws = [](World& world) {
     if (world.rank() == 1) throw std::runtime_error("on purpose");

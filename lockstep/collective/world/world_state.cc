@@ -86,6 +86,7 @@ std::shared_ptr<WorldState> WorldState::sub_world(const std::vector<int>& ranks,
   state->cpu_transport = std::move(transport);
   state->cores = cores;
   state->timeout = timeout;
+  state->serves = serves;
   for (const int member : ranks) state->nodes.push_back(nodes[member]);
   state->messages->id = mix_numbers(messages->id, sub_worlds_);
   for (const int member : ranks) {
@@ -101,6 +102,7 @@ std::shared_ptr<WorldState> WorldState::sub_world(const std::vector<int>& ranks,
 std::shared_ptr<WorldState> make_world_state(const JobEnvironment& job, const WorldOptions& options) {
   auto state = std::make_shared<WorldState>();
   state->job = job;
+  state->serves = job.serves();
   state->timeout = std::min(options.timeout, Deadline::kLongest);
   state->caller = {job.rank, job.world_size, device_of_rank(options.device, job.local_rank), describe(job)};
   state->cores = cores_of(job, usable_cores());

@@ -9,6 +9,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,9 +34,10 @@ struct Caller {
 
 class WorldState {
  public:
-  JobEnvironment job;    // rank, sizes and node of this world, also where it is a sub-world
-  IntVector<int> nodes;  // of each rank: its machine, numbered 0, 1, ... by first appearance
-  Caller caller;         // this rank, in its calls
+  JobEnvironment job;          // rank, sizes and node of this world, also where it is a sub-world
+  std::optional<bool> serves;  // whether the launcher has started this process as a server; none: it did not say
+  IntVector<int> nodes;        // of each rank: its machine, numbered 0, 1, ... by first appearance
+  Caller caller;               // this rank, in its calls
   CoreSet cores;
   milliseconds timeout{};
   OwnedHere<Transport> cpu_transport;
@@ -50,6 +52,8 @@ class WorldState {
 
   // Makes the World, once its transports are set. stop() ends it from now on.
   static World world_of(std::shared_ptr<WorldState> state);
+
+  static const WorldState& of(const World& world) { return *world.state_; }
 
   int rank() const { return caller.rank; }
   int size() const { return caller.size; }

@@ -54,8 +54,9 @@ void GradientWatch::require_unchanged() const {
         {.what = concat("the gradient of ", parameters_[*i].name, " was changed between backward() and step()"),
          .likely = "clipping by hand, zero_grad() before step(), or a plain loss.backward() in between: "
                    ".grad is this rank's own gradient, not the mean",
-         .next = "clip inside step(): optimizer.clip_grad_norm() in Python, without GradScaler.unscale_(); "
-                 "set_clipping() in C++. Or give DistributedDataParallel the option mean_in_grad = true"});
+         .next = "in Python lockstep.clip_grad_norm_() or clip_grad_value_(), lockstep.GradScaler, or `with "
+                 "model.mean_gradients():` around it; in C++ mean_gradients() before it, or the optimizer's "
+                 "set_clipping()"});
 }
 
 bool GradientWatch::zeroed() const {

@@ -5,6 +5,7 @@
 #include <ATen/ops/_fused_adamw.h>
 
 #include <cmath>
+#include <map>
 
 #include "lockstep/step/update/rule.h"
 
@@ -60,11 +61,16 @@ AdamNumbers<T> adam_numbers(const auto& options, std::int64_t step, double lr) {
           .eps = static_cast<T>(options.eps)};
 }
 
-// libtorch's fused kernels take the step of each parameter as a tensor.
+// libtorch's fused kernels take the step of each parameter as a tensor, which they only read: those at the same step share it.
 std::vector<torch::Tensor> step_tensors(const WholeTensors& tensors) {
   const auto options = torch::TensorOptions(tensors.parameters.front().device()).dtype(torch::kFloat32);
+  std::map<std::int64_t, torch::Tensor> at;
   std::vector<torch::Tensor> steps;
-  for (const std::int64_t step : tensors.steps) steps.push_back(torch::full({}, static_cast<double>(step), options));
+  for (const std::int64_t step : tensors.steps) {
+    torch::Tensor& shared = at[step];
+    if (!shared.defined()) shared = torch::full({}, static_cast<double>(step), options);
+    steps.push_back(shared);
+  }
   return steps;
 }
 

@@ -69,7 +69,10 @@ INSTANTIATE_TEST_SUITE_P(
                       OptimizerOptions(SGDOptions{.lr = 0.1, .momentum = 0.9, .nesterov = true, .weight_decay = 0.01}),
                       OptimizerOptions(AdamOptions{.lr = 0.01, .weight_decay = 0.01}),
                       OptimizerOptions(AdamWOptions{.lr = 0.01}), OptimizerOptions(LAMBOptions{.lr = 0.01}),
-                      OptimizerOptions(LARSOptions{.lr = 0.1})));
+                      OptimizerOptions(LARSOptions{.lr = 0.1}),
+                      OptimizerOptions(RMSpropOptions{.lr = 0.01, .weight_decay = 0.01, .momentum = 0.9}),
+                      OptimizerOptions(RMSpropOptions{.lr = 0.01}),
+                      OptimizerOptions(AdagradOptions{.lr = 0.1, .lr_decay = 0.1, .weight_decay = 0.01})));
 
 TEST_P(DeviceUpdateOf, updates_as_the_flat_pass_does) { expect_the_same_steps(torch::kFloat64, 1e-9); }
 

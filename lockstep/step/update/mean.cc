@@ -65,6 +65,29 @@ void weighted_sum(std::span<const Term> terms, torch::ScalarType dtype, std::int
   }
 }
 
+namespace {
+
+template <class Data, class T>
+void replace(std::span<const Term> terms, torch::ScalarType dtype, std::int64_t begin, std::int64_t count) {
+  alignas(kCacheLine) T sum[kMaxChunk];
+  weighted_sum<T>(terms, dtype, begin, count, sum);
+  for (const Term& term : terms) {
+    Data* const data = static_cast<Data*>(const_cast<void*>(term.data)) + begin;
+    for (std::int64_t i = 0; i < count; ++i) data[i] = static_cast<Data>(sum[i]);
+  }
+}
+
+}  // namespace
+
+void replace_by_sum(std::span<const Term> terms, torch::ScalarType dtype, std::int64_t begin, std::int64_t count) {
+  switch (dtype) {
+    case torch::kFloat64: return replace<double, double>(terms, dtype, begin, count);
+    case torch::kFloat16: return replace<c10::Half, float>(terms, dtype, begin, count);
+    case torch::kBFloat16: return replace<c10::BFloat16, float>(terms, dtype, begin, count);
+    default: return replace<float, float>(terms, dtype, begin, count);  // throws if it is another one
+  }
+}
+
 template void weighted_sum(std::span<const Term>, torch::ScalarType, std::int64_t, std::int64_t, float*);
 template void weighted_sum(std::span<const Term>, torch::ScalarType, std::int64_t, std::int64_t, double*);
 

@@ -27,4 +27,7 @@ struct Term {
 template <class T>
 void weighted_sum(std::span<const Term> terms, torch::ScalarType dtype, std::int64_t begin, std::int64_t count, T* sum);
 
+// Replaces the range of each term's data by the sum.
+void replace_by_sum(std::span<const Term> terms, torch::ScalarType dtype, std::int64_t begin, std::int64_t count);
+
 }  // namespace lockstep

@@ -2,8 +2,10 @@
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 #include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
 #include <mutex>
@@ -111,6 +113,25 @@ TEST(SGD, follows_libtorchs_sgd) {
         theirs, torch::optim::SGDOptions(0.1).momentum(c.momentum).nesterov(c.nesterov).weight_decay(c.weight_decay));
     expect_same_course(sgd, mine, reference, theirs);
   }
+}
+
+TEST(RMSprop, follows_libtorchs_rmsprop) {
+  for (const double momentum : {0.0, 0.9}) {
+    const Tensors mine = make_parameters();
+    const Tensors theirs = make_parameters();
+    RMSprop rmsprop(mine, {.lr = 0.01, .alpha = 0.9, .eps = 1e-6, .weight_decay = 0.1, .momentum = momentum});
+    torch::optim::RMSprop reference(
+        theirs, torch::optim::RMSpropOptions(0.01).alpha(0.9).eps(1e-6).weight_decay(0.1).momentum(momentum));
+    expect_same_course(rmsprop, mine, reference, theirs);
+  }
+}
+
+TEST(Adagrad, follows_libtorchs_adagrad) {
+  const Tensors mine = make_parameters();
+  const Tensors theirs = make_parameters();
+  Adagrad adagrad(mine, {.lr = 0.1, .lr_decay = 0.1, .weight_decay = 0.1, .eps = 1e-6});
+  torch::optim::Adagrad reference(theirs, torch::optim::AdagradOptions(0.1).lr_decay(0.1).weight_decay(0.1).eps(1e-6));
+  expect_same_course(adagrad, mine, reference, theirs);
 }
 
 TEST(AdamW, follows_libtorchs_adamw) {
@@ -313,6 +334,10 @@ void expect_state_survives_a_copy(const Options& options) {
 }
 
 TEST(SGD, goes_on_from_a_saved_state) { expect_state_survives_a_copy<SGD>(SGDOptions{.lr = 0.1, .momentum = 0.9}); }
+TEST(RMSprop, goes_on_from_a_saved_state) { expect_state_survives_a_copy<RMSprop>(RMSpropOptions{.momentum = 0.9}); }
+
+TEST(Adagrad, goes_on_from_a_saved_state) { expect_state_survives_a_copy<Adagrad>(AdagradOptions{.lr_decay = 0.1}); }
+
 TEST(AdamW, goes_on_from_a_saved_state) { expect_state_survives_a_copy<AdamW>(AdamWOptions{}); }
 
 TEST(SGD, begins_again_from_an_empty_state) {
@@ -345,10 +370,12 @@ TEST(SGD, refuses_options_that_make_no_sense) {
   EXPECT_THROW(SGD(make_parameters(), {.lr = -1}), UsageError);
   EXPECT_THROW(SGD(make_parameters(), {.lr = 1, .nesterov = true}), UsageError);
   EXPECT_THROW(AdamW(make_parameters(), {.beta1 = 1}), UsageError);
+  EXPECT_THROW(RMSprop(make_parameters(), {.alpha = 1}), UsageError);
 }
 
 TEST(OptimizerOptions, choose_the_optimizer_by_name_and_keep_every_value) {
-  EXPECT_EQ(optimizer_names(), (std::vector<std::string>{"sgd", "adam", "adamw", "lamb", "lars"}));
+  EXPECT_EQ(optimizer_names(),
+            (std::vector<std::string>{"sgd", "adam", "adamw", "lamb", "lars", "rmsprop", "adagrad"}));
   for (const std::string& name : optimizer_names()) {
     const OptimizerOptions options = optimizer_options(name, {{"lr", 0.25}, {"weight_decay", 0.5}, {"no such", 1}});
     EXPECT_EQ(name_of(options), name);
@@ -362,7 +389,7 @@ TEST(OptimizerOptions, choose_the_optimizer_by_name_and_keep_every_value) {
     EXPECT_EQ(layerwise(options), name == "lamb" || name == "lars");
   }
   EXPECT_TRUE(std::get<SGDOptions>(optimizer_options("sgd", {{"nesterov", 1}, {"momentum", 0.5}})).nesterov);
-  EXPECT_TRUE(contains(message_of<UsageError>([] { optimizer_options("adagrad"); }), "sgd, adam, adamw, lamb, lars"));
+  EXPECT_TRUE(contains(message_of<UsageError>([] { optimizer_options("adadelta"); }), "sgd, adam, adamw, lamb, lars"));
 }
 
 TEST(SGD, runs_a_closure_and_returns_its_loss) {

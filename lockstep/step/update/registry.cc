@@ -14,11 +14,9 @@ struct Known {
   const char* name;
   OptimizerOptions defaults;
 };
-const Known kKnown[] = {{"sgd", SGDOptions{}},
-                        {"adam", AdamOptions{}},
-                        {"adamw", AdamWOptions{}},
-                        {"lamb", LAMBOptions{}},
-                        {"lars", LARSOptions{}}};  // in the order of OptimizerOptions
+const Known kKnown[] = {{"sgd", SGDOptions{}},        {"adam", AdamOptions{}}, {"adamw", AdamWOptions{}},
+                        {"lamb", LAMBOptions{}},      {"lars", LARSOptions{}}, {"rmsprop", RMSpropOptions{}},
+                        {"adagrad", AdagradOptions{}}};  // in the order of OptimizerOptions
 static_assert(std::size(kKnown) == std::variant_size_v<OptimizerOptions>);
 
 // Calls option(name, field) for every field that these options have.
@@ -30,6 +28,8 @@ void visit_fields(auto& options, const auto& option) {
   if constexpr (requires { options.trust; }) option("trust", options.trust);
   if constexpr (requires { options.beta1; }) option("beta1", options.beta1);
   if constexpr (requires { options.beta2; }) option("beta2", options.beta2);
+  if constexpr (requires { options.alpha; }) option("alpha", options.alpha);
+  if constexpr (requires { options.lr_decay; }) option("lr_decay", options.lr_decay);
   if constexpr (requires { options.eps; }) option("eps", options.eps);
 }
 
@@ -122,13 +122,19 @@ OptimizerOptions optimizer_options(const std::string& name, const OptionValues& 
   return options;
 }
 
+void require_momentum(bool is_kept) {
+  if (!is_kept)
+    throw UsageError({.what = "a parameter group sets momentum, but the optimizer was made with momentum 0",
+                      .next = "make the optimizer with momentum, and the group that needs none with momentum 0"});
+}
+
 void require_valid(const OptimizerOptions& options) {
   for (const auto& [name, value] : values_of(options)) {
-    const bool too_large = name.starts_with("beta") && value >= 1;
+    const bool too_large = (name.starts_with("beta") || name == "alpha") && value >= 1;
     const bool too_small = name == "trust" && value == 0;
     if (value >= 0 && !too_large && !too_small) continue;
     throw UsageError({.what = concat(name_of(options), " with ", name, ' ', value),
-                      .likely = "a negative value, a beta outside [0, 1), or no trust"});
+                      .likely = "a negative value, a beta or alpha outside [0, 1), or no trust"});
   }
   const auto* sgd = std::get_if<SGDOptions>(&options);
   if (sgd != nullptr && sgd->nesterov && sgd->momentum == 0)

@@ -15,6 +15,9 @@ namespace lockstep {
 // Throws UsageError: values that make no sense.
 void require_valid(const OptimizerOptions& options);
 
+// Throws UsageError: a group sets momentum where the optimizer keeps none.
+void require_momentum(bool is_kept);
+
 // Calls option(name, value) for every option of a parameter group, as values_of() has them. Allocates nothing.
 void visit_options(const torch::optim::OptimizerOptions& options,
                    const std::function<void(const char* name, double value)>& option);

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "lockstep/error.h"
 #include "lockstep/step/update/rule.h"
 
 namespace lockstep {
@@ -40,13 +39,12 @@ struct SGDRule : RuleWith<SGDOptions, SGDRule> {
   template <class T>
   static void apply(const SGDOptions& options, const Elements<T>& elements) {
     if (options.momentum == 0) return descend<Momentum::kNone>(options, elements);
-    if (elements.state[0] == nullptr)
-      throw UsageError({.what = "a parameter group sets momentum, but the optimizer was made with momentum 0",
-                        .next = "make the SGD with momentum, and the group that needs none with momentum 0"});
+    require_momentum(elements.state[0] != nullptr);
     options.nesterov ? descend<Momentum::kNesterov>(options, elements) : descend<Momentum::kPlain>(options, elements);
   }
 
   static void apply_on_device(const SGDOptions& options, const WholeTensors& tensors) {
+    if (options.momentum != 0) require_momentum(!tensors.state.empty());
     const std::vector<torch::Tensor> buffers = tensors.state.empty() ? std::vector<torch::Tensor>{} : tensors.state[0];
     at::_fused_sgd_(tensors.parameters, tensors.gradients, buffers, options.weight_decay, options.momentum, options.lr,
                     /*dampening=*/0, options.nesterov, /*maximize=*/false, /*is_first_step=*/false);

@@ -81,6 +81,7 @@ class DistributedDataParallel::Impl {
     if (optimizer != nullptr) require_fitting(*optimizer, module, shares_parameters(layout_), options_.ignored);
     auto* const fused = dynamic_cast<Optimizer*>(optimizer);
     if (fused != nullptr && options_.hook && options_.hook->keeps_residual()) fused->refuse_loss_scale();
+    leave_block(parameters_);  // of a DistributedDataParallel that had the module before
     take_values_of_rank_0();
     if (!options.broadcast_buffers) buffers_.clear();
     shard_buffers_ = ShardBuffers(buffers_, shards_);
@@ -89,7 +90,10 @@ class DistributedDataParallel::Impl {
       block_ = std::make_shared<ParameterBlock>(*memory_, parameters_);
     }
     exchange_ = make_exchange(optimizer);
-    close_exchange_ = {nullptr, [exchange = exchange_](void*) { exchange->close(); }};
+    close_exchange_ = {nullptr, [exchange = exchange_, block = block_](void*) {
+                         exchange->close();
+                         if (block) block->leave();
+                       }};
     name_modules(parameters_);
     guards_.begin(block_);
     if (layout_ != StepLayout::kOwnBuckets) fused->attach(exchange_);
@@ -136,6 +140,13 @@ class DistributedDataParallel::Impl {
   }
 
   void cancel_backward(const std::string& reason) { exchange_->cancel("backward() failed: " + reason); }
+
+  void mean_gradients() try {
+    const PhaseScope exchange(Phase::kExchange, "mean of gradients");
+    exchange_->make_mean();
+  } catch (...) {
+    fail();
+  }
 
   void write_parameters(const std::function<void()>& write) {
     {
@@ -218,7 +229,6 @@ class DistributedDataParallel::Impl {
 
   // The models are compared first, so that nothing is sent that could hang or corrupt.
   void take_values_of_rank_0() const {
-    const ParameterWrite write;  // they may be in the block of a DistributedDataParallel that was here before
     std::vector<NamedTensor> tensors = parameters_;
     tensors.insert(tensors.end(), buffers_.begin(), buffers_.end());
     for (const auto& [name, tensor] : tensors) require_device(tensor, world_.device(), name);
@@ -291,6 +301,7 @@ double DistributedDataParallel::begin_backward(const BatchWeight& batch) { retur
 void DistributedDataParallel::end_backward() { impl_->end_backward(); }
 void DistributedDataParallel::cancel_backward(const std::string& reason) { impl_->cancel_backward(reason); }
 DistributedDataParallel::NoSync DistributedDataParallel::no_sync() { return NoSync(&impl_->no_sync_); }
+void DistributedDataParallel::mean_gradients() { impl_->mean_gradients(); }
 void DistributedDataParallel::join(torch::optim::Optimizer& optimizer) { impl_->join(optimizer); }
 bool DistributedDataParallel::mean_in_grad() const { return impl_->mean_in_grad(); }
 World DistributedDataParallel::world() const { return impl_->world_; }

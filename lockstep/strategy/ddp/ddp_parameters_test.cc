@@ -3,6 +3,7 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/optim/adam.h>
 
 #include "lockstep/ddp.h"
 #include "lockstep/optimizers.h"
@@ -139,6 +140,54 @@ TEST(Ddp, keeps_one_copy_of_all_parameters_for_the_ranks_of_a_machine) {
   });
   EXPECT_EQ(places[0], places[1]);
   EXPECT_EQ(places[0], places[2]);
+}
+
+// A step of a mean gradient of 2 moves the weight of 0.5 by -2.
+void train_shared(World& world, torch::nn::Linear& net, DistributedDataParallel& ddp, SGD& sgd) {
+  ddp.backward(net->forward(torch::full({1, 1}, 2.0F)).sum(), 1);
+  sgd.step();
+  EXPECT_EQ(net->weight.item<float>(), -1.5F);
+  world.barrier();
+}
+
+torch::nn::Linear one_weight() {
+  torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
+  const torch::NoGradGuard no_grad;
+  net->weight.fill_(0.5);
+  return net;
+}
+
+TEST(Ddp, leaves_each_rank_parameters_of_its_own) {
+  run_ranks(3, [](World& world) {
+    torch::nn::Linear net = one_weight();
+    SGD sgd(net->parameters(), {.lr = 1});
+    {
+      DistributedDataParallel ddp(world, *net, sgd);
+      train_shared(world, net, ddp, sgd);
+    }
+    world.barrier();
+    const torch::NoGradGuard no_grad;
+    if (world.rank() == 1) net->weight.zero_();
+    world.barrier();
+    EXPECT_EQ(net->weight.item<float>(), world.rank() == 1 ? 0.0F : -1.5F) << world.rank();
+  });
+}
+
+TEST(Ddp, takes_parameters_out_of_what_another_shares) {
+  run_ranks(2, [](World& world) {
+    torch::nn::Linear net = one_weight();
+    SGD sgd(net->parameters(), {.lr = 1});
+    DistributedDataParallel first(world, *net, sgd);
+    train_shared(world, net, first, sgd);
+    torch::optim::Adam other(net->parameters(), 1);  // its first step moves the weight by -1
+    DistributedDataParallel second(world, *net, other);
+    other.zero_grad();
+    second.backward(net->forward(torch::full({1, 1}, 2.0F)).sum(), 1);
+    other.step();
+    world.barrier();
+    EXPECT_NEAR(net->weight.item<float>(), -2.5F, 1e-4) << world.rank();
+    EXPECT_THROW(first.backward(net->forward(torch::full({1, 1}, 2.0F)).sum(), 1), UsageError);
+  });
 }
 
 TEST(Ddp, works_on_a_module_without_parameters) {

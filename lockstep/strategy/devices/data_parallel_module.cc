@@ -29,8 +29,9 @@ class DataParallel::Impl {
       const torch::AutoGradMode mode(grad);
       return replica.forward(task, part.data);
     };
-    const Tensors outputs = run_replicas(devices_, replicas_, split_and_load({data, data}, devices_), forward_as_caller,
-                                         /*clears_gradients=*/false);
+    const Tensors outputs =
+        run_replicas(devices_, replicas_, split_and_load(Batch{data, data}, devices_), forward_as_caller,
+                     /*clears_gradients=*/false);
     torch::Tensor gathered = gather(outputs, devices_.where(0));
     if (!at::GradMode::is_enabled()) return gathered;
     gathered.requires_grad_();
@@ -66,12 +67,24 @@ class DataParallel::Impl {
     torch::Tensor gathered;  // a leaf: each device's graph ends at its own outputs
   };
 
+  // Makes the copy train what the module trains, in the modes that its modules are in.
+  static void follow_modes(const torch::nn::Module& from, torch::nn::Module& into) {
+    const auto modules = from.modules(), copies = into.modules();  // a module before those in it
+    for (std::size_t i = 0; i < modules.size(); ++i)
+      if (copies[i]->is_training() != modules[i]->is_training()) copies[i]->train(modules[i]->is_training());
+    const auto parameters = from.parameters();
+    auto their_parameters = into.parameters();
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      if (their_parameters[i].requires_grad() != parameters[i].requires_grad())
+        their_parameters[i].set_requires_grad(parameters[i].requires_grad());
+  }
+
   // Not by a write that autograd sees: the graphs of earlier forward()s stay valid while the values are the same. If
   // they are not, device 0's own graph is refused by autograd.
   void replicate() {
     for (const Replica& replica : replicas_) {
       copy_model(module(), *replica.model, /*is_seen=*/false);
-      if (replica.model->is_training() != module().is_training()) replica.model->train(module().is_training());
+      follow_modes(module(), *replica.model);
     }
   }
 

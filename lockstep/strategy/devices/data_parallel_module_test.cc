@@ -49,6 +49,34 @@ TEST_P(DataParallelOn, trains_a_users_module_as_one_device_does) {
   expect_same_course({.parameters = found, .losses = {}}, {.parameters = expected, .losses = {}});
 }
 
+TEST_P(DataParallelOn, wraps_a_module_that_exists) {
+  Devices devices({.count = GetParam(), .places = test_places(GetParam())});
+  auto existing = small_net();
+  const auto one = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(existing->clone());
+  DataParallel net(existing, devices);
+  EXPECT_EQ(&net.module(), existing.get());
+  const auto data = batch_of(0).data;
+  EXPECT_TRUE(torch::allclose(net.forward(data).cpu(), one->forward(data), 1e-12, 1e-12));
+  net.backward(spread_of(net.forward(data)));
+  spread_of(one->forward(data)).backward();
+  for (std::size_t i = 0; i < one->parameters().size(); ++i)
+    EXPECT_TRUE(torch::allclose(existing->parameters()[i].grad().cpu(), one->parameters()[i].grad(), 1e-9, 1e-9));
+}
+
+TEST_P(DataParallelOn, trains_what_the_module_trains) {
+  Devices devices({.count = GetParam(), .places = test_places(GetParam())});
+  torch::nn::Sequential net(torch::nn::Linear(6, 4), torch::nn::BatchNorm1d(4));
+  net->to(torch::kFloat64);
+  net->parameters()[0].set_requires_grad(false);
+  DataParallel wrapped(net, devices);
+  net->children()[1]->eval();
+  net->parameters()[1].set_requires_grad(false);
+  wrapped.backward(wrapped.forward(batch_of(0).data).sum());
+  for (std::size_t i = 0; i < 4; ++i) EXPECT_EQ(net->parameters()[i].grad().defined(), i >= 2) << i;
+  for (const torch::Tensor& buffer : net->buffers())  // of BatchNorm1d in evaluation mode
+    EXPECT_TRUE(buffer.eq(0).all().item<bool>() || buffer.eq(1).all().item<bool>());
+}
+
 TEST_P(DataParallelOn, adds_the_gradients_of_several_forwards_of_one_loss) {
   Devices devices({.count = GetParam(), .places = test_places(GetParam())});
   DataParallel net(small_net, devices, 5);

@@ -44,7 +44,7 @@ std::unique_lock<std::mutex> hold_generator();
 void seed_steps(std::uint64_t seed, int rank = 0);
 
 // Throws UsageError: Uneven::kRefuse, and the devices do not divide the batch.
-void require_even(const Batch& batch, const Devices& devices, Uneven uneven);
+void require_even(std::int64_t samples, const Devices& devices, Uneven uneven);
 
 // Throws UsageError if `world` has several ranks.
 void require_one_process(const World& world, const StrategyOptions& options);

@@ -74,7 +74,7 @@ class ReplicaStrategy : public Strategy {
 
   // Forward and backward on every device, as tower_losses() and backward() do them. Returns the mean loss.
   BatchTotals train_towers(const Batch& batch) {
-    require_even(batch, *devices_, uneven_);
+    require_even(batch.size(), *devices_, uneven_);
     const auto shards = parts_for_devices(batch);
     const auto losses = in_phase(Phase::kForward, [&] { return tower_losses(*devices_, task_, replicas_, shards); });
     in_phase(Phase::kBackward, [&] { backward(*devices_, losses, shards); });

@@ -58,17 +58,36 @@ void combine_gradients(const Replicas& replicas) {
   combined->set(gradients_of(parameters_of(replicas)));
 }
 
-void require_even(const Batch& batch, const Devices& devices, Uneven uneven) {
-  if (uneven == Uneven::kRefuse && batch.size() % devices.size() != 0)
-    throw UsageError({.what = concat("a batch of ", batch.size(), " samples does not divide evenly over ",
-                                     devices.size(), " devices"),
-                      .likely = "the last batch of an epoch, or a --batch-size that is no multiple of the devices",
-                      .next = "leave out --refuse-uneven: an uneven split is exact"});
+std::vector<CombinedGradient> combined_gradients(const Replicas& replicas) {
+  const torch::NoGradGuard no_grad;
+  const DeviceTensors parameters = parameters_of(replicas), gradients = gradients_of(parameters);
+  std::vector<CombinedGradient> combined;
+  for (std::size_t i = 0; i < parameters[0].size(); ++i) {
+    torch::Tensor sum;
+    for (const auto& of_device : gradients)
+      if (of_device[i].defined()) sum = sum.defined() ? sum + of_device[i].to(sum.device()) : of_device[i];
+    if (sum.defined()) combined.push_back({sum, parameters[0][i]});
+  }
+  return combined;
+}
+
+void require_even(std::int64_t samples, const Devices& devices, Uneven uneven) {
+  if (uneven == Uneven::kRefuse && samples % devices.size() != 0)
+    throw UsageError(
+        {.what = concat("a batch of ", samples, " samples does not divide evenly over ", devices.size(), " devices"),
+         .likely = "the last batch of an epoch, or a --batch-size that is no multiple of the devices",
+         .next = "leave out --refuse-uneven: an uneven split is exact"});
 }
 
 std::vector<Batch> split_and_load(const Batch& batch, const Devices& devices, Uneven uneven) {
-  require_even(batch, devices, uneven);
+  require_even(batch.size(), devices, uneven);
   return receive_parts(start_parts(devices, batch));
+}
+
+Tensors split_and_load(const torch::Tensor& data, const Devices& devices, Uneven uneven) {
+  Tensors parts;
+  for (const Batch& part : split_and_load({data, data}, devices, uneven)) parts.push_back(part.data);
+  return parts;
 }
 
 Tensors tower_losses(Devices& devices, const Task& task, const Replicas& replicas, const std::vector<Batch>& shards) {

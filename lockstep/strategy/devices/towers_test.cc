@@ -179,6 +179,24 @@ TEST_P(TowersOfSize, combine_the_gradients_of_shared_variables) {
   expect_same_course(course, on_one_device(small_task(), options));
 }
 
+TEST_P(TowersOfSize, split_a_tensor_and_give_the_sum_of_gradients) {
+  Devices devices({.count = GetParam()});
+  const Replicas replicas = share_variables(devices, small_task(), towers(GetParam()));
+  const Batch batch = batch_of(0);
+  const auto shards = split_and_load(batch, devices);
+  EXPECT_TRUE(torch::equal(torch::cat(split_and_load(batch.data, devices)), batch.data));
+  backward(devices, tower_losses(devices, small_task(), replicas, shards), shards);
+  const auto combined = combined_gradients(replicas);
+  Replica one = make_replica(small_task(), towers(1));
+  copy_model(*replicas[0].model, *one.model);
+  small_task().loss(one.forward(small_task(), batch.data), batch.target).backward();
+  ASSERT_EQ(combined.size(), one.model->parameters().size());
+  for (std::size_t i = 0; i < combined.size(); ++i) {
+    EXPECT_TRUE(combined[i].variable.is_same(replicas[0].model->parameters()[i]));
+    EXPECT_TRUE(torch::allclose(combined[i].gradient, one.model->parameters()[i].grad(), 1e-9, 1e-9));
+  }
+}
+
 TEST(Towers, refuse_to_combine_gradients_of_variables_that_are_not_shared) {
   const Devices devices({.count = 2});
   const Replicas replicas = get_params(devices, small_task());

@@ -290,9 +290,8 @@ std::unique_ptr<Strategy> make_kvstore_strategy(const World& world, const Task& 
   if (layerwise(options.optimizer)) known.kvstore.split_above = std::numeric_limits<std::int64_t>::max();
   if (!known.layout && any_on_gpus(world, options)) known.layout = Layout::kContiguous;  // as GPUs prefer; servers, too
   const DistSetting setting = connect_store(world, known);
-  const World peers = *world.split(setting.serves() ? 0 : 1);
   if (setting.serves()) return make_server_strategy(setting, task);
-  return std::make_unique<WorkerStrategy>(setting, peers, task);
+  return std::make_unique<WorkerStrategy>(setting, *setting.alike, task);
 }
 
 // A server by itself has no checkpoints to make: it has nothing to ask of the other servers.

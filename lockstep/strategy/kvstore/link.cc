@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "lockstep/base/text.h"
+#include "lockstep/collective/world/world_state.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy/kvstore/messages.h"
@@ -13,7 +14,9 @@ namespace {
 
 void find_roles(DistSetting& setting) {
   const World& world = setting.world;
-  const bool serves = setting.options.kvstore.serves.value_or(world.rank() < setting.options.kvstore.servers);
+  const KVStoreOptions& store = setting.options.kvstore;
+  const std::optional<bool> told = store.serves ? store.serves : WorldState::of(world).serves;
+  const bool serves = told.value_or(world.rank() < store.servers);
   const torch::Tensor all = world.all_gather(torch::tensor({serves ? 1 : 0}));
   for (int rank = 0; rank < world.size(); ++rank)
     (all[rank].item<std::int64_t>() == 1 ? setting.servers : setting.workers).push_back(rank);
@@ -21,7 +24,7 @@ void find_roles(DistSetting& setting) {
     throw UsageError({.what = concat(setting.servers.size(), " servers and ", setting.workers.size(), " workers among ",
                                      world.size(), " ranks; rank 0 has to be a server"),
                       .here = world.describe(),
-                      .next = "start at least one server and one worker, servers first: --servers 1 --ranks 2"});
+                      .next = "start at least one server and one worker: lockstep run --servers 1 --workers 2"});
   const std::vector<int>& alike = serves ? setting.servers : setting.workers;
   setting.number = index_of(alike, world.rank());
 }
@@ -85,6 +88,7 @@ DistSetting connect_store(const World& world, const StrategyOptions& options) {
     throw UsageError({.what = "--clip-norm where several servers update: none of them knows the norm of all gradients",
                       .next = "take one server, or dist_sync with --update-on-kvstore false"});
   connect_pairs(setting);
+  setting.alike = world.split(setting.serves() ? 0 : 1);
   return setting;
 }
 

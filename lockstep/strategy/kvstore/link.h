@@ -112,7 +112,8 @@ struct DistSetting {
   StrategyOptions options;
   std::vector<int> servers{};  // their ranks, in order
   std::vector<int> workers{};
-  int number = 0;  // of this rank, among the servers or the workers
+  int number = 0;                // of this rank, among the servers or the workers
+  std::optional<World> alike{};  // the servers, or the workers
   std::vector<StoreLink>
       to_clients{};  // of a server: the workers in order; then, for all but the first, the first server
   std::vector<StoreLink> to_servers{};  // of a client; the first server is a client of the others

@@ -14,6 +14,7 @@
 //   kPushPull    the same, values in parts                   values of the slices in the same parts
 //   kPull                                                    ReplyHeader; values of the slices
 //   kPullRows    numbers of rows                             the rows
+//   kDelays                                                  Delays (lockstep/kvstore.h)
 //   kState                                                   per slice: the optimizer's state and the value
 //   kAlive                                                   none
 //   kGoodbye                                                 none
@@ -36,7 +37,18 @@
 
 namespace lockstep {
 
-enum class Request : std::int64_t { kInit, kOptimizer, kPush, kPushPull, kPull, kPullRows, kState, kAlive, kGoodbye };
+enum class Request : std::int64_t {
+  kInit,
+  kOptimizer,
+  kPush,
+  kPushPull,
+  kPull,
+  kPullRows,
+  kDelays,
+  kState,
+  kAlive,
+  kGoodbye
+};
 
 struct RequestHeader {
   Request request = Request::kGoodbye;

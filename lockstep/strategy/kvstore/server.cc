@@ -148,6 +148,7 @@ class ThreadedServer final : public KVServer {
       case Request::kPushPull: push(client, request); break;
       case Request::kPull: pull(client, request); break;
       case Request::kPullRows: pull_rows(client, request); break;
+      case Request::kDelays: send_delays(client); break;
       case Request::kState: send_states(client, request); break;
       case Request::kAlive:
       case Request::kGoodbye: break;
@@ -312,8 +313,10 @@ class ThreadedServer final : public KVServer {
   void apply(Lock& lock, int worker, const RequestHeader& request) {
     if (request.trained && request.push.samples > 0) {
       wait(lock, "older gradients", [&] { return gate_.may_update(worker); });
-      statistics_.add_gradient(request.push.samples, request.devices, table_.delay(worker, request.slices));
-      statistics_.add_update(request.push.samples);
+      if (request.slices.size() > 0) {  // else other servers have these keys
+        statistics_.add_gradient(request.push.samples, request.devices, table_.delay(worker, request.slices));
+        statistics_.add_update(request.push.samples);
+      }
       gate_.update(worker);
     }
     table_.merge(request.slices, ServerTable::Workers(worker, worker + 1),
@@ -385,6 +388,11 @@ class ThreadedServer final : public KVServer {
     const torch::Tensor values = region.view({-1, request.bytes}).index_select(0, rows);
     lock.unlock();
     link.send_bytes(values.flatten());
+  }
+
+  void send_delays(int worker) {
+    const DelayHistogram found = statistics().delays;
+    clients_[worker].link.send(Delays{.gradients = found.gradients(), .max = found.max(), .mean = found.mean()});
   }
 
   void send_states(int client, const RequestHeader& request) {

@@ -67,9 +67,9 @@ std::size_t Store::number_of(const std::string& name) const {
 template <class Call>
 void Store::for_each_range(const Names& names, std::initializer_list<const DeviceTensors*> tensors,
                            const Call& call) const {
-  for (const DeviceTensors* const each : tensors) require_on_devices(names, *each);
   std::vector<std::size_t> numbers;  // all of them before the first call: an unknown name leaves nothing half done
   for (const std::string& name : names) numbers.push_back(number_of(name));
+  for (const DeviceTensors* const each : tensors) require_fitting(names, *each);
   for (std::size_t first = 0, last = 0; first < names.size(); first = last) {
     const std::size_t key = numbers[first];
     for (last = first + 1; last < names.size() && numbers[last] == key + last - first;) ++last;
@@ -84,13 +84,29 @@ void Store::for_each_range(const Names& names, std::initializer_list<const Devic
   }
 }
 
-// Throws DeviceError.
-void Store::require_on_devices(const Names& names, const DeviceTensors& tensors) const {
-  if (devices_ == nullptr) return;
-  for (int device = 0; device < std::min(devices_->size(), to_int(tensors.size())); ++device)
+// Throws UsageError, DeviceError.
+void Store::require_fitting(const Names& names, const DeviceTensors& tensors) const {
+  const int most = devices_ != nullptr ? devices_->size() : to_int(tensors.size());
+  const bool is_for_all = tensors.size() == 1 || std::ssize(tensors) == most;
+  const auto has_all = [&](const auto& of_device) { return of_device.size() == names.size(); };
+  if (tensors.empty() || !is_for_all || !std::ranges::all_of(tensors, has_all))
+    throw UsageError({.what = concat("tensors for ", tensors.size(), " devices in a call of a store with ", most),
+                      .likely = "a list for a key is too short or too long",
+                      .next = "give each of the keys one tensor, or one for each device"});
+  for (int device = 0; device < std::ssize(tensors); ++device)
     for (std::size_t i = 0; i < names.size(); ++i)
-      if (const torch::Tensor& tensor = tensors[to_size(device)].at(i); tensor.defined())
-        require_device(tensor, devices_->where(device), concat("the tensor of ", names[i], " for the store"));
+      if (const torch::Tensor& tensor = tensors[device].at(i); tensor.defined())
+        require_fitting(number_of(names[i]), tensor, device);
+}
+
+void Store::require_fitting(std::size_t key, const torch::Tensor& tensor, int device) const {
+  if (tensor.sizes() != sizes_[key] || tensor.scalar_type() != keys_[key].dtype)
+    throw UsageError({.what = concat("a tensor of shape ", tensor.sizes(), " ", c10::toString(tensor.scalar_type()),
+                                     " for the key ", names_[key], ", whose value has shape ",
+                                     torch::IntArrayRef(sizes_[key]), " ", c10::toString(keys_[key].dtype)),
+                      .next = "give tensors like the one that init() was given"});
+  if (devices_ != nullptr && device < devices_->size())
+    require_device(tensor, devices_->where(device), concat("the tensor of ", names_[key], " for the store"));
 }
 
 void Store::push(const Names& names, const DeviceTensors& values, const PushOptions& options) {

@@ -77,7 +77,8 @@ class Store : public KVStore {
  private:
   Tensors sum_on_cpu(const DeviceTensors& values, std::size_t first_key);
   std::size_t number_of(const std::string& name) const;
-  void require_on_devices(const Names& names, const DeviceTensors& tensors) const;
+  void require_fitting(const Names& names, const DeviceTensors& tensors) const;
+  void require_fitting(std::size_t key, const torch::Tensor& tensor, int device) const;
   template <class Call>
   void for_each_range(const Names& names, std::initializer_list<const DeviceTensors*> tensors, const Call& call) const;
 

@@ -24,6 +24,23 @@ class KVWorker : public Store {
     if (std::uncaught_exceptions() == 0) say_goodbye(setting_.to_servers);
   }
 
+  int rank() const override { return setting_.number; }
+  int workers() const override { return setting_.alike->size(); }
+  void barrier() override { setting_.alike->barrier(); }
+
+  Delays delays() override {
+    Delays all;
+    const auto add = [&all](Server& server) {
+      const auto of = server.link.receive<Delays>();
+      all.max = std::max(all.max, of.max);
+      all.gradients += of.gradients;
+      if (all.gradients > 0) all.mean += (of.mean - all.mean) * fraction(of.gradients, all.gradients);
+    };
+    if (keys().empty()) return all;
+    exchange([](Server& server) { server.link.send(RequestHeader{.request = Request::kDelays}); }, add);
+    return all;
+  }
+
   using Store::pull;
   using Store::push;
   using Store::push_pull;

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <thread>
 
+#include "agent/start/launcher.h"
 #include "lockstep/deadline.h"
 #include "lockstep/strategy/kvstore/server.h"
 #include "tests/worlds.h"
@@ -251,8 +252,29 @@ TEST(KVStore, is_made_on_workers_while_servers_serve) {
       EXPECT_TRUE(torch::equal(into[0][0], torch::full({6}, -static_cast<float>(step))));
     }
     EXPECT_EQ(store->bytes_pushed(), 3 * 6 * 4);
+    EXPECT_EQ(store->rank(), world.rank() - 2);
+    EXPECT_EQ(store->workers(), 3);
+    store->barrier();
+    EXPECT_EQ(store->delays().gradients, 3 * 3 * 2);  // both servers have a part of each
+    EXPECT_EQ(store->delays().max, 0);
+    EXPECT_THROW(store->push({"a"}, {{torch::ones({5})}}), UsageError);
+    EXPECT_THROW(store->pull({"a"}, {{torch::ones({6}, torch::kFloat64)}}), UsageError);
   });
   EXPECT_EQ(servers, 2);
+}
+
+// Also among some of the ranks. They are started in a process of its own: one with threads should not fork.
+TEST(KVStore, has_the_servers_that_the_launcher_has_started) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto rank = [] {
+    const World all = World::from_env();
+    for (const World& world : {all, *all.split(all.rank() % 2)}) {
+      const auto store = KVStore::create("dist_sync", world);
+      if ((store == nullptr) != (all.rank() < 2)) return 3;
+    }
+    return 0;
+  };
+  EXPECT_EXIT(std::exit(launch({.ranks = 4, .servers = 2}, rank).exit_code), ::testing::ExitedWithCode(0), "");
 }
 
 // ---- Who is slow or lost

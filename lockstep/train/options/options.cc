@@ -163,7 +163,7 @@ std::vector<Option> update_table(TrainOptions& o) {
       choice(
           "--optimizer", optimizer_names(), [&optimizer] { return name_of(optimizer); }, choose, kSame, "update rule"),
       of_optimizer<double>("--lr", "lr", optimizer, "learning rate", from_zero("give one such as 0.05")),
-      of_optimizer<double>("--momentum", "momentum", optimizer, "sgd and lars"),
+      of_optimizer<double>("--momentum", "momentum", optimizer, "sgd, lars and rmsprop"),
       of_optimizer<bool>("--nesterov", "nesterov", optimizer, "sgd only"),
       of_optimizer<double>("--weight-decay", "weight_decay", optimizer, "shrinks the weights in each step"),
       option("--clip-norm", s.clipping.max_norm, kSame, "largest 2-norm of all gradients together; 0: off",

@@ -190,8 +190,7 @@ int devices_in_all(const TrainOptions& options, int ranks) {
 }
 
 bool is_server(const TrainOptions& options, const JobEnvironment& job) {
-  if (job.local_servers > 0) return job.local_rank < job.local_servers;
-  return job.rank < server_count(options);
+  return job.serves().value_or(job.rank < server_count(options));
 }
 
 std::vector<DevicePlace> places_of_rank(const TrainOptions& options, const JobEnvironment& job) {

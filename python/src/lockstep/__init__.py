@@ -3,8 +3,8 @@
 
 Two lines of a training loop change:
 
-    optimizer = lockstep.AdamW(model.parameters(), lr=1e-3)      # or SGD, Adam, LAMB, LARS
-    model = lockstep.DistributedDataParallel(model, optimizer)
+    model = lockstep.DistributedDataParallel(model)
+    optimizer = lockstep.AdamW(model.parameters(), lr=1e-3)      # or SGD, Adam, RMSprop …
 
 help(lockstep.DistributedDataParallel) says what that does. lockstep is also a backend of torch.distributed, over which
 PyTorch's own DistributedDataParallel, FSDP and functional collectives run unmodified: the ranks of one machine exchange
@@ -53,17 +53,23 @@ from lockstep._C import (
 )
 from lockstep._meeting import keep_strangers_out, meet
 from lockstep._stop import catch_stop_signals, stop_requested, stop_signal
+from lockstep.averaging import Averaging
 from lockstep.batch_norm import SyncBatchNorm
 from lockstep.checkpoints import Checkpoints
 from lockstep.data import DataLoader, Sampler
 from lockstep.ddp import DistributedDataParallel
-from lockstep.optim import LAMB, LARS, SGD, Adam, AdamW, GradientNorm
+from lockstep.gradients import GradScaler, clip_grad_norm_, clip_grad_value_, mean_grad
+from lockstep.kvstore import KVStore
+from lockstep.optim import LAMB, LARS, SGD, Adagrad, Adam, AdamW, GradientNorm, RMSprop
 from lockstep.recovery import Recovery, recover
 from lockstep.timeline import Timeline
+from lockstep.world import World
 
 __all__ = [
+    "Adagrad",
     "Adam",
     "AdamW",
+    "Averaging",
     "CheckpointError",
     "Checkpoints",
     "DataError",
@@ -72,12 +78,15 @@ __all__ = [
     "DistributedDataParallel",
     "EnvironmentError",
     "Error",
+    "GradScaler",
     "GradientNorm",
+    "KVStore",
     "LAMB",
     "LARS",
     "MismatchError",
     "NonFiniteError",
     "PeerLost",
+    "RMSprop",
     "Recovery",
     "RendezvousError",
     "SGD",
@@ -86,7 +95,11 @@ __all__ = [
     "SystemError",
     "Timeline",
     "UsageError",
+    "World",
     "catch_stop_signals",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "mean_grad",
     "meet",
     "recover",
     "stop_requested",

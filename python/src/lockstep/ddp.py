@@ -6,7 +6,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,12 +17,34 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep import _C
-from lockstep._compiler import not_compiled
+from lockstep._compiler import never_compiled, not_compiled
+from lockstep._hooks import GradBucket, starter
 from lockstep._worlds import group_of, reference_to, world_of
 from lockstep.batch_norm import SyncBatchNorm
-from lockstep.optim import _Optimizer
+from lockstep.optim import _Optimizer, optimizers_of
 
 __all__ = ["DistributedDataParallel"]
+
+_connected = weakref.WeakSet()
+
+
+def make_mean_of(parameters: Iterable[torch.Tensor]) -> None:
+    """Calls mean_gradients() of each model that has one of these, in the order in which the models were made."""
+    for model in _models_of(parameters):
+        if not model.mean_in_grad:
+            model._replica.mean_gradients()
+
+
+def note_clipping(parameters: Iterable[torch.Tensor], clip: Callable[[], Any]) -> None:
+    """For join(): a rank without a batch does what it did with its last one."""
+    for model in _models_of(parameters):
+        model._clipping.append(clip)
+
+
+def _models_of(parameters):
+    parameters = set(parameters)
+    models = (each for each in _connected if not parameters.isdisjoint(each.module.parameters()))
+    return sorted(models, key=lambda each: each._number)
 
 
 def _tensors_in(value):
@@ -38,8 +62,8 @@ def _tensors_in(value):
 class DistributedDataParallel(nn.Module):
     """Data parallel training with a replica of the model in every rank, exchanged and updated by lockstep.
 
+        model = lockstep.DistributedDataParallel(model)
         optimizer = lockstep.AdamW(model.parameters(), lr=1e-3)
-        model = lockstep.DistributedDataParallel(model, optimizer)
         for x, y in loader:
             loss = loss_function(model(x), y)
             loss.backward()
@@ -52,16 +76,23 @@ class DistributedDataParallel(nn.Module):
 
     With one of lockstep's optimizers the ranks of a machine share one copy of the parameters and of the optimizer's
     state. If all ranks are on one machine nothing is sent: backward() leaves this rank's own gradient in .grad, and
-    step() sums the gradients of all ranks and updates in one pass. Otherwise, and with `mean_in_grad` or a `hook`,
-    gradients are all-reduced in buckets, and .grad is the mean after backward(). With any other optimizer give the model
-    alone: .grad is then the mean, and every rank has its own parameters.
+    step() sums the gradients of all ranks and updates in one pass; lockstep.clip_grad_norm_, clip_grad_value_, GradScaler
+    and mean_gradients() make .grad the mean before that. Otherwise, and with `mean_in_grad` or a `hook`,
+    gradients are all-reduced in buckets, and .grad is the mean after backward(). With any other optimizer, or several, .grad
+    is the mean, too, and every rank has its own parameters.
+
+    The optimizer may be made before and given, or after: the first forward() in training mode finds it, moves parameters
+    and state into shared memory, and waits for all ranks.
 
     The mean is over ranks, as in PyTorch. samples(n) before each backward() makes it one over samples, or tokens: a rank
     with m of all n counts m / n, if its loss is the mean over its own m.
 
     Args:
         module: on the CPU, or on CUDA in a build with it. Its parameters move to memory that the ranks share.
-        optimizer: holds no other parameters; makes no step before.
+        optimizer: of lockstep's or torch's; holds no other parameters; makes no step before. In its place `device_ids`.
+        device_ids, output_device, dim, init_sync, check_reduction, delay_all_reduce_named_params, param_to_hook_all_reduce,
+            mixed_precision, device_mesh, skip_all_reduce_unused_params: PyTorch's, for programs that have them. An error
+            where they ask for something else than what happens here.
         weights: "samples": each backward() counts as many samples as dimension 0 of the tensors given to forward() has;
             several forwards that it passes through add up. A number that is not known is an error. None: ranks count
             alike, and where dimension 0 differs between them a warning says so once.
@@ -81,7 +112,7 @@ class DistributedDataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[int | torch.device] | None = None,
         *,
         process_group: dist.ProcessGroup | None = None,
         weights: str | None = None,
@@ -95,16 +126,23 @@ class DistributedDataParallel(nn.Module):
         hook: str | None = None,
         hook_amount: float = 0,
         algorithm: str = "direct",
+        **of_pytorch: Any,
     ) -> None:
         arguments = locals()
         super().__init__()
+        if isinstance(optimizer, (list, tuple)):  # PyTorch's second argument
+            of_pytorch, optimizer = {"device_ids": optimizer, **of_pytorch}, None
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"DistributedDataParallel(module, optimizer): {type(optimizer).__name__} is no optimizer")
+        _check_arguments_of_pytorch(module, of_pytorch)
         self.module = module
         self.process_group = process_group
-        elsewhere = ("self", "module", "optimizer", "process_group", "__class__")
+        elsewhere = ("self", "module", "optimizer", "process_group", "of_pytorch", "__class__")
         self._arguments = {name: value for name, value in arguments.items() if name not in elsewhere}
+        self._number = next(_numbers)
+        self._clipping = []  # of .grad, since the last forward() that trains
         self._connect(optimizer)
+        self._looks_for_optimizer = optimizer is None
 
     def _connect(self, optimizer):
         parameters = list(self.module.named_parameters(remove_duplicate=False))
@@ -113,7 +151,7 @@ class DistributedDataParallel(nn.Module):
         self._world = world_of(self.process_group, self.device)
         self._optimizer = optimizer
         self._buffers_known = dict(buffers)
-        self._parameters_known = {name: (each, each.dtype, each.device) for name, each in parameters}
+        self._parameters_known = {name: (each, each.dtype, each.device, each.requires_grad) for name, each in parameters}
         ours = isinstance(optimizer, _Optimizer)
         native = optimizer._make_native() if ours else None
         if optimizer is not None and not ours:
@@ -126,17 +164,63 @@ class DistributedDataParallel(nn.Module):
         if (mebibytes := self._arguments["bucket_cap_mb"]) is not None:
             options["bucket_bytes"] = max(1, int(mebibytes * 2**20))
         self._replica = _C.Replica(self._world, parameters, buffers, native, options)
+        _connected.add(self)
         if ours:
-            optimizer._adopt(native, attached=True, mean_in_grad=self._replica.mean_in_grad)
+            optimizer._adopt(native, weakref.WeakMethod(self._connect_again), self._replica.mean_in_grad)
             self._world.barrier()  # the optimizer's state is what every rank has written
+
+    @never_compiled
+    def _find_optimizer(self):
+        """All ranks come here with as many optimizers; one of them is then as if it had been given."""
+        self._looks_for_optimizer = False
+        found = optimizers_of(self.module.parameters())
+        counts = self._world.all_gather(torch.tensor(len(found), device=self.device)).tolist()
+        if len(set(counts)) > 1:
+            _C.mismatch_error(
+                f"the ranks have made {counts} optimizers of lockstep's for one model",
+                likely="an optimizer that some ranks only have made before the first forward()",
+                next="make the same optimizers on all ranks, then train",
+            )
+        trained = {each for each in self.module.parameters() if each.requires_grad}
+        if len(found) == 1 and trained <= found[0]._parameters():
+            self._reconnect(found[0])
+        elif found:
+            warnings.warn(
+                "lockstep: several optimizers for one model, or one that leaves out parameters that are not frozen: each rank "
+                "has its own parameters, which is slower. One optimizer with several parameter groups shares them",
+                stacklevel=4,
+            )
+
+    @never_compiled
+    def _reconnect(self, optimizer):
+        no_sync = self._replica.no_sync
+        self._connect(optimizer)
+        self._replica.no_sync = no_sync
+
+    def _connect_again(self, added):
+        """The optimizer will have these, too."""
+        if not set(added) <= set(self.module.parameters()):
+            _C.usage_error(
+                "a parameter group of parameters that the module did not have when DistributedDataParallel was made",
+                next="change the model first, then make optimizer and DistributedDataParallel",
+            )
+        self._optimizer, self._looks_for_optimizer = None, True
 
     # ---- A step
 
     @not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward. Blocks in nothing and sends nothing."""
-        self._require_same_parameters()
+        """The module's forward. In training mode it waits for all ranks where it has to look for the optimizer: the first one, if
+        none was given; and one after parameters were added to the optimizer or unfrozen. No other waits."""
+        thawed = self._require_same_parameters()
+        if self.training and torch.is_grad_enabled():
+            if self._looks_for_optimizer:
+                self._find_optimizer()
+            elif thawed:
+                self._reconnect(self._optimizer)
         self._require_same_buffers()
+        if self.training and torch.is_grad_enabled():
+            self._clipping = []
         self._replica.enter_forward(self.training)
         output = self.module(*inputs, **kwargs)
         self._replica.leave_forward()
@@ -145,11 +229,15 @@ class DistributedDataParallel(nn.Module):
             self._replica.watch(list(_tensors_in(output)), sizes.pop() if len(sizes) == 1 else math.nan)
         return output
 
+    @never_compiled
     def _require_same_parameters(self):
+        """Returns whether one is trained now that was frozen before."""
         now = dict(self.module.named_parameters(remove_duplicate=False))
-        for name, (parameter, dtype, device) in self._parameters_known.items():
+        thawed = False
+        for name, (parameter, dtype, device, trained) in self._parameters_known.items():
             found = now.pop(name, None)
             if found is parameter and found.dtype == dtype and found.device == device:
+                thawed = thawed or (found.requires_grad and not trained)
                 continue
             is_now = "gone" if found is None else f"{found.dtype} on {found.device}"
             _C.usage_error(
@@ -164,7 +252,9 @@ class DistributedDataParallel(nn.Module):
                 likely="a layer that was added after that: each rank would train it alone",
                 next="change the model first, then make optimizer and DistributedDataParallel",
             )
+        return thawed
 
+    @never_compiled
     def _require_same_buffers(self):
         now = dict(self.module.named_buffers(remove_duplicate=False))
         for name in now.keys() | self._buffers_known.keys():
@@ -174,6 +264,16 @@ class DistributedDataParallel(nn.Module):
                     likely="a module that assigns it: self.name = ...; rank 0's would go to the old one",
                     next="write into it: self.name.copy_(...), self.name.lerp_(...)",
                 )
+
+    @contextmanager
+    def mean_gradients(self) -> Iterator[None]:
+        """Between the last backward() of a step and step(), on every rank: inside it, and from then on, .grad is the mean over
+        all ranks. What all ranks do alike with .grad counts; step() uses what it finds there.
+
+        Blocks until all ranks are here. Costs a pass over the gradients of all ranks; where mean_in_grad says that .grad is
+        the mean anyway, nothing. Raises MismatchError on all ranks (some are in another call), UsageError."""
+        self._replica.mean_gradients()
+        yield
 
     def samples(self, count: int) -> None:
         """The next backward() counts this many samples of this rank, or tokens. 0: nothing, even if its gradient is NaN.
@@ -187,6 +287,7 @@ class DistributedDataParallel(nn.Module):
 
         Blocks as backward() does. Raises UsageError for a model with SyncBatchNorm."""
         self._require_no_sync_batch_norm("skip_batch()")
+        self._clipping = []
         self._replica.skip_batch(joined=False)
 
     @contextmanager
@@ -203,12 +304,21 @@ class DistributedDataParallel(nn.Module):
     def join(self, divide_by_initial_world_size: bool = True, enable: bool = True) -> Iterator[None]:
         """For ranks that may have different numbers of batches: around the loop, with one step() per batch.
 
-        A rank that leaves the loop takes part in the steps of the others without a batch, until none has any. The sum of
+        A rank that leaves the loop takes part in the steps of the others without a batch, until none has any, and clips by
+        lockstep's functions as in its last step. Without a batch in this loop it does not know how: if the others clip, that is an
+        error on all ranks, as whatever else they do with .grad before step(). The sum of
         gradients is divided by the number of all ranks, as in PyTorch, or with divide_by_initial_world_size=False by that
         of the ranks that have a batch; where samples are counted, in both cases by these. The learning rate has to be
-        the same on all ranks then, too. Needs the optimizer. Raises UsageError for a model with SyncBatchNorm."""
+        the same on all ranks then, too. Waits for all ranks where it has to look for the optimizer, as forward() does. Raises
+        UsageError: there is none; a model with SyncBatchNorm."""
+        if enable and self._looks_for_optimizer:
+            self._find_optimizer()
         if enable and self._optimizer is None:
-            _C.usage_error("join() without an optimizer", next="give DistributedDataParallel the optimizer as well")
+            _C.usage_error(
+                "join() without an optimizer",
+                likely="another optimizer than lockstep's, or several, made after DistributedDataParallel",
+                next="DistributedDataParallel(model, optimizer)",
+            )
         if enable:
             self._require_no_sync_batch_norm("join()")
         yield
@@ -218,6 +328,11 @@ class DistributedDataParallel(nn.Module):
             self._replica.skip_batch(joined=divide_by_initial_world_size)
             if self.samples_of_last_batch == 0:
                 return
+            clipping, self._clipping = self._clipping, []
+            for clip in clipping:
+                clip()
+            if isinstance(self._optimizer, _Optimizer):
+                self._optimizer._clipping = self._optimizer._clipped
             self._optimizer.step()
             self._optimizer.zero_grad()
 
@@ -289,15 +404,55 @@ class DistributedDataParallel(nn.Module):
 
     def __setstate__(self, state):
         super().__setstate__(state)
+        self._number, self._clipping = next(_numbers), []
+        self._looks_for_optimizer = True
         self.process_group = group_of(state["process_group"])
         self._connect(None)
 
-    def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Not here: give DistributedDataParallel the name of a hook."""
-        _C.usage_error("register_comm_hook()", next='DistributedDataParallel(..., hook="bf16"), or another of its names')
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], torch.futures.Future]) -> None:
+        """As PyTorch's: hook(state, bucket) returns the future of the mean over all ranks, by the collectives of
+        torch.distributed. Before training, once, on all ranks. Blocks until all ranks are here.
+
+        Gradients then go through buckets, and .grad is the mean. `hook` of the constructor names hooks of lockstep's own."""
+        if self._arguments["hook"] is not None:
+            _C.usage_error("a second communication hook", next="register one hook")
+        self._arguments["hook"] = starter(self.size, state, hook)
+        self._reconnect(self._optimizer)
 
 
-_CONNECTIONS = ("_world", "_replica", "_optimizer", "_buffers_known", "_parameters_known")
+_numbers = itertools.count()
+_CONNECTIONS = ("_world", "_replica", "_optimizer", "_looks_for_optimizer", "_buffers_known", "_parameters_known", "_clipping")
+
+
+def _check_arguments_of_pytorch(module, given):
+    """Each argument has these values here; with any of them it means what it means in PyTorch."""
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    accepted = {
+        "device_ids": (None, []) if device.index is None else (None, [], [device], [device.index]),
+        "output_device": (None, device, device.index),
+        "dim": (0,),
+        "init_sync": (True, False),  # the ranks' parameters are those of rank 0 in any case
+        "check_reduction": (True, False),
+        "skip_all_reduce_unused_params": (True, False),
+        "delay_all_reduce_named_params": (None,),
+        "param_to_hook_all_reduce": (None,),
+        "mixed_precision": (None,),
+        "device_mesh": (None,),
+    }
+    for name, value in given.items():
+        if name not in accepted:
+            raise TypeError(f"DistributedDataParallel got an unexpected argument {name}={value}")
+        if (list(value) if isinstance(value, tuple) else value) not in accepted[name]:
+            _C.usage_error(
+                f"DistributedDataParallel({name}={value}) of a module on {device}",
+                likely="an argument for PyTorch's, which asks for something else than what lockstep does",
+                next="leave it out"
+                + {
+                    "device_ids": ": the module's own device is used",
+                    "mixed_precision": ", and use torch.autocast",
+                    "device_mesh": ", and give process_group",
+                }.get(name, ""),
+            )
 
 
 def _require_parameters_of(module, optimizer):

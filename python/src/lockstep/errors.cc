@@ -73,12 +73,16 @@ void bind_errors(py::module_& module) {
   for (const char* kind : kKinds) classes()[kind] = add_class(module, kind, base);
   py::register_exception_translator(&translate);
   set_autograd_runner(&raising_in_python);
-  module.def(
-      "usage_error",
-      [](const std::string& what, const std::string& here, const std::string& likely, const std::string& next) {
-        throw UsageError({.what = what, .here = here, .likely = likely, .next = next});
-      },
-      py::arg("what"), py::kw_only(), py::arg("here") = "", py::arg("likely") = "", py::arg("next") = "");
+  const auto define = [&]<class Kind>(const char* name, std::type_identity<Kind>) {
+    module.def(
+        name,
+        [](const std::string& what, const std::string& here, const std::string& likely, const std::string& next) {
+          throw Kind({.what = what, .here = here, .likely = likely, .next = next});
+        },
+        py::arg("what"), py::kw_only(), py::arg("here") = "", py::arg("likely") = "", py::arg("next") = "");
+  };
+  define("usage_error", std::type_identity<UsageError>());
+  define("mismatch_error", std::type_identity<MismatchError>());
 }
 
 }  // namespace lockstep::python

@@ -9,6 +9,7 @@ PYBIND11_MODULE(_C, module) {
   bind_errors(module);
   bind_data(module);
   bind_world(module);
+  bind_kvstore(module);
   bind_optimizers(module);
   bind_replica(module);
   bind_recovery(module);

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGD, Adam, AdamW, LAMB and LARS: torch.optim.Optimizers whose step() is lockstep's C++.
+"""SGD, Adam, AdamW, RMSprop, Adagrad, LAMB and LARS: torch.optim.Optimizers whose step() is lockstep's C++.
 
 Given to a DistributedDataParallel, the ranks of a machine share one copy of the parameters and of the state, and step()
 sums the gradients of all ranks and updates in one pass over memory. Without one, step() uses each parameter's .grad.
+
+With an option that they do not have (amsgrad, maximize, dampening, centered) these names make torch's own optimizer, and say so.
 
 Schedulers, parameter groups, hooks and closures work as in torch.optim. state_dict() and load_state_dict() have torch's
 format: a checkpoint of torch.optim.AdamW continues with lockstep.AdamW, and the other way round.
@@ -11,22 +13,32 @@ format: a checkpoint of torch.optim.AdamW continues with lockstep.AdamW, and the
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lockstep import _C
 from lockstep._compiler import not_compiled, optimizer_method
 
-__all__ = ["SGD", "Adam", "AdamW", "LAMB", "LARS", "GradientNorm"]
+__all__ = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "LAMB", "LARS", "GradientNorm"]
 
 # torch.amp.GradScaler says so to every optimizer that applies the loss scale itself, as those here do.
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
-# Options of torch's that lockstep does not have, and the value that each may have.
+# Options of torch's that lockstep does not have, and the value that each may have in a parameter group.
 _ONLY = {"dampening": 0, "amsgrad": False, "maximize": False, "capturable": False, "differentiable": False}
+
+_made = weakref.WeakSet()
+
+
+def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[_Optimizer]:
+    """Those of lockstep's that hold some of these, no others, and belong to no DistributedDataParallel."""
+    parameters = set(parameters)
+    return [each for each in _made if not each._attached and (held := each._parameters()) and held <= parameters]
 
 
 class GradientNorm:
@@ -118,10 +130,30 @@ class _Optimizer:
     _native = None  # made by the first step(), or by DistributedDataParallel
     _pushed = []  # the options that it has, of each group
     _stepped = []  # the parameters that it has, of each group
-    _attached = False  # to a DistributedDataParallel
+    _connect_again = None  # weak: a method of the DistributedDataParallel that it belongs to, for other parameters
     _mean_in_grad = True
     _norm = None  # what clip_grad_norm() has returned for the next step
-    _clipping = (0.0, 0.0)  # of the next step: largest norm, largest value
+    _clipping = _clipped = (0.0, 0.0)  # in the next step, in the last one: largest norm, largest value
+
+    def __new__(cls, *arguments: Any, **options: Any) -> torch.optim.Optimizer:
+        """torch's optimizer, if it is asked for what lockstep's does not have."""
+        asked = [f"{name}={options[name]}" for name, only in cls._only.items() if options.get(name, only) != only]
+        if not asked:
+            return super().__new__(cls)
+        theirs = next(each for each in cls.__mro__ if each.__module__.startswith("torch.optim."))
+        warnings.warn(
+            f"lockstep: {cls.__name__} with {', '.join(asked)} is torch's own: each rank has its own parameters, which is slower",
+            stacklevel=2,
+        )
+        return theirs(*arguments, **options)
+
+    @property
+    def _attached(self):
+        """To a DistributedDataParallel, which has not been told to connect it again."""
+        return self._native is not None and self._connect_again is not None
+
+    def _parameters(self):
+        return {parameter for group in self.param_groups for parameter in group["params"]}
 
     # ---- step()
 
@@ -138,6 +170,11 @@ class _Optimizer:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._native is None and self._connect_again is not None:
+            _C.usage_error(
+                "step() right after a parameter group was added",
+                next="call add_param_group() after step(), before the next forward()",
+            )
         native = self._native or self._adopt(self._make_native())
         self._push_options(native)
         native.set_clipping(*self._clipping)
@@ -153,7 +190,7 @@ class _Optimizer:
             self._step_scaled(native, grad_scaler)
         if self._norm is not None:
             self._norm._value = native.gradient_norm
-        self._norm, self._clipping = None, (0.0, 0.0)
+        self._norm, self._clipped, self._clipping = None, self._clipping, (0.0, 0.0)
         return loss
 
     def clip_grad_norm(self, max_norm: float) -> GradientNorm:
@@ -174,12 +211,11 @@ class _Optimizer:
         """As torch.amp.GradScaler.step(): without a step if a gradient of any rank is not finite."""
         mine = scaler._per_optimizer_states[id(self)]
         if mine["stage"] is OptState.UNSCALED:
-            if not self._mean_in_grad:
+            if not self._mean_in_grad and not getattr(scaler, "makes_mean", False):
                 _C.usage_error(
-                    "GradScaler.unscale_() where .grad is this rank's own gradient",
+                    "torch.amp.GradScaler.unscale_() where .grad is this rank's own gradient",
                     likely="clipping between unscale_() and step()",
-                    next="leave it out and clip with optimizer.clip_grad_norm(); or make DistributedDataParallel with "
-                    "mean_in_grad=True",
+                    next="lockstep.GradScaler in its place; or leave unscale_() out and clip with optimizer.clip_grad_norm()",
                 )
             if not any(float(found_inf) for found_inf in mine["found_inf_per_device"].values()):
                 native.step()
@@ -210,7 +246,7 @@ class _Optimizer:
         values = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
         if "betas" in group:
             values["beta1"], values["beta2"] = (float(beta) for beta in group["betas"])
-        for name in ("eps", "momentum", "nesterov", "trust"):
+        for name in ("eps", "momentum", "nesterov", "alpha", "lr_decay", "trust"):
             if name in group:
                 values[name] = float(group[name])
         return values
@@ -233,12 +269,13 @@ class _Optimizer:
 
     @not_compiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch.optim.Optimizer; before DistributedDataParallel is made. Raises UsageError after that."""
-        if self._attached:
-            _C.usage_error(
-                "a parameter group was added after DistributedDataParallel was made",
-                next="add all groups before it, or make DistributedDataParallel anew",
-            )
+        """As torch.optim.Optimizer, on all ranks alike. With a DistributedDataParallel the model's next forward() in training mode
+        waits for all ranks; backward() and step() follow it. Raises UsageError: parameters that are not the model's."""
+        _made.add(self)
+        parameters = param_group["params"]
+        param_group["params"] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if self._attached and (connect_again := self._connect_again()):
+            connect_again(param_group["params"])
         if self._native is not None:
             self._detach()
         optimizer_method("add_param_group")(self, param_group)
@@ -246,14 +283,20 @@ class _Optimizer:
     # ---- The C++ side
 
     def _make_native(self):
+        if any(is_traceable_wrapper_subclass(each) for each in self._parameters()):
+            _C.usage_error(
+                f"lockstep.{type(self).__name__} of parameters that are DTensors, or another tensor made of tensors",
+                likely="FSDP or tensor parallelism, where each rank has parts of the parameters and updates them itself",
+                next=f"torch.optim.{type(self).__name__}; the backend lockstep carries what these exchange",
+            )
         groups = [(group["params"], self._values(group)) for group in self.param_groups]
         rule = max((values for _, values in groups), key=lambda values: values.get("momentum", 0))
         return _C.Optimizer(self._name, groups, rule)
 
-    def _adopt(self, native, attached=False, mean_in_grad=True):
-        """From now on `native` steps. It gets the state that there is."""
+    def _adopt(self, native, connect_again=None, mean_in_grad=True):
+        """From now on `native` steps. It gets the state that there is. connect_again: of the model that it belongs to, if any."""
         self._detach()
-        self._native, self._attached, self._mean_in_grad = native, attached, mean_in_grad
+        self._native, self._connect_again, self._mean_in_grad = native, connect_again, mean_in_grad
         self._pushed = [self._values(group) for group in self.param_groups]
         self._stepped = [list(group["params"]) for group in self.param_groups]
         state, self._unattached = self._unattached, {}
@@ -265,7 +308,7 @@ class _Optimizer:
         """Takes the state out of the C++ side, which is given up."""
         if self._native is not None:
             self._unattached = self._copied_state()
-        self._native, self._attached = None, False
+        self._native = None
 
     # ---- State
 
@@ -293,6 +336,8 @@ class _Optimizer:
         state = self._native.state_of(parameter)
         if not self._keeps_step:
             state.pop("step", None)
+        elif "step" in state and torch.get_default_dtype() == torch.float64:
+            state["step"] = state["step"].double()  # as torch has it then
         return _StateOfParameter(self, parameter, state)
 
     def _set_state(self, parameter, state):
@@ -330,28 +375,53 @@ class _Optimizer:
     def __setstate__(self, state):
         rest = {name: value for name, value in state.items() if name != "state"}
         super().__setstate__(rest)
+        _made.add(self)
         if "state" in state:
             self.state = state["state"]
 
 
 class SGD(_Optimizer, torch.optim.SGD):
-    """torch.optim.SGD. Dampening must be 0."""
+    """torch.optim.SGD."""
 
     _name = "sgd"
     _keeps_step = False
 
 
 class Adam(_Optimizer, torch.optim.Adam):
-    """torch.optim.Adam, without amsgrad and decoupled_weight_decay: use AdamW."""
+    """torch.optim.Adam. decoupled_weight_decay: use AdamW."""
 
     _name = "adam"
     _only = {**_ONLY, "decoupled_weight_decay": False}
 
 
 class AdamW(_Optimizer, torch.optim.AdamW):
-    """torch.optim.AdamW, without amsgrad."""
+    """torch.optim.AdamW."""
 
     _name = "adamw"
+
+
+class RMSprop(_Optimizer, torch.optim.RMSprop):
+    """torch.optim.RMSprop."""
+
+    _name = "rmsprop"
+    _only = {**_ONLY, "centered": False}
+
+    def _set_state(self, parameter, state):
+        if "square_avg" in state and any(group["momentum"] > 0 for group in self.param_groups):
+            state = {"momentum_buffer": torch.zeros_like(state["square_avg"]), **state}  # torch has none in a group without momentum
+        super()._set_state(parameter, state)
+
+
+class Adagrad(_Optimizer, torch.optim.Adagrad):
+    """torch.optim.Adagrad."""
+
+    _name = "adagrad"
+    _only = {**_ONLY, "initial_accumulator_value": 0}
+
+    def _state_of(self, parameter):
+        """torch's has a state before the first step."""
+        first = {"step": torch.tensor(0.0), "sum": torch.zeros_like(parameter, requires_grad=False)}
+        return super()._state_of(parameter) or _StateOfParameter(self, parameter, first)
 
 
 class LAMB(_Optimizer, torch.optim.Optimizer):

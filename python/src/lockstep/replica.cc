@@ -154,8 +154,15 @@ class Replica : public std::enable_shared_from_this<Replica> {
   // Takes part in an exchange without a backward(). joined: where ranks count alike, this one still does. Blocks.
   void skip_batch(bool joined) {
     given_samples_.reset();
+    has_mean_ = false;
     ddp_.begin_backward(joined ? BatchWeight::kJoined : BatchWeight::kNone);
     ddp_.end_backward();
+  }
+
+  // Every backward() comes through begin(): what has changed .grad since the last call was written by hand.
+  void mean_gradients() {
+    if (!has_mean_) ddp_.mean_gradients();
+    has_mean_ = true;
   }
 
   void set_no_sync(bool on) {
@@ -228,6 +235,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
   // Autograd has reached an output, or the gradient of a parameter (null).
   void begin(const Output* reached) {
     if (in_backward_ || !adds_to_parameters()) return;
+    has_mean_ = false;
     const auto backward = std::make_shared<Backward>(shared_from_this());
     try {
       const auto forwards = forwards_of_this_backward(reached);
@@ -292,8 +300,33 @@ class Replica : public std::enable_shared_from_this<Replica> {
   NoSyncGuard no_sync_;
   bool in_backward_ = false;
   bool accumulates_ = false;
-  double factor_ = 1;  // of the gradients of this backward()
+  bool has_mean_ = false;                               // mean_gradients() was called since the last backward()
+  double factor_ = 1;                                   // of the gradients of this backward()
   std::vector<std::pair<NodePtr, Hook*>> on_gradient_;  // of parameters_
+};
+
+// Calls start() of _hooks.py, and what that returns.
+class PythonHook : public CommunicationHook {
+ public:
+  explicit PythonHook(py::object start) : start_(held(std::move(start))) {}
+
+  Finish start(const World&, const GradientBucket& bucket) override {
+    const py::gil_scoped_acquire gil;
+    return [finish = held((*start_)(bucket.number, bucket.flat, bucket.parameters, bucket.is_last))] {
+      const py::gil_scoped_acquire gil;
+      (*finish)();
+    };
+  }
+
+ private:
+  static std::shared_ptr<py::object> held(py::object object) {
+    return {new py::object(std::move(object)), [](py::object* last) {
+              const py::gil_scoped_acquire gil;
+              delete last;
+            }};
+  }
+
+  std::shared_ptr<py::object> start_;
 };
 
 Options options_of(const py::dict& given) {
@@ -311,7 +344,9 @@ Options options_of(const py::dict& given) {
   take("ignored", options.ignored);
   take("sparse_parameters", options.sparse_parameters);
   options.algorithm = value_named<Algorithm>(given["algorithm"].cast<std::string>(), "algorithm");
-  if (const auto hook = given["hook"].cast<std::optional<std::string>>())
+  if (const py::object hook = given["hook"]; PyCallable_Check(hook.ptr()))
+    options.hook = std::make_shared<PythonHook>(hook);
+  else if (const auto hook = given["hook"].cast<std::optional<std::string>>())
     options.hook =
         make_hook({.kind = value_named<Compression>(*hook, "hook"), .amount = given["hook_amount"].cast<double>()});
   return options;
@@ -349,6 +384,8 @@ void bind_replica(py::module_& module) {
       .def("leave_forward", &Replica::leave_forward)
       .def("watch", &Replica::watch)
       .def("set_samples", &Replica::set_samples)
+      .def(
+          "mean_gradients", [](Replica& replica) { replica.mean_gradients(); }, Release())
       .def("skip_batch", &Replica::skip_batch, Release(), py::arg("joined"))
       .def_property("no_sync", &Replica::no_sync, &Replica::set_no_sync)
       .def_property_readonly("accumulates", &Replica::accumulates)

@@ -6,11 +6,22 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bindings.h"
+#include "lockstep/base/names.h"
 #include "lockstep/collective/c10d/backend.h"
 #include "lockstep/collective/meet/rendezvous.h"
 #include "lockstep/collective/world/world_state.h"
 #include "lockstep/sync_batch_norm.h"
 #include "lockstep/timeline.h"
+
+namespace lockstep {
+
+template <>
+inline constexpr std::array kNames<ReduceOp> = {
+    Named{"sum", ReduceOp::kSum},      Named{"mean", ReduceOp::kMean},     Named{"product", ReduceOp::kProduct},
+    Named{"min", ReduceOp::kMin},      Named{"max", ReduceOp::kMax},       Named{"bit_and", ReduceOp::kBitAnd},
+    Named{"bit_or", ReduceOp::kBitOr}, Named{"bit_xor", ReduceOp::kBitXor}};
+
+}  // namespace lockstep
 
 namespace lockstep::python {
 namespace {
@@ -47,10 +58,44 @@ std::tuple<StorePtr, int, int> meet_launched_ranks(std::chrono::milliseconds tim
   return {connect_process_group(job, timeout), job.rank, job.world_size};
 }
 
+// Calls that block. Undefined tensors are None in Python.
+void bind_collectives(py::class_<World>& world) {
+  const auto def = [&world](const char* name, auto call) { world.def(name, call, Release()); };
+  using Tensor = torch::Tensor;
+  def("group", &World::group);
+  def("split", &World::split);
+  def("barrier", &World::barrier);
+  def("all_reduce", [](const World& all, const Tensor& tensor, const std::string& op) {
+    all.all_reduce(tensor, value_named<ReduceOp>(op, "op"));
+  });
+  def("reduce", [](const World& all, const Tensor& tensor, int root, const std::string& op) {
+    all.reduce(tensor, {.op = value_named<ReduceOp>(op, "op"), .root = root});
+  });
+  def("broadcast", &World::broadcast);
+  def("all_gather", [](const World& all, const Tensor& tensor) { return all.all_gather(tensor); });
+  def("gather", &World::gather);
+  def("scatter", [](const World& all, const std::optional<Tensor>& parts, const Tensor& output, int root) {
+    all.scatter(parts.value_or(Tensor()), output, root);
+  });
+  def("reduce_scatter", [](const World& all, const Tensor& tensor, const std::string& op) {
+    return all.reduce_scatter(tensor, {.op = value_named<ReduceOp>(op, "op")});
+  });
+  def("all_to_all", [](const World& all, const Tensor& tensor, const std::vector<std::int64_t>& send_rows) {
+    return all.all_to_all(tensor, {.send_rows = send_rows});
+  });
+  def("send", &World::send);
+  def("receive", [](const World& all, const Tensor& tensor, std::optional<int> from, int tag) {
+    return all.receive(tensor, {.from = from.value_or(kAnyRank), .tag = tag});
+  });
+  def("copy", [](const World& all) { return *all.split(0); });
+}
+
 }  // namespace
 
 void bind_world(py::module_& module) {
-  py::class_<World>(module, "World")
+  py::class_<World> world(module, "World");
+  bind_collectives(world);
+  world.def_static("single", [] { return World::single(); })
       .def_static(
           "from_env", [](const torch::Device& device) { return World::from_env(options_for(device)); }, Release())
       .def_static(
@@ -61,9 +106,10 @@ void bind_world(py::module_& module) {
           Release())
       .def_property_readonly("rank", &World::rank)
       .def_property_readonly("size", &World::size)
-      .def("barrier", &World::barrier, Release())
-      .def(
-          "copy", [](const World& world) { return *world.split(0); }, Release());
+      .def_property_readonly("local_rank", &World::local_rank)
+      .def_property_readonly("local_size", &World::local_size)
+      .def_property_readonly("node_rank", &World::node_rank)
+      .def("describe", &World::describe);
   py::class_<Timeline>(module, "Timeline")
       .def(py::init([](const World& world, const std::string& file, std::int64_t first, std::int64_t end) {
              return std::make_unique<Timeline>(world, file, StepRange{first, end});

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// lockstep/torch_dataset.h: a dataset of torch::data in lockstep's loader. Included by itself.
+//
+//   lockstep::TorchDataset data(torch::data::datasets::MNIST("mnist").map(torch::data::transforms::Normalize<>(0.13, 0.31)));
+//   auto loader = lockstep::make_loader(world, std::move(data), {.batch_size = 64});
+//
+// Flow:    a torch::data dataset -> here -> lockstep/loader.h
+// Owns:    the dataset
+// Threads: the loader's workers; get_batch() is called by one at a time
+// Ranks:   as lockstep/dataset.h
+#pragma once
+
+#include <torch/data/datasets/base.h>
+#include <torch/data/example.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/dataset.h"
+
+namespace lockstep {
+
+// D: get_batch() returns examples of a tensor and a target, in a list or stacked, and size() is known.
+template <class D>
+class TorchDataset final : public Dataset {
+ public:
+  explicit TorchDataset(D dataset, std::string name = "torch::data")
+      : state_(std::make_shared<State>(std::move(dataset))), name_(std::move(name)) {}
+
+  std::string name() const override { return name_; }
+  std::int64_t size() const override { return static_cast<std::int64_t>(state_->dataset.size().value()); }
+
+  Batch make_batch(std::span<const std::int64_t> indices) const override {
+    if (indices.empty() && size() > 0) {  // of the samples' shape
+      const std::int64_t first = 0;
+      const Batch one = make_batch({&first, 1});
+      return {one.data.narrow(0, 0, 0), one.target.narrow(0, 0, 0)};
+    }
+    const std::vector<std::size_t> wanted(indices.begin(), indices.end());
+    const std::lock_guard lock(state_->mutex);
+    auto found = state_->dataset.get_batch(wanted);
+    if constexpr (requires { found.target; }) {
+      return {found.data, found.target};
+    } else {
+      std::vector<torch::Tensor> data, targets;
+      for (const auto& example : found) data.push_back(example.data), targets.push_back(example.target);
+      return {torch::stack(data), torch::stack(targets)};
+    }
+  }
+
+ private:
+  struct State {
+    explicit State(D given) : dataset(std::move(given)) {}
+    std::mutex mutex;
+    D dataset;  // get_batch() is not const
+  };
+  std::shared_ptr<State> state_;
+  std::string name_;
+};
+
+}  // namespace lockstep
