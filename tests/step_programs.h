@@ -32,6 +32,18 @@ inline DistributedDataParallelOptions options_of(Sharing sharing) {
   return {.share_parameters = sharing != Sharing::kSeparate, .mean_in_grad = sharing == Sharing::kSharedThroughBuckets};
 }
 
+// Some numbers between -1 and 1. Ranks are threads here, which share torch's generator.
+inline torch::Tensor numbers(torch::IntArrayRef shape, int seed) {
+  const std::int64_t count = c10::multiply_integers(shape);
+  return torch::sin(torch::arange(count, torch::kFloat32) * 1.7 + seed).view(shape);
+}
+
+inline void set_numbers(const std::vector<torch::Tensor>& parameters) {
+  const torch::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    torch::Tensor(parameters[i]).copy_(numbers(parameters[i].sizes(), static_cast<int>(i)));
+}
+
 // One rank's model, optimizer and DistributedDataParallel. The loss is the mean of the outputs, for inputs of ones.
 struct Trainer {
   Trainer(World& all, Sharing sharing, const SGDOptions& options = {.lr = 0.1})

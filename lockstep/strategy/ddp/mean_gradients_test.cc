@@ -14,7 +14,9 @@ namespace {
 using testing::all_sharings;
 using testing::errors;
 using testing::expect_refused;
+using testing::numbers;
 using testing::options_of;
+using testing::set_numbers;
 using testing::Sharing;
 using testing::Trainer;
 
@@ -22,18 +24,6 @@ class MeanGradientsOfSize : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Sizes, MeanGradientsOfSize, ::testing::Values(1, 2, 3, 4, 7));
 class MeanGradients : public testing::EachSharing {};
 INSTANTIATE_TEST_SUITE_P(Sharings, MeanGradients, all_sharings(), [](const auto& info) { return name_of(info.param); });
-
-// Some numbers between -1 and 1. Ranks are threads here, which share torch's generator.
-torch::Tensor numbers(torch::IntArrayRef shape, int seed) {
-  const std::int64_t count = c10::multiply_integers(shape);
-  return torch::sin(torch::arange(count, torch::kFloat32) * 1.7 + seed).view(shape);
-}
-
-void set_numbers(const std::vector<torch::Tensor>& parameters) {
-  const torch::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < parameters.size(); ++i)
-    torch::Tensor(parameters[i]).copy_(numbers(parameters[i].sizes(), static_cast<int>(i)));
-}
 
 // Gradients of parameter i on a rank: whole numbers.
 torch::Tensor loss_of(const std::vector<torch::Tensor>& parameters, int rank) {

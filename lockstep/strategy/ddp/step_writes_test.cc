@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gradients and parameters that are written by hand, also in ways that torch's version counters do not see.
 #include <atomic>
+#include <functional>
+#include <stdexcept>
 
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/utils/clip_grad.h>
@@ -246,6 +248,113 @@ TEST(SharedStep, goes_on_from_16_bit_parameters_that_were_loaded) {
                        EXPECT_TRUE(torch::equal(parameter, torch::full_like(parameter, 2)));
                    }),
             IntVector<std::string>(2));
+}
+
+// ---- write_parameters(): each rank writes into copies of its own, and what all have written alike is written once.
+
+const std::vector<Sharing> kSharedInSomeWay{Sharing::kShared, Sharing::kSharedThroughBuckets};
+const std::vector<Sharing> kAnySharing{Sharing::kShared, Sharing::kSharedThroughBuckets, Sharing::kSeparate};
+
+void halve(const std::vector<torch::Tensor>& tensors) {
+  for (const torch::Tensor& tensor : tensors) torch::Tensor(tensor).mul_(0.5);
+}
+
+// Trains, halves all parameters in some way, trains on, on one rank and on three.
+void expect_halved(const std::function<void(Trainer&)>& halve_parameters,
+                   const std::vector<Sharing>& sharings = kAnySharing) {
+  for (const Sharing sharing : sharings) {
+    const auto train = [&](World& world) {
+      Trainer trainer(world, sharing);
+      trainer.ddp.write_parameters([&] { testing::set_numbers(trainer.net->parameters()); });
+      trainer.train(2);
+      halve_parameters(trainer);
+      trainer.train(2);
+      return trainer.values();
+    };
+    World single = World::single();
+    const auto expected = train(single);
+    run_ranks(3, [&](World& world) {
+      const auto found = train(world);
+      for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(torch::allclose(found[i], expected[i], 1e-5, 1e-7));
+    });
+  }
+}
+
+TEST(WriteParameters, may_depend_on_the_values_before) {
+  expect_halved([](Trainer& trainer) { trainer.ddp.write_parameters([&] { halve(trainer.net->parameters()); }); });
+}
+
+TEST(WriteParameters, may_go_through_tensors_that_were_made_before) {
+  expect_halved([](Trainer& trainer) {
+    std::vector<torch::Tensor> others;
+    for (const torch::Tensor& parameter : trainer.net->parameters()) others.push_back(parameter.detach().view({-1}));
+    trainer.ddp.write_parameters([&] { halve(others); });
+  });
+}
+
+TEST(WriteParameters, may_write_other_values_and_the_first_ones_again) {
+  expect_halved([](Trainer& trainer) {
+    trainer.ddp.write_parameters([&] {
+      const auto kept = trainer.values();
+      for (torch::Tensor& parameter : trainer.net->parameters()) parameter.fill_(9);
+      trainer.world.barrier();
+      for (std::size_t i = 0; i < kept.size(); ++i) trainer.net->parameters()[i].copy_(kept[i]);
+      halve(trainer.net->parameters());
+    });
+  });
+}
+
+TEST(WriteParameters, changes_nothing_in_shared_parameters_where_it_throws) {
+  const auto halve_after_a_failure = [](Trainer& trainer) {
+    const auto fail = [&] {
+      trainer.net->parameters()[1].fill_(9);
+      throw std::runtime_error("a file that is not there");
+    };
+    EXPECT_THROW(trainer.ddp.write_parameters(fail), std::runtime_error);
+    trainer.ddp.write_parameters([&] { halve(trainer.net->parameters()); });
+  };
+  expect_halved(halve_after_a_failure, kSharedInSomeWay);
+}
+
+TEST(WriteParameters, refuses_values_that_differ_and_names_parameter_and_ranks) {
+  for (const Sharing sharing : kAnySharing) {
+    const auto refused = errors(3, [&](World& world) {
+      Trainer trainer(world, sharing);
+      trainer.ddp.write_parameters([&] { trainer.net->parameters()[2].fill_(world.rank() == 1 ? 1 : 2); });
+    });
+    expect_refused(refused, "not the same on ranks 0, 2 and on ranks 1");
+    for (const std::string& error : refused) EXPECT_TRUE(contains(error, "1.weight"));
+  }
+}
+
+TEST(WriteParameters, refuses_parameters_that_were_written_by_hand_before) {
+  for (const Sharing sharing : kSharedInSomeWay)
+    expect_refused(errors(2,
+                          [&](World& world) {
+                            Trainer trainer(world, sharing);
+                            trainer.train(1);
+                            {
+                              const torch::NoGradGuard no_grad;
+                              trainer.net->parameters()[0].mul_(0.5);
+                            }
+                            trainer.ddp.write_parameters([&] { trainer.net->parameters()[1].fill_(1); });
+                          }),
+                   "was written between two steps");
+}
+
+TEST(WriteParameters, refuses_a_write_through_a_pointer_that_was_taken_before) {
+  for (const Sharing sharing : kSharedInSomeWay)
+    expect_refused(errors(2,
+                          [&](World& world) {
+                            Trainer trainer(world, sharing);
+                            auto* const bias = trainer.net->parameters()[1].data_ptr<float>();
+                            trainer.ddp.write_parameters([&] {
+                              world.barrier();
+                              bias[0] = 7;
+                              world.barrier();
+                            });
+                          }),
+                   "through a pointer");
 }
 
 TEST(SeparateStep, refuses_a_parameter_that_one_rank_writes_once_more) {
