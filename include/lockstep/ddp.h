@@ -166,9 +166,11 @@ class DistributedDataParallel {
   // Every rank has just written the same values into parameters, from a checkpoint for instance. Blocks until all have.
   void parameters_written();
 
-  // Calls write(), without autograd, in which every rank writes the same values into parameters; then
-  // parameters_written(). With LOCKSTEP_CHECK set (docs/correctness.md) parameters that the ranks of a machine share can
-  // be written in no other way.
+  // Calls write(), without autograd, in which every rank writes the same values into parameters. Blocks until all have.
+  // Parameters that the ranks of a machine share are copies of this rank's own meanwhile, also for tensors that share their
+  // storage, so that write() may read them, too. Where it throws, they have the values of before. With LOCKSTEP_CHECK set
+  // (docs/correctness.md) they can be written in no other way. Throws MismatchError on all ranks, naming a parameter whose
+  // values differ; UsageError: parameters were written by hand before, or through a pointer from before.
   void write_parameters(const std::function<void()>& write);
 
  private:

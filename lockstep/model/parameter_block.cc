@@ -2,8 +2,11 @@
 #include "lockstep/model/parameter_block.h"
 
 #include <cstring>
+#include <utility>
 
+#include <c10/core/CPUAllocator.h>
 #include <torch/csrc/autograd/variable.h>
+#include <xxhash.h>
 
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/log.h"
@@ -62,7 +65,7 @@ UsageError written(const std::string& name) {
 }  // namespace
 
 ParameterBlock::ParameterBlock(SharedMemory& memory, std::vector<NamedTensor> parameters)
-    : is_shared_(memory.size() > 1) {
+    : is_shared_(memory.size() > 1), is_first_(memory.rank() == 0) {
   for (const auto& [name, tensor] : parameters) static_cast<void>(dense_view(tensor));
   memory_ = memory.allocate_common(guarded_bytes(bytes_of(parameters)));
   std::byte* place = first_page(memory_.get());
@@ -97,6 +100,46 @@ void ParameterBlock::leave() noexcept try {
   memory_.reset();
 } catch (const std::exception& error) {
   log_warning(concat("parameters stay in memory that the ranks of this machine share: ", first_line_of(error)));
+}
+
+std::uint64_t ParameterBlock::hash() const {
+  std::uint64_t hash = 0;
+  for (const Entry& entry : entries_) hash = XXH3_64bits_withSeed(entry.place, entry.parameter.tensor.nbytes(), hash);
+  return hash;
+}
+
+ParameterBlock::Copies::Copies(ParameterBlock& block) : block_(block), hash_(block.hash()) {
+  block.require_in_place();
+  for (const auto& [parameter, place, version, samples] : block.entries_) {
+    const std::size_t bytes = parameter.tensor.nbytes();
+    if (bytes == 0) continue;
+    copies_.push_back({parameter.tensor.storage(), c10::GetCPUAllocator()->allocate(bytes), place, bytes});
+    std::memcpy(copies_.back().other.get(), place, bytes);
+  }
+  swap();
+}
+
+ParameterBlock::Copies::~Copies() {
+  swap();
+  if (!is_published_) block_.mark_written();  // with the values of before
+}
+
+void ParameterBlock::Copies::swap() {
+  for (Copy& copy : copies_) copy.other = copy.storage.set_data_ptr(std::move(copy.other));
+}
+
+void ParameterBlock::Copies::require_unseen() const {
+  if (block_.hash() == hash_) return;
+  throw UsageError({.what = "write_parameters() has written parameters through a pointer that was taken before",
+                    .likely = "numpy or another library with a view of a parameter: all ranks see such a write at once",
+                    .next = "take the view inside the function"});
+}
+
+void ParameterBlock::Copies::publish() {
+  is_published_ = true;
+  if (!block_.is_first_) return;
+  const ParameterWrite writing;
+  for (const Copy& copy : copies_) std::memcpy(const_cast<std::byte*>(copy.place), copy.storage.data(), copy.bytes);
 }
 
 void ParameterBlock::protect() {

@@ -48,6 +48,8 @@ class ParameterBlock {
   // other ranks. The last call. Where there is no memory it logs that.
   void leave() noexcept;
 
+  class Copies;
+
   // This rank is about to write its slice, after barrier 2; and has written it, before barrier 3.
   void begin_write() { write_.emplace(); }
   void end_write() { write_.reset(); }
@@ -58,6 +60,7 @@ class ParameterBlock {
 
  private:
   void protect();
+  std::uint64_t hash() const;  // of what all ranks see
 
   struct Entry {
     NamedTensor parameter;
@@ -66,11 +69,42 @@ class ParameterBlock {
     std::uint64_t samples;
   };
   const bool is_shared_;  // with other ranks
+  const bool is_first_;   // of these
   std::vector<Entry> entries_;
   DataWatch watch_;  // of the same tensors
   std::shared_ptr<std::byte> memory_;
   std::optional<PageGuard> guard_;
   std::optional<ParameterWrite> write_;
+};
+
+// While it exists, the parameters and all tensors that share their storage are copies of this rank's own: no other rank sees
+// what is written there. Without publish() it is forgotten.
+class ParameterBlock::Copies {
+ public:
+  // Throws UsageError: a parameter was written by hand before.
+  explicit Copies(ParameterBlock& block);
+  ~Copies();
+  Copies& operator=(Copies&&) = delete;
+
+  // Throws UsageError: the block itself was written.
+  void require_unseen() const;
+
+  // All ranks have written. The copies of the machine's first rank become the values of all after its next barrier.
+  void publish();
+
+ private:
+  void swap();
+
+  struct Copy {
+    c10::Storage storage;
+    at::DataPtr other;  // that the storage doesn't have now: the copy, or the place in the block
+    const std::byte* place;
+    std::size_t bytes;
+  };
+  ParameterBlock& block_;
+  const std::uint64_t hash_;
+  std::vector<Copy> copies_;
+  bool is_published_ = false;
 };
 
 // Gives those that are in a block memory of their own, whoever made the block.

@@ -53,6 +53,9 @@ class Guards {
   // The gradients of all ranks are there, in .grad or published. Throws UsageError, MismatchError.
   void after_exchange();
 
+  // All ranks have written parameters. Throws MismatchError on all, naming one whose values differ.
+  void require_same_values() const { check_.compare(parameters_, "after write_parameters()"); }
+
   // All ranks have written the same values into parameters.
   void parameters_written();
 

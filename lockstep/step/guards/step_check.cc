@@ -38,7 +38,12 @@ StepCheck::StepCheck(World world, int interval) : world_(std::move(world)), inte
 
 void StepCheck::exchanged(const std::vector<NamedTensor>& parameters) {
   ++exchanges_;
-  if (interval_ == 0 || world_.size() == 1 || exchanges_ % static_cast<unsigned>(interval_) != 0) return;
+  if (interval_ != 0 && exchanges_ % static_cast<unsigned>(interval_) == 0)
+    compare(parameters, concat("after ", exchanges_, " exchanges"));
+}
+
+void StepCheck::compare(const std::vector<NamedTensor>& parameters, const std::string& when) const {
+  if (world_.size() == 1) return;
   std::vector<std::int64_t> own;
   for (const auto& [name, tensor] : parameters) {
     const torch::Tensor values = dense_view(tensor.detach()).cpu();
@@ -48,12 +53,12 @@ void StepCheck::exchanged(const std::vector<NamedTensor>& parameters) {
   for (std::int64_t i = 0; i < all.size(1); ++i) {
     const torch::Tensor hashes = all.select(1, i);
     if (hashes.eq(hashes[0]).all().item<bool>()) continue;
-    throw MismatchError({.what = concat("parameter ", parameters[to_size(i)].name, " is ", ranks_by_value(hashes),
-                                        ", after ", exchanges_, " exchanges"),
-                         .here = world_.describe(),
-                         .likely = "a write on some ranks only, or ranks whose kernels round differently: other CPUs, "
-                                   "other numbers of threads",
-                         .next = "find the write; LOCKSTEP_CHECK=1 tells the step after which they differ"});
+    throw MismatchError(
+        {.what = concat("parameter ", parameters[to_size(i)].name, " is ", ranks_by_value(hashes), ", ", when),
+         .here = world_.describe(),
+         .likely = "a write on some ranks only, or ranks whose kernels round differently: other CPUs, "
+                   "other numbers of threads",
+         .next = "find the write; LOCKSTEP_CHECK=1 tells the step after which they differ"});
   }
 }
 

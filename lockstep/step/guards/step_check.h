@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "lockstep/base/process/page_guard.h"
@@ -27,6 +28,9 @@ class StepCheck {
   // Every n-th call compares; it blocks then, and sends 8 bytes per parameter and rank. Throws MismatchError on all
   // ranks, naming the first parameter that differs and the ranks.
   void exchanged(const std::vector<NamedTensor>& parameters);
+
+  // Compares now. `when` is for the error: "after 3 exchanges".
+  void compare(const std::vector<NamedTensor>& parameters, const std::string& when) const;
 
   // A hash of a part of the parameters' bytes, another part at each exchange: of 4 KiB or a hundredth of all, whichever is
   // more. So a hundred exchanges see each byte. 0: none is on the CPU, or LOCKSTEP_CHECK is 0.

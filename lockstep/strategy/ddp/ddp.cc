@@ -149,11 +149,16 @@ class DistributedDataParallel::Impl {
   }
 
   void write_parameters(const std::function<void()>& write) {
+    std::optional<ParameterBlock::Copies> copies;
+    if (block_) copies.emplace(*block_);
     {
-      const ParameterWrite writing;
       const torch::NoGradGuard no_grad;
       write();
     }
+    if (copies) copies->require_unseen();
+    guards_.require_same_values();
+    if (copies) copies->publish();
+    copies.reset();
     parameters_written();
   }
 
