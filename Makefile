@@ -77,8 +77,8 @@ versions:  ## `make test` with older releases of torch, each in a fresh clone: a
 frameworks: setup-check  ## all programs of python/tests/programs/, over lockstep and over Gloo: ten minutes
 	cmake --preset release
 	cmake --build --preset release -j $(JOBS) --target packaged
-	tests/python_test.py build/release stage
-	LOCKSTEP_ALL_PROGRAMS=1 tests/python_test.py build/release test_public_programs
+	python3 tests/python_test.py build/release stage
+	LOCKSTEP_ALL_PROGRAMS=1 python3 tests/python_test.py build/release test_public_programs
 
 # Before a release, and when concurrent code changes: each part takes at most an hour on two cores. docs/design/tested.md
 # keeps what was run when.

@@ -63,8 +63,13 @@ def _main_of(path):
 @contextlib.contextmanager
 def _process_group(backend, store, rank, size):
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    if backend == "gloo":
+        _kept.append(dist.group.WORLD)
     yield
     dist.destroy_process_group()
+
+
+_kept = []  # a hook's callback that is the last to hold Gloo's group ends the process: its thread would wait for itself
 
 
 def _scale_gradients_of_rank_0():
