@@ -79,10 +79,11 @@ enum class KVStoreKind {
 
 struct KVStoreOptions {
   KVStoreKind kind = KVStoreKind::kLocal;
-  int servers = 1;                       // dist_*: the first ranks of the world are servers ...
-  std::optional<bool> serves{};          // ... unless each rank says whether it is one, or `lockstep run --servers` did
-  bool update_on_kvstore = true;         // dist_sync: servers update; false: workers do
-  std::int64_t staleness = 4;            // dist_bounded: the largest delay of a gradient, in updates
+  int servers = 1;                // dist_*: the first ranks of the world are servers ...
+  std::optional<bool> serves{};   // ... unless each rank says whether it is one, or `lockstep run --servers` did
+  bool update_on_kvstore = true;  // dist_sync: servers update; false: workers do
+  std::int64_t staleness = 4;     // dist_bounded: the largest delay of a gradient, in updates
+  bool adapt_to_delay = true;     // dist_async, dist_bounded: docs/strategies/kvstore.md; false: MXNet's plain rule
   std::int64_t split_above = 1'000'000;  // elements from which a weight is split over the servers
 };
 

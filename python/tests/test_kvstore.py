@@ -131,6 +131,23 @@ def learns_asynchronously(kind, most):
         assert most is None or store.delays()[1] <= most, store.delays()
 
 
+def updates_by_rule(adapt_to_delay, expected):
+    """Worker 0 pushes twice, then worker 1 once; all gradients are 1."""
+    store = lockstep.KVStore.create("dist_async", adapt_to_delay=adapt_to_delay)
+    if store is None:
+        return
+    with store:
+        store.init("a", torch.zeros(2))
+        store.set_optimizer(lockstep.SGD, lr=1.0, momentum=0.5)
+        store.pull("a", out=torch.zeros(2))
+        for step, worker in enumerate((0, 0, 1)):
+            if store.rank == worker:
+                store.push("a", torch.ones(2))
+            store.barrier()
+            expect(store.pull("a", out=torch.zeros(2)), torch.full((2,), float(expected[step])))
+            store.barrier()
+
+
 def wrong_calls():
     expect_error(lockstep.UsageError, "dist_fast: there is no such value", lambda: lockstep.KVStore.create("dist_fast"))
     expect_error(lockstep.UsageError, "rank 0 has to be a server", lambda: lockstep.KVStore.create("dist_sync", servers=0))
@@ -288,6 +305,10 @@ class DistStore(unittest.TestCase):
     def test_asynchronous_kinds_learn_and_report_delays(self):
         run_ranks(3, learns_asynchronously, "dist_async", None, backend="gloo")
         run_ranks(3, learns_asynchronously, "dist_bounded", 1, backend="gloo")
+
+    def test_the_plain_rule_and_that_for_delays(self):
+        run_ranks(3, updates_by_rule, False, (-1, -2.5, -4.25), backend="gloo")  # one momentum: 1, 1.5, 1.75
+        run_ranks(3, updates_by_rule, True, (-0.75, -1.625, -2.375), backend="gloo")  # half the rate; Nesterov, one per worker
 
     def test_wrong_calls_are_errors_and_send_nothing(self):
         run_ranks(3, wrong_calls, backend="gloo")

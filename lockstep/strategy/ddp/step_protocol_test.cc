@@ -382,7 +382,11 @@ TEST(SharedStepThroughBuckets, finds_a_copy_that_one_machine_alone_has_written) 
     Trainer trainer(world, Sharing::kSharedThroughBuckets);
     trainer.train(2);
     world.barrier();
-    trainer.ddp.write_parameters([&] { trainer.net->parameters()[1].fill_(world.rank() < 2 ? 1 : 2); });
+    {
+      const torch::NoGradGuard no_grad;
+      trainer.net->parameters()[1].fill_(world.rank() < 2 ? 1 : 2);
+    }
+    trainer.ddp.parameters_written();
     trainer.train(2);
   });
   expect_refused(refused, "the ranks differ: the parameters of rank");

@@ -113,6 +113,7 @@ class ThreadedServer final : public KVServer {
     RequestHeader last_push{};  // the newest of trained keys
   };
 
+  bool adapts() const { return setting_.options.kvstore.adapt_to_delay; }
   KVStoreKind kind() const { return setting_.options.kvstore.kind; }
   int workers() const { return to_int(setting_.workers.size()); }
   bool is_worker(int client) const { return client < workers(); }
@@ -189,7 +190,7 @@ class ThreadedServer final : public KVServer {
   void set_optimizer(int worker) {
     auto options = clients_[worker].link.receive<UpdateOptions>();
     check(Received(name_of(worker)), options);
-    const bool own_state = kind() != KVStoreKind::kDistSync && workers() > 1;
+    const bool own_state = kind() != KVStoreKind::kDistSync && workers() > 1 && adapts();
     if (auto* sgd = std::get_if<SGDOptions>(&options.optimizer); sgd && own_state) sgd->nesterov = sgd->momentum > 0;
     Lock lock(mutex_);
     if (!table_.has_optimizer()) table_.set_optimizer(options, own_state);
@@ -306,8 +307,8 @@ class ThreadedServer final : public KVServer {
   // dist_async and dist_bounded: this worker's push by itself. dist_bounded first lets gradients go that this update would
   // make too old. The delay is counted here, under the lock under which the update is made: updates since the worker read.
   //
-  // The learning rate is scaled by the gradient's share of the global batch, so that the updates of a global batch move the
-  // weights as far as dist_sync's one. Momentum follows DANA-Slim (Hakimi et al., "Taming momentum in a distributed
+  // Unless the plain rule was asked for, the learning rate is scaled by the gradient's share of the global batch, so that the
+  // updates of a global batch move the weights as far as dist_sync's one. Momentum follows DANA-Slim (Hakimi et al., "Taming momentum in a distributed
   // asynchronous environment", 2019): each worker's gradients have a v of their own, and Nesterov's g + momentum * v
   // already counts what v adds next. One v for all would add to the momentum that delays act as (Mitliagkas et al., 2016).
   void apply(Lock& lock, int worker, const RequestHeader& request) {
@@ -320,7 +321,7 @@ class ThreadedServer final : public KVServer {
       gate_.update(worker);
     }
     table_.merge(request.slices, ServerTable::Workers(worker, worker + 1),
-                 {.learning_rate = request.push.learning_rate, .factor = share_of(worker)});
+                 {.learning_rate = request.push.learning_rate, .factor = adapts() ? share_of(worker) : 1});
     if (request.trained) count_push(worker);
   }
 

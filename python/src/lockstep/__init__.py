@@ -57,6 +57,7 @@ from lockstep.averaging import Averaging
 from lockstep.batch_norm import SyncBatchNorm
 from lockstep.checkpoints import Checkpoints
 from lockstep.data import DataLoader, Sampler
+from lockstep.towers import Devices
 from lockstep.ddp import DistributedDataParallel
 from lockstep.gradients import GradScaler, clip_grad_norm_, clip_grad_value_, mean_grad
 from lockstep.kvstore import KVStore
@@ -67,6 +68,7 @@ from lockstep.world import World
 
 __all__ = [
     "Adagrad",
+    "Devices",
     "Adam",
     "AdamW",
     "Averaging",

@@ -17,6 +17,7 @@ void bind_data(py::module_& module);    // datasets, loader and sampler
 void bind_world(
     py::module_& module);  // torch.distributed's backend, World, batch normalisation over its ranks, Timeline
 void bind_kvstore(py::module_& module);     // KVStore
+void bind_devices(py::module_& module);     // Devices
 void bind_optimizers(py::module_& module);  // SGD, Adam, AdamW, …
 void bind_replica(py::module_& module);     // DistributedDataParallel
 void bind_recovery(py::module_& module);    // Checkpoints, what Recovery keeps

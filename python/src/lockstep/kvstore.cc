@@ -45,10 +45,11 @@ class OpenStore {
 
 // None on a server, once all workers have gone.
 std::unique_ptr<OpenStore> create(const std::string& kind, const World& world, int servers, std::int64_t staleness,
-                                  std::int64_t split_above, int devices) {
+                                  bool adapt_to_delay, std::int64_t split_above, int devices) {
   const KVStoreOptions store{.kind = value_named<KVStoreKind>(kind, "kvstore"),
                              .servers = servers,
                              .staleness = staleness,
+                             .adapt_to_delay = adapt_to_delay,
                              .split_above = split_above};
   std::unique_ptr<Devices> threads;
   if (devices > 0) threads = std::make_unique<Devices>(DevicesOptions{.count = devices, .timeout = world.timeout()});

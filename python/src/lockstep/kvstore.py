@@ -59,7 +59,14 @@ class KVStore:
 
     @staticmethod
     def create(
-        kind: str = "local", *, world: World | None = None, servers: int = 1, staleness: int = 4, devices: int = 0, split_above: int = 1_000_000
+        kind: str = "local",
+        *,
+        world: World | None = None,
+        servers: int = 1,
+        staleness: int = 4,
+        adapt_to_delay: bool = True,
+        devices: int = 0,
+        split_above: int = 1_000_000,
     ) -> KVStore | None:
         """A store of this kind: local, local_update_cpu, local_allreduce_cpu, local_allreduce_device; dist_sync, dist_async,
         dist_bounded. On a server it blocks until every worker has closed its store, then returns None.
@@ -68,6 +75,8 @@ class KVStore:
             world: whose ranks are servers and workers, with a dist_ kind; all of them call. None: those of World.from_env().
             servers: the first ranks of the world, unless `lockstep run --servers` has said which.
             staleness: with dist_bounded, the largest delay of a gradient.
+            adapt_to_delay: with dist_async and dist_bounded, a gradient's learning rate is times its share of the samples, and
+                each worker has a momentum of its own. False: MXNet's plain rule, one optimizer for all gradients.
             split_above: elements from which a value is split over the servers.
             devices: threads that add up and copy, each with its share of the cores. 0: the calling thread.
 
@@ -78,7 +87,7 @@ class KVStore:
             ranks = world._native if world else world_of(None, torch.device("cpu"))
         if any(store._world is ranks for store in _open):
             _C.usage_error("a second KVStore of these ranks while the first is open", next="close() the first one")
-        native = _C.KVStore.create(kind, ranks, servers, staleness, split_above, devices)
+        native = _C.KVStore.create(kind, ranks, servers, staleness, adapt_to_delay, split_above, devices)
         return native and KVStore(native, kind, ranks)
 
     def init(self, key: Keys, value: Values, *, buffer: bool = False) -> None:

@@ -10,6 +10,7 @@ PYBIND11_MODULE(_C, module) {
   bind_data(module);
   bind_world(module);
   bind_kvstore(module);
+  bind_devices(module);
   bind_optimizers(module);
   bind_replica(module);
   bind_recovery(module);
