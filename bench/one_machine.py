@@ -75,8 +75,18 @@ SYSTEMS = {
 }
 
 
+def memory_of_ranks():
+    """Of all ranks together, what they share counted once: MiB. Parameters, gradients and the optimizer's state, after backward()."""
+    with open("/proc/self/smaps_rollup") as file:
+        kibibytes = next(int(line.split()[1]) for line in file if line.startswith("Pss:"))
+    total = torch.tensor(kibibytes / 1024)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return round(total.item())
+
+
 def job(case, name, steps):
-    """What a rank does. Rank 0 prints the seconds of its steps."""
+    """What a rank does. Rank 0 prints the seconds of its steps, and the memory of all ranks."""
     backend, make = SYSTEMS[name]
     if backend:
         dist.init_process_group(backend)
@@ -85,15 +95,17 @@ def job(case, name, steps):
     model, loss_of = bert(batch) if case == "bert" else of_the_peers(case, batch)
     wrapped, optimizer, clip = make(model)
     seconds = []
-    for _ in range(WARM_UP + steps):
+    for step in range(WARM_UP + steps):
         start = time.perf_counter()
         loss_of(wrapped).backward()
+        if step == WARM_UP - 1:
+            mebibytes = memory_of_ranks()
         clip()
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
     if int(os.environ.get("RANK", 0)) == 0:
-        print(json.dumps({"seconds": seconds[WARM_UP:]}), flush=True)
+        print(json.dumps({"seconds": seconds[WARM_UP:], "mebibytes": mebibytes}), flush=True)
     if backend:
         dist.destroy_process_group()
 
@@ -115,8 +127,9 @@ def measure(case, arguments):
     rounds = {name: [statistics.median(each["seconds"]) for each in runs] for name, runs in found.items()}
     for name, of_rounds in rounds.items():
         spread = common.spread([1e3 * seconds for seconds in of_rounds])
-        print(f"{case:12} {name:26} {1e3 * medians[name]:8.1f} ms ({spread})  {medians[name] / base:5.2f} x", flush=True)
-    return {name: {"seconds": medians[name], "round_medians": rounds[name]} for name in SYSTEMS}
+        mebibytes = max(each["mebibytes"] for each in found[name])
+        print(f"{case:12} {name:26} {1e3 * medians[name]:8.1f} ms ({spread})  {medians[name] / base:5.2f} x  {mebibytes:6} MiB", flush=True)
+    return {name: {"seconds": medians[name], "round_medians": rounds[name], "mebibytes": max(each["mebibytes"] for each in found[name])} for name in SYSTEMS}
 
 
 def main():

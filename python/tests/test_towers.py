@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """lockstep.towers: the devices of one process compute what one does."""
 
+import collections
 import os
 import sys
 import threading
@@ -122,6 +123,14 @@ class Towers(unittest.TestCase):
             found = devices.run(lambda index: (torch.is_grad_enabled(), (torch.ones(2, 2) @ torch.ones(2, 2)).dtype))
         self.assertEqual(found, [(False, torch.bfloat16)] * 2)
         self.assertEqual(devices.run(lambda index: torch.is_grad_enabled()), [True, True])
+
+    def test_parts_are_of_the_kind_of_the_batch(self):
+        devices, kind = lockstep.Devices(2), collections.namedtuple("Pair", "x y")
+        for batch in (kind(torch.arange(5), torch.arange(5)), (torch.arange(5), torch.arange(5)), [torch.arange(5)] * 2):
+            first, last = towers.split_and_load(devices, batch)
+            self.assertIs(type(first), type(batch))
+            expect(list(first), [torch.arange(3)] * 2)
+            expect(list(last), [torch.arange(3, 5)] * 2)
 
     def test_wrong_calls_are_errors_that_say_so(self):
         devices = lockstep.Devices(2)

@@ -85,7 +85,9 @@ def split_and_load(devices: Devices, batch: Any, *, even: bool = False) -> list[
     if len({len(each) for each in values}) != 1:
         _C.usage_error(f"a batch of tensors with {[len(each) for each in values]} samples", next="give each the same dimension 0")
     parts = zip(*(split_and_load(devices, each, even=even) for each in values))
-    return [dict(zip(batch, part)) if isinstance(batch, Mapping) else type(batch)(part) for part in parts]
+    if isinstance(batch, Mapping):
+        return [dict(zip(batch, part)) for part in parts]
+    return [type(batch)(*part) if hasattr(batch, "_fields") else type(batch)(part) for part in parts]
 
 
 def losses(devices: Devices, loss: Callable[[Any, Any], torch.Tensor], towers: Sequence[Tower], shards: Sequence[Any]) -> list[Any]:
