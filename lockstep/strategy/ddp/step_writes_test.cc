@@ -292,6 +292,16 @@ TEST(WriteParameters, may_go_through_tensors_that_were_made_before) {
   });
 }
 
+TEST(WriteParameters, may_be_called_inside_another_one) {
+  expect_halved([](Trainer& trainer) {
+    trainer.ddp.write_parameters([&] {
+      trainer.net->parameters()[0].mul_(0.25);
+      trainer.ddp.write_parameters([&] { halve(trainer.net->parameters()); });
+      trainer.net->parameters()[0].mul_(4);
+    });
+  });
+}
+
 TEST(WriteParameters, may_write_other_values_and_the_first_ones_again) {
   expect_halved([](Trainer& trainer) {
     trainer.ddp.write_parameters([&] {
