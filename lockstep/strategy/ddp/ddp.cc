@@ -149,6 +149,9 @@ class DistributedDataParallel::Impl {
   }
 
   void write_parameters(const std::function<void()>& write) {
+    if (is_writing_) return write();  // inside another one
+    is_writing_ = true;
+    const std::shared_ptr<void> ends(nullptr, [this](void*) { is_writing_ = false; });
     std::optional<ParameterBlock::Copies> copies;
     if (block_) copies.emplace(*block_);
     {
@@ -288,6 +291,7 @@ class DistributedDataParallel::Impl {
   double exchange_seconds_ = 0;
   Statistics statistics_;  // exchanges and waiting_seconds; exchange_ counts the rest
   bool no_sync_ = false;
+  bool is_writing_ = false;
 };
 
 DistributedDataParallel::DistributedDataParallel(World world, torch::nn::Module& module, const Options& options)
