@@ -121,22 +121,23 @@ ParameterBlock::Copies::Copies(ParameterBlock& block) : block_(block), hash_(blo
 
 ParameterBlock::Copies::~Copies() {
   swap();
-  if (!is_published_) block_.mark_written();  // with the values of before
+  if (is_accepted_) block_.mark_written();  // with the values of before
 }
 
 void ParameterBlock::Copies::swap() {
   for (Copy& copy : copies_) copy.other = copy.storage.set_data_ptr(std::move(copy.other));
 }
 
-void ParameterBlock::Copies::require_unseen() const {
+void ParameterBlock::Copies::require_unseen() {
   if (block_.hash() == hash_) return;
+  is_accepted_ = false;
   throw UsageError({.what = "write_parameters() has written parameters through a pointer that was taken before",
                     .likely = "numpy or another library with a view of a parameter: all ranks see such a write at once",
-                    .next = "take the view inside the function"});
+                    .next = "take the view inside the function, and let go of it there"});
 }
 
 void ParameterBlock::Copies::publish() {
-  is_published_ = true;
+  is_accepted_ = false;  // before all ranks have them
   if (!block_.is_first_) return;
   const ParameterWrite writing;
   for (const Copy& copy : copies_) std::memcpy(const_cast<std::byte*>(copy.place), copy.storage.data(), copy.bytes);

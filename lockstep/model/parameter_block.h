@@ -87,7 +87,7 @@ class ParameterBlock::Copies {
   Copies& operator=(Copies&&) = delete;
 
   // Throws UsageError: the block itself was written.
-  void require_unseen() const;
+  void require_unseen();
 
   // All ranks have written. The copies of the machine's first rank become the values of all after its next barrier.
   void publish();
@@ -104,7 +104,7 @@ class ParameterBlock::Copies {
   ParameterBlock& block_;
   const std::uint64_t hash_;
   std::vector<Copy> copies_;
-  bool is_published_ = false;
+  bool is_accepted_ = true;  // what is in the block at the end
 };
 
 // Gives those that are in a block memory of their own, whoever made the block.

@@ -124,6 +124,14 @@ class Towers(unittest.TestCase):
         self.assertEqual(found, [(False, torch.bfloat16)] * 2)
         self.assertEqual(devices.run(lambda index: torch.is_grad_enabled()), [True, True])
 
+    def test_random_numbers_follow_torchs_seed(self):
+        devices = lockstep.Devices(2)
+        draw = lambda seed: (torch.manual_seed(seed), devices.run(lambda index: torch.rand(5)), devices.run(lambda index: torch.rand(5)))[1:]
+        first = draw(1)
+        expect(draw(1), first)
+        others = [*draw(2)[0], first[0][1], first[1][0], torch.rand(5)]
+        self.assertFalse(any(torch.equal(first[0][0], other) for other in others))
+
     def test_parts_are_of_the_kind_of_the_batch(self):
         devices, kind = lockstep.Devices(2), collections.namedtuple("Pair", "x y")
         for batch in (kind(torch.arange(5), torch.arange(5)), (torch.arange(5), torch.arange(5)), [torch.arange(5)] * 2):
@@ -138,8 +146,15 @@ class Towers(unittest.TestCase):
         expect_error(lockstep.UsageError, "[3, 4] samples", lambda: towers.split_and_load(devices, (torch.ones(3), torch.ones(4))))
         expect_error(lockstep.UsageError, "another number of tensors", lambda: towers.all_reduce(devices, [torch.ones(3)]))
         expect_error(lockstep.UsageError, "there is no such value", lambda: towers.all_reduce(devices, [torch.ones(3)] * 2, "fast"))
+        expect_error(lockstep.UsageError, "a batch of ['int']", lambda: towers.split_and_load(devices, [1, 2]))
+        expect_error(lockstep.UsageError, "16 bits", lambda: towers.flat_blocks([nn.Linear(2, 2).half()]))
+        apart = lockstep.Devices(2)
+        nested = lambda index: towers.all_reduce(apart, [torch.ones(3)] * 2)
+        expect_error(lockstep.UsageError, "inside Devices.run()", lambda: apart.run(nested))
+        again = lockstep.Devices(2)
+        expect_error(lockstep.UsageError, "inside run()", lambda: again.run(lambda index: again.run(print)))
         several = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())]
-        expect_error(lockstep.UsageError, "several dtypes", lambda: towers.flat_blocks(several))
+        expect_error(lockstep.UsageError, "2 dtypes", lambda: towers.flat_blocks(several))
         expect_error(lockstep.MismatchError, "", lambda: towers.all_reduce(devices, [torch.ones(3), torch.ones(4)]))
         error = expect_error(KeyError, "one device's", lambda: lockstep.Devices(2).run(self.fail_on_1))
         self.assertIn("fail_on_1", "".join(traceback.format_tb(error.__traceback__)))

@@ -43,7 +43,7 @@ void StepCheck::exchanged(const std::vector<NamedTensor>& parameters) {
 }
 
 void StepCheck::compare(const std::vector<NamedTensor>& parameters, const std::string& when) const {
-  if (world_.size() == 1) return;
+  if (world_.size() == 1 || parameters.empty()) return;
   std::vector<std::int64_t> own;
   for (const auto& [name, tensor] : parameters) {
     const torch::Tensor values = dense_view(tensor.detach()).cpu();
@@ -58,7 +58,8 @@ void StepCheck::compare(const std::vector<NamedTensor>& parameters, const std::s
          .here = world_.describe(),
          .likely = "a write on some ranks only, or ranks whose kernels round differently: other CPUs, "
                    "other numbers of threads",
-         .next = "find the write; LOCKSTEP_CHECK=1 tells the step after which they differ"});
+         .next = "let all ranks read the same file and draw from the same seed; LOCKSTEP_CHECK=1 tells the step after "
+                 "which they differ"});
   }
 }
 

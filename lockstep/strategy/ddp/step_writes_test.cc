@@ -337,6 +337,19 @@ TEST(WriteParameters, refuses_values_that_differ_and_names_parameter_and_ranks) 
   }
 }
 
+TEST(WriteParameters, on_one_rank_alone_is_refused_at_once) {
+  for (const Sharing sharing : kSharedInSomeWay)
+    expect_refused(errors(2,
+                          [&](World& world) {
+                            Trainer trainer(world, sharing);
+                            trainer.train(1);
+                            if (world.rank() == 0)
+                              trainer.ddp.write_parameters([&] { halve(trainer.net->parameters()); });
+                            trainer.train(1);
+                          }),
+                   sharing == Sharing::kShared ? "parameters_written()" : "all_gather");
+}
+
 TEST(WriteParameters, refuses_parameters_that_were_written_by_hand_before) {
   for (const Sharing sharing : kSharedInSomeWay)
     expect_refused(errors(2,

@@ -116,7 +116,7 @@ std::vector<Option> strategy_table(TrainOptions& o) {
       option("--staleness", s.kvstore.staleness, same_if(kvstore && s.kvstore.kind == KVStoreKind::kDistBounded),
              "kvstore dist_bounded: largest delay of a gradient, in updates"),
       option("--adapt-to-delay", s.kvstore.adapt_to_delay, same_if(kvstore),
-             "kvstore dist_async: false: the plain rule, one optimizer for all workers' gradients"),
+             "kvstore dist_async, dist_bounded: false: one optimizer for all workers' gradients"),
       option("--split-above", s.kvstore.split_above, kMayChange,
              "kvstore: elements from which a weight is split over the servers"),
       option("--stages", s.pipeline.stages, kMayChange, "pipeline: how many, or the pieces of each, such as 0-4,5-9"),

@@ -57,18 +57,17 @@ from lockstep.averaging import Averaging
 from lockstep.batch_norm import SyncBatchNorm
 from lockstep.checkpoints import Checkpoints
 from lockstep.data import DataLoader, Sampler
-from lockstep.towers import Devices
 from lockstep.ddp import DistributedDataParallel
 from lockstep.gradients import GradScaler, clip_grad_norm_, clip_grad_value_, mean_grad
 from lockstep.kvstore import KVStore
 from lockstep.optim import LAMB, LARS, SGD, Adagrad, Adam, AdamW, GradientNorm, RMSprop
 from lockstep.recovery import Recovery, recover
 from lockstep.timeline import Timeline
+from lockstep.towers import Devices
 from lockstep.world import World
 
 __all__ = [
     "Adagrad",
-    "Devices",
     "Adam",
     "AdamW",
     "Averaging",
@@ -77,6 +76,7 @@ __all__ = [
     "DataError",
     "DataLoader",
     "DeviceError",
+    "Devices",
     "DistributedDataParallel",
     "EnvironmentError",
     "Error",

@@ -357,8 +357,9 @@ class DistributedDataParallel(nn.Module):
     def write_parameters(self, write: Callable[[], Any]) -> Any:
         """Calls write(), in which every rank writes the same values into parameters, and returns what it returns.
 
-        Blocks until all ranks have written. Meanwhile each has copies of the parameters, which write() may read, too; where
-        it raises, they have the values of before. Raises MismatchError on all ranks: a parameter's values differ; UsageError:
+        Blocks until all ranks have written. Where ranks share parameters, each writes into copies, which write() may read, too:
+        as many bytes for each rank as the parameters. A view of numpy's must not be kept. Where write() raises, shared parameters
+        have the values of before. Raises MismatchError on all ranks: a parameter's values differ; UsageError:
         one was written by hand before, or through numpy's view from before."""
         results = []
         self._replica.write_parameters(lambda: results.append(write()))

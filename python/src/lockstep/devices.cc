@@ -9,7 +9,9 @@
 
 #include "bindings.h"
 #include "lockstep/average_nets.h"
+#include "lockstep/data/loader/random.h"
 #include "lockstep/error.h"
+#include "lockstep/strategy/devices/thread_generator.h"
 #include "lockstep/strategy/option_names.h"
 
 namespace lockstep::python {
@@ -32,16 +34,17 @@ DevicesPtr make_devices(int count, const std::string& places, std::chrono::milli
   return DevicesPtr(new Devices(options));
 }
 
-// Calls function(i) on the thread of each device i, under this thread's no_grad() and autocast(). What it raises first is
-// raised here.
+// Calls function(i) on the thread of each device i, under this thread's no_grad() and autocast(), with random numbers
+// that torch.manual_seed() decides. What it raises first is raised here.
 void run(Devices& devices, const py::function& function) {
   const std::shared_ptr<py::function> body(new py::function(function), [](py::function* last) {
     const py::gil_scoped_acquire gil;
     delete last;
   });
   const py::gil_scoped_release others_run;
-  devices.run([body, here = at::ThreadLocalState()](Device& device) {
+  devices.run([body, here = at::ThreadLocalState(), seed = draw_seed()](Device& device) {
     const at::ThreadLocalStateGuard as_here(here);
+    device.seed(mix_seed(seed, device.index()));
     const py::gil_scoped_acquire gil;
     (*body)(device.index());
   });

@@ -47,7 +47,7 @@ class Devices:
     """
 
     def __init__(self, count: int = 1, places: str = "", timeout: timedelta = timedelta(minutes=10)) -> None:
-        self._native = _C.Devices(count, places, timeout)
+        self._native, self._runs = _C.Devices(count, places, timeout), False
 
     def __len__(self) -> int:
         return self._native.size
@@ -58,12 +58,17 @@ class Devices:
     def run(self, function: Callable[[int], Any]) -> list[Any]:
         """Calls function(i) for every device i at the same time, each on its thread, under the caller's no_grad()
         and autocast(), and returns what they return. Torch's operators let other threads go on; other Python code takes turns."""
-        results = [None] * len(self)
+        if self._runs:
+            _C.usage_error("Devices.run() inside run(), or in two threads", next="return from the first, then call the next")
+        self._runs, results = True, [None] * len(self)
 
         def keep(index):
             results[index] = function(index)
 
-        self._native.run(keep)
+        try:
+            self._native.run(keep)
+        finally:
+            self._runs = False
         return results
 
 
@@ -82,6 +87,8 @@ def split_and_load(devices: Devices, batch: Any, *, even: bool = False) -> list[
             _C.usage_error(f"a batch of {len(batch)} samples does not divide evenly over {len(devices)} devices", next="leave out even=True")
         return [part.to(devices.where(index)) for index, part in enumerate(batch.tensor_split(len(devices)))]
     values = list(batch.values() if isinstance(batch, Mapping) else batch)
+    if not all(isinstance(each, torch.Tensor) for each in values):
+        _C.usage_error(f"a batch of {sorted({type(each).__name__ for each in values})}", next="give a tensor, or a tuple, list or dict of tensors")
     if len({len(each) for each in values}) != 1:
         _C.usage_error(f"a batch of tensors with {[len(each) for each in values]} samples", next="give each the same dimension 0")
     parts = zip(*(split_and_load(devices, each, even=even) for each in values))
@@ -116,12 +123,12 @@ def all_reduce_gradients(devices: Devices, towers: Sequence[Tower], algorithm: s
             for found, each in zip(lists, parameters):
                 each.grad = torch.zeros_like(each) if each.grad is None else each.grad
                 found.append(each.grad)
-    devices._native.all_reduce(lists, algorithm)
+    _all_reduce(devices, lists, algorithm)
 
 
 def all_reduce(devices: Devices, tensors: Sequence[torch.Tensor], algorithm: str = "direct") -> None:
     """tensors[i] is on device i; afterwards each is the sum of all."""
-    devices._native.all_reduce([[each] for each in tensors], algorithm)
+    _all_reduce(devices, [[each] for each in tensors], algorithm)
 
 
 def update(devices: Devices, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -163,14 +170,16 @@ def share_variables(devices: Devices, model: nn.Module) -> list[nn.Module]:
 
 
 def combine_gradients(towers: Sequence[Tower]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """After backward(): the sum of the towers' gradients becomes .grad of the first one's parameters. Returns (gradient,
-    parameter) of each that has one."""
+    """After backward(): the sum of the towers' gradients becomes .grad of the first one's parameters, and the others
+    have none. Returns (gradient, parameter) of each that has one."""
     combined = []
     for parameters in zip(*map(_trained, towers), strict=True):
         gradients = [each.grad for each in parameters if each.grad is not None]
         if gradients:
             parameters[0].grad = torch.stack([each.to(parameters[0].device) for each in gradients]).sum(0)
             combined.append((parameters[0].grad, parameters[0]))
+        for each in parameters[1:]:
+            each.grad = None
     return combined
 
 
@@ -179,12 +188,12 @@ def combine_gradients(towers: Sequence[Tower]) -> list[tuple[torch.Tensor, torch
 
 def flat_blocks(nets: Sequence[nn.Module]) -> list[torch.Tensor]:
     """Moves the trained parameters of each net into one block of shape (values), and returns the blocks. Names, shapes and values
-    stay. Raises UsageError: parameters of several dtypes."""
+    stay. Raises UsageError: parameters of several dtypes, or of 16 bits."""
     blocks = []
     for net in nets:
         parameters = _trained(net)
-        if len({each.dtype for each in parameters}) > 1:
-            _C.usage_error("flat_blocks() of parameters of several dtypes", next="give the net one dtype; torch.autocast computes in others")
+        if len(dtypes := {each.dtype for each in parameters}) != 1 or parameters[0].itemsize < 4:
+            _C.usage_error(f"flat_blocks() of parameters of {len(dtypes)} dtypes, or of 16 bits", next="keep all in float32; torch.autocast computes in others")
         blocks.append(torch.cat([each.detach().reshape(-1) for each in parameters]))
         for each, part in zip(parameters, blocks[-1].split([each.numel() for each in parameters])):
             each.data = part.view(each.shape)
@@ -194,6 +203,12 @@ def flat_blocks(nets: Sequence[nn.Module]) -> list[torch.Tensor]:
 def average(devices: Devices, blocks: Sequence[torch.Tensor], samples: Sequence[int] = ()) -> None:
     """Each block becomes the mean of all, weighted by `samples` where they are given. Returns when every net has its copy."""
     devices._native.average(list(blocks), list(samples))
+
+
+def _all_reduce(devices, lists, algorithm):
+    if devices._runs:
+        _C.usage_error("all_reduce() inside Devices.run()", next="return from run(), then call it once for all devices")
+    devices._native.all_reduce(lists, algorithm)
 
 
 def _trained(tower):
