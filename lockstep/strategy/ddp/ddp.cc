@@ -159,7 +159,7 @@ class DistributedDataParallel::Impl {
       write();
     }
     if (copies) copies->require_unseen();
-    // Where the others' steps wait: a rank that is in one is named at once.
+    // Steps wait in this memory, too: a rank that is in one is named at once.
     if (layout_ == StepLayout::kPublished) memory_->barrier(signature_of(StepPhase::kParametersWritten, 0));
     guards_.require_same_values();
     if (copies) copies->publish();
