@@ -207,24 +207,20 @@ TEST_P(DistStore, takes_values_that_only_some_workers_have) {
   });
 }
 
-TEST(KVWorker, says_that_workers_have_different_keys) {
-  const auto differ = [] {
-    run_cluster(
-        Fabric::kSharedMemory, {},
-        [](Store& store, int worker) {
-          store.init({{"a", torch::zeros({3 + worker})}});
-        },
-        [](KVServer& server) {
-          server.states();
-          server.wait_for_pushes(1);
-        });
+TEST(KVWorker, says_to_each_worker_that_their_keys_differ) {
+  std::atomic<int> told{0};
+  const auto differ = [&](Store& store, int worker) {
+    // The second worker is late: the first one's init() must not have returned.
+    if (worker == 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    try {
+      store.init({{"a", torch::zeros({3 + worker})}});
+    } catch (const Error& error) {
+      EXPECT_TRUE(contains(error.what(), "other keys than the workers before it"));
+      ++told;
+    }
   };
-  try {
-    differ();
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_TRUE(contains(error.what(), "other keys than the workers before it"));
-  }
+  EXPECT_THROW(run_cluster(Fabric::kSharedMemory, {}, differ, [](KVServer& server) { server.wait_for_pushes(1); }), Error);
+  EXPECT_EQ(told, 2);
 }
 
 TEST(KVWorker, refuses_what_servers_with_parts_of_keys_cannot_do) {
