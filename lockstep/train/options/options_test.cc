@@ -33,8 +33,9 @@ std::vector<Option> table() {
 
 // The option with another value than it has by default.
 Words with_another_value(const Option& option) {
+  static const std::set<std::string> true_or_false{"--update-on-kvstore", "--adapt-to-delay"};
   const Json now = option.value();
-  if (now.is_boolean() && option.name != "--update-on-kvstore") return {option.name};
+  if (now.is_boolean() && !true_or_false.contains(option.name)) return {option.name};
   for (const std::string& name : option.names)
     if (now != name) return {option.name, name};
   if (now.is_string()) return {option.name, "2"};
@@ -45,6 +46,7 @@ Words with_another_value(const Option& option) {
 const std::map<std::string, Words> kInUse = {
     {"--epochs", {"--schedule", "cosine"}},
     {"--kvstore", {"--strategy", "kvstore"}},
+    {"--adapt-to-delay", {"--strategy", "kvstore"}},
     {"--staleness", {"--strategy", "kvstore", "--kvstore", "dist_bounded"}},
 };
 
