@@ -108,6 +108,7 @@ class ThreadedServer final : public KVServer {
     std::thread thread{};
     torch::Tensor outbox{};
     bool here = true;
+    bool has_keys = false;
     int pending = 0;            // pushes of trained keys that are complete and not applied
     std::int64_t pushes = 0;    // those that are applied
     RequestHeader last_push{};  // the newest of trained keys
@@ -158,7 +159,8 @@ class ThreadedServer final : public KVServer {
 
   // ---- Keys and optimizer
 
-  // Every worker sends the keys, which have to be those of the workers before it; the first one also sends values.
+  // Every worker sends the keys, which have to be those of the workers before it; the first one also sends values. Replies
+  // wait for the last worker: who was first must hear of other keys, too.
   void create(int worker, const RequestHeader& request) {
     const StoreLink& link = clients_[worker].link;
     const Received sender(name_of(worker));
@@ -181,8 +183,13 @@ class ThreadedServer final : public KVServer {
     table_.set_inbox(worker, inbox);
     if (worker == 0) torch::Tensor(table_.values()).copy_(inbox);
     has_values_ = has_values_ || worker == 0;
+    clients_[worker].has_keys = true;
     changed_.notify_all();
     wait_for_keys(lock);
+    wait(lock, "keys of every worker", [&] {
+      return std::all_of(clients_.begin(), clients_.begin() + workers(),
+                         [](const Client& each) { return each.has_keys || !each.here; });
+    });
     lock.unlock();
     link.send(ReplyHeader{});
   }
