@@ -12,7 +12,7 @@ Comments: paths named in comments and in documentation exist.
 Licence:  every source file names it.
 Examples: are at most 80 lines long.
 Scripts:  no pipe ends in a command that stops reading early (grep -q, head): pipefail makes an error of that, now and then.
-Docs:     functions that HACKING.md names exist; README.md and docs/python-frameworks.md quote the examples as they are.
+Docs:     functions that HACKING.md names exist; README.md, docs/command.md and docs/python-frameworks.md quote the examples as they are.
 """
 import re
 import subprocess
@@ -177,12 +177,11 @@ def check_pipes():
 
 
 def check_quoted_programs():
-    readme = read("README.md")
-    for example in ("own_loop", "own_task"):
+    for page, example in (("README.md", "own_loop"), ("docs/command.md", "own_task")):
         program = read(f"examples/{example}.cc")
         program = "\n".join(line for line in program.splitlines() if LICENCE not in line)
-        if program.split("\n", 1)[1].strip() not in readme:
-            complain("README.md", f"does not quote examples/{example}.cc as it is")
+        if program.split("\n", 1)[1].strip() not in read(page):
+            complain(page, f"does not quote examples/{example}.cc as it is")
     page = "docs/python-frameworks.md"
     programs = [read(path) for path in tracked("examples/*.py")]
     for block in re.findall(r"```diff\n(.*?)```", read(page), re.DOTALL):

@@ -22,7 +22,7 @@ HEADERS = ROOT / "include/lockstep"
 project = "lockstep"
 version = release = re.search(r"project\(lockstep VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text())[1]
 extensions = ["myst_parser", "breathe", "sphinx.ext.autodoc"]
-root_doc = "README"
+root_doc = "docs/start"
 include_patterns = ["*.md", "docs/**.md", "docs/api/**.rst"]
 exclude_patterns = ["build", "dist", ".*", "python"]
 smartquotes = False  # --augment stays as it is
@@ -45,17 +45,17 @@ html_show_copyright = False
 
 # What a page lists below itself. Pages in docs/ that are not listed come after those of "Using lockstep".
 CONTENTS = {
-    "README": [
-        ("Using lockstep", "docs/tutorial docs/five-systems docs/install docs/data docs/strategies/README docs/watching docs/compare docs/process"),
+    root_doc: [
+        ("Using lockstep", "docs/install docs/command docs/python docs/tutorial docs/clusters docs/data docs/strategies/README docs/five-systems docs/watching"),
         ("Reference", "docs/api/cpp docs/api/python docs/collectives docs/correctness docs/step-rules docs/benchmarks"),
-        ("Inside", "HACKING docs/design/README CONTRIBUTING CHANGELOG"),
+        ("Inside", "README HACKING docs/design/README CONTRIBUTING CHANGELOG"),
     ],
     "docs/strategies/README": [("", "*")],
     "docs/design/README": [("", "*")],
 }
 LISTED = {page for groups in CONTENTS.values() for _, pages in groups for page in pages.split()}
-CAPTION, FIRST = CONTENTS["README"][0]
-CONTENTS["README"][0] = CAPTION, " ".join([FIRST, *sorted({f"docs/{path.stem}" for path in (ROOT / "docs").glob("*.md")} - LISTED)])
+CAPTION, FIRST = CONTENTS[root_doc][0]
+CONTENTS[root_doc][0] = CAPTION, " ".join([FIRST, *sorted({f"docs/{path.stem}" for path in (ROOT / "docs").glob("*.md")} - LISTED - {root_doc})])
 # What is shown of a header and of each class in it, in this order.
 SECTIONS = ("detaileddescription public-type public-static-func public-func user-defined public-static-attrib public-attrib "
             "protected-func protected-attrib innerclass typedef enum func var")
