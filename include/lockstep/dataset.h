@@ -72,6 +72,9 @@ class Dataset {
   virtual std::string name() const = 0;
   virtual std::int64_t size() const = 0;
 
+  // Targets are in [0, classes()). 0: they are no classes, or it is not known.
+  virtual std::int64_t classes() const { return 0; }
+
   // The samples with these indices, in this order, on the CPU. Each index is in [0, size()).
   // Throws DataError naming file and sample: it can't be read or decoded, or its shape differs from the others'.
   virtual Batch make_batch(std::span<const std::int64_t> indices) const = 0;

@@ -32,7 +32,7 @@ struct DataSource {
   //   fashion-mnist[:DIR] | mnist:DIR | cifar-10:DIR | cifar-100:DIR
   //   imagefolder:DIR     DIR/train and DIR/val, or DIR/CLASS/... alone
   //   packed:DIR          DIR/train and DIR/val, or DIR alone, as lockstep data pack writes them
-  //   npy:DATA,TARGETS    text:FILE    synthetic:NxCxHxW
+  //   csv:FILE    npy:DATA,TARGETS    text:FILE    synthetic:NxCxHxW
   std::string data;
   std::string folder{};   // the path where `data` has none
   std::string augment{};  // see parse_transforms; on top of the dataset's own normalisation, for training images alone
@@ -88,6 +88,7 @@ class TensorDataset : public Dataset {
 
   std::string name() const override { return name_; }
   std::int64_t size() const override { return data_.size(0); }
+  std::int64_t classes() const override;  // the largest target + 1, of (N) whole numbers
   const torch::Tensor& data() const { return data_; }
   const torch::Tensor& target() const { return target_; }
 
@@ -107,6 +108,7 @@ class SubsetDataset : public Dataset {
   SubsetDataset(std::shared_ptr<const Dataset> whole, std::int64_t begin, std::int64_t end);  // throws UsageError
   std::string name() const override { return whole_->name(); }
   std::int64_t size() const override { return end_ - begin_; }
+  std::int64_t classes() const override { return whole_->classes(); }
   const Dataset& whole() const { return *whole_; }
   std::int64_t begin() const { return begin_; }
   Batch make_batch(std::span<const std::int64_t> indices) const override { return assemble({.indices = indices}); }
@@ -132,6 +134,23 @@ torch::Tensor read_idx(const std::filesystem::path& path, std::uint64_t most_byt
 // truncated, too long.
 torch::Tensor read_npy(const std::filesystem::path& path);
 
+struct TableOptions {
+  std::string target{};   // the column to predict; empty: the last one
+  bool numbers = false;   // its whole numbers are quantities, not classes
+  char separator = ',';
+};
+
+struct Table {
+  torch::Tensor data;                // (N, columns) float32
+  torch::Tensor target;              // (N) int64 classes, or (N, 1) float32
+  std::vector<std::string> classes;  // their names, in their order, where the column has texts
+};
+
+// A table as text (RFC 4180). The first line has the columns' names, unless every column but the last has a number there.
+// A target of texts becomes classes in the order of their names; whole numbers from 0 are classes, too; other numbers are to be
+// predicted themselves. Throws DataError naming line and column: not a number, missing, too few columns; UsageError: no such column.
+Table read_csv(const std::filesystem::path& path, const TableOptions& options = {});
+
 // ---- Text
 
 struct TokenOptions {
@@ -151,6 +170,7 @@ class TokenDataset : public Dataset {
 
   std::string name() const override;
   std::int64_t size() const override { return samples_; }
+  std::int64_t classes() const override { return options_.vocabulary; }
 
   // Sample i is block i of the text. data: (B, block) int64; target: (B, block) int64, the tokens one further on.
   // Throws DataError naming a token that is not in the vocabulary.

@@ -186,7 +186,7 @@ class ImageDataset : public Dataset {
 
   std::string name() const override { return source_->name(); }
   std::int64_t size() const override { return source_->size(); }
-  std::int64_t classes() const { return source_->classes(); }
+  std::int64_t classes() const override { return source_->classes(); }
   const ImageSource& source() const { return *source_; }
   const ImageTransforms& transforms() const { return transforms_; }
 

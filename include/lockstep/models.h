@@ -34,7 +34,9 @@ namespace lockstep {
 // for a CPU.
 std::vector<std::string> model_names();
 
-Task model_task(const std::string& name);  // throws UsageError naming the models there are
+// For the samples that the model was published with; Task::fit makes it one for others. Throws UsageError naming the models there
+// are.
+Task model_task(const std::string& name);
 
 // A model that runs its pieces one after another: the finest cut that it allows, for pipelines.
 class PiecewiseModule : public torch::nn::Module {
@@ -53,13 +55,20 @@ class PiecewiseModule : public torch::nn::Module {
   std::vector<Piece> pieces_;
 };
 
+struct LeNetOptions {
+  std::int64_t channels = 1;
+  std::int64_t height = 28;
+  std::int64_t width = 28;
+  std::int64_t classes = 10;
+};
+
 // conv 20@3x3 -> ReLU -> avg-pool 2 -> conv 50@5x5 -> ReLU -> avg-pool 2 -> dense 128 -> ReLU -> dense 10.
-// 129,068 parameters. After LeCun et al., "Gradient-based learning applied to document recognition" (1998), with the
+// 129,068 parameters for grey images of 28 x 28. After LeCun et al., "Gradient-based learning applied to document recognition" (1998), with the
 // widths of Zhang et al., "Dive into Deep Learning", section "Training on Multiple GPUs".
 class LeNetImpl : public PiecewiseModule {
  public:
-  // images: (B, 1, 28, 28) -> logits (B, 10); a piece per layer
-  LeNetImpl();
+  // images: (B, channels, height, width) -> logits (B, classes); a piece per layer. Throws UsageError: below 14 x 14
+  explicit LeNetImpl(const LeNetOptions& options = {});
 };
 TORCH_MODULE(LeNet);
 

@@ -55,8 +55,10 @@ std::vector<torch::Tensor> parameters_of(const std::vector<Piece>& pieces);
 // The samples that the model takes, for data that is made to fit it.
 struct SampleShape {
   std::vector<std::int64_t> sizes;  // of one sample, such as {3, 224, 224}; empty: not known
-  std::int64_t classes = 0;         // targets are in [0, classes)
+  std::int64_t classes = 0;         // targets are in [0, classes); 0: they are numbers, or it is not known
+  std::int64_t numbers = 0;         // how many numbers a target has, where it is no class
   bool tokens = false;              // int64 tokens in, and a target for each of them
+  bool operator==(const SampleShape&) const = default;
 };
 
 struct Task {
@@ -75,6 +77,9 @@ struct Task {
   // The model as pieces, as small as it allows, from which a pipeline's stages are made. Empty: a model that is a
   // torch::nn::Sequential is cut between its modules; another one can't be cut.
   std::function<std::vector<Piece>(torch::nn::Module& model)> stages = nullptr;
+  // The same task for other samples, such as images of another size. Throws UsageError: the model can't take them. Empty: the
+  // model takes those of `sample` alone.
+  std::function<Task(const SampleShape& sample)> fit = nullptr;
 };
 
 // A Task out of a module type `M` (a torch::nn::ModuleHolder such as LeNet) that has forward(Tensor), with cross

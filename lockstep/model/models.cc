@@ -1,68 +1,126 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/models.h"
 
+#include <algorithm>
+#include <array>
+#include <span>
+
 #include "lockstep/base/names.h"
+#include "lockstep/base/text.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
 
-Task of_shape(Task task, SampleShape sample) {
-  task.sample = std::move(sample);
+UsageError misfit(const std::string& model, const std::string& takes, const SampleShape& found) {
+  const std::string target = found.numbers > 0 ? concat(found.numbers, " numbers to predict") : concat(found.classes, " classes");
+  return UsageError({.what = concat(model, " takes ", takes, ", but samples have ",
+                                    found.tokens ? "whole numbers of shape " : "shape ", torch::IntArrayRef(found.sizes), " and ",
+                                    target),
+                     .next = "choose another --model: mlp takes numbers of any shape, gpt-mini takes tokens"});
+}
+
+void require_images(const std::string& model, const SampleShape& found, std::int64_t channels, std::int64_t least) {
+  const auto& sizes = found.sizes;
+  const bool fits = !found.tokens && found.classes > 0 && sizes.size() == 3 && (channels == 0 || sizes[0] == channels);
+  if (fits && std::min(sizes[1], sizes[2]) >= least) return;
+  throw misfit(model, concat(channels == 3 ? "colour " : "", "images (", channels == 0 ? "C" : "3", ", H, W) of at least ", least,
+                             " x ", least, " in classes"), found);
+}
+
+Task lenet(const std::string& name, const SampleShape& sample) {
+  require_images(name, sample, 0, 14);
+  const auto& sizes = sample.sizes;
+  return classification_task<LeNet>(
+      name, LeNetOptions{.channels = sizes[0], .height = sizes[1], .width = sizes[2], .classes = sample.classes});
+}
+
+// With numbers to predict the loss is the mean squared error.
+Task mlp_of(std::vector<std::int64_t> hidden, const std::string& name, const SampleShape& sample) {
+  if (sample.tokens) throw misfit(name, "floating-point numbers", sample);
+  Task task = classification_task<MLP>(name, MLPOptions{.inputs = c10::multiply_integers(sample.sizes),
+                                                        .hidden = std::move(hidden),
+                                                        .outputs = sample.numbers > 0 ? sample.numbers : sample.classes});
+  if (sample.numbers == 0) return task;
+  task.loss = [](const torch::Tensor& output, const torch::Tensor& target) {
+    return torch::mse_loss(output, target.view_as(output));
+  };
+  task.correct = nullptr;
   return task;
 }
+Task mlp(const std::string& name, const SampleShape& sample) { return mlp_of({512, 512}, name, sample); }
+Task wide_mlp(const std::string& name, const SampleShape& sample) { return mlp_of({4096, 4096}, name, sample); }
 
-SampleShape grey_images() { return {.sizes = {1, 28, 28}, .classes = 10}; }
-SampleShape large_images() { return {.sizes = {3, 224, 224}, .classes = 1000}; }
-SampleShape small_images() { return {.sizes = {3, 32, 32}, .classes = 10}; }
-
-template <class M, SampleShape (*sample)()>
-Task images(const std::string& name) {
-  return of_shape(classification_task<M>(name), sample());
-}
-
-Task wide_mlp(const std::string& name) {
-  return of_shape(classification_task<MLP>(name, MLPOptions{.hidden = {4096, 4096}}), grey_images());
+template <class M, class Options, std::int64_t least>
+Task colour_images(const std::string& name, const SampleShape& sample) {
+  require_images(name, sample, 3, least);
+  return classification_task<M>(name, Options{.classes = sample.classes});
 }
 
 template <int layers, bool small = false>
-Task resnet(const std::string& name) {
-  const SampleShape sample = small ? small_images() : large_images();
-  const ResNetOptions options{.layers = layers, .classes = sample.classes, .small_images = small};
-  return of_shape(classification_task<ResNet>(name, options), sample);
+Task resnet(const std::string& name, const SampleShape& sample) {
+  require_images(name, sample, 3, small ? 8 : 32);
+  return classification_task<ResNet>(
+      name, ResNetOptions{.layers = layers, .classes = sample.classes, .small_images = small});
 }
 
-Task gpt2(const std::string& name) { return gpt_task(name, {}); }
-Task gpt_mini(const std::string& name) {
-  return gpt_task(name, {.vocabulary = 256, .context = 128, .layers = 4, .heads = 4, .width = 128});
+// The published numbers of tokens and positions, or more where the data needs them.
+Task gpt(const std::string& name, const SampleShape& sample, GPTOptions options) {
+  if (!sample.tokens || sample.sizes.size() != 1) throw misfit(name, "tokens", sample);
+  options.vocabulary = std::max(options.vocabulary, sample.classes);
+  options.context = std::max(options.context, sample.sizes[0]);
+  Task task = gpt_task(name, options);
+  task.sample.sizes = sample.sizes;
+  return task;
 }
+Task gpt2(const std::string& name, const SampleShape& sample) { return gpt(name, sample, {}); }
+Task gpt_mini(const std::string& name, const SampleShape& sample) {
+  return gpt(name, sample, {.vocabulary = 256, .context = 128, .layers = 4, .heads = 4, .width = 128});
+}
+
+constexpr std::array<std::int64_t, 3> kGreyImages{1, 28, 28}, kLargeImages{3, 224, 224}, kSmallImages{3, 32, 32};
 
 // Every model that --model knows. To add one, declare it in lockstep/models.h, write its source beside this one, and add a
 // row; the help and the error for an unknown name list the names from here.
 struct Entry {
   const char* name;
-  Task (*make)(const std::string& name);
+  Task (*make)(const std::string& name, const SampleShape& sample);
+  std::span<const std::int64_t> sizes;  // of the published samples, and their classes
+  std::int64_t classes;
+  bool tokens = false;
 };
+constexpr std::array<std::int64_t, 1> kGPT2Block{1024}, kGPTMiniBlock{128};
 constexpr Entry kEntries[] = {
-    {"lenet", images<LeNet, grey_images>},
-    {"mlp", images<MLP, grey_images>},
-    {"mlp-wide", wide_mlp},
-    {"alexnet", images<AlexNet, large_images>},
-    {"inception", images<Inception, large_images>},
-    {"resnet18", resnet<18>},
-    {"resnet34", resnet<34>},
-    {"resnet50", resnet<50>},
-    {"resnet18-32", resnet<18, true>},
-    {"resnet34-32", resnet<34, true>},
-    {"resnet50-32", resnet<50, true>},
-    {"gpt2", gpt2},
-    {"gpt-mini", gpt_mini},
+    {"lenet", lenet, kGreyImages, 10},
+    {"mlp", mlp, kGreyImages, 10},
+    {"mlp-wide", wide_mlp, kGreyImages, 10},
+    {"alexnet", colour_images<AlexNet, AlexNetOptions, 63>, kLargeImages, 1000},
+    {"inception", colour_images<Inception, InceptionOptions, 15>, kLargeImages, 1000},
+    {"resnet18", resnet<18>, kLargeImages, 1000},
+    {"resnet34", resnet<34>, kLargeImages, 1000},
+    {"resnet50", resnet<50>, kLargeImages, 1000},
+    {"resnet18-32", resnet<18, true>, kSmallImages, 10},
+    {"resnet34-32", resnet<34, true>, kSmallImages, 10},
+    {"resnet50-32", resnet<50, true>, kSmallImages, 10},
+    {"gpt2", gpt2, kGPT2Block, 50257, true},
+    {"gpt-mini", gpt_mini, kGPTMiniBlock, 256, true},
 };
+
+Task make_task(const Entry& entry, const SampleShape& sample) {
+  Task task = entry.make(entry.name, sample);
+  if (!sample.tokens) task.sample = sample;
+  task.fit = [&entry](const SampleShape& other) { return make_task(entry, other); };
+  return task;
+}
 
 }  // namespace
 
 std::vector<std::string> model_names() { return names_in(kEntries); }
 
-Task model_task(const std::string& name) { return row_named(kEntries, name, "--model").make(name); }
+Task model_task(const std::string& name) {
+  const Entry& entry = row_named(kEntries, name, "--model");
+  return make_task(entry, {.sizes = {entry.sizes.begin(), entry.sizes.end()}, .classes = entry.classes, .tokens = entry.tokens});
+}
 
 Task gpt_task(const std::string& name, const GPTOptions& options) {
   Task task = classification_task<GPT>(name, options);

@@ -124,5 +124,40 @@ TEST(Models, lists_the_known_names_for_an_unknown_one) {
   EXPECT_TRUE(contains(message_of<UsageError>([] { model_task("lennet"); }), "lenet, mlp, mlp-wide, alexnet"));
 }
 
+torch::Tensor output_for(const char* name, const SampleShape& sample) {
+  const Task task = model_task(name).fit(sample);
+  EXPECT_EQ(task.sample, sample) << name;
+  return task.forward(*task.make_model(), random_batch(sample, 2));
+}
+
+TEST(FittedModel, has_inputs_and_outputs_of_the_samples) {
+  EXPECT_EQ(output_for("lenet", {.sizes = {3, 32, 20}, .classes = 7}).sizes(), (Sizes{2, 7}));
+  EXPECT_EQ(output_for("mlp", {.sizes = {13}, .classes = 3}).sizes(), (Sizes{2, 3}));
+  EXPECT_EQ(output_for("mlp", {.sizes = {10}, .numbers = 2}).sizes(), (Sizes{2, 2}));
+  EXPECT_EQ(output_for("alexnet", {.sizes = {3, 64, 64}, .classes = 2}).sizes(), (Sizes{2, 2}));
+  EXPECT_EQ(output_for("inception", {.sizes = {3, 32, 32}, .classes = 5}).sizes(), (Sizes{2, 5}));
+  EXPECT_EQ(output_for("resnet18-32", {.sizes = {3, 32, 32}, .classes = 100}).sizes(), (Sizes{2, 100}));
+  EXPECT_EQ(output_for("gpt-mini", {.sizes = {32}, .classes = 256, .tokens = true}).sizes(), (Sizes{2, 32, 256}));
+  EXPECT_EQ(output_for("gpt-mini", {.sizes = {200}, .classes = 300, .tokens = true}).sizes(), (Sizes{2, 200, 300}));
+}
+
+TEST(FittedModel, has_the_mean_squared_error_of_numbers_as_loss) {
+  const Task task = model_task("mlp").fit({.sizes = {4}, .numbers = 1});
+  EXPECT_EQ(task.loss(torch::tensor({{1.F}, {3.F}}), torch::tensor({{0.F}, {0.F}})).item<float>(), 5);
+  EXPECT_FALSE(task.correct);
+}
+
+TEST(FittedModel, refuses_samples_that_it_cannot_take) {
+  const auto refusal = [](const char* name, const SampleShape& sample) {
+    return message_of<UsageError>([&] { model_task(name).fit(sample); });
+  };
+  EXPECT_TRUE(contains(refusal("resnet18", {.sizes = {1, 28, 28}, .classes = 10}), "takes colour images"));
+  EXPECT_TRUE(contains(refusal("lenet", {.sizes = {1, 8, 8}, .classes = 10}), "at least 14 x 14"));
+  EXPECT_TRUE(contains(refusal("lenet", {.sizes = {13}, .classes = 3}), "choose another --model"));
+  EXPECT_TRUE(contains(refusal("alexnet", {.sizes = {3, 64, 64}, .numbers = 1}), "1 numbers to predict"));
+  EXPECT_TRUE(contains(refusal("mlp", {.sizes = {16}, .classes = 256, .tokens = true}), "takes floating-point numbers"));
+  EXPECT_TRUE(contains(refusal("gpt2", {.sizes = {16}, .classes = 3}), "takes tokens"));
+}
+
 }  // namespace
 }  // namespace lockstep

@@ -2,7 +2,9 @@
 #include "lockstep/train/builtin.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <array>
 
 #include "lockstep/base/text.h"
@@ -40,20 +42,23 @@ Datasets synthetic(DataSource source, const Task& task) {
   return open_dataset(source);
 }
 
-torch::Tensor first_sample(const Dataset& dataset) try {
+Batch first_sample(const Dataset& dataset) try {
   const std::array<std::int64_t, 1> first{0};
-  return dataset.make_batch(first).data;
+  return dataset.make_batch(first);
 } catch (const DataError&) {
   return {};  // a damaged one: the loader says so, or skips it
 }
 
-void require_fitting(const Datasets& datasets, const Task& task) {
-  if (task.sample.sizes.empty()) return;
-  const torch::Tensor data = first_sample(*datasets.train);
-  if (!data.defined() || data.sizes().slice(1) == torch::IntArrayRef(task.sample.sizes)) return;
-  throw UsageError({.what = concat(task.name, " takes samples of shape ", torch::IntArrayRef(task.sample.sizes),
-                                   ", but those of ", datasets.train->name(), " have ", data.sizes().slice(1)),
-                    .next = "--data synthetic makes samples that fit, or choose another --model"});
+// The samples of datasets, which have been opened for a task.
+SampleShape shape_of(const Datasets& datasets, const Task& task) {
+  const Batch first = first_sample(*datasets.train);
+  if (!first.data.defined()) return task.sample;
+  SampleShape found{.sizes = first.data.sizes().slice(1).vec(), .classes = datasets.train->classes()};
+  if (datasets.validation) found.classes = std::max(found.classes, datasets.validation->classes());
+  found.tokens = first.target.sizes() == first.data.sizes() && !first.data.is_floating_point();
+  if (found.classes == 0 && first.target.is_floating_point()) found.numbers = first.target.numel();
+  if (found.classes == 0 && found.numbers == 0) found.classes = task.sample.classes;
+  return found;
 }
 
 }  // namespace
@@ -64,8 +69,29 @@ Datasets load_datasets(DataSource source, const Task& task) {
   if (source.data == "synthetic") return synthetic(source, task);
   Datasets datasets = open_dataset(source);
   give_back_freed_memory();  // compressed files, as they were read
-  require_fitting(datasets, task);
   return datasets;
+}
+
+Task fitted(const Task& task, const Datasets& datasets, std::int64_t classes) {
+  if (classes > 0 && !task.fit)
+    throw UsageError({.what = concat("--classes with ", task.name, ", whose outputs are what its program says"),
+                      .next = "leave it out"});
+  if (task.make_data || task.sample.sizes.empty()) return task;
+  SampleShape found = shape_of(datasets, task);
+  if (classes > 0) found.classes = classes;
+  if (found == task.sample) return task;
+  if (task.fit) return task.fit(found);
+  if (found.sizes == task.sample.sizes) return task;
+  throw UsageError({.what = concat(task.name, " takes samples of shape ", torch::IntArrayRef(task.sample.sizes),
+                                   ", but those of ", datasets.train->name(), " have ", torch::IntArrayRef(found.sizes)),
+                    .next = "--data synthetic makes samples that fit"});
+}
+
+Task fitted_before_fork(const Task& task, const DataSource& source, std::int64_t classes) {
+  const int threads = at::get_num_threads();
+  at::set_num_threads(1);
+  const std::shared_ptr<void> back(nullptr, [threads](void*) { at::set_num_threads(threads); });
+  return fitted(task, load_datasets(source, task), classes);
 }
 
 }  // namespace lockstep

@@ -13,8 +13,14 @@
 namespace lockstep {
 
 // Returns what task.make_data makes of the folder, if the task has it. Otherwise "auto" is Fashion-MNIST where the task takes
-// its images or does not say what it takes, else synthetic data. Throws UsageError naming the datasets there are, or that
-// the task takes another shape; DataError.
+// its images or does not say what it takes, else synthetic data. Throws UsageError naming the datasets there are; DataError.
 Datasets load_datasets(DataSource source, const Task& task);
+
+// The task with a model for the samples of these datasets, and this many classes (0: as many as the data has). Throws UsageError:
+// the model takes other samples.
+Task fitted(const Task& task, const Datasets& datasets, std::int64_t classes);
+
+// The same in a process that will fork: opens the data, and starts no thread for that.
+Task fitted_before_fork(const Task& task, const DataSource& source, std::int64_t classes);
 
 }  // namespace lockstep

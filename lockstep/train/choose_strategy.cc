@@ -46,9 +46,10 @@ void choose_strategy(TrainOptions& options, const Task& task) {
                       .next = "choose a --strategy (ddp suits nearly always), or train on cores: --device cpu"});
   require_batch_for_ranks(options.loader.batch_size, devices);
   log_info(concat("--strategy auto measures ", task.name, " on this machine, 20 to 30 s"));
-  plan::Subject subject{.task = task, .strategy = options.strategy, .batch = options.loader.batch_size, .data = [&] {
-                          return load_datasets(options.source, task);
-                        }};
+  plan::Subject subject{.task = fitted_before_fork(task, options.source, options.classes),
+                        .strategy = options.strategy,
+                        .batch = options.loader.batch_size,
+                        .data = [&] { return load_datasets(options.source, task); }};
   say(plan::choose_strategy(subject, devices));
   options.strategy = subject.strategy;
 }

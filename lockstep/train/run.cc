@@ -195,8 +195,9 @@ int train_generation(TrainOptions options, const Program& program, const Task& t
 
 int train_rank(const TrainOptions& options, const Program& program) {
   keep_freed_memory();
-  const Task task = with_named_targets(program.make_task(options));
+  Task task = program.make_task(options);
   const Datasets datasets = load_datasets(options.source, task);
+  task = with_named_targets(fitted(task, datasets, options.classes));
   return recover([&] { return train_generation(options, program, task, datasets); });
 }
 

@@ -105,6 +105,63 @@ TEST_F(PackedTraining, skips_damaged_records_if_told_to) {
   EXPECT_EQ(lines_of(folder / "m", "run").at(0).at("data_skipped").get<int>(), 2);  // once an epoch
 }
 
+// Three classes by name, or a number, that a sum of two columns decides.
+class TableTraining : public ::testing::Test {
+ protected:
+  TableTraining() {
+    std::string classes = "x,y,kind\n", numbers = "x,y,sum\n";
+    for (int i = 0; i < 300; ++i) {
+      const int x = i * 7 % 100, y = i * 13 % 100, sum = x + y;
+      classes += concat(x, ",", 1000 + y, ",", sum < 70 ? "low" : sum < 130 ? "middle" : "high", "\n");
+      numbers += concat(x, ",", 1000 + y, ",", sum / 50.0, "\n");
+    }
+    write_file(folder / "classes.csv", classes);
+    write_file(folder / "numbers.csv", numbers);
+  }
+  Ended train_on(const std::string& table, const std::string& metrics, const Words& more) {
+    Words words = {"train",  "--threads", "1", "--data", "csv:" + folder.file(table), "--quiet", "--epochs", "12",
+                   "--metrics", folder.file(metrics), "--batch-size", "16"};
+    words.insert(words.end(), more.begin(), more.end());
+    return lockstep_command(words);
+  }
+  TempFolder folder;
+};
+
+TEST_F(TableTraining, learns_named_classes_on_one_and_two_ranks_alike) {
+  const Ended one = train_on("classes.csv", "one", {"--model", "mlp"});
+  ASSERT_EQ(one.exit_code, 0) << one.error;
+  ASSERT_EQ(train_on("classes.csv", "two", {"--model", "mlp", "--ranks", "2"}).exit_code, 0);
+  const double accuracy = lines_of(folder / "one", "run").at(0).at("val_accuracy").get<double>();
+  EXPECT_GT(accuracy, 0.8);
+  const auto first = lines_of(folder / "one", "step"), second = lines_of(folder / "two", "step");
+  ASSERT_EQ(first.size(), second.size());
+  for (std::size_t i = 0; i < 30; ++i)
+    EXPECT_NEAR(first[i].at("loss").get<double>(), second[i].at("loss").get<double>(), 1e-4) << i;
+}
+
+TEST_F(TableTraining, learns_numbers_with_each_strategy) {
+  for (const char* strategy : {"single", "ddp", "towers", "data_parallel", "kvstore", "averaging", "pipeline"}) {
+    const Words with_devices = {"--model", "mlp", "--strategy", strategy, "--ranks", strategy == std::string("single") ? "1" : "2",
+                                "--lr", "0.01"};
+    const Ended ended = train_on("numbers.csv", "m", with_devices);
+    ASSERT_EQ(ended.exit_code, 0) << strategy << ended.error;
+    const nlohmann::json run = lines_of(folder / "m", "run").back();
+    EXPECT_LT(run.at("val_loss").get<double>(), 0.1) << strategy;
+    EXPECT_FALSE(run.contains("val_accuracy") && !run.at("val_accuracy").is_null()) << strategy;
+    std::filesystem::remove(folder / "m");
+  }
+}
+
+TEST_F(TableTraining, names_the_models_that_take_a_table) {
+  const Ended images = train_on("classes.csv", "m", {});
+  EXPECT_EQ(images.exit_code, 2);
+  EXPECT_TRUE(contains(images.error, "lenet takes images")) << images.error;
+  EXPECT_TRUE(contains(images.error, "mlp takes numbers of any shape"));
+  const Ended few = train_on("classes.csv", "m", {"--model", "mlp", "--classes", "2"});
+  EXPECT_EQ(few.exit_code, 1);
+  EXPECT_TRUE(contains(few.error, "is not one of the model's 2 classes")) << few.error;
+}
+
 TEST(DataCommand, refuses_unknown_data_and_folders) {
   EXPECT_EQ(lockstep_command({"data", "pack", "--data", "nothing", "--to", "/tmp/x"}).exit_code, 2);
   EXPECT_EQ(lockstep_command({"data"}).exit_code, 2);

@@ -40,7 +40,7 @@ struct PlanOptions {
 // The options of `lockstep train` that change what a step takes.
 std::vector<Option> training_options(TrainOptions& options) {
   static const std::set<std::string> kTaken = {
-      "--model",  "--data",      "--data-dir", "--augment",  "--epochs",       "--batch-size", "--precision",
+      "--model",  "--classes", "--data",      "--data-dir", "--augment",  "--epochs",       "--batch-size", "--precision",
       "--layout", "--optimizer", "--momentum", "--nesterov", "--weight-decay", "--clip-norm"};
   std::vector<Option> all = option_table(options, {.models = model_names(), .datasets = dataset_kinds()});
   std::erase_if(all, [](const Option& option) { return !kTaken.contains(option.name); });
@@ -95,7 +95,7 @@ std::string text_of(const DataSource& source) {
 }
 
 Profile profile_for(const PlanOptions& options, const Task& task) {
-  const Subject subject{.task = task,
+  const Subject subject{.task = fitted_before_fork(task, options.train.source, options.train.classes),
                         .strategy = options.train.strategy,
                         .batch = std::max<std::int64_t>(1, options.target.batch / options.target.machines),
                         .data_text = text_of(options.train.source),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // data/formats/data_file.h: a file of a dataset, read where it is needed. It is not mapped: a mapped file that becomes
-// shorter ends its readers (SIGBUS), or gives them zeros. docs/data.md has the figures.
+// shorter ends its readers (SIGBUS), or gives them zeros.
 //
 // Owns:    a descriptor
 // Threads: const after construction

@@ -159,6 +159,36 @@ Datasets npy(Request& request) {
   return in_two_parts(rows, rows, share, request);
 }
 
+// The columns get mean 0 and deviation 1 over the first `rows`; one that is always the same becomes 0.
+void normalise(const torch::Tensor& data, std::int64_t rows) {
+  const torch::Tensor known = data.slice(0, 0, rows).to(torch::kFloat64);
+  const torch::Tensor deviation = known.std(0, /*unbiased=*/false);
+  data.copy_((data - known.mean(0)) / deviation.where(deviation > 0, torch::ones_like(deviation)));
+}
+
+// Files are often sorted by class: rows are mixed, the same way in every run, before some are held out.
+Datasets csv(Request& request) {
+  constexpr std::uint64_t kOrder = 0x726F7773;
+  const std::string separator = request.text("separator", ",");
+  if (separator.size() != 1 && separator != "tab") throw request.refuse("separator= is one character, or tab");
+  const bool normalised = request.whole("normalise", 1) != 0;
+  const double share = request.number("val", 0.2);
+  const TableOptions options{.target = request.text("target", ""),
+                             .numbers = request.whole("numbers", 0) != 0,
+                             .separator = separator == "tab" ? '\t' : separator[0]};
+  request.require_no_images();
+  const Table table = read_csv(request.path(), options);
+  const auto count = to_size(table.data.size(0));
+  std::vector<std::int64_t> order(count);
+  for (std::size_t i = 0; i < count; ++i) order[i] = static_cast<std::int64_t>(permuted(i, count, kOrder));
+  const torch::Tensor mixed = torch::tensor(order, torch::kInt64);
+  const torch::Tensor data = table.data.index_select(0, mixed);
+  const auto rows = std::make_shared<TensorDataset>(fs::path(request.path()).filename(), data, table.target.index_select(0, mixed));
+  Datasets both = in_two_parts(rows, rows, share, request);
+  if (normalised) normalise(rows->data(), both.train->size());
+  return both;
+}
+
 Datasets text(Request& request) {
   TokenOptions options{.block = request.whole("block", 128),
                        .token_bytes = bytes_of_token(static_cast<int>(request.whole("bits", 8))),
@@ -203,6 +233,7 @@ constexpr Kind kKinds[] = {{"fashion-mnist", both_splits},
                            {"cifar-100", both_splits},
                            {"imagefolder", image_folder},
                            {"packed", packed_records},
+                           {"csv", csv},
                            {"npy", npy},
                            {"text", text},
                            {"synthetic", synthetic}};
@@ -239,8 +270,6 @@ std::vector<std::string> dataset_kinds() { return names_in(kKinds); }
 
 Datasets open_dataset(const DataSource& source) {
   Request request(source);
-  if (request.kind() == "csv" || request.kind() == "npz")
-    throw request.refuse("it is gone; save data and targets with numpy.save, and give npy:DATA.npy,TARGETS.npy");
   return row_named(kKinds, request.kind(), "--data").open(request);
 }
 

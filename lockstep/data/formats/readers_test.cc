@@ -4,6 +4,7 @@
 
 #include <numeric>
 
+#include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/data/formats/readers.h"
 #include "tests/data/files.h"
@@ -153,6 +154,69 @@ TEST(OpenDataset, opens_every_kind_and_holds_a_part_out) {
   EXPECT_EQ(open("synthetic:12x1x8x8?classes=3").train->make_batch(first(12)).target.max().item<int>(), 2);
 }
 
+class CsvFile : public ::testing::Test {
+ protected:
+  Table read(const std::string& text, const TableOptions& options = {}) {
+    write_file(folder_ / "t.csv", text);
+    return read_csv(folder_ / "t.csv", options);
+  }
+  std::string refusal(const std::string& text, const TableOptions& options = {}) {
+    return message_of<Error>([&] { read(text, options); });
+  }
+  const TempFolder folder_;
+};
+
+TEST_F(CsvFile, has_names_or_none_and_quotes_and_any_line_ends) {
+  for (const char* text : {"1,2.5,0\n3,-4,2\n", "a,b,kind\r\n1, 2.5 ,0\r\n\r\n3,-4,2", "\"a\nb\",c,d\n\"1\",2.5,0\n3,-4,2\n"}) {
+    const Table table = read(text);
+    EXPECT_TRUE(torch::equal(table.data, torch::tensor({{1.F, 2.5F}, {3.F, -4.F}}))) << text;
+    EXPECT_TRUE(torch::equal(table.target, torch::tensor({0, 2}, torch::kInt64))) << text;
+  }
+}
+
+TEST_F(CsvFile, takes_texts_as_classes_and_other_numbers_as_numbers) {
+  const Table texts = read("kind;x\n\"a \"\"b\"\"\";1\nA;2\n\"a \"\"b\"\"\";3\n", {.target = "kind", .separator = ';'});
+  EXPECT_EQ(texts.classes, (std::vector<std::string>{"A", "a \"b\""}));
+  EXPECT_TRUE(torch::equal(texts.target, torch::tensor({1, 0, 1}, torch::kInt64)));
+  EXPECT_TRUE(torch::equal(read("1,0.5\n2,3\n").target, torch::tensor({{0.5F}, {3.F}})));
+  EXPECT_TRUE(torch::equal(read("1,-1\n2,3\n").target, torch::tensor({{-1.F}, {3.F}})));
+  EXPECT_TRUE(torch::equal(read("1,1\n2,3\n", {.numbers = true}).target, torch::tensor({{1.F}, {3.F}})));
+}
+
+TEST_F(CsvFile, refuses_what_is_no_table_and_names_line_and_column) {
+  EXPECT_TRUE(contains(refusal("a,b\n1,2\nx,3\n"), "'x' in column a is not a number"));
+  EXPECT_TRUE(contains(refusal("a,b\n1,2\nx,3\n"), "t.csv, line 3"));
+  EXPECT_TRUE(contains(refusal("a,b\n1,2\n,3\n"), "a value that is missing"));
+  EXPECT_TRUE(contains(refusal("a,b\n1,2\n1, \n"), "no target in column b"));
+  EXPECT_TRUE(contains(refusal("a,b\n1,2\n1,2,3\n"), "3 columns, not 2"));
+  EXPECT_TRUE(contains(refusal("a;b\n1;2\n"), "another separator"));
+  EXPECT_TRUE(contains(refusal("a,b\n1,2\n", {.target = "c"}), "no column c"));
+  EXPECT_TRUE(contains(refusal("a,b\n"), "no rows"));
+  EXPECT_TRUE(contains(refusal(""), "no lines"));
+  EXPECT_TRUE(contains(refusal("1,x\n", {.numbers = true}), "a target is 'x'"));
+}
+
+TEST_F(CsvFile, becomes_datasets_of_mixed_rows_with_normal_columns) {
+  std::string text;
+  for (int i = 0; i < 100; ++i) text += concat(i, ",7,", i / 50, "\n");
+  write_file(folder_ / "t.csv", text);
+  const Datasets datasets = open_dataset({.data = "csv:" + folder_.file("t.csv")});
+  EXPECT_EQ(datasets.train->size(), 80);
+  EXPECT_EQ(datasets.validation->size(), 20);
+  EXPECT_EQ(datasets.train->classes(), 2);
+  std::vector<std::int64_t> all(80);
+  std::iota(all.begin(), all.end(), 0);
+  const Batch batch = datasets.train->make_batch(all);
+  EXPECT_NEAR(batch.data.select(1, 0).mean().item<float>(), 0, 1e-5);
+  EXPECT_NEAR(batch.data.select(1, 0).std(0, false).item<float>(), 1, 1e-5);
+  EXPECT_TRUE(torch::equal(batch.data.select(1, 1), torch::zeros({80})));
+  const auto of_second = batch.target.sum().item<std::int64_t>();
+  EXPECT_TRUE(of_second > 25 && of_second < 55) << of_second;
+  const Datasets raw = open_dataset({.data = concat("csv:", folder_.file("t.csv"), "?val=0&normalise=0")});
+  EXPECT_EQ(raw.validation, nullptr);
+  EXPECT_EQ(raw.train->make_batch(all).data.max().item<float>(), 99);
+}
+
 TEST(OpenDataset, names_the_part_it_does_not_understand) {
   const auto refusal = [](const std::string& data, const std::string& augment = "") {
     return message_of<UsageError>([&] { open_dataset({.data = data, .augment = augment}); });
@@ -166,7 +230,6 @@ TEST(OpenDataset, names_the_part_it_does_not_understand) {
   write_file(folder / "x.npy", npy_text("|i1", "(1, 2)", "ab"));
   EXPECT_TRUE(
       contains(refusal("npy:" + folder.file("x.npy") + "," + folder.file("x.npy"), "flip"), "--augment is for images"));
-  EXPECT_TRUE(contains(refusal("csv:t.csv"), "give npy:DATA.npy,TARGETS.npy"));
 }
 
 }  // namespace

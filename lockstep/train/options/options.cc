@@ -37,6 +37,8 @@ std::vector<Option> data_table(TrainOptions& o, const Choices& choices) {
       unless(own_model, option("--model", o.model, kSame, concat("model to train: ", join(choices.models, ", ")))),
       unless(own_data, option("--data", o.source.data, kSame,
                               concat("dataset to train on, KIND[:PATH][?OPTIONS]: ", join(choices.datasets, ", ")))),
+      unless(own_model, option("--classes", o.classes, kMayChange, "outputs of the model; 0: as many classes as the data has",
+                               from_zero("0: as many as the data has"))),
       option("--data-dir", o.source.folder, kMayChange, "folder that holds the dataset"),
       unless(own_data, option("--augment", o.source.augment, kSame,
                               "transforms of training images, such as crop:4,flip; docs/data.md lists them")),

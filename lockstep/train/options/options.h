@@ -59,6 +59,7 @@ StopPlan stop_plan(const PreemptionOptions& options);  // throws UsageError
 
 struct TrainOptions {
   std::string model = "lenet";
+  std::int64_t classes = 0;                 // of the model; 0: as many as the data has
   DataSource source{.data = "auto"};        // auto: what suits the model
   LoaderOptions loader{.batch_size = 256};  // training shuffles with strategy.seed
   StrategyOptions strategy{.optimizer = SGDOptions{.lr = 0.05, .momentum = 0.9}, .seed = 1};

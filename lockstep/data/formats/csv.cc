@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <set>
+
+#include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/data/formats/data_file.h"
+#include "lockstep/data/formats/readers.h"
+
+namespace lockstep {
+namespace {
+
+// The records of a text, a line each, unless a quoted field has line breaks.
+class CsvRecords {
+ public:
+  CsvRecords(std::string_view text, char separator) : text_(text), separator_(separator) {}
+
+  // Gives the fields of the next one; false at the end. Empty lines are left out.
+  bool next(std::vector<std::string>& fields) {
+    while (place_ < text_.size()) {
+      line_ = next_line_;
+      read_record(fields);
+      if (fields.size() > 1 || !fields[0].empty()) return true;
+    }
+    return false;
+  }
+  std::int64_t line() const { return line_; }  // where it begins, from 1
+
+ private:
+  void read_record(std::vector<std::string>& fields) {
+    fields.assign(1, "");
+    bool quoted = false;
+    while (place_ < text_.size()) {
+      const char c = text_[place_++];
+      next_line_ += c == '\n' ? 1 : 0;
+      const bool doubled = quoted && c == '"' && place_ < text_.size() && text_[place_] == '"';
+      if (doubled)
+        fields.back() += text_[place_++];
+      else if (c == '"')
+        quoted = !quoted;
+      else if (quoted)
+        fields.back() += c;
+      else if (c == separator_)
+        fields.emplace_back();
+      else if (c == '\n')
+        return;
+      else if (c != '\r')
+        fields.back() += c;
+    }
+  }
+
+  std::string_view text_;
+  char separator_;
+  std::size_t place_ = 0;
+  std::int64_t line_ = 0, next_line_ = 1;
+};
+
+std::string_view trimmed(std::string_view text) {
+  const std::size_t begin = text.find_first_not_of(' ');
+  return begin == std::string_view::npos ? "" : text.substr(begin, text.find_last_not_of(' ') - begin + 1);
+}
+
+template <class Number>
+std::optional<Number> number_in(const std::string& field) {
+  Number value{};
+  if (!parse_number(trimmed(field), value)) return std::nullopt;
+  return value;
+}
+
+// Numbers of a target, or its texts as classes.
+void set_target(Table& table, const std::vector<std::string>& texts, bool numbers) {
+  std::vector<std::int64_t> classes;
+  std::vector<float> values;
+  for (const std::string& text : texts) {
+    if (const auto value = number_in<float>(text)) values.push_back(*value);
+    if (const auto label = number_in<std::int64_t>(text); label && *label >= 0) classes.push_back(*label);
+  }
+  if (values.size() == texts.size() && (numbers || classes.size() < texts.size())) {
+    table.target = torch::tensor(values).view({-1, 1});
+    return;
+  }
+  if (classes.size() < texts.size()) {
+    const std::set<std::string> names(texts.begin(), texts.end());
+    table.classes.assign(names.begin(), names.end());
+    classes.clear();
+    for (const std::string& text : texts)
+      classes.push_back(std::ranges::lower_bound(table.classes, text) - table.classes.begin());
+  }
+  table.target = torch::tensor(classes, torch::kInt64);
+}
+
+class CsvReader {
+ public:
+  CsvReader(const std::filesystem::path& path, std::string_view text, const TableOptions& options)
+      : path_(path.string()), options_(options), records_(text, options.separator) {}
+
+  Table read() {
+    if (!records_.next(fields_)) throw error("it has no lines", "an empty file");
+    names_ = fields_;
+    find_target();
+    bool more = true;
+    if (is_header()) more = records_.next(fields_);
+    for (; more; more = records_.next(fields_)) add_row();
+    if (targets_.empty()) throw error("it has a line of names, but no rows", "a file that was cut");
+    Table table;
+    table.data = torch::tensor(values_).view({std::ssize(targets_), std::ssize(names_) - 1});
+    if (options_.numbers) require_numbers();
+    set_target(table, targets_, options_.numbers);
+    return table;
+  }
+
+ private:
+  DataError error(const std::string& what, const std::string& likely) const {
+    return DataError({.what = concat("can't read a table: ", what),
+                      .here = concat(path_, ", line ", records_.line()),
+                      .likely = likely,
+                      .next = "every column but the target needs a number in each line; docs/data.md has the options"});
+  }
+
+  void find_target() {
+    if (names_.size() < 2) throw error("there is one column", "another separator: csv:FILE?separator=;");
+    target_ = names_.size() - 1;
+    if (options_.target.empty()) return;
+    const auto found = std::ranges::find(names_, options_.target);
+    if (found == names_.end())
+      throw UsageError({.what = concat(path_, " has no column ", options_.target),
+                        .here = concat("columns: ", join(names_, ", ")),
+                        .next = "give target= the name of one of them"});
+    target_ = to_size(found - names_.begin());
+  }
+
+  bool is_header() const {
+    if (!options_.target.empty()) return true;
+    return std::any_of(fields_.begin(), fields_.end() - 1, [](const std::string& field) { return !number_in<float>(field); });
+  }
+
+  void add_row() {
+    if (fields_.size() != names_.size())
+      throw error(concat(fields_.size(), " columns, not ", names_.size()), "a separator in a text without quotes");
+    for (std::size_t i = 0; i < fields_.size(); ++i) {
+      if (i == target_) continue;
+      const auto value = number_in<float>(fields_[i]);
+      if (!value)
+        throw error(concat("'", fields_[i], "' in column ", names_[i], " is not a number"),
+                    fields_[i].empty() ? "a value that is missing" : "a column of texts, which need numbers of their own");
+      values_.push_back(*value);
+    }
+    if (trimmed(fields_[target_]).empty()) throw error(concat("no target in column ", names_[target_]), "a value that is missing");
+    targets_.push_back(fields_[target_]);
+  }
+
+  void require_numbers() const {
+    for (const std::string& text : targets_)
+      if (!number_in<float>(text)) throw error(concat("numbers=1, but a target is '", text, "'"), "a column of classes");
+  }
+
+  std::string path_;
+  TableOptions options_;
+  CsvRecords records_;
+  std::vector<std::string> fields_, names_;
+  std::size_t target_ = 0;
+  std::vector<float> values_;
+  std::vector<std::string> targets_;
+};
+
+}  // namespace
+
+Table read_csv(const std::filesystem::path& path, const TableOptions& options) {
+  const std::vector<std::uint8_t> bytes = DataFile(path).read_all();
+  return CsvReader(path, {reinterpret_cast<const char*>(bytes.data()), bytes.size()}, options).read();
+}
+
+}  // namespace lockstep
