@@ -135,8 +135,8 @@ torch::Tensor read_idx(const std::filesystem::path& path, std::uint64_t most_byt
 torch::Tensor read_npy(const std::filesystem::path& path);
 
 struct TableOptions {
-  std::string target{};   // the column to predict; empty: the last one
-  bool numbers = false;   // its whole numbers are quantities, not classes
+  std::string target{};  // the column to predict; empty: the last one
+  bool numbers = false;  // its whole numbers are quantities, not classes
   char separator = ',';
 };
 

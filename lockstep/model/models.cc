@@ -13,10 +13,11 @@ namespace lockstep {
 namespace {
 
 UsageError misfit(const std::string& model, const std::string& takes, const SampleShape& found) {
-  const std::string target = found.numbers > 0 ? concat(found.numbers, " numbers to predict") : concat(found.classes, " classes");
+  const std::string target =
+      found.numbers > 0 ? concat(found.numbers, " numbers to predict") : concat(found.classes, " classes");
   return UsageError({.what = concat(model, " takes ", takes, ", but samples have ",
-                                    found.tokens ? "whole numbers of shape " : "shape ", torch::IntArrayRef(found.sizes), " and ",
-                                    target),
+                                    found.tokens ? "whole numbers of shape " : "shape ",
+                                    torch::IntArrayRef(found.sizes), " and ", target),
                      .next = "choose another --model: mlp takes numbers of any shape, gpt-mini takes tokens"});
 }
 
@@ -24,8 +25,10 @@ void require_images(const std::string& model, const SampleShape& found, std::int
   const auto& sizes = found.sizes;
   const bool fits = !found.tokens && found.classes > 0 && sizes.size() == 3 && (channels == 0 || sizes[0] == channels);
   if (fits && std::min(sizes[1], sizes[2]) >= least) return;
-  throw misfit(model, concat(channels == 3 ? "colour " : "", "images (", channels == 0 ? "C" : "3", ", H, W) of at least ", least,
-                             " x ", least, " in classes"), found);
+  throw misfit(model,
+               concat(channels == 3 ? "colour " : "", "images (", channels == 0 ? "C" : "3", ", H, W) of at least ",
+                      least, " x ", least, " in classes"),
+               found);
 }
 
 Task lenet(const std::string& name, const SampleShape& sample) {
@@ -38,9 +41,10 @@ Task lenet(const std::string& name, const SampleShape& sample) {
 // With numbers to predict the loss is the mean squared error.
 Task mlp_of(std::vector<std::int64_t> hidden, const std::string& name, const SampleShape& sample) {
   if (sample.tokens) throw misfit(name, "floating-point numbers", sample);
-  Task task = classification_task<MLP>(name, MLPOptions{.inputs = c10::multiply_integers(sample.sizes),
-                                                        .hidden = std::move(hidden),
-                                                        .outputs = sample.numbers > 0 ? sample.numbers : sample.classes});
+  Task task =
+      classification_task<MLP>(name, MLPOptions{.inputs = c10::multiply_integers(sample.sizes),
+                                                .hidden = std::move(hidden),
+                                                .outputs = sample.numbers > 0 ? sample.numbers : sample.classes});
   if (sample.numbers == 0) return task;
   task.loss = [](const torch::Tensor& output, const torch::Tensor& target) {
     return torch::mse_loss(output, target.view_as(output));
@@ -60,8 +64,8 @@ Task colour_images(const std::string& name, const SampleShape& sample) {
 template <int layers, bool small = false>
 Task resnet(const std::string& name, const SampleShape& sample) {
   require_images(name, sample, 3, small ? 8 : 32);
-  return classification_task<ResNet>(
-      name, ResNetOptions{.layers = layers, .classes = sample.classes, .small_images = small});
+  return classification_task<ResNet>(name,
+                                     ResNetOptions{.layers = layers, .classes = sample.classes, .small_images = small});
 }
 
 // The published numbers of tokens and positions, or more where the data needs them.
@@ -119,7 +123,8 @@ std::vector<std::string> model_names() { return names_in(kEntries); }
 
 Task model_task(const std::string& name) {
   const Entry& entry = row_named(kEntries, name, "--model");
-  return make_task(entry, {.sizes = {entry.sizes.begin(), entry.sizes.end()}, .classes = entry.classes, .tokens = entry.tokens});
+  return make_task(
+      entry, {.sizes = {entry.sizes.begin(), entry.sizes.end()}, .classes = entry.classes, .tokens = entry.tokens});
 }
 
 Task gpt_task(const std::string& name, const GPTOptions& options) {

@@ -155,7 +155,8 @@ TEST(FittedModel, refuses_samples_that_it_cannot_take) {
   EXPECT_TRUE(contains(refusal("lenet", {.sizes = {1, 8, 8}, .classes = 10}), "at least 14 x 14"));
   EXPECT_TRUE(contains(refusal("lenet", {.sizes = {13}, .classes = 3}), "choose another --model"));
   EXPECT_TRUE(contains(refusal("alexnet", {.sizes = {3, 64, 64}, .numbers = 1}), "1 numbers to predict"));
-  EXPECT_TRUE(contains(refusal("mlp", {.sizes = {16}, .classes = 256, .tokens = true}), "takes floating-point numbers"));
+  EXPECT_TRUE(
+      contains(refusal("mlp", {.sizes = {16}, .classes = 256, .tokens = true}), "takes floating-point numbers"));
   EXPECT_TRUE(contains(refusal("gpt2", {.sizes = {16}, .classes = 3}), "takes tokens"));
 }
 

@@ -82,9 +82,10 @@ Task fitted(const Task& task, const Datasets& datasets, std::int64_t classes) {
   if (found == task.sample) return task;
   if (task.fit) return task.fit(found);
   if (found.sizes == task.sample.sizes) return task;
-  throw UsageError({.what = concat(task.name, " takes samples of shape ", torch::IntArrayRef(task.sample.sizes),
-                                   ", but those of ", datasets.train->name(), " have ", torch::IntArrayRef(found.sizes)),
-                    .next = "--data synthetic makes samples that fit"});
+  throw UsageError(
+      {.what = concat(task.name, " takes samples of shape ", torch::IntArrayRef(task.sample.sizes), ", but those of ",
+                      datasets.train->name(), " have ", torch::IntArrayRef(found.sizes)),
+       .next = "--data synthetic makes samples that fit"});
 }
 
 Task fitted_before_fork(const Task& task, const DataSource& source, std::int64_t classes) {

@@ -40,8 +40,8 @@ struct PlanOptions {
 // The options of `lockstep train` that change what a step takes.
 std::vector<Option> training_options(TrainOptions& options) {
   static const std::set<std::string> kTaken = {
-      "--model",  "--classes", "--data",      "--data-dir", "--augment",  "--epochs",       "--batch-size", "--precision",
-      "--layout", "--optimizer", "--momentum", "--nesterov", "--weight-decay", "--clip-norm"};
+      "--model",     "--classes", "--data",      "--data-dir", "--augment",  "--epochs",       "--batch-size",
+      "--precision", "--layout",  "--optimizer", "--momentum", "--nesterov", "--weight-decay", "--clip-norm"};
   std::vector<Option> all = option_table(options, {.models = model_names(), .datasets = dataset_kinds()});
   std::erase_if(all, [](const Option& option) { return !kTaken.contains(option.name); });
   return all;

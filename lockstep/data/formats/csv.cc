@@ -131,7 +131,8 @@ class CsvReader {
 
   bool is_header() const {
     if (!options_.target.empty()) return true;
-    return std::any_of(fields_.begin(), fields_.end() - 1, [](const std::string& field) { return !number_in<float>(field); });
+    return std::any_of(fields_.begin(), fields_.end() - 1,
+                       [](const std::string& field) { return !number_in<float>(field); });
   }
 
   void add_row() {
@@ -141,17 +142,20 @@ class CsvReader {
       if (i == target_) continue;
       const auto value = number_in<float>(fields_[i]);
       if (!value)
-        throw error(concat("'", fields_[i], "' in column ", names_[i], " is not a number"),
-                    fields_[i].empty() ? "a value that is missing" : "a column of texts, which need numbers of their own");
+        throw error(
+            concat("'", fields_[i], "' in column ", names_[i], " is not a number"),
+            fields_[i].empty() ? "a value that is missing" : "a column of texts, which need numbers of their own");
       values_.push_back(*value);
     }
-    if (trimmed(fields_[target_]).empty()) throw error(concat("no target in column ", names_[target_]), "a value that is missing");
+    if (trimmed(fields_[target_]).empty())
+      throw error(concat("no target in column ", names_[target_]), "a value that is missing");
     targets_.push_back(fields_[target_]);
   }
 
   void require_numbers() const {
     for (const std::string& text : targets_)
-      if (!number_in<float>(text)) throw error(concat("numbers=1, but a target is '", text, "'"), "a column of classes");
+      if (!number_in<float>(text))
+        throw error(concat("numbers=1, but a target is '", text, "'"), "a column of classes");
   }
 
   std::string path_;

@@ -183,7 +183,8 @@ Datasets csv(Request& request) {
   for (std::size_t i = 0; i < count; ++i) order[i] = static_cast<std::int64_t>(permuted(i, count, kOrder));
   const torch::Tensor mixed = torch::tensor(order, torch::kInt64);
   const torch::Tensor data = table.data.index_select(0, mixed);
-  const auto rows = std::make_shared<TensorDataset>(fs::path(request.path()).filename(), data, table.target.index_select(0, mixed));
+  const auto rows =
+      std::make_shared<TensorDataset>(fs::path(request.path()).filename(), data, table.target.index_select(0, mixed));
   Datasets both = in_two_parts(rows, rows, share, request);
   if (normalised) normalise(rows->data(), both.train->size());
   return both;

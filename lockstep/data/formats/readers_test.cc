@@ -167,7 +167,8 @@ class CsvFile : public ::testing::Test {
 };
 
 TEST_F(CsvFile, has_names_or_none_and_quotes_and_any_line_ends) {
-  for (const char* text : {"1,2.5,0\n3,-4,2\n", "a,b,kind\r\n1, 2.5 ,0\r\n\r\n3,-4,2", "\"a\nb\",c,d\n\"1\",2.5,0\n3,-4,2\n"}) {
+  for (const char* text :
+       {"1,2.5,0\n3,-4,2\n", "a,b,kind\r\n1, 2.5 ,0\r\n\r\n3,-4,2", "\"a\nb\",c,d\n\"1\",2.5,0\n3,-4,2\n"}) {
     const Table table = read(text);
     EXPECT_TRUE(torch::equal(table.data, torch::tensor({{1.F, 2.5F}, {3.F, -4.F}}))) << text;
     EXPECT_TRUE(torch::equal(table.target, torch::tensor({0, 2}, torch::kInt64))) << text;
