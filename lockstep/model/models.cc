@@ -40,7 +40,12 @@ Task lenet(const std::string& name, const SampleShape& sample) {
 
 // With numbers to predict the loss is the mean squared error.
 Task mlp_of(std::vector<std::int64_t> hidden, const std::string& name, const SampleShape& sample) {
+  constexpr std::int64_t kMostClasses = 1'000'000;
   if (sample.tokens) throw misfit(name, "floating-point numbers", sample);
+  if (sample.classes > kMostClasses)
+    throw UsageError({.what = concat("targets up to ", sample.classes - 1, " as classes"),
+                      .likely = "a column of quantities, not of classes",
+                      .next = "csv:FILE?numbers=1 predicts them as numbers; or give --classes"});
   Task task =
       classification_task<MLP>(name, MLPOptions{.inputs = c10::multiply_integers(sample.sizes),
                                                 .hidden = std::move(hidden),

@@ -157,6 +157,7 @@ TEST(FittedModel, refuses_samples_that_it_cannot_take) {
   EXPECT_TRUE(contains(refusal("alexnet", {.sizes = {3, 64, 64}, .numbers = 1}), "1 numbers to predict"));
   EXPECT_TRUE(
       contains(refusal("mlp", {.sizes = {16}, .classes = 256, .tokens = true}), "takes floating-point numbers"));
+  EXPECT_TRUE(contains(refusal("mlp", {.sizes = {4}, .classes = 2'000'000}), "numbers=1"));
   EXPECT_TRUE(contains(refusal("gpt2", {.sizes = {16}, .classes = 3}), "takes tokens"));
 }
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cmath>
 #include <set>
+#include <type_traits>
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
@@ -64,6 +66,8 @@ template <class Number>
 std::optional<Number> number_in(const std::string& field) {
   Number value{};
   if (!parse_number(trimmed(field), value)) return std::nullopt;
+  if constexpr (std::is_floating_point_v<Number>)
+    if (!std::isfinite(value)) return std::nullopt;
   return value;
 }
 

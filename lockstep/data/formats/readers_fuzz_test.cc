@@ -125,6 +125,15 @@ TEST(Fuzz, npy) {
   fuzz_file(folder, "f.npy", 3000, [&] { return sum_of(read_npy(folder / "f.npy")); });
 }
 
+TEST(Fuzz, csv) {
+  const TempFolder folder;
+  write_file(folder / "f.csv", "a,\"b\",kind\n1,2.5,0\n-3,4e2,1\n5,6,0\n");
+  fuzz_file(folder, "f.csv", 3000, [&] {
+    const Table table = read_csv(folder / "f.csv");
+    return sum_of(table.data) + sum_of(table.target);
+  });
+}
+
 TEST(Fuzz, cifar) {
   const TempFolder folder;
   write_file(folder / "test_batch.bin", std::string(3073 * 2, '\x05'));

@@ -188,6 +188,7 @@ TEST_F(CsvFile, refuses_what_is_no_table_and_names_line_and_column) {
   EXPECT_TRUE(contains(refusal("a,b\n1,2\nx,3\n"), "'x' in column a is not a number"));
   EXPECT_TRUE(contains(refusal("a,b\n1,2\nx,3\n"), "t.csv, line 3"));
   EXPECT_TRUE(contains(refusal("a,b\n1,2\n,3\n"), "a value that is missing"));
+  EXPECT_TRUE(contains(refusal("a,b\n1,2\nnan,3\n"), "'nan' in column a is not a number"));
   EXPECT_TRUE(contains(refusal("a,b\n1,2\n1, \n"), "no target in column b"));
   EXPECT_TRUE(contains(refusal("a,b\n1,2\n1,2,3\n"), "3 columns, not 2"));
   EXPECT_TRUE(contains(refusal("a;b\n1;2\n"), "another separator"));
