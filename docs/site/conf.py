@@ -79,7 +79,7 @@ def add_contents(app, docname, source):
     for link, page in FOLDERS.items():
         source[0] = source[0].replace(link, page)
     for caption, pages in CONTENTS.get(docname, ()):
-        source[0] += toctree(caption, pages.split(), ":hidden:")
+        source[0] += toctree(caption, [page if page == "*" else f"/{page}" for page in pages.split()], ":hidden:")
 
 
 def toctree(caption, pages, *options):
