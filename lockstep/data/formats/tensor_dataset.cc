@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/datasets.h"
 
-#include <algorithm>
-
 #include <ATen/Dispatch.h>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/to_size.h"
 #include "lockstep/data/loader/batch_memory.h"
 #include "lockstep/error.h"
 
@@ -50,9 +47,7 @@ TensorDataset::TensorDataset(std::string name, const torch::Tensor& data, const 
 
 std::int64_t TensorDataset::classes() const {
   if (target_.dim() != 1 || !c10::isIntegralType(target_.scalar_type(), /*includeBool=*/false)) return 0;
-  const torch::Tensor targets = target_.to(torch::kInt64);
-  const std::span all(targets.const_data_ptr<std::int64_t>(), to_size(targets.numel()));
-  return *std::ranges::max_element(all) + 1;  // not torch's max(): its threads would not survive a fork
+  return target_.max().item<std::int64_t>() + 1;
 }
 
 Batch TensorDataset::assemble(const BatchRequest& request) const {
