@@ -63,8 +63,8 @@ struct LeNetOptions {
 };
 
 // conv 20@3x3 -> ReLU -> avg-pool 2 -> conv 50@5x5 -> ReLU -> avg-pool 2 -> dense 128 -> ReLU -> dense 10.
-// 129,068 parameters for grey images of 28 x 28. After LeCun et al., "Gradient-based learning applied to document recognition" (1998), with the
-// widths of Zhang et al., "Dive into Deep Learning", section "Training on Multiple GPUs".
+// 129,068 parameters for grey images of 28 x 28. After LeCun et al., "Gradient-based learning applied to document
+// recognition" (1998), with the widths of Zhang et al., "Dive into Deep Learning", section "Training on Multiple GPUs".
 class LeNetImpl : public PiecewiseModule {
  public:
   // images: (B, channels, height, width) -> logits (B, classes); a piece per layer. Throws UsageError: below 14 x 14

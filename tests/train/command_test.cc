@@ -113,8 +113,9 @@ TEST(Train, prints_nothing_when_quiet) {
 
 TEST(Train, names_the_sample_whose_target_is_no_class) {
   for (const Words& ranks : {Words{"--ranks", "2"}, Words{"--strategy", "towers", "--ranks", "2"}}) {
-    const Ended ended =
-        run(kTrain + Words{"--model", "lenet", "--data", "synthetic:96x1x28x28?classes=12", "--classes", "10", "--quiet"} + ranks);
+    const Ended ended = run(
+        kTrain + Words{"--model", "lenet", "--data", "synthetic:96x1x28x28?classes=12", "--classes", "10", "--quiet"} +
+        ranks);
     EXPECT_EQ(ended.exit_code, 1);
     EXPECT_TRUE(contains(ended.error, "DataError: target "));
     EXPECT_TRUE(contains(ended.error, " is not one of the model's 10 classes"));
