@@ -27,6 +27,8 @@ struct Subcommand {
 
 constexpr auto kSubcommands = std::to_array<Subcommand>({
     {"train", "train a model"},
+    {"eval", "measure a trained model on a dataset"},
+    {"predict", "write what a trained model says about each sample"},
     {"run", "start a program once per rank", run_command},
     {"top", "watch the jobs on this machine"},
     {"jobs", "print what their ranks publish, for programs", jobs_command},
@@ -40,8 +42,12 @@ constexpr auto kSubcommands = std::to_array<Subcommand>({
     {"env", "show every setting and where it came from", env_command},
 });
 
+// The program that trains does these, too.
+bool follows_training(std::string_view subcommand) { return subcommand == "eval" || subcommand == "predict"; }
+
 // Ends with .py if it is Python.
 fs::path program_of(std::string_view subcommand) {
+  if (follows_training(subcommand)) subcommand = "train";
   const fs::path folder = installation_prefix() / "libexec/lockstep";
   const fs::path script = folder / "tools" / concat(subcommand, ".py");
   return fs::exists(script) ? script : folder / concat("lockstep-", subcommand);
@@ -107,13 +113,15 @@ int run_program(char** argv) {
     throw system_error(concat("start Python for `lockstep ", argv[0], "`:"), "python3");
   }
   if (fs::exists(program)) find_torch();
-  std::string title = concat("lockstep ", argv[0]);  // for ps
-  if (std::string_view(argv[0]) == "train") {
+  const std::string name = argv[0];
+  std::string title = concat("lockstep ", name);  // for ps
+  if (name == "train" || follows_training(name)) {
     title += std::string(kRoomForRank, ' ');
     hold_stop_signals();
   }
+  if (follows_training(argv[0])) --argv;  // it has to see the word
   become(program, {title}, argv);
-  throw UsageError({.what = concat("there is no subcommand '", argv[0], "'"),
+  throw UsageError({.what = concat("there is no subcommand '", name, "'"),
                     .here = concat("no ", program.string()),
                     .next = concat(suggestion(argv[0]), "lockstep --help lists them all")});
 }

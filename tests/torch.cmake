@@ -84,7 +84,7 @@ endforeach()
 target_link_libraries(lossless_ranks PRIVATE GTest::gtest)
 
 lockstep_test(command_test command SHARDS 4 TIMEOUT 600 CHECK "PlanCommand.*:*KVStore*:*AsyncLeNet*:StartedRanks.*mpi*"
-  SOURCES train/command_test.cc train/data_command_test.cc train/kvstore_command_test.cc train/plan_command_test.cc security/one_machine_test.cc launch/child.cc)
+  SOURCES train/command_test.cc train/data_command_test.cc train/use_command_test.cc train/kvstore_command_test.cc train/plan_command_test.cc security/one_machine_test.cc launch/child.cc)
 target_link_libraries(command_test PRIVATE lockstep_core nlohmann_json::nlohmann_json)
 target_compile_definitions(command_test PRIVATE
   LOCKSTEP_COMMAND="$<TARGET_FILE:lockstep_command>" MISBEHAVING_TASK="$<TARGET_FILE:misbehaving_task>"

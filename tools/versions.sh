@@ -15,7 +15,7 @@ mkdir -p "$logs"
 rows=() code=0
 for release in "$@"; do
   rm -rf "$clone" && git clone --quiet . "$clone"
-  make -C "$clone" test TORCH="$release" >"$logs/$release.log" 2>&1 || code=1
+  make --no-print-directory -C "$clone" test TORCH="$release" >"$logs/$release.log" 2>&1 || code=1
   rows+=("| torch $release, make test | $(git rev-parse --short HEAD) | $(date +%F) | $(tail -n 1 "$logs/$release.log") |")
   echo "${rows[-1]}"
 done

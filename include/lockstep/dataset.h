@@ -16,6 +16,7 @@
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace lockstep {
 
@@ -89,9 +90,19 @@ class Dataset {
   virtual std::shared_ptr<const SampleOrder> shuffled_order() const { return nullptr; }
 };
 
+// What training takes from its data, and other data has to follow: a checkpoint keeps it.
+struct DataFacts {
+  std::vector<std::string>
+      classes{};  // their names, in the order of their numbers; empty: numbers are all that is known
+  std::vector<std::string> columns{};       // of a table, but for the target; empty: it has no names
+  std::vector<double> mean{}, deviation{};  // by which its columns are normalised
+  bool operator==(const DataFacts&) const = default;
+};
+
 struct Datasets {
   std::shared_ptr<const Dataset> train;
   std::shared_ptr<const Dataset> validation;  // null: no validation
+  DataFacts facts{};
 };
 
 }  // namespace lockstep

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -36,10 +37,13 @@ struct DataSource {
   std::string data;
   std::string folder{};   // the path where `data` has none
   std::string augment{};  // see parse_transforms; on top of the dataset's own normalisation, for training images alone
+  // Set: the samples are for a model that was trained on data with these facts. They keep their order, none are held out unless
+  // the kind has a validation part of its own or val= says so, and a table needs no target.
+  std::optional<DataFacts> trained_on{};
 };
 
 // Training and validation data. Throws UsageError: no such kind or option, a path that is missing, `augment` without
-// images; DataError from the readers.
+// images; DataError from the readers, and: a class or a column that `trained_on` does not have.
 Datasets open_dataset(const DataSource& source);
 std::vector<std::string> dataset_kinds();
 
@@ -138,11 +142,14 @@ struct TableOptions {
   std::string target{};  // the column to predict; empty: the last one
   bool numbers = false;  // its whole numbers are quantities, not classes
   char separator = ',';
+  std::vector<std::string> classes{};  // names of the target's classes, if they are known; empty: found in the table
+  std::int64_t inputs = 0;             // a table of so many columns has no target; 0: each has one
 };
 
 struct Table {
   torch::Tensor data;                // (N, columns) float32
-  torch::Tensor target;              // (N) int64 classes, or (N, 1) float32
+  torch::Tensor target;              // (N) int64 classes, or (N, 1) float32; without a target (N) int64 of -100
+  std::vector<std::string> columns;  // names of those of `data`; empty: the first line has none
   std::vector<std::string> classes;  // their names, in their order, where the column has texts
 };
 

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// lockstep/evaluate.h: loss and accuracy of a model over a dataset.
+// lockstep/evaluate.h: loss, accuracy and other figures of a model over a dataset.
 //
-// Flow:    a dataset -> Task::forward -> Task::loss and Task::correct -> sums over all ranks
+// Flow:    a dataset -> Task::forward -> Task::loss, Task::correct and Task::metrics -> sums over all ranks
 // Owns:    nothing
 // Threads: one thread
 // Ranks:   every rank calls it and computes its part; all get the same exact result
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <string>
 
 #include "lockstep/loader.h"
 #include "lockstep/task.h"
@@ -20,11 +22,12 @@ struct Evaluation {
   double loss = 0;      // mean over all samples
   double accuracy = 0;  // share of samples that are right, as task.correct counts them; NaN without it
   std::int64_t samples = 0;
+  std::map<std::string, torch::Tensor> metrics{};  // of task.metrics, by name; float64, on the CPU
 };
 
 // Runs the model in evaluation mode, without gradients, over the samples in order, in batches of options.batch_size per
 // rank; afterwards each of its modules is in the mode in which it was. Each sample counts once, whatever the number of ranks. model:
-// on any device. Blocks; sends 24 bytes. Throws what Loader and the task's functions throw; PeerLost.
+// on any device. Blocks; sends the sums. Throws what Loader and the task's functions throw; PeerLost.
 Evaluation evaluate(const World& world, const Task& task, torch::nn::Module& model,
                     const std::shared_ptr<const Dataset>& dataset, LoaderOptions options);
 

@@ -34,9 +34,13 @@ namespace lockstep {
 // for a CPU.
 std::vector<std::string> model_names();
 
-// For the samples that the model was published with; Task::fit makes it one for others. Throws UsageError naming the models there
-// are.
+// For the samples that the model was published with; Task::fit makes it one for others. A name that ends in .pt is a file of
+// script_task(). Throws UsageError naming the models there are.
 Task model_task(const std::string& name);
+
+// A model in TorchScript (lockstep/script_module.h), of one tensor in and one out: classes in its last dimension, or numbers,
+// as the targets are, with cross entropy or the mean squared error. It takes whatever samples the data has.
+Task script_task(const std::string& file);
 
 // A model that runs its pieces one after another: the finest cut that it allows, for pipelines.
 class PiecewiseModule : public torch::nn::Module {

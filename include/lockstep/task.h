@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "lockstep/dataset.h"
+#include "lockstep/metric.h"
 
 namespace lockstep {
 
@@ -70,6 +71,7 @@ struct Task {
   std::function<torch::Tensor(const torch::Tensor& output, const torch::Tensor& target)> loss;
   // Counts the samples that the output has right, a scalar; empty: no accuracy is reported.
   std::function<torch::Tensor(const torch::Tensor& output, const torch::Tensor& target)> correct = nullptr;
+  std::vector<Metric> metrics = {};  // more figures of a dataset
   // The data to train on, from --data-dir; empty: --data chooses one of lockstep's.
   std::function<Datasets(const std::string& data_dir)> make_data = nullptr;
   std::string name = "task";  // for tables and metrics

@@ -146,6 +146,22 @@ UniqueFd lock_folder(const fs::path& folder) {
 
 }  // namespace
 
+LoadedCheckpoint find_checkpoint(const fs::path& path, std::optional<std::int64_t> step) {
+  if (fs::is_regular_file(path)) return {path, CheckpointReader(path, Checksum::kRequired)};
+  std::string trouble = "there is none";
+  for (const fs::path& each : fs::is_directory(path) ? newest_first(path) : std::vector<fs::path>()) {
+    if (step && step_of(each) != *step) continue;
+    try {
+      return {each, CheckpointReader(each, Checksum::kRequired)};
+    } catch (const Error& error) {
+      trouble = what_of(error);
+    }
+  }
+  throw CheckpointError({.what = concat("no checkpoint", step ? concat(" of step ", *step) : "", " to read: ", trouble),
+                         .here = path.string(),
+                         .next = "name the --checkpoint-dir of a run that has saved one"});
+}
+
 // The files of a checkpoint, and how to write the i-th.
 struct CheckpointFolder::Files {
   std::vector<std::vector<std::string>> names;  // of the tensors of each
@@ -221,7 +237,7 @@ void CheckpointFolder::remove_older(std::int64_t newest) {
   std::error_code ignored;
   for (const fs::path& each : newest_first(folder_)) {
     const std::int64_t step = step_of(each);
-    if (step > newest || std::ssize(kept) < keep_) kept.insert(step);
+    if (step > newest || step == also_ || std::ssize(kept) < keep_) kept.insert(step);
     if (!kept.contains(step)) fs::remove(each, ignored);
   }
   remove_leftovers(folder_);

@@ -21,6 +21,15 @@
 
 namespace lockstep {
 
+struct LoadedCheckpoint {
+  std::filesystem::path path;
+  CheckpointReader file;  // whole and verified
+};
+
+// Reads `path`, a checkpoint's file or index; or of the folder `path` the checkpoint of `step`, or the newest that is whole. Changes
+// nothing, and needs no lock: a training may go on there. Throws CheckpointError, SystemError.
+LoadedCheckpoint find_checkpoint(const std::filesystem::path& path, std::optional<std::int64_t> step = std::nullopt);
+
 class CheckpointFolder {
  public:
   static constexpr std::size_t kShardBytes = 5'000'000'000;  // a checkpoint above this becomes several files
@@ -45,12 +54,12 @@ class CheckpointFolder {
 
   std::vector<TensorFile> split(const TensorFile& file) const { return split_into_shards(file, shard_bytes_); }
 
+  // save() does not remove the checkpoint of this step.
+  void keep_also(std::int64_t step) { also_ = step; }
+
   bool empty() const;
 
-  struct Loaded {
-    std::filesystem::path path;
-    CheckpointReader file;  // whole and verified
-  };
+  using Loaded = LoadedCheckpoint;
   // The newest checkpoint that is not damaged; a damaged one is named in a warning, and renamed to NAME.damaged. Nothing if
   // the folder has none. Throws CheckpointError if it has some, but all are damaged; SystemError if one can't be read. Then
   // all stay as they are.
@@ -73,6 +82,7 @@ class CheckpointFolder {
   UniqueFd lock_;
   int keep_;
   std::size_t shard_bytes_;
+  std::int64_t also_ = -1;    // kept, however old
   std::int64_t unread_ = -1;  // the newest step that this run has neither read nor written
 };
 

@@ -133,6 +133,7 @@ void CheckpointWriter::save(std::int64_t step, const TensorFile& file, const Fet
     log_warning(concat("the checkpoint of step ", step, " is left out: ", trouble(), "; training goes on"));
     return receive_rest(file, fetch, 0);
   }
+  shared_->folder.keep_also(also_);
   if (elsewhere) return save_now(step, file, fetch);
   try {
     shared_->image.copy(shared_->folder.split(file));

@@ -44,6 +44,8 @@ class CheckpointWriter {
   bool finish(std::int64_t step, std::chrono::milliseconds timeout);
   std::string trouble() const;
 
+  void keep_also(std::int64_t step) { also_ = step; }  // CheckpointFolder::keep_also(), from the next save on
+
   struct Saved {
     std::int64_t step = -1;
     double seconds = 0;  // from the end of the copy until it was on the disk
@@ -57,6 +59,7 @@ class CheckpointWriter {
 
   std::shared_ptr<Shared> shared_;  // with the thread
   std::chrono::milliseconds patience_;
+  std::int64_t also_ = -1;
   bool stalled_ = false;  // the last wait for the disk was in vain
   std::thread thread_;
 };

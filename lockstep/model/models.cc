@@ -127,6 +127,7 @@ Task make_task(const Entry& entry, const SampleShape& sample) {
 std::vector<std::string> model_names() { return names_in(kEntries); }
 
 Task model_task(const std::string& name) {
+  if (name.ends_with(".pt")) return script_task(name);
   const Entry& entry = row_named(kEntries, name, "--model");
   return make_task(
       entry, {.sizes = {entry.sizes.begin(), entry.sizes.end()}, .classes = entry.classes, .tokens = entry.tokens});

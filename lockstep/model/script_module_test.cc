@@ -6,6 +6,7 @@
 
 #include <filesystem>
 
+#include "lockstep/models.h"
 #include "tests/support.h"
 
 namespace lockstep {
@@ -55,6 +56,19 @@ TEST(ScriptModule, is_in_the_mode_in_which_it_was_saved) {
   ScriptModule net(script);
   EXPECT_FALSE(net->is_training());
   EXPECT_TRUE(torch::equal(net->forward(torch::ones({1, 3})), torch::full({1, 2}, 2.25)));
+}
+
+TEST(ScriptModule, is_a_task_for_the_samples_of_the_data) {
+  const Task task = model_task(script_file());
+  EXPECT_EQ(task.name, "script_module_test");
+  const ModulePtr model = task.make_model();
+  const torch::Tensor output = task.forward(*model, torch::ones({4, 3}));  // 4.5 for both classes
+  const Task classes = task.fit({.sizes = {3}, .classes = 2});
+  EXPECT_NEAR(classes.loss(output, torch::tensor({0, 1, 1, 0})).item<double>(), std::log(2.0), 1e-6);
+  EXPECT_EQ(classes.correct(torch::eye(2), torch::tensor({0, 0})).item<double>(), 1);
+  const Task numbers = task.fit({.sizes = {3}, .numbers = 2});
+  EXPECT_EQ(numbers.loss(output, torch::full({4, 2}, 4.F)).item<double>(), 0.25);
+  EXPECT_FALSE(numbers.correct);
 }
 
 TEST(ScriptModule, refuses_a_script_that_replaces_its_buffer) {

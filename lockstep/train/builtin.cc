@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <array>
 
+#include <nlohmann/json.hpp>
+
 #include "lockstep/base/text.h"
 #include "lockstep/datasets.h"
 #include "lockstep/error.h"
@@ -72,20 +74,81 @@ Datasets load_datasets(DataSource source, const Task& task) {
   return datasets;
 }
 
+namespace {
+
+// Throws DataError where a target is no class of the model; what libtorch then says names no sample.
+void require_classes(const torch::Tensor& output, const torch::Tensor& target) {
+  if (output.dim() != target.dim() + 1 || !torch::isIntegralType(target.scalar_type(), false)) return;
+  const bool classes_last = output.sizes().slice(0, target.dim()) == target.sizes();
+  const std::int64_t classes = output.size(classes_last ? -1 : 1);
+  constexpr std::int64_t kIgnored = -100;  // by torch's losses
+  const torch::Tensor is_wrong = (target != kIgnored).logical_and((target < 0).logical_or(target >= classes));
+  if (!is_wrong.any().item<bool>()) return;
+  const auto label = target.masked_select(is_wrong)[0].item<std::int64_t>();
+  const auto sample = is_wrong.nonzero()[0][0].item<std::int64_t>();
+  throw DataError({.what = concat("target ", label, " is not one of the model's ", classes, " classes"),
+                   .here = concat("sample ", sample, " of the ", target.size(0), " of this rank's batch"),
+                   .likely = "a model with fewer outputs than the data has classes, or a wrong label",
+                   .next = concat("give the model more outputs, or the data targets from 0 to ", classes - 1)});
+}
+
+// A built-in model's.
+Task with_metrics(Task task) {
+  constexpr std::int64_t kTop = 5;
+  const SampleShape& sample = task.sample;
+  if (sample.numbers > 0) task.metrics = {mean_absolute_error(), r_squared(sample.numbers)};
+  if (sample.tokens || sample.classes == 0) return task;
+  if (sample.classes > kTop) task.metrics.push_back(top_k_accuracy(kTop));
+  task.metrics.push_back(confusion_matrix(sample.classes));
+  return task;
+}
+
+}  // namespace
+
+Task fitted_as(const Task& task, const SampleShape& sample) {
+  return with_metrics(sample == task.sample ? task : task.fit(sample));
+}
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SampleShape, sizes, classes, numbers, tokens)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(DataFacts, classes, columns, mean, deviation)
+
+std::string to_text(const Fit& fit) { return nlohmann::json{{"sample", fit.sample}, {"data", fit.data}}.dump(); }
+
+Fit fit_of(const std::string& text) {
+  if (text.empty())
+    throw CheckpointError({.what = "the checkpoint does not say what its model takes",
+                           .likely = "it was written by an older lockstep",
+                           .next = "--resume its training for a step, which writes another"});
+  const auto fit = nlohmann::json::parse(text);
+  return {.sample = fit.at("sample"), .data = fit.at("data")};
+}
+
 Task fitted(const Task& task, const Datasets& datasets, std::int64_t classes) {
   if (classes > 0 && !task.fit)
     throw UsageError({.what = concat("--classes with ", task.name, ", whose outputs are what its program says"),
                       .next = "leave it out"});
-  if (task.make_data || task.sample.sizes.empty()) return task;
+  if (task.make_data || (task.sample.sizes.empty() && !task.fit)) return task;
   SampleShape found = shape_of(datasets, task);
   if (classes > 0) found.classes = classes;
+  if (task.fit) return fitted_as(task, found);
   if (found == task.sample) return task;
-  if (task.fit) return task.fit(found);
   if (found.sizes == task.sample.sizes) return task;
   throw UsageError(
       {.what = concat(task.name, " takes samples of shape ", torch::IntArrayRef(task.sample.sizes), ", but those of ",
                       datasets.train->name(), " have ", torch::IntArrayRef(found.sizes)),
        .next = "--data synthetic makes samples that fit"});
+}
+
+Task with_named_targets(Task task) {
+  task.loss = [loss = std::move(task.loss)](const torch::Tensor& output, const torch::Tensor& target) {
+    try {
+      return loss(output, target);
+    } catch (const c10::Error&) {
+      require_classes(output, target);
+      throw;
+    }
+  };
+  return task;
 }
 
 Task fitted_before_fork(const Task& task, const DataSource& source, std::int64_t classes) {

@@ -7,6 +7,8 @@
 // Ranks:   no communication; every rank gets the same datasets
 #pragma once
 
+#include <string>
+
 #include "lockstep/datasets.h"
 #include "lockstep/task.h"
 
@@ -19,6 +21,20 @@ Datasets load_datasets(DataSource source, const Task& task);
 // The task with a model for the samples of these datasets, and this many classes (0: as many as the data has). Throws UsageError:
 // the model takes other samples.
 Task fitted(const Task& task, const Datasets& datasets, std::int64_t classes);
+
+// The task with a model for these samples. task: one that has fit().
+Task fitted_as(const Task& task, const SampleShape& sample);
+
+// The task with a loss that names the sample at which it fails: where a target is no class of the model, it throws DataError.
+Task with_named_targets(Task task);
+
+// What a checkpoint says of its model, so that others can be made and given data.
+struct Fit {
+  SampleShape sample;
+  DataFacts data;
+};
+std::string to_text(const Fit& fit);
+Fit fit_of(const std::string& text);  // throws CheckpointError
 
 // The same in a process that will fork: opens the data, and starts no thread for that.
 Task fitted_before_fork(const Task& task, const DataSource& source, std::int64_t classes);

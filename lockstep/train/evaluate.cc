@@ -28,9 +28,13 @@ class EvaluationMode {
 
 using Forward = std::function<torch::Tensor(const torch::Tensor& data)>;
 
-// Sums over samples of the loss, of what is correct, and of 1; float64 holds every count exactly.
+constexpr std::int64_t kTotals = 3;
+
+// Sums over samples of the loss, of what is correct, of 1 (kTotals), and of each metric; float64 holds every count exactly.
 torch::Tensor evaluate_part(const Task& task, const Forward& forward, Loader& loader) {
-  torch::Tensor sums = torch::zeros(3, torch::kFloat64);
+  std::int64_t numbers = kTotals;
+  for (const Metric& metric : task.metrics) numbers += c10::multiply_integers(metric.sizes);
+  torch::Tensor sums = torch::zeros(numbers, torch::kFloat64);
   for (const Batch& batch : loader.epoch(0)) {
     if (batch.size() == 0) continue;
     const auto samples = static_cast<double>(batch.size());
@@ -39,7 +43,10 @@ torch::Tensor evaluate_part(const Task& task, const Forward& forward, Loader& lo
     const torch::Tensor target = batch.target.to(output.device());
     const double loss = task.loss(output, target).item<double>() * samples;
     const double correct = task.correct ? task.correct(output, target).item<double>() : std::nan("");
-    sums += torch::tensor({loss, correct, samples}, torch::kFloat64);
+    Tensors parts = {torch::tensor({loss, correct, samples}, torch::kFloat64)};
+    for (const Metric& metric : task.metrics)
+      parts.push_back(metric.sum(output, target).to(torch::kCPU, torch::kFloat64).reshape({-1}));
+    sums += torch::cat(parts);
   }
   return sums;
 }
@@ -55,7 +62,16 @@ Evaluation evaluate_on(const World& sharing, const World& world, const Task& tas
   const torch::Tensor sums = evaluate_part(task, forward, loader);
   world.all_reduce(sums);
   const auto* total = sums.const_data_ptr<double>();
-  return {.loss = total[0] / total[2], .accuracy = total[1] / total[2], .samples = static_cast<std::int64_t>(total[2])};
+  Evaluation found{
+      .loss = total[0] / total[2], .accuracy = total[1] / total[2], .samples = static_cast<std::int64_t>(total[2])};
+  std::int64_t place = kTotals;
+  for (const Metric& metric : task.metrics) {
+    const std::int64_t numbers = c10::multiply_integers(metric.sizes);
+    const torch::Tensor sum = sums.narrow(0, place, numbers).view(metric.sizes);
+    found.metrics[metric.name] = metric.value ? metric.value(sum, found.samples) : sum / found.samples;
+    place += numbers;
+  }
+  return found;
 }
 
 }  // namespace
@@ -75,6 +91,25 @@ Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
   const auto forward = [&](const torch::Tensor& data) { return strategy.forward(data); };
   return evaluate_on(strategy.ranks(world).validation, world, task, forward, strategy.model(), dataset,
                      std::move(options));
+}
+
+namespace {
+
+Json to_json(const torch::Tensor& tensor) {
+  if (tensor.dim() == 0) return tensor.item<double>();
+  Json list = Json::array();
+  for (std::int64_t i = 0; i < tensor.size(0); ++i) list.push_back(to_json(tensor[i]));
+  return list;
+}
+
+}  // namespace
+
+void add_evaluation(Json& event, const std::string& prefix, const Evaluation& evaluation) {
+  constexpr std::int64_t kMostNumbers = 1024;
+  event[prefix + "loss"] = evaluation.loss;
+  event[prefix + "accuracy"] = evaluation.accuracy;
+  for (const auto& [name, figure] : evaluation.metrics)
+    if (figure.numel() <= kMostNumbers) event[prefix + name] = to_json(figure);
 }
 
 }  // namespace lockstep

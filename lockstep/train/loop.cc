@@ -90,6 +90,9 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       keeper_(world, step_world_, strategy, options_, metrics_),
       progress_(world.rank() == 0 && !options.quiet),
       last_epoch_{{"train_loss", kNaN}, {"val_accuracy", kNaN}} {
+  if (!validation_ && (options.keep_best || options.patience > 0))
+    throw UsageError({.what = "--keep-best and --patience compare validation losses, but there is no validation set",
+                      .next = "give the data one, such as ?val=0.1 (docs/data.md), or leave the option out"});
   if (world.rank() == 0 && !options.metrics.empty())  // after the keeper has looked for checkpoints of another run
     metrics_ = MetricsFile(options.metrics, options.resume);
   position_ = keeper_.begin();
@@ -115,7 +118,12 @@ Json TrainingLoop::run() {
 
 // Tells whether steps are left, or an epoch that is not validated yet.
 bool TrainingLoop::has_more() const {
-  return position_.step < last_step() || position_.step_in_epoch == loader_.steps_per_epoch();
+  return (position_.step < last_step() && has_patience()) || position_.step_in_epoch == loader_.steps_per_epoch();
+}
+
+bool TrainingLoop::has_patience() const {
+  return options_.patience == 0 || position_.best_epoch < 0 ||
+         position_.epoch - 1 - position_.best_epoch < options_.patience;
 }
 
 void TrainingLoop::train_epoch() {
@@ -249,20 +257,33 @@ void TrainingLoop::finish_epoch() {
   Evaluation found{.loss = kNaN, .accuracy = kNaN};
   if (validation_ && takes_part(step_world_, world_))
     found = evaluate(step_world_, task_, strategy_, validation_, loader_options(options_));
-  const Position& p = position_;
-  const auto samples = static_cast<double>(p.epoch_samples);
-  last_epoch_ = {{"event", "epoch"},
-                 {"epoch", p.epoch},
-                 {"seconds", p.epoch_seconds},  // training alone, without validation
-                 {"samples", p.epoch_samples},
-                 {"samples_per_second", samples / p.epoch_seconds},
-                 {"train_loss", p.epoch_loss / samples},
-                 {"val_loss", found.loss},
-                 {"val_accuracy", found.accuracy}};
+  last_epoch_ = epoch_event(found);
   metrics_.write(last_epoch_);
   progress_.end_epoch(last_epoch_);
-  position_ = {.epoch = p.epoch + 1, .step = p.step, .samples = p.samples};
-  if (options_.checkpoint_every == 0) keeper_.save(position_);
+  const Position& p = position_;
+  const bool is_best = p.best_epoch < 0 ? std::isfinite(found.loss) : found.loss < p.best_loss;
+  position_ = {.epoch = p.epoch + 1,
+               .step = p.step,
+               .samples = p.samples,
+               .best_epoch = is_best ? p.epoch : p.best_epoch,
+               .best_step = is_best ? p.step : p.best_step,
+               .best_loss = is_best ? found.loss : p.best_loss};
+  if (options_.checkpoint_every == 0 || (options_.keep_best && is_best)) keeper_.save(position_);
+  if (!has_patience() && world_.rank() == 0)
+    log_info(concat("no lower validation loss in ", options_.patience, " epochs: training ends after epoch ",
+                    position_.epoch));
+}
+
+Json TrainingLoop::epoch_event(const Evaluation& found) const {
+  const auto samples = static_cast<double>(position_.epoch_samples);
+  Json event = {{"event", "epoch"},
+                {"epoch", position_.epoch},
+                {"seconds", position_.epoch_seconds},  // training alone, without validation
+                {"samples", position_.epoch_samples},
+                {"samples_per_second", samples / position_.epoch_seconds},
+                {"train_loss", position_.epoch_loss / samples}};
+  add_evaluation(event, "val_", found);
+  return event;
 }
 
 Json TrainingLoop::summary(double seconds) const {

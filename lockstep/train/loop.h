@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "lockstep/evaluate.h"
 #include "lockstep/loader.h"
 #include "lockstep/strategy.h"
 #include "lockstep/task.h"
@@ -41,6 +42,7 @@ class TrainingLoop {
 
  private:
   bool has_more() const;
+  bool has_patience() const;
   void train_epoch();
   bool ends_here();
   void train_step(const Batch& batch, const Stopwatch& since_last_step);
@@ -51,6 +53,7 @@ class TrainingLoop {
   void record_step(const BatchTotals& totals, const Json& event);
   void hint_at_loading(const LoadingStatistics& before, double seconds);
   void finish_epoch();
+  Json epoch_event(const Evaluation& found) const;
   std::int64_t last_step() const;
 
   Json summary(double seconds) const;

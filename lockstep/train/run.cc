@@ -43,6 +43,8 @@
 #include "lockstep/train/options/options.h"
 #include "lockstep/train/options/ranks_and_devices.h"
 #include "lockstep/train/reports/run_facts.h"
+#include "lockstep/train/use_model.h"
+#include "lockstep/train/weights.h"
 
 namespace lockstep {
 namespace {
@@ -110,35 +112,6 @@ std::string one_of(const std::vector<DevicePlace>& places) {
   return join(names, " or ");
 }
 
-// Throws DataError where a target is no class of the model; what libtorch then says names no sample.
-void require_classes(const torch::Tensor& output, const torch::Tensor& target) {
-  if (output.dim() != target.dim() + 1 || !torch::isIntegralType(target.scalar_type(), false)) return;
-  const bool classes_last = output.sizes().slice(0, target.dim()) == target.sizes();
-  const std::int64_t classes = output.size(classes_last ? -1 : 1);
-  constexpr std::int64_t kIgnored = -100;  // by torch's losses
-  const torch::Tensor is_wrong = (target != kIgnored).logical_and((target < 0).logical_or(target >= classes));
-  if (!is_wrong.any().item<bool>()) return;
-  const auto label = target.masked_select(is_wrong)[0].item<std::int64_t>();
-  const auto sample = is_wrong.nonzero()[0][0].item<std::int64_t>();
-  throw DataError({.what = concat("target ", label, " is not one of the model's ", classes, " classes"),
-                   .here = concat("sample ", sample, " of the ", target.size(0), " of this rank's batch"),
-                   .likely = "a model with fewer outputs than the data has classes, or a wrong label",
-                   .next = concat("give the model more outputs, or the data targets from 0 to ", classes - 1)});
-}
-
-// The task with a loss that names the sample at which it fails.
-Task with_named_targets(Task task) {
-  task.loss = [loss = std::move(task.loss)](const torch::Tensor& output, const torch::Tensor& target) {
-    try {
-      return loss(output, target);
-    } catch (const c10::Error&) {
-      require_classes(output, target);
-      throw;
-    }
-  };
-  return task;
-}
-
 // scontrol has deadlines of its own (Slurm's MessageTimeout).
 bool run_scontrol() {
   std::string job = std::getenv("SLURM_JOB_ID");
@@ -177,15 +150,23 @@ int end_as_asked(const World& world, const PreemptionOptions& options) {
   for (;;) ::pause();  // without a deadline: this is what was asked for. A second Ctrl-C ends it, too
 }
 
-// One rank in one generation of the job, from its first connection to its last step.
-int train_generation(TrainOptions options, const Program& program, const Task& task, const Datasets& datasets) {
+// Runs body(World, places of this rank's devices) once the ranks are connected.
+template <class Body>
+int with_world(const TrainOptions& options, const Program& program, const Body& body) {
   const JobEnvironment job = read_job_environment();
-  if (const JobMemory* memory = JobMemory::get()) options.resume = options.resume || memory->generation() > 0;
   show_rank(program.argc, program.argv, job.rank, job.world_size);
   const auto places = places_of_rank(options, job);
   return on_gpus(one_of(places), [&] {
     const World world = WorldState::from_env_on(settle(options, places, job), options.strategy.timeout);
     use_threads(options, world, job);
+    return body(world, places);
+  });
+}
+
+// One rank in one generation of the job, from its first connection to its last step.
+int train_generation(TrainOptions options, const Program& program, const Task& task, const Datasets& datasets) {
+  if (const JobMemory* memory = JobMemory::get()) options.resume = options.resume || memory->generation() > 0;
+  return with_world(options, program, [&](const World& world, const std::vector<DevicePlace>& places) {
     const auto strategy = make_strategy(world, task, strategy_options(options, places));
     TrainingLoop loop(world, task, datasets, *strategy, options);
     loop.run();
@@ -193,12 +174,23 @@ int train_generation(TrainOptions options, const Program& program, const Task& t
   });
 }
 
-int train_rank(const TrainOptions& options, const Program& program) {
+int train_rank(TrainOptions options, const Program& program) {
   keep_freed_memory();
   Task task = program.make_task(options);
   const Datasets datasets = load_datasets(options.source, task);
   task = with_named_targets(fitted(task, datasets, options.classes));
+  if (!options.weights.empty()) task = with_weights(std::move(task), options.weights);
+  if (!options.freeze.empty()) task = with_frozen(std::move(task), options.freeze);
+  options.fit = to_text({.sample = task.sample, .data = datasets.facts});
   return recover([&] { return train_generation(options, program, task, datasets); });
+}
+
+int run_rank(const TrainOptions& options, const Program& program) {
+  if (options.use == Use::kTrain) return train_rank(options, program);
+  return with_world(options, program, [&](const World& world, const auto&) {
+    use_model(world, options, program.make_task);
+    return 0;
+  });
 }
 
 int start_ranks(const TrainOptions& options, const Program& program) {
@@ -217,7 +209,7 @@ int start_ranks(const TrainOptions& options, const Program& program) {
       .stop_code = stop.code,
       .hang = options.hang};
   if (!options.trace.empty()) remove_rings(options.trace);
-  const LaunchResult result = launch(launching, [&] { return train_rank(options, program); });
+  const LaunchResult result = launch(launching, [&] { return run_rank(options, program); });
   if (result.failure) std::cerr << describe(*result.failure, launching) << std::endl;
   if (!options.trace.empty()) save_what_is_left(options.trace);
   return result.exit_code;
@@ -233,7 +225,7 @@ void mention_rings(const std::string& file) {
 
 // A rank that another launcher has started, or the only one: no launcher of ours looks after its trace.
 int train_alone(const TrainOptions& options, const Program& program, int rank) try {
-  const int code = train_rank(options, program);
+  const int code = run_rank(options, program);
   if (rank == 0) mention_rings(options.trace);
   return code;
 } catch (...) {
@@ -243,6 +235,7 @@ int train_alone(const TrainOptions& options, const Program& program, int rank) t
 
 // Says once, before any rank is started, what every rank would complain about.
 void check_before_start(const TrainOptions& options, const Program& program, int ranks, int fewest_ranks) {
+  if (options.use != Use::kTrain) return require_output(options);
   static_cast<void>(program.make_task(options));
   require_batch_for_ranks(options.loader.batch_size, devices_in_all(options, ranks));
   require_shards_for_fewer_ranks(options.strategy.ddp.virtual_shards, fewest_ranks, ranks);
@@ -269,6 +262,7 @@ int run_parsed(TrainOptions options, const Program& program) {
   options.command = command_of(program.argc, program.argv);
   options.launcher = job.launcher;
   options.resume = options.resume || is_restarted();  // without a checkpoint from step 0; metrics and curves are kept
+  if (options.use != Use::kTrain) options.hang.timeout = {};  // nothing here counts as progress
   if (options.chooses_strategy && !choose(options, program)) return stop_plan(options.preemption).code;
   if (job.local_rank == 0 && wanted_kind(options) != torch::kCPU) hint_at_unused_gpus();
   const bool start_here = job.launcher == "none" && (ranks_to_start(options) > 1 || options.max_restarts > 0);
@@ -280,27 +274,44 @@ int run_parsed(TrainOptions options, const Program& program) {
   return start_here ? start_ranks(options, program) : train_alone(options, program, job.rank);
 }
 
-int run_program(int argc, char** argv, CLI::App& app, TrainOptions options, const Choices& choices,
+// The first word of the command line, if it is no option.
+Use use_of(int argc, char** argv) {
+  const std::string_view first = argc > 1 ? argv[1] : "";
+  return first == "eval" ? Use::kEval : first == "predict" ? Use::kPredict : Use::kTrain;
+}
+
+// program: as the user calls it.
+int run_program(int argc, char** argv, const std::string& program_name, TrainOptions options, Choices choices,
                 std::function<Task(const TrainOptions&)> make_task) {
-  add_options(app, options, choices);
+  choices.use = use_of(argc, argv);
   const Program program{argc, argv, std::move(make_task)};
+  CLI::App app(choices.use == Use::kEval      ? "Measures the model of a checkpoint on a dataset"
+               : choices.use == Use::kPredict ? "Writes what the model of a checkpoint says about each sample"
+                                              : "Trains a model; with eval or predict as first word, uses a checkpoint",
+               program_name);
+  if (choices.use != Use::kTrain) {
+    app.name(concat(program_name, ' ', argv[1]));
+    --argc;
+    ++argv;
+  } else if (!choices.models.empty()) {
+    app.name(program_name + " train");
+  }
+  add_options(app, options, choices);
   return end_process_with(parse_and_run(app, argc, argv, [&] { return run_parsed(options, program); }));
 }
 
 }  // namespace
 
 int run(int argc, char** argv, const Task& task) {
-  CLI::App app(concat("Trains ", task.name, " with lockstep"));
   TrainOptions defaults;
   defaults.model = task.name;
   Choices choices;
   if (!task.make_data) choices.datasets = dataset_kinds();
-  return run_program(argc, argv, app, defaults, choices, [&task](const TrainOptions&) { return task; });
+  return run_program(argc, argv, argv[0], defaults, choices, [&task](const TrainOptions&) { return task; });
 }
 
 int run_builtin(int argc, char** argv) {
-  CLI::App app("Trains a model", "lockstep train");
-  return run_program(argc, argv, app, {}, {.models = model_names(), .datasets = dataset_kinds()},
+  return run_program(argc, argv, "lockstep", {}, {.models = model_names(), .datasets = dataset_kinds()},
                      [](const TrainOptions& options) { return model_task(options.model); });
 }
 

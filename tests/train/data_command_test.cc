@@ -1,32 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Starts `lockstep data`, and trains on what it wrote.
-#include <nlohmann/json.hpp>
-
-#include "lockstep/base/files/file.h"
-#include "lockstep/base/text.h"
-#include "tests/launch/child.h"
 #include "tests/support.h"
+#include "tests/train/lockstep_command.h"
 
 namespace lockstep {
 namespace {
 
 using testing::contains;
 using testing::Ended;
+using testing::lines_of;
+using testing::lockstep_command;
 using testing::TempFolder;
-using Words = std::vector<std::string>;
-
-Ended lockstep_command(const Words& words) {
-  Words command = {LOCKSTEP_COMMAND};
-  command.insert(command.end(), words.begin(), words.end());
-  return testing::run(command);
-}
-
-std::vector<nlohmann::json> lines_of(const std::filesystem::path& metrics, const std::string& event) {
-  std::vector<nlohmann::json> lines;
-  for (const std::string& line : split(read_file(metrics), '\n'))
-    if (!line.empty() && nlohmann::json::parse(line).at("event") == event) lines.push_back(nlohmann::json::parse(line));
-  return lines;
-}
+using testing::Words;
 
 Words train(const TempFolder& folder, const std::string& metrics, const Words& more) {
   Words words = {"train",
@@ -105,28 +90,7 @@ TEST_F(PackedTraining, skips_damaged_records_if_told_to) {
   EXPECT_EQ(lines_of(folder / "m", "run").at(0).at("data_skipped").get<int>(), 2);  // once an epoch
 }
 
-// Three classes by name, or a number, that a sum of two columns decides.
-class TableTraining : public ::testing::Test {
- protected:
-  TableTraining() {
-    std::string classes = "x,y,kind\n", numbers = "x,y,sum\n";
-    for (int i = 0; i < 300; ++i) {
-      const int x = i * 7 % 100, y = i * 13 % 100, sum = x + y;
-      classes += concat(x, ",", 1000 + y, ",", sum < 70 ? "low" : sum < 130 ? "middle" : "high", "\n");
-      numbers += concat(x, ",", 1000 + y, ",", sum / 50.0, "\n");
-    }
-    write_file(folder / "classes.csv", classes);
-    write_file(folder / "numbers.csv", numbers);
-  }
-  Ended train_on(const std::string& table, const std::string& metrics, const Words& more) {
-    Words words = {"train",        "--threads", "1",  "--data",    "csv:" + folder.file(table),
-                   "--quiet",      "--epochs",  "12", "--metrics", folder.file(metrics),
-                   "--batch-size", "16"};
-    words.insert(words.end(), more.begin(), more.end());
-    return lockstep_command(words);
-  }
-  TempFolder folder;
-};
+using testing::TableTraining;
 
 TEST_F(TableTraining, learns_named_classes_on_one_and_two_ranks_alike) {
   const Ended one = train_on("classes.csv", "one", {"--model", "mlp"});

@@ -12,6 +12,8 @@
 namespace lockstep {
 namespace {
 
+constexpr std::int64_t kNoTarget = -100;  // which torch's losses ignore
+
 // The records of a text, a line each, unless a quoted field has line breaks.
 class CsvRecords {
  public:
@@ -71,21 +73,22 @@ std::optional<Number> number_in(const std::string& field) {
   return value;
 }
 
-// Numbers of a target, or its texts as classes.
+// Numbers of a target, or its texts as classes: those of the table, if it has them already.
 void set_target(Table& table, const std::vector<std::string>& texts, bool numbers) {
+  const bool are_known = !table.classes.empty();
   std::vector<std::int64_t> classes;
   std::vector<float> values;
   for (const std::string& text : texts) {
     if (const auto value = number_in<float>(text)) values.push_back(*value);
     if (const auto label = number_in<std::int64_t>(text); label && *label >= 0) classes.push_back(*label);
   }
-  if (values.size() == texts.size() && (numbers || classes.size() < texts.size())) {
+  if (!are_known && values.size() == texts.size() && (numbers || classes.size() < texts.size())) {
     table.target = torch::tensor(values).view({-1, 1});
     return;
   }
-  if (classes.size() < texts.size()) {
+  if (are_known || classes.size() < texts.size()) {
     const std::set<std::string> names(texts.begin(), texts.end());
-    table.classes.assign(names.begin(), names.end());
+    if (!are_known) table.classes.assign(names.begin(), names.end());
     classes.clear();
     for (const std::string& text : texts)
       classes.push_back(std::ranges::lower_bound(table.classes, text) - table.classes.begin());
@@ -102,13 +105,22 @@ class CsvReader {
     if (!records_.next(fields_)) throw error("it has no lines", "an empty file");
     names_ = fields_;
     find_target();
-    bool more = true;
-    if (is_header()) more = records_.next(fields_);
-    for (; more; more = records_.next(fields_)) add_row();
-    if (targets_.empty()) throw error("it has a line of names, but no rows", "a file that was cut");
     Table table;
-    table.data = torch::tensor(values_).view({std::ssize(targets_), std::ssize(names_) - 1});
-    if (options_.numbers) require_numbers();
+    bool more = true;
+    if (is_header()) {
+      table.columns = names_;
+      if (has_target()) table.columns.erase(table.columns.begin() + static_cast<std::ptrdiff_t>(target_));
+      more = records_.next(fields_);
+    }
+    for (; more; more = records_.next(fields_)) add_row();
+    if (rows_ == 0) throw error("it has a line of names, but no rows", "a file that was cut");
+    table.data = torch::tensor(values_).view({rows_, -1});
+    table.classes = options_.classes;
+    if (!has_target()) {
+      table.target = torch::full({rows_}, kNoTarget, torch::kInt64);
+      return table;
+    }
+    require_targets();
     set_target(table, targets_, options_.numbers);
     return table;
   }
@@ -121,7 +133,11 @@ class CsvReader {
                       .next = "every column but the target needs a number in each line; docs/data.md has the options"});
   }
 
+  bool has_target() const { return target_ < names_.size(); }
+
   void find_target() {
+    target_ = names_.size();
+    if (std::ssize(names_) == options_.inputs) return;
     if (names_.size() < 2) throw error("there is one column", "another separator: csv:FILE?separator=;");
     target_ = names_.size() - 1;
     if (options_.target.empty()) return;
@@ -135,7 +151,7 @@ class CsvReader {
 
   bool is_header() const {
     if (!options_.target.empty()) return true;
-    return std::any_of(fields_.begin(), fields_.end() - 1,
+    return std::any_of(fields_.begin(), fields_.end() - (has_target() ? 1 : 0),
                        [](const std::string& field) { return !number_in<float>(field); });
   }
 
@@ -151,22 +167,29 @@ class CsvReader {
             fields_[i].empty() ? "a value that is missing" : "a column of texts, which need numbers of their own");
       values_.push_back(*value);
     }
+    ++rows_;
+    if (!has_target()) return;
     if (trimmed(fields_[target_]).empty())
       throw error(concat("no target in column ", names_[target_]), "a value that is missing");
     targets_.push_back(fields_[target_]);
   }
 
-  void require_numbers() const {
-    for (const std::string& text : targets_)
-      if (!number_in<float>(text))
+  void require_targets() const {
+    const auto& classes = options_.classes;
+    for (const std::string& text : targets_) {
+      if (options_.numbers && !number_in<float>(text))
         throw error(concat("numbers=1, but a target is '", text, "'"), "a column of classes");
+      if (!classes.empty() && std::ranges::find(classes, text) == classes.end())
+        throw error(concat("'", text, "' is none of the classes ", join(classes, ", ")), "other data than in training");
+    }
   }
 
   std::string path_;
   TableOptions options_;
   CsvRecords records_;
   std::vector<std::string> fields_, names_;
-  std::size_t target_ = 0;
+  std::size_t target_ = 0;  // of all columns; as many as there are: none
+  std::int64_t rows_ = 0;
   std::vector<float> values_;
   std::vector<std::string> targets_;
 };

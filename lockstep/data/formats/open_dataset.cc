@@ -17,7 +17,8 @@ namespace fs = std::filesystem;
 // The text of --data, "KIND[:PATH][?KEY=VALUE&KEY=VALUE]", taken apart.
 class Request {
  public:
-  explicit Request(const DataSource& source) : whole_(source.data), augment_(source.augment) {
+  explicit Request(const DataSource& source)
+      : whole_(source.data), augment_(source.augment), trained_on_(source.trained_on) {
     const std::size_t question = whole_.find('?');
     const std::string name = whole_.substr(0, question);
     const std::size_t colon = name.find(':');
@@ -32,6 +33,7 @@ class Request {
   }
 
   const std::string& kind() const { return kind_; }
+  const std::optional<DataFacts>& trained_on() const { return trained_on_; }
   std::string path(const std::string& otherwise = "") const {
     if (path_.empty() && otherwise.empty()) throw refuse("it needs a path");
     return path_.empty() ? otherwise : path_;
@@ -74,6 +76,7 @@ class Request {
 
   std::string whole_;
   std::string augment_;
+  std::optional<DataFacts> trained_on_;
   std::string kind_;
   std::string path_;
   std::map<std::string, std::string> options_;  // not used yet
@@ -123,27 +126,33 @@ Datasets both_splits(Request& request) {
 }
 
 Datasets image_folder(Request& request) {
-  std::vector<std::string> classes;  // validation takes those of the training images
-  return in_folders(request.path(), [&](const fs::path& folder, Split split) {
+  DataFacts facts = request.trained_on().value_or(DataFacts());
+  Datasets both = in_folders(request.path(), [&](const fs::path& folder, Split split) {
     const ImageTransforms transforms = request.transforms(photographs(), split);
-    const auto source = std::make_shared<ImageFolder>(folder, classes);
-    classes = source->class_names();
+    const auto source = std::make_shared<ImageFolder>(folder, facts.classes);
+    facts.classes = source->class_names();  // validation takes those of the training images
     return std::make_shared<ImageDataset>(source, transforms);
   });
+  both.facts = facts;
+  return both;
 }
 
 Datasets packed_records(Request& request) {
   if (!request.text("window", "").empty())
     throw request.refuse(
         "window is no option any more: pack in random order (without --keep-order) to mix all samples");
-  return in_folders(request.path(), [&](const fs::path& folder, Split split) {
+  DataFacts facts;
+  Datasets both = in_folders(request.path(), [&](const fs::path& folder, Split split) {
     auto records = std::make_shared<RecordReader>(folder);
+    if (facts.classes.empty()) facts.classes = records->info().class_names;
     const Record first = first_good_record(*records);
     const bool colour = first.encoded || (first.is_image() && first.shape[0] == 3);
     const ImageTransforms base = colour ? photographs() : ImageTransforms{.mean = {0.5F}, .deviation = {0.5F}};
     if (!first.is_image()) request.require_no_images();
     return open_packed(std::move(records), request.transforms(base, split));
   });
+  both.facts = facts;
+  return both;
 }
 
 Datasets npy(Request& request) {
@@ -159,34 +168,73 @@ Datasets npy(Request& request) {
   return in_two_parts(rows, rows, share, request);
 }
 
-// The columns get mean 0 and deviation 1 over the first `rows`; one that is always the same becomes 0.
-void normalise(const torch::Tensor& data, std::int64_t rows) {
-  const torch::Tensor known = data.slice(0, 0, rows).to(torch::kFloat64);
-  const torch::Tensor deviation = known.std(0, /*unbiased=*/false);
-  data.copy_((data - known.mean(0)) / deviation.where(deviation > 0, torch::ones_like(deviation)));
+std::vector<double> numbers_in(const torch::Tensor& tensor) {
+  const auto* const first = tensor.const_data_ptr<double>();
+  return {first, first + tensor.numel()};
 }
 
-// Files are often sorted by class: rows are mixed, the same way in every run, before some are held out.
-Datasets csv(Request& request) {
+// By them the columns get mean 0 and deviation 1 over these rows; one that is always the same becomes 0.
+void measure(DataFacts& facts, const torch::Tensor& rows) {
+  const torch::Tensor known = rows.to(torch::kFloat64);
+  const torch::Tensor deviation = known.std(0, /*unbiased=*/false);
+  facts.mean = numbers_in(known.mean(0));
+  facts.deviation = numbers_in(deviation.where(deviation > 0, torch::ones_like(deviation)));
+}
+
+void normalise(const torch::Tensor& data, const DataFacts& facts) {
+  data.copy_((data - torch::tensor(facts.mean, torch::kFloat64)) / torch::tensor(facts.deviation, torch::kFloat64));
+}
+
+void require_columns(const Table& table, const DataFacts& known, const Request& request) {
+  if (table.data.size(1) == std::ssize(known.mean) &&
+      (known.columns.empty() || table.columns.empty() || table.columns == known.columns))
+    return;
+  throw DataError({.what = concat("the table's columns are ", join(table.columns, ", "), " (", table.data.size(1),
+                                  "), in training they were ", join(known.columns, ", "), " (", known.mean.size(), ")"),
+                   .here = request.path(),
+                   .likely = "columns in another order, or a target that is not the last one: target=NAME"});
+}
+
+// The same in every run.
+torch::Tensor random_rows(std::int64_t count) {
   constexpr std::uint64_t kOrder = 0x726F7773;
+  std::vector<std::int64_t> order(to_size(count));
+  for (std::size_t i = 0; i < order.size(); ++i)
+    order[i] = static_cast<std::int64_t>(permuted(i, order.size(), kOrder));
+  return torch::tensor(order, torch::kInt64);
+}
+
+// Files are often sorted by class: rows are mixed before some are held out.
+Datasets csv(Request& request) {
   const std::string separator = request.text("separator", ",");
   if (separator.size() != 1 && separator != "tab") throw request.refuse("separator= is one character, or tab");
   const bool normalised = request.whole("normalise", 1) != 0;
-  const double share = request.number("val", 0.2);
-  const TableOptions options{.target = request.text("target", ""),
-                             .numbers = request.whole("numbers", 0) != 0,
-                             .separator = separator == "tab" ? '\t' : separator[0]};
+  const auto& known = request.trained_on();
+  const double share = request.number("val", known ? 0 : 0.2);
+  TableOptions options{.target = request.text("target", ""),
+                       .numbers = request.whole("numbers", 0) != 0,
+                       .separator = separator == "tab" ? '\t' : separator[0]};
+  if (known) {
+    options.classes = known->classes;
+    options.inputs = std::ssize(known->mean);
+  }
   request.require_no_images();
-  const Table table = read_csv(request.path(), options);
-  const auto count = to_size(table.data.size(0));
-  std::vector<std::int64_t> order(count);
-  for (std::size_t i = 0; i < count; ++i) order[i] = static_cast<std::int64_t>(permuted(i, count, kOrder));
-  const torch::Tensor mixed = torch::tensor(order, torch::kInt64);
-  const torch::Tensor data = table.data.index_select(0, mixed);
-  const auto rows =
-      std::make_shared<TensorDataset>(fs::path(request.path()).filename(), data, table.target.index_select(0, mixed));
+  Table table = read_csv(request.path(), options);
+  if (known) require_columns(table, *known, request);
+  if (!known) {
+    const torch::Tensor mixed = random_rows(table.data.size(0));
+    table.data = table.data.index_select(0, mixed);
+    table.target = table.target.index_select(0, mixed);
+  }
+  const auto rows = std::make_shared<TensorDataset>(fs::path(request.path()).filename(), table.data, table.target);
   Datasets both = in_two_parts(rows, rows, share, request);
-  if (normalised) normalise(rows->data(), both.train->size());
+  const auto columns = to_size(table.data.size(1));
+  both.facts = known.value_or(DataFacts{.classes = table.classes,
+                                        .columns = table.columns,
+                                        .mean = std::vector<double>(columns, 0),
+                                        .deviation = std::vector<double>(columns, 1)});
+  if (!known && normalised) measure(both.facts, rows->data().slice(0, 0, both.train->size()));
+  normalise(rows->data(), both.facts);
   return both;
 }
 

@@ -184,6 +184,18 @@ TEST_F(CsvFile, takes_texts_as_classes_and_other_numbers_as_numbers) {
   EXPECT_TRUE(torch::equal(read("1,1\n2,3\n", {.numbers = true}).target, torch::tensor({{1.F}, {3.F}})));
 }
 
+TEST_F(CsvFile, has_the_classes_that_are_known_and_perhaps_no_target) {
+  const TableOptions known{.classes = {"1", "x"}, .inputs = 2};
+  EXPECT_TRUE(torch::equal(read("a,b,kind\n1,2,x\n3,4,1\n", known).target, torch::tensor({1, 0}, torch::kInt64)));
+  EXPECT_TRUE(torch::equal(read("a,b,kind\n3,4,1\n", known).target, torch::tensor({0}, torch::kInt64)));
+  EXPECT_TRUE(contains(refusal("a,b,kind\n3,4,y\n", known), "'y' is none of the classes 1, x"));
+  const Table without = read("a,b\n1,2\n3,4\n", known);
+  EXPECT_EQ(without.columns, (std::vector<std::string>{"a", "b"}));
+  EXPECT_TRUE(torch::equal(without.data, torch::tensor({{1.F, 2.F}, {3.F, 4.F}})));
+  EXPECT_TRUE(torch::equal(without.target, torch::full({2}, -100, torch::kInt64)));
+  EXPECT_EQ(read("b,kind,a\n2,x,1\n", {.target = "kind"}).columns, (std::vector<std::string>{"b", "a"}));
+}
+
 TEST_F(CsvFile, refuses_what_is_no_table_and_names_line_and_column) {
   EXPECT_TRUE(contains(refusal("a,b\n1,2\nx,3\n"), "'x' in column a is not a number"));
   EXPECT_TRUE(contains(refusal("a,b\n1,2\nx,3\n"), "t.csv, line 3"));

@@ -47,7 +47,7 @@ TensorDataset::TensorDataset(std::string name, const torch::Tensor& data, const 
 
 std::int64_t TensorDataset::classes() const {
   if (target_.dim() != 1 || !c10::isIntegralType(target_.scalar_type(), /*includeBool=*/false)) return 0;
-  return target_.max().item<std::int64_t>() + 1;
+  return std::max(target_.max().item<std::int64_t>() + 1, std::int64_t{0});
 }
 
 Batch TensorDataset::assemble(const BatchRequest& request) const {

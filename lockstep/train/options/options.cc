@@ -34,9 +34,13 @@ std::vector<Option> data_table(TrainOptions& o, const Choices& choices) {
   const bool own_model = choices.models.empty();
   const bool own_data = choices.datasets.empty();
   return {
-      unless(own_model, option("--model", o.model, kSame, concat("model to train: ", join(choices.models, ", ")))),
+      unless(own_model, option("--model", o.model, kSame,
+                               concat("model to train, or a file.pt in TorchScript: ", join(choices.models, ", ")))),
+      option("--weights", o.weights, kMayChange,
+             "safetensors file that the model begins with, from lockstep, torchvision or Hugging Face"),
+      option("--freeze", o.freeze, kSame, "regular expression for names of parameters that are not trained"),
       unless(own_data, option("--data", o.source.data, kSame,
-                              concat("dataset to train on, KIND[:PATH][?OPTIONS]: ", join(choices.datasets, ", ")))),
+                              concat("dataset, KIND[:PATH][?OPTIONS]: ", join(choices.datasets, ", ")))),
       unless(own_model,
              option("--classes", o.classes, kMayChange, "outputs of the model; 0: as many classes as the data has",
                     from_zero("0: as many as the data has"))),
@@ -197,6 +201,11 @@ std::vector<Option> output_table(TrainOptions& o) {
              "a checkpoint above this becomes several files with an index, each of at most this or one tensor",
              {.at_least = 1, .next = "the default is 5000000000"}),
       flag("--resume", o.resume, kMayChange, "go on from the newest whole checkpoint of --checkpoint-dir"),
+      flag("--keep-best", o.keep_best, kMayChange,
+           "also keep the checkpoint of the epoch with the lowest validation loss; eval and predict then take it"),
+      option("--patience", o.patience, kMayChange,
+             "end after so many epochs without a lower validation loss; 0: train all epochs",
+             from_zero("0: train all epochs")),
       option("--from-step", o.from_step, kMayChange,
              "with --resume: go back to the checkpoint of this step, also with another --lr; later ones are renamed",
              from_zero("0: the newest")),
@@ -217,6 +226,12 @@ std::vector<Option> output_table(TrainOptions& o) {
            "between machines ask nobody for the job's secret, and encrypt nothing"),
   };
 }
+
+// Options that make sense without training.
+constexpr std::string_view kOfAnyUse[] = {"--data",      "--data-dir",   "--workers",         "--prefetch",
+                                          "--skip-bad",  "--batch-size", "--ranks",           "--threads",
+                                          "--devices",   "--device",     "--timeout",         "--checkpoint-dir",
+                                          "--from-step", "--metrics",    "--insecure-network"};
 
 std::string strategy_help() {
   const auto row = [](const char* name, const char* ranks, const char* description) {
@@ -279,8 +294,16 @@ std::vector<Option> option_table(TrainOptions& options, const Choices& choices) 
 }
 
 void add_options(CLI::App& app, TrainOptions& options, const Choices& choices) {
+  options.use = choices.use;
+  const auto is_offered = [&](const Option& option) {
+    return option.offered && (choices.use == Use::kTrain || std::ranges::count(kOfAnyUse, option.name) > 0);
+  };
   for (const Option& option : option_table(options, choices))
-    if (option.offered) option.add(app);
+    if (is_offered(option)) option.add(app);
+  if (choices.use == Use::kPredict)
+    app.add_option("--output", options.output, "file for the predictions: .csv, or .npy for the model's outputs")
+        ->required();
+  if (choices.use != Use::kTrain) return;
   const auto gone = [&app](const std::string& name, const char* next) {
     app.add_option_function<std::string>(
            name, [=](const std::string&) { throw UsageError({.what = name + " is gone", .next = next}); }, "")
@@ -319,7 +342,10 @@ void check_options(const TrainOptions& options) {
           "leave it out, or choose a strategy whose devices are threads");
   require(!options.resume || !options.checkpoint_dir.empty(), "--resume without --checkpoint-dir",
           "name the folder to resume from");
-  require(options.from_step == 0 || options.resume, "--from-step without --resume", "give --resume, too");
+  require(options.use == Use::kTrain || !options.checkpoint_dir.empty(), "no --checkpoint-dir",
+          "name the folder of a training's checkpoints, or one of its files");
+  require(options.from_step == 0 || options.resume || options.use != Use::kTrain, "--from-step without --resume",
+          "give --resume, too");
   require(stop_plan(options.preemption).then != AfterStop::kRequeue || std::getenv("SLURM_JOB_ID") != nullptr,
           "--on-stop requeue outside of a Slurm job", "submit it with sbatch, or give an exit code");
   static_cast<void>(parse_steps(options.trace_steps));

@@ -57,8 +57,15 @@ struct StopPlan {
 };
 StopPlan stop_plan(const PreemptionOptions& options);  // throws UsageError
 
+// What a program does with a model.
+enum class Use { kTrain, kEval, kPredict };
+
 struct TrainOptions {
+  Use use = Use::kTrain;
+  std::string output;  // predict: the file
   std::string model = "lenet";
+  std::string weights;                      // file that the model begins with; empty: random
+  std::string freeze;                       // regular expression for names of parameters that stay; empty: none
   std::int64_t classes = 0;                 // of the model; 0: as many as the data has
   DataSource source{.data = "auto"};        // auto: what suits the model
   LoaderOptions loader{.batch_size = 256};  // training shuffles with strategy.seed
@@ -84,6 +91,9 @@ struct TrainOptions {
   std::int64_t checkpoint_shard_bytes = 5'000'000'000;  // a checkpoint above this becomes several files
   bool resume = false;
   std::int64_t from_step = 0;  // with resume: go back to the checkpoint of this step; 0: the newest
+  std::string fit;             // for checkpoints: train/fit.h
+  bool keep_best = false;      // also the checkpoint of the epoch with the lowest validation loss
+  std::int64_t patience = 0;   // epochs without a lower one after which training ends; 0: all epochs
   PreemptionOptions preemption;
   int max_restarts = 0;  // of ranks that fail, where ranks are started here
   int min_ranks = 0;     // go on with so many, with no restart left; 0: with all or none
@@ -97,6 +107,7 @@ struct TrainOptions {
 struct Choices {
   std::vector<std::string> models;    // empty: the program brings its own
   std::vector<std::string> datasets;  // likewise
+  Use use = Use::kTrain;
 };
 
 // Every row of option_table() as an option of `app`, which fills `options` when it parses. Both must outlive parsing.

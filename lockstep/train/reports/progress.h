@@ -25,6 +25,10 @@ struct Position {
   double epoch_loss = 0;  // sum over samples
   std::int64_t epoch_samples = 0;
   double epoch_seconds = 0;
+  // Of the epoch with the lowest validation loss; -1: none yet.
+  std::int64_t best_epoch = -1;
+  std::int64_t best_step = -1;
+  double best_loss = 0;
 };
 
 // How long a run is.

@@ -21,14 +21,15 @@
 
 namespace lockstep {
 
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Position, epoch, step_in_epoch, step, samples, epoch_loss, epoch_samples,
-                                   epoch_seconds)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Position, epoch, step_in_epoch, step, samples, epoch_loss,
+                                                epoch_samples, epoch_seconds, best_epoch, best_step, best_loss)
 
 namespace {
 
 // Keys of the file's metadata.
 constexpr const char* kPosition = "lockstep.position";
 constexpr const char* kFingerprint = "lockstep.course";  // the name that checkpoints have had from the start
+constexpr const char* kFit = "lockstep.fit";
 
 const std::string kOptimizer = "optimizer.";
 const std::string kOwnPart = "own.";
@@ -61,7 +62,9 @@ void require_same_fingerprint(const Json& saved, const TrainOptions& options) {
 torch::Tensor bytes_of(const torch::Tensor& contiguous) { return contiguous.reshape({-1}).view(torch::kUInt8); }
 
 std::map<std::string, std::string> metadata_of(const Position& position, const TrainOptions& options) {
-  return {{kPosition, nlohmann::json(position).dump()}, {kFingerprint, resume_fingerprint(options).dump()}};
+  return {{kPosition, nlohmann::json(position).dump()},
+          {kFingerprint, resume_fingerprint(options).dump()},
+          {kFit, options.fit}};
 }
 
 // ---- What tensors look like: meta tensors here, {dtype, sizes} in messages
@@ -171,6 +174,11 @@ void restore_optimizer(const SavedState& saved, Strategy& strategy) {
   }
 }
 
+CheckpointError no_checkpoint_of_ours() {
+  return CheckpointError({.what = "the file is a safetensors file, but not a checkpoint of lockstep",
+                          .next = "name the --checkpoint-dir of a run"});
+}
+
 // Reads the tensors in the order of their names, so that all ranks read the same ones at the same time. finish: called
 // when all were read. A rank without a saved generator keeps its own.
 Position restore(const SavedState& saved, const TensorsByName& places, const World& world, Strategy& strategy,
@@ -198,8 +206,7 @@ Position restore(const SavedState& saved, const TensorsByName& places, const Wor
       set_generator_state(device, found->second);
   return position;
 } catch (const std::out_of_range&) {
-  throw CheckpointError({.what = "the file is a safetensors file, but not a checkpoint of lockstep",
-                         .next = "name the --checkpoint-dir of a run"});
+  throw no_checkpoint_of_ours();
 }
 
 // The file that rank 0 has opened and verified, if this rank sees it under the same name.
@@ -325,6 +332,25 @@ Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& 
     restore_optimizer(saved, strategy);
     file.require_same_on_all_ranks();
   });
+}
+
+SavedRun saved_run(const std::map<std::string, std::string>& metadata) try {
+  const auto fit = metadata.find(kFit);
+  return {.position = nlohmann::json::parse(metadata.at(kPosition)),
+          .settings = Json::parse(metadata.at(kFingerprint)),
+          .fit = fit == metadata.end() ? "" : fit->second};
+} catch (const std::out_of_range&) {
+  throw no_checkpoint_of_ours();
+}
+
+void restore_model(SharedCheckpoint& file, torch::nn::Module& model) {
+  const torch::NoGradGuard no_grad;
+  std::vector<NamedTensor> tensors = named_parameters(model);
+  std::ranges::move(named_buffers(model), std::back_inserter(tensors));
+  const TensorsByName places = with_prefix("model.", tensors);
+  require_tensors(places, file.shapes());
+  for (const auto& [name, tensor] : places) torch::Tensor(tensor).copy_(file.read(name));
+  file.require_same_on_all_ranks();
 }
 
 StateParts state_parts(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options) {

@@ -90,6 +90,17 @@ class SharedCheckpoint {
 // an option that must not change and has, or ranks that read different values.
 Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& strategy, const TrainOptions& options);
 
+// What a checkpoint says about its run.
+struct SavedRun {
+  Position position;
+  Json settings;    // resume_fingerprint()
+  std::string fit;  // TrainOptions::fit; "": an older file
+};
+SavedRun saved_run(const std::map<std::string, std::string>& metadata);  // throws CheckpointError
+
+// Puts parameters and buffers alone into a model on the CPU. Collective. Throws CheckpointError: another model.
+void restore_model(SharedCheckpoint& file, torch::nn::Module& model);
+
 // Metadata of a state in memory: the event of the last step, to be written once more by those who go on; "": none.
 constexpr const char* kLastStep = "lockstep.last_step";
 

@@ -128,6 +128,7 @@ void StateKeeper::save(const Position& now) {
   if (!saves()) return;
   const PhaseScope saving(Phase::kSaving, "checkpoint", now.step);
   require_finite_everywhere(step_world_, strategy_, now);
+  if (checkpoints_ && options_.keep_best) checkpoints_->keep_also(now.best_step);
   const Snapshot snapshot = take_snapshot(step_world_, strategy_, now, options_);
   checkpoints_ ? checkpoints_->save(now.step, snapshot.file, snapshot.fetch) : snapshot.send();
 }

@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/train/use_model.h"
+
+#include <filesystem>
+#include <iomanip>
+#include <iostream>
+#include <optional>
+
+#include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/error.h"
+#include "lockstep/train/builtin.h"
+#include "lockstep/train/evaluate.h"
+#include "lockstep/train/predictions.h"
+#include "lockstep/train/reports/metrics.h"
+#include "lockstep/train/state/snapshot.h"
+
+namespace lockstep {
+namespace {
+
+// --from-step, else the best one that a run with --keep-best has, else the newest.
+LoadedCheckpoint checkpoint_to_use(const TrainOptions& options) {
+  if (options.from_step > 0) return find_checkpoint(options.checkpoint_dir, options.from_step);
+  LoadedCheckpoint newest = find_checkpoint(options.checkpoint_dir);
+  const Position position = saved_run(newest.file.metadata()).position;
+  const bool has_better = position.best_step >= 0 && position.best_step != position.step;
+  if (!has_better || std::filesystem::is_regular_file(options.checkpoint_dir)) return newest;
+  try {
+    return find_checkpoint(options.checkpoint_dir, position.best_step);
+  } catch (const CheckpointError&) {  // without --keep-best it may be gone
+    return newest;
+  }
+}
+
+// The data that was asked for, else that of the training.
+Datasets data_to_use(TrainOptions& options, const SavedRun& run, const Fit& fit, const Task& task) {
+  const bool is_other = options.source.data != "auto" || options.use == Use::kPredict;
+  if (options.source.data == "auto" && run.settings.contains("data")) options.source.data = run.settings["data"];
+  if (is_other) options.source.trained_on = fit.data;
+  Datasets data = load_datasets(options.source, task);
+  if (!is_other && data.facts != fit.data)
+    throw DataError({.what = concat("the data of ", options.source.data, " has changed since the training"),
+                     .likely = "files that were added, removed or written anew: other samples would be held out",
+                     .next = "name data that the model has not seen: --data"});
+  return data;
+}
+
+void require_samples(const Dataset& dataset, const Task& task, bool needs_targets) {
+  const std::array<std::int64_t, 1> first{0};
+  const Batch sample = dataset.make_batch(first);
+  const auto sizes = sample.data.sizes().slice(1);
+  if (!task.sample.sizes.empty() && !task.sample.tokens && sizes != torch::IntArrayRef(task.sample.sizes))
+    throw DataError(
+        {.what = concat("samples of shape ", sizes, " for a model of ", torch::IntArrayRef(task.sample.sizes)),
+         .here = dataset.name(),
+         .next = "give it data of the kind that it was trained on"});
+  const bool are_unknown = !sample.target.is_floating_point() && sample.target.dim() == 1 && dataset.classes() == 0;
+  if (needs_targets && are_unknown && task.sample.classes + task.sample.numbers > 0)
+    throw DataError({.what = "the samples have no targets to compare with",
+                     .here = dataset.name(),
+                     .next = "predict says what the model makes of them"});
+}
+
+std::string name_of_class(const DataFacts& facts, std::int64_t i) {
+  return facts.classes.empty() ? concat(i) : facts.classes[to_size(i)];
+}
+
+// Samples, precision and recall of each class.
+std::string class_table(const torch::Tensor& matrix, const DataFacts& facts) {
+  std::string table = concat("  ", std::left, std::setw(24), "class", std::right, std::setw(10), "samples",
+                             std::setw(12), "precision", std::setw(10), "recall", '\n');
+  const torch::Tensor samples = matrix.sum(1), taken = matrix.sum(0), right = matrix.diag();
+  for (std::int64_t i = 0; i < matrix.size(0); ++i)
+    table += concat("  ", std::left, std::setw(24), name_of_class(facts, i), std::right, std::setw(10),
+                    samples[i].item<double>(), std::fixed, std::setprecision(4), std::setw(12),
+                    (right[i] / taken[i]).item<double>(), std::setw(10), (right[i] / samples[i]).item<double>(), '\n');
+  return table;
+}
+
+void print(const Evaluation& found, const DataFacts& facts, bool tokens) {
+  constexpr std::int64_t kMostClasses = 100;
+  const auto line = [](const std::string& name, double value) {
+    std::cout << concat("  ", std::left, std::setw(24), name, std::right, std::setw(10), std::fixed,
+                        std::setprecision(4), value, '\n');
+  };
+  line("loss", found.loss);
+  if (tokens) line("perplexity", std::exp(found.loss));
+  if (!std::isnan(found.accuracy)) line("accuracy", found.accuracy);
+  for (const auto& [name, figure] : found.metrics)
+    if (figure.dim() == 0) line(name, figure.item<double>());
+  const auto matrix = found.metrics.find("confusion_matrix");
+  if (matrix != found.metrics.end() && matrix->second.size(0) <= kMostClasses)
+    std::cout << class_table(matrix->second, facts);
+  std::cout << std::flush;
+}
+
+void evaluate_model(const World& world, const TrainOptions& options, const Task& task, torch::nn::Module& model,
+                    const std::shared_ptr<const Dataset>& dataset, const SavedRun& run, const DataFacts& facts) {
+  LoaderOptions loading = options.loader;
+  loading.batch_size = std::max(loading.batch_size / world.size(), std::int64_t{1});
+  const Evaluation found = evaluate(world, task, model, dataset, loading);
+  if (world.rank() != 0) return;
+  std::cout << concat(options.model, " after step ", run.position.step, " on ", dataset->name(), ": ", found.samples,
+                      " samples\n");
+  print(found, facts, task.sample.tokens);
+  if (options.metrics.empty()) return;
+  Json event = {{"event", "eval"},
+                {"model", options.model},
+                {"data", options.source.data},
+                {"step", run.position.step},
+                {"samples", found.samples}};
+  add_evaluation(event, "", found);
+  if (task.sample.tokens) event["perplexity"] = std::exp(found.loss);
+  if (!facts.classes.empty()) event["classes"] = facts.classes;
+  MetricsFile metrics(options.metrics, /*append=*/true);
+  metrics.write(event);
+  metrics.require_written();
+}
+
+// Where a rank has no samples of a batch: no outputs, but in the right shape.
+torch::Tensor outputs_of(const Task& task, torch::nn::Module& model, const torch::Tensor& data) {
+  if (data.size(0) > 0) return task.forward(model, data).contiguous();
+  std::vector<std::int64_t> one = data.sizes().vec();
+  one[0] = 1;
+  return task.forward(model, torch::zeros(one, data.options())).narrow(0, 0, 0);
+}
+
+void predict(const World& world, const TrainOptions& options, const Task& task, torch::nn::Module& model,
+             const std::shared_ptr<const Dataset>& dataset, const DataFacts& facts) {
+  const torch::NoGradGuard no_grad;
+  model.eval();
+  LoaderOptions loading = options.loader;
+  loading.batch_size = std::max(loading.batch_size, static_cast<std::int64_t>(world.size()));
+  loading.shuffle = false;
+  loading.skip_bad = 0;  // each sample has its line
+  Loader loader(world, dataset, loading);
+  const bool in_classes = task.sample.classes > 0 && !task.sample.tokens;
+  std::optional<PredictionFile> file;
+  if (world.rank() == 0)
+    file.emplace(options.output, dataset->size(), in_classes ? task.sample.classes : 0, facts.classes);
+  for (const Batch& batch : loader.epoch(0)) {
+    const torch::Tensor all = world.all_gather_rows(outputs_of(task, model, batch.data));
+    if (file) file->add(all.to(torch::kCPU));
+  }
+  if (!file) return;
+  file->finish();
+  std::cout << concat(options.output, ": ", dataset->size(), " samples of ", dataset->name(), '\n') << std::flush;
+}
+
+}  // namespace
+
+void require_output(const TrainOptions& options) {
+  if (options.use != Use::kPredict) return;
+  if (!options.output.ends_with(".csv") && !options.output.ends_with(".npy"))
+    throw UsageError(
+        {.what = concat("--output ", options.output), .next = "give a file name that ends in .csv or .npy"});
+  if (std::filesystem::exists(std::filesystem::symlink_status(options.output)))
+    throw UsageError(
+        {.what = concat(options.output, " is there already"), .next = "remove it, or name another --output"});
+}
+
+void use_model(const World& world, TrainOptions options, const std::function<Task(const TrainOptions&)>& make_task) {
+  std::optional<LoadedCheckpoint> found;
+  if (world.rank() == 0) found = checkpoint_to_use(options);
+  SharedCheckpoint file(world, std::move(found));
+  const SavedRun run = saved_run(file.metadata());
+  const Fit fit = fit_of(run.fit);
+  options.model = run.settings.value("model", options.model);
+  Task task = make_task(options);
+  if (task.fit) task = fitted_as(task, fit.sample);
+  task = with_named_targets(std::move(task));
+  const Datasets data = data_to_use(options, run, fit, task);
+  const auto& dataset = data.validation ? data.validation : data.train;
+  require_samples(*dataset, task, options.use == Use::kEval);
+  const ModulePtr model = task.make_model();
+  restore_model(file, *model);
+  model->to(world.device());
+  options.use == Use::kEval ? evaluate_model(world, options, task, *model, dataset, run, fit.data)
+                            : predict(world, options, task, *model, dataset, fit.data);
+}
+
+}  // namespace lockstep
