@@ -50,8 +50,12 @@ void choose_strategy(TrainOptions& options, const Task& task) {
                         .strategy = options.strategy,
                         .batch = options.loader.batch_size,
                         .data = [&] { return load_datasets(options.source, task); }};
-  say(plan::choose_strategy(subject, devices));
+  const bool names_cores = options.devices != "auto" && options.devices != "cpu";  // of each device
+  say(plan::choose_strategy(subject, devices, !names_cores));
   options.strategy = subject.strategy;
+  if (options.strategy.kind != StrategyKind::kSingle) return;
+  options.ranks = "1";  // which has the cores of all
+  options.threads = options.threads > 0 ? options.threads * devices : allotted_cores();
 }
 
 }  // namespace lockstep

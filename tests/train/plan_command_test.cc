@@ -43,7 +43,7 @@ TEST(PlanCommand, MakesAProfileOnceAndForecastsFromIt) {
     EXPECT_GT(before, 0);
     EXPECT_GT(choice.at("memory_bytes"), 0);
   }
-  for (const char* name : {"ddp", "towers", "data_parallel", "kvstore local", "kvstore dist_sync, 1 server",
+  for (const char* name : {"ddp", "single", "towers", "data_parallel", "kvstore local", "kvstore dist_sync, 1 server",
                            "kvstore dist_async, 1 server", "averaging, h = 8", "pipeline 1f1b, 2 x 4"})
     EXPECT_TRUE(names.contains(name)) << name;
   EXPECT_TRUE(names.contains(json.at("recommended").get<std::string>()));

@@ -12,7 +12,8 @@
 namespace lockstep::plan {
 
 // Measures subject.task for 20 to 30 s and sets subject.strategy to the fastest one that computes the same as one device and needs
-// no further processes, such as servers. Returns a line that says which and why. Throws as measure().
-std::string choose_strategy(Subject& subject, int devices);
+// no further processes, such as servers. also_single: one process may have the cores of all devices. Returns a line that says which
+// and why. Throws as measure().
+std::string choose_strategy(Subject& subject, int devices, bool also_single);
 
 }  // namespace lockstep::plan

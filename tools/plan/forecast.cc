@@ -119,7 +119,8 @@ double seconds_of_step(const Choice& choice, const Schedule& schedule, const Out
   return (end_of(schedule.ends.back()) - end_of(schedule.ends[warm_up - 1])) / (schedule.ends.size() - warm_up);
 }
 
-Forecast forecast(const Profile& profile, const Target& target, const Choice& choice) {
+Forecast forecast(const Profile& profile, const Target& wanted, const Choice& choice) {
+  const Target target = choice.on(wanted);
   const Schedule made = schedule(profile, target, choice, steps_for(choice));
   const Outcome outcome = made.simulation.run();
   auto path = critical_path(made, outcome);

@@ -29,7 +29,8 @@ void kvstore(Builder& b, const Ids& servers) {
 
 }  // namespace
 
-Schedule schedule(const Profile& profile, const Target& target, const Choice& choice, int steps) {
+Schedule schedule(const Profile& profile, const Target& wanted, const Choice& choice, int steps) {
+  const Target target = choice.on(wanted);
   require_possible(target);
   require_fitting(profile, target, choice);
   Builder b(profile, target, choice);

@@ -339,6 +339,26 @@ TEST(Schedules, TheFastestOfThoseThatComputeTheSameIsChosen) {
   EXPECT_NE(reason(all).find(best_of(all).choice.name()), std::string::npos);
 }
 
+// Four ranks hinder each other by half: 9 ms. One device with four threads takes 24 ms over how much faster these are.
+TEST(Schedules, OneProcessWithAllCoresIsChosenWhereItIsFastest) {
+  const auto best_where_threads_are = [](double faster) {
+    Profile profile = round_profile();
+    Curve alone = profile.curves.front(), at_once = alone;
+    alone.threads = at_once.at_once = 4;
+    for (double StepTimes::*const part : {&StepTimes::forward, &StepTimes::backward}) {
+      for (StepTimes& point : alone.points) point.*part /= faster;
+      for (StepTimes& point : at_once.points) point.*part *= 1.5;
+    }
+    profile.curves.insert(profile.curves.end(), {at_once, alone});
+    return best_of(forecast_all(profile, {.devices = 4, .batch = 8}));
+  };
+  const Forecast single = best_where_threads_are(3);
+  EXPECT_EQ(single.choice.arguments(4), "--strategy single");
+  EXPECT_NEAR(single.step, 8e-3, 1e-9);
+  EXPECT_NEAR(single.memory, forecast(round_profile(), {.batch = 8}, single.choice).memory, 1);
+  EXPECT_NEAR(best_where_threads_are(2).step, 9e-3, 1e-9);
+}
+
 TEST(Schedules, OfChoicesThatAreAboutAsFastTheSimplestIsRecommended) {
   const auto recommended = [](double with_servers, double in_micro_batches) {
     return best_of({{.choice = {.kind = StrategyKind::kPipeline}, .step = in_micro_batches},

@@ -78,7 +78,12 @@ std::string Choice::arguments(int ranks) const {
   if (kind == kAveraging) text += concat(" --average-every ", average_every);
   if (kind == kPipeline)
     text += concat(" --pipeline-schedule ", name_of(order), " --stages ", stages, " --micro-batches ", micro_batches);
-  return ranks > 1 ? concat(text, " --ranks ", ranks) : text;
+  return ranks > 1 && kind != kSingle ? concat(text, " --ranks ", ranks) : text;
+}
+
+Target Choice::on(Target target) const {
+  if (kind == kSingle) target.devices = 1;
+  return target;
 }
 
 StrategyOptions Choice::options(StrategyOptions others) const {
@@ -101,9 +106,11 @@ std::vector<Choice> choices_for(const Target& target, int pieces) {
   if (target.all_devices() == 1) return {{.kind = kSingle}};
   std::vector<Choice> all{{.kind = kDdp}};
   if (target.machines == 1) {
-    all.insert(
-        all.end(),
-        {{.kind = kTowers}, {.kind = kTowers, .update_on_cpu = true}, {.kind = kDataParallel}, {.kind = kKVStore}});
+    all.insert(all.end(), {{.kind = kSingle},
+                           {.kind = kTowers},
+                           {.kind = kTowers, .update_on_cpu = true},
+                           {.kind = kDataParallel},
+                           {.kind = kKVStore}});
   }
   constexpr int kMostWorkers = 64;  // more hold each other up at any server
   if (target.all_devices() <= kMostWorkers || target.servers > 0)

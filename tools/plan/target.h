@@ -46,6 +46,7 @@ struct Choice {
   std::string name() const;                               // "pipeline gpipe, 2 x 4"
   std::string arguments(int ranks) const;                 // of lockstep train: "--strategy pipeline --ranks 2 ..."
   StrategyOptions options(StrategyOptions others) const;  // `others`: with this choice in it
+  Target on(Target target) const;                         // single: one device with all cores of a machine
   bool exact() const;               // the same result as on one device: neither stale nor averaged later
   bool has_device_threads() const;  // the devices of a machine are threads of one process
   bool has_servers() const { return store != KVStoreKind::kLocal; }
