@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmarks share: where programs are, how the systems take turns, medians, and the machine of a result."""
+import argparse
 import json
 import os
 import platform
@@ -90,13 +91,24 @@ def machine():
     return f"{os.cpu_count()} cores, {model}, {vectors}, Linux {platform.release().split('-')[0]}"
 
 
+def parser_for(name, text, cases, rounds):
+    """The options of a benchmark with several cases."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=list(cases), metavar="CASE", help=", ".join(cases))
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--steps", type=int, default=10, help="of each system in a round")
+    parser.add_argument("--save", action="store_true", help=f"keep these cases in bench/results/{name}.json")
+    return parser
+
+
 def path_of(name):
     return ROOT / "bench/results" / f"{name}.json"
 
 
-def kept(name):
-    """What save() has kept under this name; nothing if it never has."""
-    return json.loads(path_of(name).read_text()) if path_of(name).exists() else {}
+def save_cases(name, cases, **about):
+    """Keeps these cases beside the others that the file has."""
+    kept = json.loads(path_of(name).read_text())["cases"] if path_of(name).exists() else {}
+    save(name, {**about, "cases": {**kept, **cases}})
 
 
 def save(name, result):

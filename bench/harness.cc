@@ -50,6 +50,12 @@ Json Figures::medians() const {
   return json;
 }
 
+Json Figures::ranges() const {
+  Json json;
+  for (const auto& [name, turns] : turns_) json[name] = {std::ranges::min(turns), std::ranges::max(turns)};
+  return json;
+}
+
 std::string machine() {
   utsname system{};
   ::uname(&system);

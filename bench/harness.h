@@ -38,6 +38,7 @@ class Figures {
   void add(const std::map<std::string, double>& values);
   double operator[](const std::string& name) const;  // the median; 0: never measured
   Json medians() const;
+  Json ranges() const;  // {name: [smallest, largest]}
 
  private:
   std::map<std::string, Turns> turns_;

@@ -10,7 +10,6 @@ wheel, or PYTHONPATH). The systems take turns, each in processes of its own: 2 r
 them all. Times are medians over all steps of rank 0; the range is that of the rounds' medians.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -21,7 +20,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import lockstep
 
@@ -32,77 +30,58 @@ import step as models
 RANKS = 2
 WARM_UP = 3
 ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
-BATCHES = {"lenet": 256, "mlp": 32, "alexnet": 8, "resnet18-32": 64, "gpt": 8, "bert": 8}  # of all ranks
-CHANNELS_LAST = {"lenet", "alexnet", "resnet18-32"}
+BATCHES = {**models.BATCHES, "bert": 8}  # of all ranks
 
 
-def bert(batch):
+def bert():
     from transformers import BertConfig, BertForMaskedLM
 
     model = BertForMaskedLM(BertConfig(attn_implementation="sdpa"))
-    tokens = torch.randint(1000, 30000, (batch, 128))
-    return model, lambda wrapped: wrapped(input_ids=tokens, labels=tokens).loss
+    model.register_forward_hook(lambda _model, _inputs, output: output.logits)
+    return model
 
 
-def of_the_peers(case, batch):
-    make, shape, classes = models.CASES[case]
-    model, (data, target) = make(), models.samples(shape, classes, batch)
-    if case in CHANNELS_LAST:
-        model, data = model.to(memory_format=torch.channels_last), data.to(memory_format=torch.channels_last)
-    return model, lambda wrapped: F.cross_entropy(wrapped(data).flatten(0, -2), target.flatten())
+models.CASES["bert"] = bert, None, None
 
 
 def with_torch(model):
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if dist.is_initialized() else model
-    return wrapped, optimizer, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return wrapped, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
 
 
-def with_lockstep(clip):
-    def make(model):
-        optimizer = lockstep.AdamW(model.parameters(), **ADAMW)
-        return lockstep.DistributedDataParallel(model, optimizer), optimizer, lambda: clip(model, optimizer)
-
-    return make
+def with_lockstep(model):
+    optimizer = lockstep.AdamW(model.parameters(), **ADAMW)
+    return lockstep.DistributedDataParallel(model, optimizer), optimizer
 
 
-# The backend of its process group, if it has one, and what makes its model.
+def clip_with(library):
+    return lambda trainer: library.clip_grad_norm_(trainer.model.parameters(), 1.0)
+
+
+# The backend of its process group, if it has one, what wraps its model, and what clips.
 SYSTEMS = {
-    "lockstep": ("lockstep", with_lockstep(lambda _, optimizer: optimizer.clip_grad_norm(1.0))),
-    "lockstep.clip_grad_norm_": ("lockstep", with_lockstep(lambda model, _: lockstep.clip_grad_norm_(model.parameters(), 1.0))),
-    "DDP over Gloo": ("gloo", with_torch),
-    "one process": (None, with_torch),
+    "lockstep": ("lockstep", with_lockstep, lambda trainer: trainer.optimizer.clip_grad_norm(1.0)),
+    "lockstep.clip_grad_norm_": ("lockstep", with_lockstep, clip_with(lockstep)),
+    "DDP over Gloo": ("gloo", with_torch, clip_with(torch.nn.utils)),
+    "one process": (None, with_torch, clip_with(torch.nn.utils)),
 }
 
 
-def memory_of_ranks():
-    """Of all ranks together, what they share counted once: MiB. Parameters, gradients and the optimizer's state, after backward()."""
-    with open("/proc/self/smaps_rollup") as file:
-        kibibytes = next(int(line.split()[1]) for line in file if line.startswith("Pss:"))
-    total = torch.tensor(kibibytes / 1024)
-    if dist.is_initialized():
-        dist.all_reduce(total)
-    return round(total.item())
-
-
 def job(case, name, steps):
-    """What a rank does. Rank 0 prints the seconds of its steps, and the memory of all ranks."""
-    backend, make = SYSTEMS[name]
+    """What a rank does. Rank 0 prints the seconds of its steps, and the memory (PSS) of all ranks in MiB, after backward()."""
+    backend, wrap, clip = SYSTEMS[name]
     if backend:
         dist.init_process_group(backend)
-    torch.manual_seed(1)
-    batch = BATCHES[case] // (RANKS if backend else 1)
-    model, loss_of = bert(batch) if case == "bert" else of_the_peers(case, batch)
-    wrapped, optimizer, clip = make(model)
+    trainer = models.Trainer(wrap, case, BATCHES[case] // (RANKS if backend else 1))
     seconds = []
     for step in range(WARM_UP + steps):
         start = time.perf_counter()
-        loss_of(wrapped).backward()
+        trainer.loss().backward()
         if step == WARM_UP - 1:
-            mebibytes = memory_of_ranks()
-        clip()
-        optimizer.step()
-        optimizer.zero_grad()
+            mebibytes = round(models.summed(models.pss_mib()))
+        clip(trainer)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps({"seconds": seconds[WARM_UP:], "mebibytes": mebibytes}), flush=True)
@@ -133,20 +112,15 @@ def measure(case, arguments):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(BATCHES), metavar="CASE", help=", ".join(BATCHES))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10, help="of each system in a round")
-    parser.add_argument("--save", action="store_true", help="keep it in bench/results/one_machine.json")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser = common.parser_for("one_machine", __doc__, BATCHES, rounds=3)
+    parser.add_argument("--job", help="NAME: what a rank of this system does")
     arguments = parser.parse_args()
     if arguments.job:
         return job(arguments.cases[0], arguments.job, arguments.steps)
     print(f"{arguments.rounds} rounds in turn, torch {torch.__version__}\n{common.machine()}\n")
     found = {case: measure(case, arguments) for case in arguments.cases}
     if arguments.save:
-        kept = common.kept("one_machine").get("cases", {})
-        common.save("one_machine", {"torch": torch.__version__, "ranks": RANKS, "batches": BATCHES, "cases": {**kept, **found}})
+        common.save_cases("one_machine", found, torch=torch.__version__, ranks=RANKS, batches=BATCHES)
 
 
 if __name__ == "__main__":

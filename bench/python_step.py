@@ -10,9 +10,7 @@ own: blocks of steps, several rounds. Times are medians over all steps and ranks
 alone take beside `import torch` and the rendezvous (PSS), in processes of their own: at most, and after the last step.
 """
 
-import argparse
 import sys
-import tempfile
 import threading
 from functools import partial
 from pathlib import Path
@@ -24,16 +22,8 @@ import lockstep
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent / "peers")]
 import common
-from step import Trainer, join, pin, pss_mib, wrap_in_ddp
+from step import BATCHES, Trainer, join, pin, pss_mib, run_ranks, wrap_in_ddp
 
-# Of a rank, and the layout of both systems: those of `lockstep bench step` on two ranks.
-CASES = {
-    "mlp": (16, "contiguous"),
-    "alexnet": (4, "channels_last"),
-    "lenet": (128, "channels_last"),
-    "resnet18-32": (32, "channels_last"),
-    "gpt": (4, "contiguous"),
-}
 SYSTEMS = ("lockstep", "ddp_gloo", "ddp_lockstep", "no_sync")
 WARM_UP = 3
 
@@ -45,7 +35,8 @@ def wrap_in_lockstep(model):
 
 def trainer_of(system, case):
     group = dist.new_group(backend="lockstep") if system == "ddp_lockstep" else None
-    return Trainer(wrap_in_lockstep if system == "lockstep" else partial(wrap_in_ddp, group=group), case, *CASES[case])
+    wrap = wrap_in_lockstep if system == "lockstep" else partial(wrap_in_ddp, group=group)
+    return Trainer(wrap, case, BATCHES[case] // dist.get_world_size())
 
 
 class Peak:
@@ -100,8 +91,7 @@ def measure_memory(rank, ranks, store, case, system, steps, results):
 def on_ranks(ranks, function, *arguments):
     """What function(rank, ranks, store, *arguments, results) has put into `results`, of each rank."""
     results = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(function, (ranks, folder + "/store", *arguments, results), nprocs=ranks)
+    run_ranks(function, ranks, *arguments, results)
     return [results.get() for _ in range(ranks)]
 
 
@@ -126,17 +116,12 @@ def print_case(case, medians, memory):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE", help=", ".join(CASES))
+    parser = common.parser_for("python_step", __doc__, BATCHES, rounds=5)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10, help="of each system in a round")
-    parser.add_argument("--save", action="store_true", help="keep these cases in bench/results/python_step.json")
     arguments = parser.parse_args()
     results = {case: measure_case(case, arguments) for case in arguments.cases}
     if arguments.save:
-        kept = common.kept("python_step").get("cases", {})
-        common.save("python_step", {"ranks": arguments.ranks, "cases": {**kept, **results}})
+        common.save_cases("python_step", results, ranks=arguments.ranks)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep bench step`: a data-parallel training step beside PyTorch's DistributedDataParallel, in turn: on cores over Gloo, or
-// with a GPU for each rank over NCCL.
+// with a GPU for each rank over NCCL. On cores also beside PyTorch in one process that has all of them.
 #include <unistd.h>
 
 #include <cstring>
+#include <initializer_list>
 #include <iostream>
+#include <set>
 
 #include <ATen/Parallel.h>
 #include <torch/types.h>
@@ -215,30 +217,48 @@ Seconds run_lockstep_step(const StepCase& one, const StepRun& run) {
   return Json::parse(read_file(results)).get<Seconds>();
 }
 
-// ddp, no_sync: medians in seconds; idle_mib and memory_mib.
-Seconds run_pytorch_step(const StepCase& one, const StepRun& run) {
-  return Json::parse(run_python("peers/step.py", {one.name, concat(run.ranks), concat(one.batch), one.layout,
+// ddp, no_sync: medians in seconds; idle_mib and memory_mib. With 0 ranks one_process_LAYOUT: the median of one process.
+Seconds run_pytorch_step(const StepCase& one, const StepRun& run, int ranks, const std::string& layout) {
+  return Json::parse(run_python("peers/step.py", {one.name, concat(ranks), concat(one.batch), layout,
                                                   concat(run.warmup), concat(run.steps), run.device}))
       .get<Seconds>();
 }
 
 // ---- the comparison
 
+// 0: none was measured.
+double least_measured(std::initializer_list<double> all) {
+  double least = 0;
+  for (const double seconds : all)
+    if (seconds > 0 && (least == 0 || seconds < least)) least = seconds;
+  return least;
+}
+
 struct Compared {
   StepCase one;
   Figures ours{};
   Figures theirs{};
+
+  double one_process() const {
+    return least_measured({theirs["one_process_contiguous"], theirs["one_process_channels_last"]});
+  }
+  double best_alternative() const { return least_measured({theirs["ddp"], one_process()}); }
 };
 
 Compared compare(const Program& program, const StepCase& one, const StepRun& run, bool with_pytorch) {
   Compared compared{.one = one};
   program.take_turns(one.name, [&](int) {
     compared.ours.add(run_lockstep_step(one, run));
-    if (with_pytorch) compared.theirs.add(run_pytorch_step(one, run));
+    if (!with_pytorch) return;
+    compared.theirs.add(run_pytorch_step(one, run, run.ranks, one.layout));
+    if (run.device != "cpu") return;
+    for (const std::string& layout : std::set<std::string>{"contiguous", one.layout})
+      compared.theirs.add(run_pytorch_step(one, run, /*ranks=*/0, layout));
   });
   return compared;
 }
 
+std::string milliseconds_of(double seconds) { return seconds > 0 ? milliseconds(seconds) : "-"; }
 std::string times_of(double theirs, double ours) { return theirs > 0 ? times(theirs / ours) : "-"; }
 
 // SGD with momentum over p ranks reads p gradients, the momentum and the parameters once, and writes the latter two.
@@ -247,15 +267,17 @@ double limit_seconds(const Figures& ours, int ranks) {
 }
 
 void print(const std::vector<Compared>& all, const StepRun& run, int turns) {
-  Table steps(
-      {"model", "batch", "MiB", "lockstep ms", "DDP ms", "no_sync ms", "DDP/ours", "no_sync/ours", "DDP exchange"});
+  Table steps({"model", "batch", "MiB", "lockstep ms", "DDP ms", "one process ms", "no_sync ms", "DDP exchange",
+               "DDP/ours", "no_sync/ours", "lockstep against the best alternative"});
   Table phases({"model", "forward", "backward", "wait", "update ms", "limit ms", "update at", "update+wait at"});
   Table memory({"model", "lockstep MiB", "above idle", "DDP MiB", "above idle", "saved"});
-  for (const auto& [one, ours, theirs] : all) {
+  for (const Compared& each : all) {
+    const auto& [one, ours, theirs] = each;
     const double exchange = theirs["ddp"] > 0 ? 1 - theirs["no_sync"] / theirs["ddp"] : 0;
     steps.add({one.name, concat(one.batch), fixed(ours["parameter_mib"], 1), milliseconds(ours["step"]),
-               milliseconds(theirs["ddp"]), milliseconds(theirs["no_sync"]), times_of(theirs["ddp"], ours["step"]),
-               times_of(theirs["no_sync"], ours["step"]), percent(exchange)});
+               milliseconds_of(theirs["ddp"]), milliseconds_of(each.one_process()), milliseconds_of(theirs["no_sync"]),
+               percent(exchange), times_of(theirs["ddp"], ours["step"]), times_of(theirs["no_sync"], ours["step"]),
+               times_of(each.best_alternative(), ours["step"])});
     const double limit = limit_seconds(ours, run.ranks);
     phases.add({one.name, milliseconds(ours["forward"]), milliseconds(ours["backward"]), milliseconds(ours["wait"]),
                 milliseconds(ours["update"]), milliseconds(limit), percent(limit / ours["update"]),
@@ -269,6 +291,8 @@ void print(const std::vector<Compared>& all, const StepRun& run, int turns) {
             << " steps, then of " << turns << " turns\n"
             << machine() << "\n\n";
   steps.print(std::cout);
+  std::cout
+      << "one process: PyTorch on all cores, fused SGD, the faster memory order. The best alternative: that or DDP\n";
   std::cout << "\nWhere lockstep's step goes. limit: the bytes that must move, at the speed of all ranks' memcpy\n";
   phases.print(std::cout);
   std::cout << "\nMemory: the sum over the ranks of PSS, or of what is taken of each GPU\n";
@@ -277,8 +301,14 @@ void print(const std::vector<Compared>& all, const StepRun& run, int turns) {
 
 Json to_json(const std::vector<Compared>& all, const StepRun& run, int turns) {
   Json json{{"device", run.device}, {"ranks", run.ranks}, {"turns", turns}, {"steps", run.steps}};
-  for (const auto& [one, ours, theirs] : all)
-    json["models"][one.name] = {{"lockstep", ours.medians()}, {"pytorch", theirs.medians()}};
+  for (const Compared& each : all) {
+    Json& model = json["models"][each.one.name];
+    model = {{"lockstep", each.ours.medians()},
+             {"pytorch", each.theirs.medians()},
+             {"ranges", {{"lockstep", each.ours.ranges()}, {"pytorch", each.theirs.ranges()}}}};
+    if (each.one_process() > 0) model["one_process"] = each.one_process();
+    if (each.best_alternative() > 0) model["speed_up_over_best"] = each.best_alternative() / each.ours["step"];
+  }
   return json;
 }
 
@@ -288,7 +318,8 @@ int bench_step(int argc, const char* const* argv) {
   std::vector<std::string> models;
   StepRun run;
   bool separate = false;
-  Program program("step", "A data-parallel training step beside PyTorch's DistributedDataParallel, in turn.", 3);
+  Program program(
+      "step", "A data-parallel training step beside PyTorch's DistributedDataParallel and one process, in turn.", 3);
   program.list("--models", models, "which of them; all by default")->check(CLI::IsMember(names_of(step_cases())));
   program.option("--ranks", run.ranks, "ranks of one thread each")->check(CLI::Range(1, 64));
   program.option("--steps", run.steps, "steps per turn")->check(CLI::Range(1, 10000));

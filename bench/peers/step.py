@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A training step with PyTorch's DistributedDataParallel over Gloo, or NCCL: the peer of `lockstep bench step`.
+"""A training step with PyTorch: the peer of `lockstep bench step`. DistributedDataParallel over Gloo, or NCCL; or one process.
 
     step.py CASE RANKS BATCH LAYOUT WARMUP STEPS DEVICE   BATCH is global; LAYOUT: contiguous | channels_last; DEVICE: cpu | cuda
 
 Prints as JSON: the median step in seconds, with the exchange (ddp) and without (no_sync), blocks of both in turn;
-the ranks' memory (PSS; of GPUs: what is taken of each) in MiB, idle and at the end.
+the ranks' memory (PSS; of GPUs: what is taken of each) in MiB, idle and at the end. With 0 RANKS only the median step of one
+process with a thread for each core and a fused optimizer (one_process_LAYOUT).
 """
 import json
 import math
@@ -103,6 +104,7 @@ CASES = {
     "resnet18-32": (resnet18, (3, 32, 32), 10),
     "gpt": (GPT, None, None),
 }
+BATCHES = {"lenet": 256, "mlp": 32, "alexnet": 8, "resnet18-32": 64, "gpt": 8}  # global, as `lockstep bench step` has them
 
 
 def samples(shape, classes, count):
@@ -125,7 +127,8 @@ def taken_mib(device):
 
 def summed(value, device=torch.device("cpu")):
     total = torch.tensor(value, device=device)
-    dist.all_reduce(total)
+    if dist.is_initialized():
+        dist.all_reduce(total)
     return total.item()
 
 
@@ -151,16 +154,19 @@ def pin(rank, ranks):
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[rank::ranks] or os.sched_getaffinity(0))
 
 
+def sgd(model, **implementation):
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, **implementation)
+
+
 def wrap_in_ddp(model, group=None):
-    """DDP as fast as it can be told to be, and its optimizer."""
     model = nn.parallel.DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-    return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
+    return model, sgd(model, foreach=True)
 
 
 class Trainer:
-    """A model of its own, wrapped by a function that gives model and optimizer, and a batch."""
+    """A model of its own, wrapped by a function that gives model and optimizer, and a batch. The layout is that of images."""
 
-    def __init__(self, wrap, case, batch, layout, device=torch.device("cpu")):
+    def __init__(self, wrap, case, batch, layout="channels_last", device=torch.device("cpu")):
         make, shape, classes = CASES[case]
         torch.manual_seed(1)
         model = make()
@@ -172,12 +178,14 @@ class Trainer:
         self.model, self.optimizer = wrap(model.to(device))
         self.device = device
 
+    def loss(self):
+        return F.cross_entropy(self.model(self.data).flatten(0, -2), self.target.flatten())
+
     def step(self, no_sync=False):
         """Seconds, until the device is done."""
         start = time.perf_counter()
         with self.model.no_sync() if no_sync else nullcontext():
-            loss = F.cross_entropy(self.model(self.data).flatten(0, -2), self.target.flatten())
-            loss.backward()
+            self.loss().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.device.type == "cuda":
@@ -208,6 +216,14 @@ def train(rank, ranks, store, case, batch, layout, warmup, steps, kind="cpu"):
     dist.destroy_process_group()
 
 
+def one_process(case, batch, layout, warmup, steps):
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    trainer = Trainer(lambda model: (model, sgd(model, fused=True)), case, batch, layout)
+    seconds = [trainer.step() for _ in range(warmup + steps)]
+    print(json.dumps({f"one_process_{layout}": statistics.median(seconds[warmup:])}))
+
+
 if __name__ == "__main__":
     case, ranks, batch, layout, warmup, steps, kind = sys.argv[1:]
-    run_ranks(train, int(ranks), case, int(batch), layout, int(warmup), int(steps), kind)
+    run = case, int(batch), layout, int(warmup), int(steps)
+    run_ranks(train, int(ranks), *run, kind) if int(ranks) > 0 else one_process(*run)

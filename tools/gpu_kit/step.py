@@ -50,8 +50,7 @@ GPU = torch.device("cuda:0")
 
 
 def trainer(name, case):
-    layout = "contiguous" if case.startswith(("mlp", "gpt")) else "channels_last"
-    made = Trainer(SYSTEMS[name], case.split()[0], CASES[case], layout, GPU)
+    made = Trainer(SYSTEMS[name], case.split()[0], CASES[case], device=GPU)
     made.bfloat16 = case.endswith("bfloat16")
     made.model.eval() if case == "alexnet" else None  # dropout would make its losses different
     return made
@@ -59,7 +58,7 @@ def trainer(name, case):
 
 def loss_of(made):
     with torch.autocast("cuda", torch.bfloat16, enabled=made.bfloat16):
-        return torch.nn.functional.cross_entropy(made.model(made.data).flatten(0, -2), made.target.flatten())
+        return made.loss()
 
 
 def step(made):

@@ -312,7 +312,7 @@ function comparison() {
 
 // ---- Benchmarks
 
-const PEERS = [["lockstep", model => model.lockstep.step], ["DDP, no exchange", model => model.pytorch?.no_sync], ["DDP over Gloo", model => model.pytorch?.ddp]];
+const PEERS = [["lockstep", model => model.lockstep.step], ["DDP, no exchange", model => model.pytorch?.no_sync], ["DDP over Gloo", model => model.pytorch?.ddp], ["one process", model => model.one_process]];
 
 function benchmarks() {
   if (!data.benchmarks.length) return;
