@@ -9,13 +9,14 @@
 
 namespace lockstep {
 
-enum class ScheduleKind { kConstant, kCosine, kStep };
+enum class ScheduleKind { kConstant, kLinear, kCosine, kStep };
 enum class LrScaling { kNone, kSqrt, kLinear };
 
 struct ScheduleOptions {
   ScheduleKind kind = ScheduleKind::kConstant;
   double warmup_steps = 0;   // rises linearly from 1/warmup_steps to 1; then the schedule begins
-  double total_steps = 1;    // cosine: reaches 0 here (Loshchilov and Hutter, 2017)
+  double total_steps = 1;    // linear, cosine (Loshchilov and Hutter, 2017): reach `floor` here
+  double floor = 0;          // linear, cosine: the last factor
   double drop_every = 1;     // step: steps between drops
   double drop_factor = 0.1;  // step: factor of each drop
 };

@@ -52,9 +52,9 @@ inline constexpr std::array kNames<PipelineSchedule> = {Named{"naive", PipelineS
                                                         Named{"1f1b", PipelineSchedule::k1F1B}};
 
 template <>
-inline constexpr std::array kNames<ScheduleKind> = {Named{"constant", ScheduleKind::kConstant},
-                                                    Named{"cosine", ScheduleKind::kCosine},
-                                                    Named{"step", ScheduleKind::kStep}};
+inline constexpr std::array kNames<ScheduleKind> = {
+    Named{"constant", ScheduleKind::kConstant}, Named{"linear", ScheduleKind::kLinear},
+    Named{"cosine", ScheduleKind::kCosine}, Named{"step", ScheduleKind::kStep}};
 
 template <>
 inline constexpr std::array kNames<LrScaling> = {Named{"none", LrScaling::kNone}, Named{"sqrt", LrScaling::kSqrt},

@@ -32,6 +32,7 @@ ScheduleOptions schedule_in_steps(const TrainOptions& options, std::int64_t step
   return {.kind = rate.schedule,
           .warmup_steps = rate.warmup_epochs * steps,
           .total_steps = static_cast<double>(options.epochs) * steps,
+          .floor = rate.floor,
           .drop_every = rate.drop_every_epochs * steps,
           .drop_factor = rate.drop_factor};
 }

@@ -416,6 +416,16 @@ TEST(Schedule, warms_up_linearly_and_then_follows_its_kind) {
   EXPECT_DOUBLE_EQ(schedule_factor(cosine, 4), 1);
   EXPECT_DOUBLE_EQ(schedule_factor(cosine, 8), 0.5);
   EXPECT_NEAR(schedule_factor(cosine, 12), 0, 1e-15);
+  const ScheduleOptions linear{.kind = ScheduleKind::kLinear, .warmup_steps = 4, .total_steps = 12, .floor = 0.2};
+  EXPECT_DOUBLE_EQ(schedule_factor(linear, 3), 1);
+  EXPECT_DOUBLE_EQ(schedule_factor(linear, 6), 0.8);
+  EXPECT_DOUBLE_EQ(schedule_factor(linear, 12), 0.2);
+  EXPECT_DOUBLE_EQ(schedule_factor(linear, 20), 0.2);
+  ScheduleOptions to_floor = cosine;
+  to_floor.floor = 0.2;
+  EXPECT_DOUBLE_EQ(schedule_factor(to_floor, 4), 1);
+  EXPECT_DOUBLE_EQ(schedule_factor(to_floor, 8), 0.6);
+  EXPECT_DOUBLE_EQ(schedule_factor(to_floor, 12), 0.2);
   const ScheduleOptions steps{.kind = ScheduleKind::kStep, .drop_every = 10, .drop_factor = 0.1};
   EXPECT_DOUBLE_EQ(schedule_factor(steps, 9), 1);
   EXPECT_DOUBLE_EQ(schedule_factor(steps, 25), 0.01);

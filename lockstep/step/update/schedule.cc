@@ -8,11 +8,14 @@
 namespace lockstep {
 namespace {
 
-double cosine_factor(const ScheduleOptions& options, double step) {
+// From 0 after the warmup to 1.
+double after_warmup(const ScheduleOptions& options, double step) {
   const double length = std::max(1.0, options.total_steps - options.warmup_steps);
-  const double progress = std::clamp((step - options.warmup_steps) / length, 0.0, 1.0);
-  return 0.5 * (1 + std::cos(std::numbers::pi * progress));
+  return std::clamp((step - options.warmup_steps) / length, 0.0, 1.0);
 }
+
+// above: from 1 to 0.
+double over_floor(const ScheduleOptions& options, double above) { return options.floor + (1 - options.floor) * above; }
 
 }  // namespace
 
@@ -21,7 +24,9 @@ double schedule_factor(const ScheduleOptions& options, std::int64_t step) {
   if (now < options.warmup_steps) return (now + 1) / options.warmup_steps;
   switch (options.kind) {
     case ScheduleKind::kConstant: return 1;
-    case ScheduleKind::kCosine: return cosine_factor(options, now);
+    case ScheduleKind::kLinear: return over_floor(options, 1 - after_warmup(options, now));
+    case ScheduleKind::kCosine:
+      return over_floor(options, 0.5 * (1 + std::cos(std::numbers::pi * after_warmup(options, now))));
     case ScheduleKind::kStep: return std::pow(options.drop_factor, std::floor(now / options.drop_every));
   }
   return 1;

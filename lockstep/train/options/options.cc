@@ -30,6 +30,10 @@ Option unless(bool left_out, Option option) {
   return option;
 }
 
+bool depends_on_epochs(ScheduleKind schedule) {
+  return schedule == ScheduleKind::kLinear || schedule == ScheduleKind::kCosine;
+}
+
 std::vector<Option> data_table(TrainOptions& o, const Choices& choices) {
   const bool own_model = choices.models.empty();
   const bool own_data = choices.datasets.empty();
@@ -52,8 +56,8 @@ std::vector<Option> data_table(TrainOptions& o, const Choices& choices) {
       option("--prefetch", o.loader.prefetch, kMayChange, "batches that may lie ready per rank", kFromOne),
       option("--skip-bad", o.loader.skip_bad, kMayChange, "unreadable samples of an epoch that each rank may leave out",
              from_zero("0: a bad sample is an error")),
-      option("--epochs", o.epochs, same_if(o.learning_rate.schedule == ScheduleKind::kCosine),
-             "passes over the dataset", kFromOne),
+      option("--epochs", o.epochs, same_if(depends_on_epochs(o.learning_rate.schedule)), "passes over the dataset",
+             kFromOne),
       option("--batch-size", o.loader.batch_size, kSame, "global batch, over all ranks", kFromOne),
       option("--seed", o.strategy.seed, kSame, "of the initial weights and the order of the data"),
   };
@@ -183,6 +187,8 @@ std::vector<Option> update_table(TrainOptions& o) {
       option("--lr-scaling", rate.scaling, kSame, "how --lr grows with the batch"),
       option("--lr-base-batch-size", rate.base_batch_size, kSame, "the batch that --lr suits", kFromOne),
       option("--schedule", rate.schedule, kSame, "how --lr falls"),
+      option("--lr-floor", rate.floor, kSame, "schedules linear and cosine: the share of --lr at which they end",
+             {.at_least = 0, .below = 1, .next = "such as 0.01"}),
       option("--warmup-epochs", rate.warmup_epochs, kSame, "linear rise of --lr at the start"),
       option("--drop-every-epochs", rate.drop_every_epochs, kSame, "schedule step only",
              {.at_least = std::numeric_limits<double>::min(), .next = "give epochs, such as 30"}),

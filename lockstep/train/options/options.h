@@ -38,6 +38,7 @@ struct LearningRateOptions {
   std::int64_t base_batch_size = 256;  // the batch that the optimizer's lr suits
   ScheduleKind schedule = ScheduleKind::kConstant;
   double warmup_epochs = 0;
+  double floor = 0;              // schedules linear and cosine end with this share of lr
   double drop_every_epochs = 1;  // schedule step
   double drop_factor = 0.1;      // schedule step
 };
