@@ -162,8 +162,11 @@ Option of_optimizer(const std::string& name, const std::string& key, OptimizerOp
   };
   const Option row{.name = name, .help = help, .on_resume = kSame, .value = get, .limits = limits};
   if constexpr (std::is_same_v<Value, bool>) return switched(row, set);
-  return typed<Value>(row, set, get().dump());
+  const Json now = get();
+  return typed<Value>(row, set, now.is_null() ? "" : now.dump());
 }
+
+constexpr Limits kBelowOne{.at_least = 0, .below = 1, .next = "such as 0.9"};
 
 std::vector<Option> update_table(TrainOptions& o) {
   StrategyOptions& s = o.strategy;
@@ -178,6 +181,10 @@ std::vector<Option> update_table(TrainOptions& o) {
       of_optimizer<double>("--lr", "lr", optimizer, "learning rate", from_zero("give one such as 0.05")),
       of_optimizer<double>("--momentum", "momentum", optimizer, "sgd, lars and rmsprop"),
       of_optimizer<bool>("--nesterov", "nesterov", optimizer, "sgd only"),
+      of_optimizer<double>("--beta1", "beta1", optimizer, "adam, adamw and lamb: of the mean gradient", kBelowOne),
+      of_optimizer<double>("--beta2", "beta2", optimizer, "adam, adamw and lamb: of its square", kBelowOne),
+      of_optimizer<double>("--eps", "eps", optimizer, "added to a root: all but sgd and lars",
+                           from_zero("give one such as 1e-8")),
       of_optimizer<double>("--weight-decay", "weight_decay", optimizer, "shrinks the weights in each step"),
       option("--clip-norm", s.clipping.max_norm, kSame, "largest 2-norm of all gradients together; 0: off",
              from_zero("0: off")),

@@ -45,6 +45,9 @@ Words with_another_value(const Option& option) {
 // Options under which every other one is in use.
 const std::map<std::string, Words> kInUse = {
     {"--epochs", {"--schedule", "cosine"}},
+    {"--beta1", {"--optimizer", "adam"}},
+    {"--beta2", {"--optimizer", "adam"}},
+    {"--eps", {"--optimizer", "adam"}},
     {"--kvstore", {"--strategy", "kvstore"}},
     {"--adapt-to-delay", {"--strategy", "kvstore"}},
     {"--staleness", {"--strategy", "kvstore", "--kvstore", "dist_bounded"}},
@@ -56,6 +59,11 @@ class OptionOf : public ::testing::TestWithParam<Option> {
     const auto found = kInUse.find(GetParam().name);
     return found == kInUse.end() ? Words{} : found->second;
   }
+  Words changed() const {
+    Words words = in_use();
+    std::ranges::copy(with_another_value(GetParam()), std::back_inserter(words));
+    return words;
+  }
 };
 
 INSTANTIATE_TEST_SUITE_P(Train, OptionOf, ::testing::ValuesIn(table()), [](const auto& test) {
@@ -65,20 +73,18 @@ INSTANTIATE_TEST_SUITE_P(Train, OptionOf, ::testing::ValuesIn(table()), [](const
 });
 
 TEST_P(OptionOf, is_part_of_the_fingerprint_exactly_if_a_resumed_run_must_have_the_same) {
-  Words changed = in_use();
-  for (const std::string& word : with_another_value(GetParam())) changed.push_back(word);
-  EXPECT_EQ(resume_fingerprint(parsed(in_use())) != resume_fingerprint(parsed(changed)), GetParam().on_resume.compared);
+  EXPECT_EQ(resume_fingerprint(parsed(in_use())) != resume_fingerprint(parsed(changed())),
+            GetParam().on_resume.compared);
 }
 
 TEST_P(OptionOf, is_read_into_its_field) {
-  TrainOptions changed = parsed(with_another_value(GetParam()));
-  TrainOptions defaults;
+  TrainOptions before = parsed(in_use()), after = parsed(changed());
   const auto value_in = [&](TrainOptions& options) {
     for (const Option& option : option_table(options, kChoices))
       if (option.name == GetParam().name) return option.value();
     return Json();
   };
-  EXPECT_NE(value_in(changed), value_in(defaults));
+  EXPECT_NE(value_in(after), value_in(before));
 }
 
 TEST(Options, have_different_names_and_a_help_text) {
@@ -117,6 +123,16 @@ TEST(Options, have_the_same_defaults_for_every_optimizer) {
   EXPECT_EQ(lars.weight_decay, 0);
 }
 
+TEST(Options, leave_an_optimizer_what_only_it_has) {
+  const TrainOptions options = parsed({"--beta1", "0.8", "--optimizer", "lamb"});
+  const auto& lamb = std::get<LAMBOptions>(options.strategy.optimizer);
+  EXPECT_EQ(lamb.beta1, 0.8);
+  EXPECT_EQ(lamb.beta2, LAMBOptions().beta2);
+  EXPECT_EQ(lamb.eps, LAMBOptions().eps);
+  const TrainOptions adam = parsed({"--optimizer", "adam", "--eps", "1e-4"});
+  EXPECT_EQ(std::get<AdamOptions>(adam.strategy.optimizer).eps, 1e-4);
+}
+
 TEST(Options, refuse_an_unknown_name_and_list_the_known_ones) {
   const auto message = [](const Words& words) { return message_of<CLI::ValidationError>([&] { parsed(words); }); };
   EXPECT_TRUE(contains(message({"--strategy", "dpp"}), "single,ddp,towers"));
@@ -128,6 +144,7 @@ TEST(Options, refuse_numbers_out_of_range_and_name_the_option) {
   const auto message = [](const Words& words) { return message_of<UsageError>([&] { check_options(parsed(words)); }); };
   EXPECT_TRUE(contains(message({"--epochs", "0"}), "--epochs 0 is not positive"));
   EXPECT_TRUE(contains(message({"--lr=-1"}), "--lr -1 is negative"));
+  EXPECT_TRUE(contains(message({"--optimizer", "adam", "--beta2", "1"}), "--beta2 1 is not below 1"));
   EXPECT_TRUE(contains(message({"--timeout", "0"}), "--timeout 0 is not positive"));
   EXPECT_TRUE(contains(message({"--timeout=-1"}), "--timeout -1 is"));
   EXPECT_TRUE(contains(message({"--ema-decay", "1"}), "--ema-decay 1 is not below 1"));
