@@ -84,6 +84,21 @@ struct Task {
   std::function<Task(const SampleShape& sample)> fit = nullptr;
 };
 
+// The loss of classification tasks: the mean cross entropy.
+struct CrossEntropy {
+  double label_smoothing = 0;  // the share of each target that all classes get alike (Szegedy et al., 2016)
+  bool classes_last = false;   // the output is (B, ..., classes), not (B, classes, ...)
+
+  torch::Tensor operator()(const torch::Tensor& output, const torch::Tensor& target) const {
+    return classes_last ? of(output.flatten(0, -2), target.flatten()) : of(output, target);
+  }
+
+ private:
+  torch::Tensor of(const torch::Tensor& output, const torch::Tensor& target) const {
+    return torch::cross_entropy_loss(output, target, {}, at::Reduction::Mean, -100, label_smoothing);
+  }
+};
+
 // A Task out of a module type `M` (a torch::nn::ModuleHolder such as LeNet) that has forward(Tensor), with cross
 // entropy; `options`: what M is constructed from. If M has pieces(), so has the task.
 template <class M, class... Options>
@@ -91,8 +106,7 @@ Task classification_task(std::string name, Options... options) {
   Task task{.make_model = [options...] { return M(options...).ptr(); },
             .forward = [](torch::nn::Module& model,
                           const torch::Tensor& data) { return dynamic_cast<typename M::Impl&>(model).forward(data); },
-            .loss = [](const torch::Tensor& output,
-                       const torch::Tensor& target) { return torch::cross_entropy_loss(output, target); },
+            .loss = CrossEntropy(),
             .correct = [](const torch::Tensor& output,
                           const torch::Tensor& target) { return output.argmax(1).eq(target).sum(); },
             .name = std::move(name)};

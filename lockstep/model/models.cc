@@ -135,9 +135,7 @@ Task model_task(const std::string& name) {
 
 Task gpt_task(const std::string& name, const GPTOptions& options) {
   Task task = classification_task<GPT>(name, options);
-  task.loss = [](const torch::Tensor& logits, const torch::Tensor& target) {
-    return torch::cross_entropy_loss(logits.flatten(0, 1), target.flatten());
-  };
+  task.loss = CrossEntropy{.classes_last = true};
   task.correct = [](const torch::Tensor& logits, const torch::Tensor& target) {
     return logits.argmax(2).eq(target).to(torch::kFloat64).mean(1).sum();
   };

@@ -13,15 +13,17 @@ Task script_task(const std::string& file) {
   task.forward = [](torch::nn::Module& model, const torch::Tensor& data) {
     return dynamic_cast<ScriptModuleImpl&>(model).forward(data);
   };
-  task.loss = [](const torch::Tensor& output, const torch::Tensor& target) {
-    if (target.is_floating_point()) return torch::mse_loss(output, target.view_as(output));
-    return torch::cross_entropy_loss(output.flatten(0, -2), target.flatten());
-  };
+  task.loss = CrossEntropy{.classes_last = true};
   task.name = std::filesystem::path(file).stem();
   task.fit = [file](const SampleShape& sample) {
     Task fitted = script_task(file);
     fitted.sample = sample;
-    if (sample.numbers > 0) return fitted;
+    if (sample.numbers > 0) {
+      fitted.loss = [](const torch::Tensor& output, const torch::Tensor& target) {
+        return torch::mse_loss(output, target.view_as(output));
+      };
+      return fitted;
+    }
     fitted.correct = [](const torch::Tensor& output, const torch::Tensor& target) {
       return output.argmax(-1).eq(target).to(torch::kFloat64).flatten().sum() * target.size(0) / target.numel();
     };

@@ -151,6 +151,17 @@ Task with_named_targets(Task task) {
   return task;
 }
 
+Task smoothed(Task task, double label_smoothing) {
+  if (label_smoothing == 0) return task;
+  auto* const loss = task.loss.target<CrossEntropy>();
+  if (loss == nullptr)
+    throw UsageError({.what = concat("--label-smoothing with ", task.name, ", whose loss is not CrossEntropy"),
+                      .likely = "targets that are no classes, or a program with a loss of its own",
+                      .next = "leave it out, or set Task::loss to lockstep::CrossEntropy"});
+  loss->label_smoothing = label_smoothing;
+  return task;
+}
+
 Task fitted_before_fork(const Task& task, const DataSource& source, std::int64_t classes) {
   const int threads = at::get_num_threads();
   at::set_num_threads(1);

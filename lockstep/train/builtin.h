@@ -39,4 +39,7 @@ Fit fit_of(const std::string& text);  // throws CheckpointError
 // The same in a process that will fork: opens the data, and starts no thread for that.
 Task fitted_before_fork(const Task& task, const DataSource& source, std::int64_t classes);
 
+// The task with a loss that smooths labels; 0: as it is. Throws UsageError: its loss is not CrossEntropy.
+Task smoothed(Task task, double label_smoothing);
+
 }  // namespace lockstep

@@ -22,6 +22,8 @@
 #include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/checkpoint/safetensors.h"
+#include "lockstep/models.h"
+#include "lockstep/train/builtin.h"
 #include "lockstep/train/evaluate.h"
 #include "lockstep/train/reports/metrics.h"
 #include "lockstep/train/state/snapshot.h"
@@ -556,6 +558,19 @@ TEST(SharedCheckpoint, finds_a_rank_that_has_read_other_values) {
     EXPECT_TRUE(contains(message_of<CheckpointError>([&] { file.require_same_on_all_ranks(); }),
                          "rank 1 has read other values from the checkpoint than rank 0"));
   });
+}
+
+TEST(LabelSmoothing, gives_all_classes_a_share_of_each_target) {
+  const torch::Tensor output = torch::randn({5, 10}), target = torch::arange(5), logs = output.log_softmax(1);
+  const torch::Tensor expected = -0.9 * logs.gather(1, target.unsqueeze(1)).mean() - 0.1 * logs.mean();
+  EXPECT_TRUE(torch::allclose(smoothed(model_task("lenet"), 0.1).loss(output, target), expected));
+  const Task gpt = smoothed(model_task("gpt-mini"), 0.1);
+  EXPECT_TRUE(torch::allclose(gpt.loss(output.view({1, 5, 10}), target.view({1, 5})), expected));
+}
+
+TEST(LabelSmoothing, is_refused_for_another_loss) {
+  EXPECT_TRUE(contains(message_of<UsageError>([] { smoothed(dropout_task(), 0.1); }), "--label-smoothing with points"));
+  EXPECT_NO_THROW(smoothed(dropout_task(), 0));
 }
 
 TEST(Evaluate, gives_the_same_exact_result_for_any_number_of_ranks) {

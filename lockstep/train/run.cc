@@ -178,7 +178,7 @@ int train_rank(TrainOptions options, const Program& program) {
   keep_freed_memory();
   Task task = program.make_task(options);
   const Datasets datasets = load_datasets(options.source, task);
-  task = with_named_targets(fitted(task, datasets, options.classes));
+  task = with_named_targets(smoothed(fitted(task, datasets, options.classes), options.label_smoothing));
   if (!options.weights.empty()) task = with_weights(std::move(task), options.weights);
   if (!options.freeze.empty()) task = with_frozen(std::move(task), options.freeze);
   options.fit = to_text({.sample = task.sample, .data = datasets.facts});
@@ -236,7 +236,7 @@ int train_alone(const TrainOptions& options, const Program& program, int rank) t
 // Says once, before any rank is started, what every rank would complain about.
 void check_before_start(const TrainOptions& options, const Program& program, int ranks, int fewest_ranks) {
   if (options.use != Use::kTrain) return require_output(options);
-  static_cast<void>(program.make_task(options));
+  static_cast<void>(smoothed(program.make_task(options), options.label_smoothing));
   require_batch_for_ranks(options.loader.batch_size, devices_in_all(options, ranks));
   require_shards_for_fewer_ranks(options.strategy.ddp.virtual_shards, fewest_ranks, ranks);
   if (!options.checkpoint_dir.empty()) CheckpointFolder{options.checkpoint_dir};

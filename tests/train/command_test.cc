@@ -69,6 +69,14 @@ TEST_F(StartedRanks, train_as_one_rank_does_under_lockstep_run) {
   expect_close(losses_in(folder / "run.jsonl"), losses_of_one_rank());
 }
 
+TEST_F(StartedRanks, smooth_labels_where_the_loss_is_cross_entropy) {
+  EXPECT_EQ(run(steps_into("smooth.jsonl") + Words{"--label-smoothing", "0.5"}).exit_code, 0);
+  EXPECT_NE(losses_in(folder / "smooth.jsonl"), losses_of_one_rank());
+  const Ended ended = run(kProgram + Words{"--label-smoothing", "0.5"});
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(contains(ended.error, "--label-smoothing with perceptron"));
+}
+
 // Not even root can write there.
 TEST_F(StartedRanks, need_no_folder_in_which_they_can_write) {
   const Words as_root = {"unshare", "--mount", "--user", "--map-root-user"};

@@ -73,6 +73,7 @@ struct TrainOptions {
   StrategyOptions strategy{.optimizer = SGDOptions{.lr = 0.05, .momentum = 0.9}, .seed = 1};
   bool chooses_strategy = false;  // --strategy auto: strategy.kind is not set yet
   LearningRateOptions learning_rate;
+  double label_smoothing = 0;  // of a task whose loss is CrossEntropy
   std::int64_t epochs = 5;
 
   std::string ranks;                          // a number, or "auto": one per core or GPU; empty: 1, or one for each of
