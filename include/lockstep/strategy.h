@@ -107,6 +107,7 @@ struct StrategyOptions {
   double ema_decay = 0;    // 0: no moving average of the parameters
   std::uint64_t seed = 0;  // of the initial parameters
   Precision precision = Precision::kFloat32;
+  bool checkpoint_activations = false;                  // backward computes each piece of the model again (task.h)
   std::optional<Layout> layout{};                       // none: preferred_layout()
   int devices = 1;                                      // threads of this process; `single` and `ddp` have one
   std::vector<DevicePlace> places{};                    // where each of these is; empty: cores

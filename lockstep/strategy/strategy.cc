@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy.h"
 
+#include "lockstep/activation_checkpoint.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/strategy/autograd.h"
+#include "lockstep/strategy/devices/replica.h"
 #include "lockstep/strategy/kvstore/kvstore_strategy.h"
+#include "lockstep/strategy/pipeline/cut.h"
 #include "lockstep/strategy/strategies.h"
 
 namespace lockstep {
@@ -55,6 +58,25 @@ const Entry& entry_of(StrategyKind kind) {
   throw UsageError({.what = "StrategyOptions::kind is no strategy", .next = "take one of StrategyKind"});
 }
 
+// Runs the model piece by piece, and each one again in backward.
+Task recomputed(Task task, const StrategyOptions& options) {
+  if (!options.checkpoint_activations) return task;
+  if (!task.stages) {  // the model's type says whether it has pieces
+    const auto generator = hold_generator();
+    static_cast<void>(pieces_of(task, *task.make_model()));
+  }
+  task.stages = [task](torch::nn::Module& model) {
+    std::vector<Piece> pieces = pieces_of(task, model);
+    for (Piece& piece : pieces)
+      piece.forward = [forward = piece.forward](const Tensors& inputs) { return checkpoint(forward, inputs); };
+    return pieces;
+  };
+  task.forward = [stages = task.stages](torch::nn::Module& model, const torch::Tensor& data) {
+    return run_pieces(stages(model), data);
+  };
+  return task;
+}
+
 // Computes in bfloat16 while parameters, their gradients and the update stay in float32: matrix products and
 // convolutions take bfloat16; sums that need more take float32, as autocast's lists say (PyTorch's torch.amp); the
 // output becomes float32, so the loss is computed in it. Micikevicius et al., "Mixed Precision Training" (2018);
@@ -90,7 +112,7 @@ const StrategyInfo& strategy_info(StrategyKind kind) { return entry_of(kind).inf
 HeldBytes held_bytes(const PlannedRun& run) { return entry_of(run.options.kind).bytes(run); }
 
 std::unique_ptr<Strategy> make_strategy(const World& world, const Task& task, const StrategyOptions& options) {
-  return entry_of(options.kind).make(world, in_precision(task, options), options);
+  return entry_of(options.kind).make(world, in_precision(recomputed(task, options), options), options);
 }
 
 }  // namespace lockstep

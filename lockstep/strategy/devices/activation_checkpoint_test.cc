@@ -3,6 +3,9 @@
 
 #include <torch/csrc/autograd/autograd.h>
 
+#include <atomic>
+#include <memory>
+
 #include "lockstep/ddp.h"
 #include "lockstep/model/allocation_meter.h"
 #include "lockstep/models.h"
@@ -201,6 +204,45 @@ TEST(Checkpoint, trains_in_a_pipeline_with_dropout_to_the_bits_of_training_witho
                                 .devices = 3,
                                 .pipeline = {.stages = "0-1,2-4,5-6"}};
   expect_same_bits(course_of(task(true), options), course_of(task(false), options));
+}
+
+TEST(Checkpoint, of_all_pieces_trains_to_the_same_bits_in_every_strategy) {
+  for (const StrategyInfo& info : strategies()) {
+    SCOPED_TRACE(info.name);
+    StrategyOptions options{.kind = info.kind,
+                            .optimizer = SGDOptions{.lr = 0.1},
+                            .devices = info.threads ? 2 : 1,
+                            .pipeline = {.stages = "0-2,3-6"}};
+    const Course without = course_of(small_task(), options);
+    options.checkpoint_activations = true;
+    expect_same_bits(course_of(small_task(), options), without);
+  }
+}
+
+TEST(Checkpoint, of_all_pieces_runs_each_one_again) {
+  const auto calls = std::make_shared<std::atomic<int>>(0);
+  Task task = siamese_task();
+  task.stages = [calls, stages = task.stages](torch::nn::Module& model) {
+    std::vector<Piece> pieces = stages(model);
+    for (Piece& piece : pieces)
+      piece.forward = [calls, forward = piece.forward](const Tensors& inputs) {
+        ++*calls;
+        return forward(inputs);
+      };
+    return pieces;
+  };
+  StrategyOptions options{.kind = StrategyKind::kSingle, .optimizer = SGDOptions{.lr = 0.1}};
+  const Course without = course_of(siamese_task(), options, 1);
+  options.checkpoint_activations = true;
+  expect_same_course(course_of(task, options, 1), without);
+  EXPECT_EQ(*calls, 6 + 5);  // the first one splits the data, which needs no gradient
+}
+
+TEST(Checkpoint, of_all_pieces_needs_some) {
+  Task task = small_task();
+  task.make_model = [] { return torch::nn::Linear(6, 4).ptr(); };
+  const StrategyOptions options{.kind = StrategyKind::kSingle, .checkpoint_activations = true};
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { strategy_of(task, options); }), "can't be cut into pieces"));
 }
 
 TEST(Checkpoint, refuses_what_it_can_not_do_right) {

@@ -76,9 +76,9 @@ double seconds_of(const Piece& piece, Tensors& tensors) {
 std::vector<Piece> pieces_of(const Task& task, torch::nn::Module& model) {
   if (task.stages) return task.stages(model);
   if (auto* sequential = dynamic_cast<torch::nn::SequentialImpl*>(&model)) return pieces_of(*sequential);
-  throw UsageError({.what = concat("a pipeline of ", task.name, ", whose model can't be cut"),
+  throw UsageError({.what = concat("the model of ", task.name, " can't be cut into pieces"),
                     .likely = "a model that is no torch::nn::Sequential, and a task without stages()",
-                    .next = "set Task::stages, or choose another --strategy"});
+                    .next = "set Task::stages, or do without --strategy pipeline and --checkpoint-activations"});
 }
 
 StagesOption parse_stages(const std::string& text, int devices, int pieces) {

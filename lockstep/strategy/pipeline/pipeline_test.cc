@@ -217,7 +217,7 @@ TEST(Pipeline, refuses_a_model_that_can_not_be_cut) {
   Task task = small_task();
   task.make_model = [] { return torch::nn::Linear(6, 4).ptr(); };
   EXPECT_TRUE(contains(message_of<UsageError>([&] { make_strategy(World::single(), task, pipeline(2)); }),
-                       "a pipeline of small, whose model can't be cut"));
+                       "the model of small can't be cut into pieces"));
 }
 
 using Steps = std::vector<PipelineStep>;

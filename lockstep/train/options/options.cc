@@ -102,6 +102,8 @@ std::vector<Option> device_table(TrainOptions& o) {
              "of this machine: auto, cpu, cuda (all GPUs), cuda:0,cuda:1 or cores: cpu:0-3,cpu:4-7"),
       option("--device", o.device, kMayChange, "the kind of device, where --devices does not say it"),
       option("--precision", s.precision, kSame, "of forward and backward; parameters stay float32"),
+      flag("--checkpoint-activations", s.checkpoint_activations, kMayChange,
+           "less memory: backward computes each piece of the model again"),
       option("--layout", s.layout, kSame, "memory order of images"),
       seconds("--timeout", s.timeout, kMayChange, "seconds to wait for another rank"),
       seconds("--hang-timeout", o.hang.timeout, kMayChange,
