@@ -128,6 +128,7 @@ inline Courses lossless_courses(World& world) {
       {"lars, clipped", {.optimizer = LARSOptions{}, .clipping = {.max_norm = 0.5, .max_value = 0.1}}},
       {"rmsprop", {.optimizer = RMSpropOptions{.momentum = 0.9}}},
       {"adagrad", {.optimizer = AdagradOptions{}}},
+      {"accumulated", {.optimizer = SGDOptions{.lr = 0.05}, .accumulate = 3}},  // some ranks have fewer samples
       {"average of the parameters", {.optimizer = SGDOptions{.lr = 0.05}, .ema_decay = 0.9}},
       {"lamb on separate parameters",
        {.optimizer = LAMBOptions{}, .clipping = {.max_norm = 0.5}, .ddp = {.share_parameters = false}}}};

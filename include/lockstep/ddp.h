@@ -104,9 +104,10 @@ class DistributedDataParallel {
 
   // Runs loss.backward() and exchanges. loss: this rank's mean over its `samples`, a scalar. A rank without samples
   // passes no loss and 0: it takes part with weight 0, and its gradient is never read. Blocks until the gradients of all
-  // ranks have arrived. Sends 2(N-1)/N * K; nothing where ranks read each other's gradients. Throws PeerLost, and what backward()
-  // throws; after that, UsageError: the program should end.
-  void backward(const torch::Tensor& loss, std::int64_t samples);
+  // ranks have arrived. Sends 2(N-1)/N * K; nothing where ranks read each other's gradients. scale: of the gradients; 1/T in each
+  // of T backward() of a step gives the mean over all their samples. Throws PeerLost, and what backward() throws; after that,
+  // UsageError: the program should end.
+  void backward(const torch::Tensor& loss, std::int64_t samples, double scale = 1);
 
   // backward() in two halves, for a backward() that is run elsewhere, such as Python's loss.backward(): begin_backward()
   // in a hook, on the thread that runs it and before it adds to any .grad; end_backward() after it has added to the last

@@ -107,6 +107,7 @@ struct StrategyOptions {
   double ema_decay = 0;    // 0: no moving average of the parameters
   std::uint64_t seed = 0;  // of the initial parameters
   Precision precision = Precision::kFloat32;
+  int accumulate = 1;  // parts of each device's batch, computed one after another; data_parallel, pipeline: 1
   bool checkpoint_activations = false;                  // backward computes each piece of the model again (task.h)
   std::optional<Layout> layout{};                       // none: preferred_layout()
   int devices = 1;                                      // threads of this process; `single` and `ddp` have one

@@ -76,12 +76,15 @@ std::vector<Batch> split_and_load(const Batch& batch, const Devices& devices, Un
 std::vector<torch::Tensor> split_and_load(const torch::Tensor& data, const Devices& devices,
                                           Uneven uneven = Uneven::kSplit);
 
-// Forward: a mean loss per device; undefined where a device has no samples. Clears the gradients of the last step.
+// Forward: a mean loss per device; undefined where a device has no samples. Clears the gradients of the last step, unless
+// shards are a further part of the batch.
 std::vector<torch::Tensor> tower_losses(Devices& devices, const Task& task, const Replicas& replicas,
-                                        const std::vector<Batch>& shards);
+                                        const std::vector<Batch>& shards, bool clears_gradients = true);
 
-// Backward on each device, its loss weighted by its share of the samples.
-void backward(Devices& devices, const std::vector<torch::Tensor>& losses, const std::vector<Batch>& shards);
+// Backward on each device, its loss weighted by its share of the samples. samples: of all parts of the batch; 0: there is
+// one part.
+void backward(Devices& devices, const std::vector<torch::Tensor>& losses, const std::vector<Batch>& shards,
+              std::int64_t samples = 0);
 
 // Sums each parameter's gradient over the devices, on every device. A missing gradient counts as zero; a parameter
 // without a gradient on any device keeps none. Sets of cores copy nothing: each reads the others' memory.

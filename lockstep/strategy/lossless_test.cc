@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/lossless.h"
+#include "tests/support.h"
 
 namespace lockstep {
 namespace {
@@ -17,6 +18,49 @@ TEST_P(LosslessOptions, train_as_one_rank_does) {
     if (world.rank() == 0) many = std::move(mine);
   });
   testing::expect_same_courses(many, testing::lossless_courses(alone));
+}
+
+TEST(Accumulated, parts_train_as_whole_batches_do_on_any_number_of_ranks) {
+  for (const bool share : {true, false})
+    for (const int ranks : {1, 2}) {
+      const auto courses = [&](int parts) {
+        Courses found;
+        run_ranks(ranks, [&](World& world) {
+          StrategyOptions options{.optimizer = AdamWOptions{}, .accumulate = parts, .ddp = {.share_parameters = share}};
+          auto mine = testing::strategy_course(world, options);
+          if (world.rank() == 0) found["ddp"] = std::move(mine);
+        });
+        return found;
+      };
+      const Courses whole = courses(1);
+      testing::expect_same_courses(courses(2), whole);
+      testing::expect_same_courses(courses(7), whole);  // more parts than samples of two ranks
+    }
+}
+
+TEST(Accumulated, parts_train_as_whole_batches_do_in_other_strategies) {
+  for (const auto kind :
+       {StrategyKind::kSingle, StrategyKind::kTowers, StrategyKind::kKVStore, StrategyKind::kAveraging}) {
+    SCOPED_TRACE(strategy_info(kind).name);
+    StrategyOptions options{.kind = kind, .optimizer = SGDOptions{.lr = 0.1}};
+    options.devices = strategy_info(kind).threads ? 2 : 1;
+    const auto whole = testing::course_of(testing::small_task(), options);
+    for (const int parts : {3, 7}) {
+      options.accumulate = parts;
+      testing::expect_same_course(testing::course_of(testing::small_task(), options), whole);
+    }
+  }
+}
+
+TEST(Accumulated, parts_are_refused_where_the_batch_is_computed_otherwise) {
+  const auto refusal = [](const StrategyOptions& options) {
+    return testing::message_of<UsageError>([&] { testing::strategy_of(testing::small_task(), options); });
+  };
+  for (const auto kind : {StrategyKind::kDataParallel, StrategyKind::kPipeline})
+    EXPECT_TRUE(testing::contains(refusal({.kind = kind, .accumulate = 2}),
+                                  "single, ddp, towers, kvstore and averaging have it"));
+  EXPECT_TRUE(testing::contains(refusal({.accumulate = 2, .ddp = {.virtual_shards = 2}}), "--virtual-shards"));
+  EXPECT_TRUE(testing::contains(refusal({.accumulate = 0}), "--accumulate 0"));
 }
 
 }  // namespace

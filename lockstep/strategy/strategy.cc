@@ -58,6 +58,19 @@ const Entry& entry_of(StrategyKind kind) {
   throw UsageError({.what = "StrategyOptions::kind is no strategy", .next = "take one of StrategyKind"});
 }
 
+void require_parts_possible(const StrategyOptions& options) {
+  const int parts = options.accumulate;
+  if (parts < 1) throw UsageError({.what = concat("--accumulate ", parts), .next = "give parts, at least 1"});
+  if (parts == 1) return;
+  if (options.kind == StrategyKind::kPipeline || options.kind == StrategyKind::kDataParallel)
+    throw UsageError({.what = concat("--accumulate with strategy ", strategy_info(options.kind).name),
+                      .next = "single, ddp, towers, kvstore and averaging have it; a pipeline has --micro-batches"});
+  if (options.ddp.virtual_shards > 0)
+    throw UsageError(
+        {.what = "--accumulate with --virtual-shards",
+         .next = "give more shards and a larger --batch-size: a rank's shards are computed one after another"});
+}
+
 // Runs the model piece by piece, and each one again in backward.
 Task recomputed(Task task, const StrategyOptions& options) {
   if (!options.checkpoint_activations) return task;
@@ -112,6 +125,7 @@ const StrategyInfo& strategy_info(StrategyKind kind) { return entry_of(kind).inf
 HeldBytes held_bytes(const PlannedRun& run) { return entry_of(run.options.kind).bytes(run); }
 
 std::unique_ptr<Strategy> make_strategy(const World& world, const Task& task, const StrategyOptions& options) {
+  require_parts_possible(options);
   return entry_of(options.kind).make(world, in_precision(recomputed(task, options), options), options);
 }
 

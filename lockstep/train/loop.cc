@@ -37,16 +37,27 @@ ScheduleOptions schedule_in_steps(const TrainOptions& options, std::int64_t step
           .drop_factor = rate.drop_factor};
 }
 
+// Samples of a step.
+std::int64_t step_samples(const TrainOptions& options) {
+  return options.loader.batch_size * options.strategy.accumulate;
+}
+
 // --lr, scaled to the batch.
 double base_learning_rate(const TrainOptions& options) {
   const double lr = values_of(options.strategy.optimizer).at("lr");
   const LearningRateOptions& rate = options.learning_rate;
-  return scaled_learning_rate(lr, rate.scaling, options.loader.batch_size, rate.base_batch_size);
+  return scaled_learning_rate(lr, rate.scaling, step_samples(options), rate.base_batch_size);
 }
 
-LoaderOptions loader_options(const TrainOptions& options, bool has_data = true) {
+LoaderOptions loader_options(const TrainOptions& options) {
   LoaderOptions loader = options.loader;
   loader.seed = options.strategy.seed;
+  return loader;
+}
+
+LoaderOptions training_loader(const TrainOptions& options, bool has_data) {
+  LoaderOptions loader = loader_options(options);
+  loader.batch_size = step_samples(options);
   loader.empty = !has_data;
   return loader;
 }
@@ -70,8 +81,8 @@ std::string headline(const World& world, const Loader& loader, const std::vector
                      const TrainOptions& options) {
   return concat(options.model, " on ", loader.dataset().name(), ": ", strategy_info(options.strategy.kind).name, ", ",
                 world.size(), world.size() == 1 ? " rank" : " ranks", " on ",
-                devices.empty() ? world.device().str() : join(devices, " "), ", batch ", options.loader.batch_size,
-                ", ", name_of(options.strategy.optimizer), " lr ", base_learning_rate(options), ", ",
+                devices.empty() ? world.device().str() : join(devices, " "), ", batch ", step_samples(options), ", ",
+                name_of(options.strategy.optimizer), " lr ", base_learning_rate(options), ", ",
                 name_of(options.learning_rate.schedule));
 }
 
@@ -86,7 +97,7 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       strategy_(strategy),
       options_(options),
       loader_(loader_place(strategy.ranks(world).data, strategy), datasets.train,
-              loader_options(options, strategy.ranks(world).has_data)),
+              training_loader(options, strategy.ranks(world).has_data)),
       timeline_(world, options.trace, parse_steps(options.trace_steps)),
       keeper_(world, step_world_, strategy, options_, metrics_),
       progress_(world.rank() == 0 && !options.quiet),

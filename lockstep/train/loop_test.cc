@@ -96,11 +96,11 @@ struct Outcome {
   Json metrics;
 };
 
-Outcome run_alone(const TrainOptions& options, const Datasets& datasets) {
+Outcome run_alone(const TrainOptions& options, const Datasets& datasets, const Task& task = dropout_task()) {
   const World world = World::single();
-  const auto strategy = make_strategy(world, dropout_task(), options.strategy);
+  const auto strategy = make_strategy(world, task, options.strategy);
   Outcome outcome;
-  outcome.metrics = TrainingLoop(world, dropout_task(), datasets, *strategy, options).run();
+  outcome.metrics = TrainingLoop(world, task, datasets, *strategy, options).run();
   for (const auto& parameter : strategy->model().parameters()) outcome.parameters.push_back(parameter.detach().clone());
   return outcome;
 }
@@ -558,6 +558,25 @@ TEST(SharedCheckpoint, finds_a_rank_that_has_read_other_values) {
     EXPECT_TRUE(contains(message_of<CheckpointError>([&] { file.require_same_on_all_ranks(); }),
                          "rank 1 has read other values from the checkpoint than rank 0"));
   });
+}
+
+TEST(Accumulating, takes_the_steps_of_a_batch_that_is_as_large_as_all_parts) {
+  Task task = dropout_task();
+  task.forward = [](torch::nn::Module& model, const torch::Tensor& data) {
+    return dynamic_cast<torch::nn::LinearImpl&>(model).forward(data);
+  };
+  TrainOptions options = small_options();
+  options.learning_rate.scaling = LrScaling::kLinear;
+  options.loader.batch_size = 12;
+  const Outcome whole = run_alone(options, points(), task);
+  options.loader.batch_size = 4;
+  options.strategy.accumulate = 3;
+  const Outcome parts = run_alone(options, points(), task);
+  EXPECT_EQ(parts.metrics["steps"], whole.metrics["steps"]);
+  EXPECT_EQ(parts.metrics["samples"], whole.metrics["samples"]);
+  EXPECT_NEAR(parts.metrics["train_loss"], whole.metrics["train_loss"], 1e-5);
+  for (std::size_t i = 0; i < whole.parameters.size(); ++i)
+    EXPECT_TRUE(torch::allclose(parts.parameters[i], whole.parameters[i], 1e-4, 1e-5));
 }
 
 TEST(LabelSmoothing, gives_all_classes_a_share_of_each_target) {

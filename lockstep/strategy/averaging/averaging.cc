@@ -23,6 +23,7 @@
 #include <optional>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy/averaging/flat_block.h"
@@ -100,11 +101,17 @@ class Averaging : public ReplicaStrategy {
   BatchTotals forward_backward(const Batch& batch) override {
     const auto parts = parts_for_devices(batch);
     const auto losses = in_phase(Phase::kBackward, [&] {
-      return run_replicas(*devices_, replicas_, parts, [task = task_](const Replica& replica, const Batch& part) {
-        const torch::Tensor loss = task.loss(replica.forward(task, part.data), part.target);
-        loss.backward();
-        return loss.detach();
-      });
+      return run_replicas(*devices_, replicas_, parts,
+                          [task = task_, most = std::int64_t{accumulate_}](const Replica& replica, const Batch& mine) {
+                            torch::Tensor mean = torch::zeros({}, replica.device);
+                            for (const Batch& part : parts_of(mine, to_int(std::min(most, mine.size())))) {
+                              const torch::Tensor loss = task.loss(replica.forward(task, part.data), part.target) *
+                                                         fraction(part.size(), mine.size());
+                              loss.backward();
+                              mean = mean + loss.detach();
+                            }
+                            return mean;
+                          });
     });
     for (std::size_t i = 0; i < parts.size(); ++i) samples_[i] += parts[i].size();
     const BatchTotals mine = mean_of(losses, parts);

@@ -113,9 +113,9 @@ class DistributedDataParallel::Impl {
   //               then the all-gather of parameters. Own parameters: nothing.
   //
   // After a plain loss.backward() on published gradients, step() begins with the waits of backward().
-  void backward(const torch::Tensor& loss, std::int64_t samples) {
+  void backward(const torch::Tensor& loss, std::int64_t samples, double scale) {
     const double factor = begin_backward(samples, loss);
-    if (samples > 0) run_begun_backward(loss, factor);
+    if (samples > 0) run_begun_backward(loss, factor * scale);
     end_backward();
   }
 
@@ -305,8 +305,8 @@ DistributedDataParallel::DistributedDataParallel(World world, torch::nn::Module&
 
 DistributedDataParallel::~DistributedDataParallel() = default;
 
-void DistributedDataParallel::backward(const torch::Tensor& loss, std::int64_t samples) {
-  impl_->backward(loss, samples);
+void DistributedDataParallel::backward(const torch::Tensor& loss, std::int64_t samples, double scale) {
+  impl_->backward(loss, samples, scale);
 }
 double DistributedDataParallel::begin_backward(const BatchWeight& batch) { return impl_->begin_backward(batch); }
 void DistributedDataParallel::end_backward() { impl_->end_backward(); }

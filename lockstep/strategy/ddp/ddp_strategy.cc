@@ -37,7 +37,7 @@ class DdpStrategy : public ReplicaStrategy {
     if (options_.ddp.virtual_shards > 0)
       compute_shards(batch);
     else
-      forward_and_backward(batch);
+      compute_parts(batch);
     return ddp_.last_batch();
   }
 
@@ -78,6 +78,17 @@ class DdpStrategy : public ReplicaStrategy {
     }
   }
 
+  // From the last part to the first: of few samples others may be empty, and DistributedDataParallel counts backward() from
+  // the first with samples on.
+  void compute_parts(const Batch& batch) {
+    const int parts = batch.size() > 0 ? options_.accumulate : 1;
+    {
+      const auto only_add = ddp_.no_sync();
+      for (int part = parts - 1; part > 0; --part) forward_and_backward(part_of(batch, part, parts));
+    }
+    forward_and_backward(parts > 1 ? part_of(batch, 0, parts) : batch);
+  }
+
   void forward_and_backward(const Batch& batch) {
     torch::Tensor loss;
     if (batch.size() > 0) {
@@ -86,7 +97,7 @@ class DdpStrategy : public ReplicaStrategy {
       loss = in_phase(Phase::kForward, [&] { return task_.loss(forward(batch.data), batch.target); });
     }
     const Stopwatch watch;
-    ddp_.backward(loss, batch.size());
+    ddp_.backward(loss, batch.size(), 1.0 / options_.accumulate);
     phases_.backward += watch.seconds() - ddp_.exchange_seconds();
     phases_.exchange += ddp_.exchange_seconds();
   }

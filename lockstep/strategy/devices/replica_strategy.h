@@ -49,6 +49,7 @@ class ReplicaStrategy : public Strategy {
       : task_(task),
         devices_(make_devices(world, options)),
         replicas_(make_replicas(devices_of(options), task, options)),
+        accumulate_(options.accumulate),
         uneven_(options.towers.refuse_uneven ? Uneven::kRefuse : Uneven::kSplit) {}
 
   // The batch's parts, each on its device. What prefetch() has begun to bring is taken from there; what it brought for
@@ -76,9 +77,18 @@ class ReplicaStrategy : public Strategy {
   BatchTotals train_towers(const Batch& batch) {
     require_even(batch.size(), *devices_, uneven_);
     const auto shards = parts_for_devices(batch);
-    const auto losses = in_phase(Phase::kForward, [&] { return tower_losses(*devices_, task_, replicas_, shards); });
-    in_phase(Phase::kBackward, [&] { backward(*devices_, losses, shards); });
-    return mean_of(losses, shards);
+    Tensors losses;
+    std::vector<Batch> parts;
+    for (int i = 0; i < accumulate_; ++i) {
+      std::vector<Batch> now;
+      for (const Batch& shard : shards) now.push_back(part_of(shard, i, accumulate_));
+      const auto found =
+          in_phase(Phase::kForward, [&] { return tower_losses(*devices_, task_, replicas_, now, i == 0); });
+      in_phase(Phase::kBackward, [&] { backward(*devices_, found, now, batch.size()); });
+      losses.insert(losses.end(), found.begin(), found.end());
+      parts.insert(parts.end(), now.begin(), now.end());
+    }
+    return mean_of(losses, parts);
   }
 
   // Every device updates its own replica. Schedules change the learning rate of the first one alone.
@@ -94,6 +104,7 @@ class ReplicaStrategy : public Strategy {
   Task task_;
   std::unique_ptr<Devices> devices_;  // none: the replica trains on the calling thread
   Replicas replicas_;                 // never empty
+  int accumulate_ = 1;                // parts of each device's batch
   PhaseTimes phases_;
 
  private:

@@ -90,15 +90,17 @@ Tensors split_and_load(const torch::Tensor& data, const Devices& devices, Uneven
   return parts;
 }
 
-Tensors tower_losses(Devices& devices, const Task& task, const Replicas& replicas, const std::vector<Batch>& shards) {
-  return run_replicas(devices, replicas, shards, [task](const Replica& replica, const Batch& shard) {
+Tensors tower_losses(Devices& devices, const Task& task, const Replicas& replicas, const std::vector<Batch>& shards,
+                     bool clears_gradients) {
+  const auto loss = [task](const Replica& replica, const Batch& shard) {
     return task.loss(replica.forward(task, shard.data), shard.target);
-  });
+  };
+  return run_replicas(devices, replicas, shards, loss, clears_gradients);
 }
 
-void backward(Devices& devices, const Tensors& losses, const std::vector<Batch>& shards) {
-  std::int64_t samples = 0;
-  for (const Batch& shard : shards) samples += shard.size();
+void backward(Devices& devices, const Tensors& losses, const std::vector<Batch>& shards, std::int64_t samples) {
+  if (samples == 0)
+    for (const Batch& shard : shards) samples += shard.size();
   devices.run([losses, shards, samples](Device& device) {
     const torch::Tensor& loss = for_device(losses, device);
     if (!loss.defined()) return;

@@ -59,6 +59,8 @@ std::vector<Option> data_table(TrainOptions& o, const Choices& choices) {
       option("--epochs", o.epochs, same_if(depends_on_epochs(o.learning_rate.schedule)), "passes over the dataset",
              kFromOne),
       option("--batch-size", o.loader.batch_size, kSame, "global batch, over all ranks", kFromOne),
+      option("--accumulate", o.strategy.accumulate, kSame,
+             "a step takes so many times --batch-size samples, and computes them one part after another", kFromOne),
       option("--label-smoothing", o.label_smoothing, kSame,
              "share of each target that all classes get alike, in training and validation",
              {.at_least = 0, .below = 1, .next = "such as 0.1"}),
