@@ -13,7 +13,7 @@
 
 namespace lockstep {
 
-// Gives a program every option of `lockstep train` (--help lists them). Blocks until training is over. Prints results to
+// Gives a program every option of `lockstep train` (--help-all lists them). Blocks until training is over. Prints results to
 // stdout and errors to stderr; throws nothing. Returns the exit code:
 //
 //   0        trained, or --help

@@ -140,12 +140,15 @@ TEST(Train, says_in_a_line_what_libtorch_says_with_a_backtrace) {
 }
 
 TEST(Train, lists_every_strategy_in_its_help) {
-  const Ended ended = run({LOCKSTEP_COMMAND, "train", "--help"});
-  EXPECT_EQ(ended.exit_code, 0);
-  for (const char* strategy : {"single", "ddp", "towers", "data_parallel", "kvstore", "averaging", "pipeline"})
-    EXPECT_TRUE(contains(ended.output, concat("\n  ", strategy, " ")));
-  const std::string table = ended.output.substr(ended.output.find("\n  strategy "));
-  for (const std::string& line : split(table, '\n')) EXPECT_LE(line.size(), 80U) << line;
+  for (const char* help : {"--help", "--help-all"}) {
+    const Ended ended = run({LOCKSTEP_COMMAND, "train", help});
+    EXPECT_EQ(ended.exit_code, 0);
+    for (const char* strategy : {"single", "ddp", "towers", "data_parallel", "kvstore", "averaging", "pipeline"})
+      EXPECT_TRUE(contains(ended.output, concat("\n  ", strategy, " ")));
+    EXPECT_EQ(contains(ended.output, "--lr-floor"), std::string(help) == "--help-all");
+    const std::string table = ended.output.substr(ended.output.find("\n  strategy "));
+    for (const std::string& line : split(table, '\n')) EXPECT_LE(line.size(), 80U) << line;
+  }
 }
 
 class StartedStrategy : public ::testing::TestWithParam<const char*> {};

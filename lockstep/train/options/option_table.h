@@ -51,6 +51,7 @@ struct Option {
   std::vector<std::string> names = {};   // the values there are, if they have names
   std::function<void(CLI::App&)> add{};  // to a parser, which then writes into the field
   bool offered = true;                   // false: this program's command line leaves it out
+  bool common = false;                   // true: --help shows it, too, not only --help-all
 };
 
 std::vector<Option> option_table(TrainOptions& options, const Choices& choices);

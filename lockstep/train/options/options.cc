@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <iomanip>
 #include <map>
+#include <memory>
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
@@ -30,6 +31,11 @@ Option unless(bool left_out, Option option) {
   return option;
 }
 
+Option common(Option option) {
+  option.common = true;
+  return option;
+}
+
 bool depends_on_epochs(ScheduleKind schedule) {
   return schedule == ScheduleKind::kLinear || schedule == ScheduleKind::kCosine;
 }
@@ -38,33 +44,34 @@ std::vector<Option> data_table(TrainOptions& o, const Choices& choices) {
   const bool own_model = choices.models.empty();
   const bool own_data = choices.datasets.empty();
   return {
-      unless(own_model, option("--model", o.model, kSame,
-                               concat("model to train, or a file.pt in TorchScript: ", join(choices.models, ", ")))),
+      common(unless(own_model,
+                    option("--model", o.model, kSame,
+                           concat("model to train, or a file.pt in TorchScript: ", join(choices.models, ", "))))),
       option("--weights", o.weights, kMayChange,
              "safetensors file that the model begins with, from lockstep, torchvision or Hugging Face"),
       option("--freeze", o.freeze, kSame, "regular expression for names of parameters that are not trained"),
-      unless(own_data, option("--data", o.source.data, kSame,
-                              concat("dataset, KIND[:PATH][?OPTIONS]: ", join(choices.datasets, ", ")))),
+      common(unless(own_data, option("--data", o.source.data, kSame,
+                                     concat("dataset, KIND[:PATH][?OPTIONS]: ", join(choices.datasets, ", "))))),
       unless(own_model,
              option("--classes", o.classes, kMayChange, "outputs of the model; 0: as many classes as the data has",
                     from_zero("0: as many as the data has"))),
-      option("--data-dir", o.source.folder, kMayChange, "folder that holds the dataset"),
-      unless(own_data, option("--augment", o.source.augment, kSame,
-                              "transforms of training images, such as crop:4,flip; docs/data.md lists them")),
+      common(option("--data-dir", o.source.folder, kMayChange, "folder that holds the dataset")),
+      common(unless(own_data, option("--augment", o.source.augment, kSame,
+                                     "transforms of training images, such as crop:4,flip; docs/data.md lists them"))),
       option("--workers", o.loader.workers, kMayChange, "threads per rank that load batches ahead; 0: none",
              from_zero("0: the step waits while a batch is loaded")),
       option("--prefetch", o.loader.prefetch, kMayChange, "batches that may lie ready per rank", kFromOne),
       option("--skip-bad", o.loader.skip_bad, kMayChange, "unreadable samples of an epoch that each rank may leave out",
              from_zero("0: a bad sample is an error")),
-      option("--epochs", o.epochs, same_if(depends_on_epochs(o.learning_rate.schedule)), "passes over the dataset",
-             kFromOne),
-      option("--batch-size", o.loader.batch_size, kSame, "global batch, over all ranks", kFromOne),
+      common(option("--epochs", o.epochs, same_if(depends_on_epochs(o.learning_rate.schedule)),
+                    "passes over the dataset", kFromOne)),
+      common(option("--batch-size", o.loader.batch_size, kSame, "global batch, over all ranks", kFromOne)),
       option("--accumulate", o.strategy.accumulate, kSame,
              "a step takes so many times --batch-size samples, and computes them one part after another", kFromOne),
       option("--label-smoothing", o.label_smoothing, kSame,
              "share of each target that all classes get alike, in training and validation",
              {.at_least = 0, .below = 1, .next = "such as 0.1"}),
-      option("--seed", o.strategy.seed, kSame, "of the initial weights and the order of the data"),
+      common(option("--seed", o.strategy.seed, kSame, "of the initial weights and the order of the data")),
   };
 }
 
@@ -87,23 +94,23 @@ void set_strategy(TrainOptions& options, const std::string& name) {
 std::vector<Option> device_table(TrainOptions& o) {
   StrategyOptions& s = o.strategy;
   return {
-      choice(
+      common(choice(
           "--strategy", strategy_names(),
           [&o] { return o.chooses_strategy ? std::string(kAuto) : strategy_info(o.strategy.kind).name; },
           [&o](const std::string& name) { set_strategy(o, name); }, kMayChange,
-          "how the replicas stay one model, see below; auto: what lockstep plan recommends for this machine"),
-      option("--ranks", o.ranks, kMayChange,
-             "ranks to start on this machine, or auto: one per core or GPU. Without it: one, or one for each of "
-             "--devices"),
+          "how the replicas stay one model, see below; auto: what lockstep plan recommends for this machine")),
+      common(option("--ranks", o.ranks, kMayChange,
+                    "ranks to start on this machine, or auto: one per core or GPU. Without it: one, or one for each of "
+                    "--devices")),
       option("--devices-per-worker", o.devices_per_worker, kMayChange,
              "devices in each rank, where devices are threads; 2,1,4: in the first, the second ..."),
       option("--threads", o.threads, kMayChange,
              "threads per rank, or per device where devices are threads; 0: one per core",
              from_zero("give 0 for one per core")),
-      option("--devices", o.devices, kMayChange,
-             "of this machine: auto, cpu, cuda (all GPUs), cuda:0,cuda:1 or cores: cpu:0-3,cpu:4-7"),
+      common(option("--devices", o.devices, kMayChange,
+                    "of this machine: auto, cpu, cuda (all GPUs), cuda:0,cuda:1 or cores: cpu:0-3,cpu:4-7")),
       option("--device", o.device, kMayChange, "the kind of device, where --devices does not say it"),
-      option("--precision", s.precision, kSame, "of forward and backward; parameters stay float32"),
+      common(option("--precision", s.precision, kSame, "of forward and backward; parameters stay float32")),
       flag("--checkpoint-activations", s.checkpoint_activations, kMayChange,
            "less memory: backward computes each piece of the model again"),
       option("--layout", s.layout, kSame, "memory order of images"),
@@ -183,16 +190,16 @@ std::vector<Option> update_table(TrainOptions& o) {
     optimizer = optimizer_options(name, values_of(optimizer));  // with the options that both have
   };
   return {
-      choice(
-          "--optimizer", optimizer_names(), [&optimizer] { return name_of(optimizer); }, choose, kSame, "update rule"),
-      of_optimizer<double>("--lr", "lr", optimizer, "learning rate", from_zero("give one such as 0.05")),
-      of_optimizer<double>("--momentum", "momentum", optimizer, "sgd, lars and rmsprop"),
+      common(choice(
+          "--optimizer", optimizer_names(), [&optimizer] { return name_of(optimizer); }, choose, kSame, "update rule")),
+      common(of_optimizer<double>("--lr", "lr", optimizer, "learning rate", from_zero("give one such as 0.05"))),
+      common(of_optimizer<double>("--momentum", "momentum", optimizer, "sgd, lars and rmsprop")),
       of_optimizer<bool>("--nesterov", "nesterov", optimizer, "sgd only"),
       of_optimizer<double>("--beta1", "beta1", optimizer, "adam, adamw and lamb: of the mean gradient", kBelowOne),
       of_optimizer<double>("--beta2", "beta2", optimizer, "adam, adamw and lamb: of its square", kBelowOne),
       of_optimizer<double>("--eps", "eps", optimizer, "added to a root: all but sgd and lars",
                            from_zero("give one such as 1e-8")),
-      of_optimizer<double>("--weight-decay", "weight_decay", optimizer, "shrinks the weights in each step"),
+      common(of_optimizer<double>("--weight-decay", "weight_decay", optimizer, "shrinks the weights in each step")),
       option("--clip-norm", s.clipping.max_norm, kSame, "largest 2-norm of all gradients together; 0: off",
              from_zero("0: off")),
       option("--clip-value", s.clipping.max_value, kSame, "largest element of a gradient; 0: off", from_zero("0: off")),
@@ -200,10 +207,10 @@ std::vector<Option> update_table(TrainOptions& o) {
              {.at_least = 0, .below = 1, .next = "such as 0.999"}),
       option("--lr-scaling", rate.scaling, kSame, "how --lr grows with the batch"),
       option("--lr-base-batch-size", rate.base_batch_size, kSame, "the batch that --lr suits", kFromOne),
-      option("--schedule", rate.schedule, kSame, "how --lr falls"),
+      common(option("--schedule", rate.schedule, kSame, "how --lr falls")),
       option("--lr-floor", rate.floor, kSame, "schedules linear and cosine: the share of --lr at which they end",
              {.at_least = 0, .below = 1, .next = "such as 0.01"}),
-      option("--warmup-epochs", rate.warmup_epochs, kSame, "linear rise of --lr at the start"),
+      common(option("--warmup-epochs", rate.warmup_epochs, kSame, "linear rise of --lr at the start")),
       option("--drop-every-epochs", rate.drop_every_epochs, kSame, "schedule step only",
              {.at_least = std::numeric_limits<double>::min(), .next = "give epochs, such as 30"}),
       option("--drop-factor", rate.drop_factor, kSame, "schedule step only"),
@@ -212,15 +219,15 @@ std::vector<Option> update_table(TrainOptions& o) {
 
 std::vector<Option> output_table(TrainOptions& o) {
   return {
-      option("--metrics", o.metrics, kMayChange, "file for one JSON object per step, epoch and run"),
+      common(option("--metrics", o.metrics, kMayChange, "file for one JSON object per step, epoch and run")),
       option("--trace", o.trace, kMayChange, "file (.json) for a timeline of all ranks, for ui.perfetto.dev"),
       option("--trace-steps", o.trace_steps, kMayChange, "with --trace: steps to record, such as 100:120"),
-      option("--checkpoint-dir", o.checkpoint_dir, kMayChange, "folder for checkpoints (safetensors)"),
+      common(option("--checkpoint-dir", o.checkpoint_dir, kMayChange, "folder for checkpoints (safetensors)")),
       option("--checkpoint-every", o.checkpoint_every, kMayChange, "steps; 0: each epoch", from_zero("0: each epoch")),
       option("--checkpoint-shard-bytes", o.checkpoint_shard_bytes, kMayChange,
              "a checkpoint above this becomes several files with an index, each of at most this or one tensor",
              {.at_least = 1, .next = "the default is 5000000000"}),
-      flag("--resume", o.resume, kMayChange, "go on from the newest whole checkpoint of --checkpoint-dir"),
+      common(flag("--resume", o.resume, kMayChange, "go on from the newest whole checkpoint of --checkpoint-dir")),
       flag("--keep-best", o.keep_best, kMayChange,
            "also keep the checkpoint of the epoch with the lowest validation loss; eval and predict then take it"),
       option("--patience", o.patience, kMayChange,
@@ -233,14 +240,15 @@ std::vector<Option> output_table(TrainOptions& o) {
              "signals after which the run finishes its step, saves and stops: SIGTERM, SIGUSR1, SIGUSR2"),
       option("--on-stop", o.preemption.then, kMayChange,
              "what it does then: exit with this code (Grid Engine: 99); requeue: scontrol requeue; wait: until killed"),
-      option("--max-restarts", o.max_restarts, kMayChange,
-             "how often a lost rank is replaced by a new process, which goes on at the same step; 0: it ends the job",
-             from_zero("0: a lost rank ends the job")),
+      common(option(
+          "--max-restarts", o.max_restarts, kMayChange,
+          "how often a lost rank is replaced by a new process, which goes on at the same step; 0: it ends the job",
+          from_zero("0: a lost rank ends the job"))),
       option("--min-ranks", o.min_ranks, kMayChange,
              "with no restart left, go on without a lost rank while so many are left; 0: end",
              from_zero("0: a lost rank ends the job")),
-      option("--max-steps", o.max_steps, kMayChange, "stop after this many steps; 0: after the epochs",
-             from_zero("0: after the epochs")),
+      common(option("--max-steps", o.max_steps, kMayChange, "stop after this many steps; 0: after the epochs",
+                    from_zero("0: after the epochs"))),
       flag("--quiet", o.quiet, kMayChange, "no progress and no table"),
       flag("--insecure-network", o.insecure_network, kMayChange,
            "between machines ask nobody for the job's secret, and encrypt nothing"),
@@ -248,7 +256,7 @@ std::vector<Option> output_table(TrainOptions& o) {
 }
 
 // Options that make sense without training.
-constexpr std::string_view kOfAnyUse[] = {"--data",      "--data-dir",   "--workers",         "--prefetch",
+constexpr std::string_view kWithoutTraining[] = {"--data",      "--data-dir",   "--workers",         "--prefetch",
                                           "--skip-bad",  "--batch-size", "--ranks",           "--threads",
                                           "--devices",   "--device",     "--timeout",         "--checkpoint-dir",
                                           "--from-step", "--metrics",    "--insecure-network"};
@@ -262,6 +270,20 @@ std::string strategy_help() {
     table += row(info.name, info.threads ? "devices" : "processes", info.description);
   return table + "docs/strategies/ has a page for each.\n";
 }
+
+constexpr const char* kRareOptions = "MORE OPTIONS";
+
+// Leaves out what only --help-all shows.
+struct ShortHelp : CLI::Formatter {
+  std::string make_help(const CLI::App* app, std::string name, CLI::AppFormatMode mode) const override {
+    const bool all = mode == CLI::AppFormatMode::All;
+    return all ? CLI::Formatter().make_help(app, name, mode) : CLI::Formatter::make_help(app, name, mode);
+  }
+  std::string make_group(std::string group, bool is_positional,
+                         std::vector<const CLI::Option*> options) const override {
+    return group == kRareOptions ? "" : CLI::Formatter::make_group(group, is_positional, options);
+  }
+};
 
 // "--batch-size" -> "batch_size"
 std::string key_of(const Option& option) {
@@ -314,16 +336,20 @@ std::vector<Option> option_table(TrainOptions& options, const Choices& choices) 
 }
 
 void add_options(CLI::App& app, TrainOptions& options, const Choices& choices) {
+  const bool trains = choices.use == Use::kTrain;
   options.use = choices.use;
-  const auto is_offered = [&](const Option& option) {
-    return option.offered && (choices.use == Use::kTrain || std::ranges::count(kOfAnyUse, option.name) > 0);
-  };
-  for (const Option& option : option_table(options, choices))
-    if (is_offered(option)) option.add(app);
+  for (const Option& option : option_table(options, choices)) {
+    if (!option.offered || (!trains && std::ranges::count(kWithoutTraining, option.name) == 0)) continue;
+    option.add(app);
+    if (trains && !option.common) app.get_option(option.name)->group(kRareOptions);
+  }
   if (choices.use == Use::kPredict)
     app.add_option("--output", options.output, "file for the predictions: .csv, or .npy for the model's outputs")
         ->required();
-  if (choices.use != Use::kTrain) return;
+  if (!trains) return;
+  app.formatter(std::make_shared<ShortHelp>());
+  app.set_help_flag("-h,--help", "show the common options");
+  app.set_help_all_flag("--help-all", "show all options");
   const auto gone = [&app](const std::string& name, const char* next) {
     app.add_option_function<std::string>(
            name, [=](const std::string&) { throw UsageError({.what = name + " is gone", .next = next}); }, "")

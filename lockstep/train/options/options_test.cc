@@ -3,6 +3,7 @@
 
 #include <set>
 
+#include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/step/layout.h"
 #include "lockstep/train/options/option_table.h"
@@ -93,6 +94,18 @@ TEST(Options, have_different_names_and_a_help_text) {
     EXPECT_TRUE(names.insert(option.name).second) << option.name;
     EXPECT_FALSE(option.help.empty()) << option.name;
   }
+}
+
+TEST(Options, are_few_in_the_short_help) {
+  TrainOptions options;
+  CLI::App app("test", "test");
+  add_options(app, options, kChoices);
+  const std::string few = app.help(), all = app.help("", CLI::AppFormatMode::All);
+  for (const Option& option : table()) {
+    EXPECT_EQ(contains(few, concat("\n  ", option.name, ' ')), option.common) << option.name;
+    EXPECT_TRUE(contains(all, concat("\n  ", option.name, ' '))) << option.name;
+  }
+  EXPECT_LE(std::ranges::count_if(split(few, '\n'), [](const auto& line) { return line.starts_with("  -"); }), 25);
 }
 
 // Checkpoints of earlier versions have these.
