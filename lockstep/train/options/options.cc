@@ -257,9 +257,9 @@ std::vector<Option> output_table(TrainOptions& o) {
 
 // Options that make sense without training.
 constexpr std::string_view kWithoutTraining[] = {"--data",      "--data-dir",   "--workers",         "--prefetch",
-                                          "--skip-bad",  "--batch-size", "--ranks",           "--threads",
-                                          "--devices",   "--device",     "--timeout",         "--checkpoint-dir",
-                                          "--from-step", "--metrics",    "--insecure-network"};
+                                                 "--skip-bad",  "--batch-size", "--ranks",           "--threads",
+                                                 "--devices",   "--device",     "--timeout",         "--checkpoint-dir",
+                                                 "--from-step", "--metrics",    "--insecure-network"};
 
 std::string strategy_help() {
   const auto row = [](const char* name, const char* ranks, const char* description) {
