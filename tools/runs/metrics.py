@@ -115,9 +115,10 @@ class Metrics:
                     min(finite, default=None),
                     max(finite, default=None),
                     quotient(now, time),
+                    number(steps[-1].get("learning_rate")),
                 )
             )
-        return table(("step", "samples", "seconds", "loss", "low", "high", "rate"), rows)
+        return table(("step", "samples", "seconds", "loss", "low", "high", "rate", "learning_rate"), rows)
 
     def epoch_points(self):
         rows = []
@@ -153,7 +154,17 @@ class Metrics:
             "steps": self.step_points(),
             "speed": self.speed(),
             "epochs": self.epoch_points(),
+            "confusion": self.confusion(),
         }
+
+    def confusion(self):
+        """Of the last validation: counts by class and by what it was taken for; and the names of the classes, if they have any."""
+        counts = self.epochs[-1][1].get("val_confusion_matrix") if self.epochs else None
+        size = len(counts) if isinstance(counts, list) else 0
+        if not size or any(not isinstance(row, list) or len(row) != size or None in map(number, row) for row in counts):
+            return None
+        names = self.start.get("classes") or []
+        return {"counts": counts, "classes": names if len(names) == size else [str(i) for i in range(size)]}
 
     # ---- The tables of `lockstep compare`
 

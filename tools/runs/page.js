@@ -358,7 +358,7 @@ function lossLimit() {
 
 function curves() {
   const kinds = [["Training loss", "steps", "loss", number], ["Validation accuracy", "epochs", "val_accuracy", percent], ["Validation loss", "epochs", "val_loss", number],
-    ["Throughput, samples/s", "steps", "rate", number]].filter(([, table, key]) => data.runs.some(run => finite(run[table]?.[key]).length));
+    ["Throughput, samples/s", "steps", "rate", number], ["Learning rate", "steps", "learning_rate", number]].filter(([, table, key]) => data.runs.some(run => finite(run[table]?.[key]).length));
   if (!kinds.length) return;
   const made = section("Curves", "A point of a curve over steps is the mean of several where there are more than 500; the band goes from their least to their greatest. A loss above three times the first is not drawn.");
   const choice = element(made, "div", null, "choice");
@@ -378,6 +378,27 @@ function curves() {
   };
   for (const across of Object.keys(ACROSS)) element(choice, "button", across).addEventListener("click", () => show(across));
   show("time");
+}
+
+// ---- What was taken for what
+
+function confusion() {
+  const runs = data.runs.filter(run => run.confusion);
+  if (!runs.length) return;
+  const made = section("Confusion matrix", "Of the last validation: a row is a class, a column what its samples were taken for. Darker is a larger share of the row.");
+  for (const run of runs.slice(0, 4)) {
+    const { counts, classes } = run.confusion;
+    if (data.runs.length > 1) element(made, "h3", run.name);
+    const table = element(element(made, "div", null, "scroll"), "table", null, "matrix");
+    const head = element(table, "tr");
+    for (const title of ["class", ...classes, "recall"]) element(head, "th", title);
+    counts.forEach((row, i) => {
+      const line = element(table, "tr"), all = sum(row);
+      element(line, "td", classes[i]);
+      for (const count of row) element(line, "td", number(count)).style.setProperty("--share", all ? count / all : 0);
+      element(line, "td", all ? percent(row[i] / all) : "");
+    });
+  }
 }
 
 // ---- Where the time goes
@@ -499,4 +520,4 @@ function repeat() {
 
 page.textContent = "";
 Chart.defaults.font.family = "system-ui, sans-serif";
-for (const part of [header, benchmarks, table, comparison, curves, whereTimeGoes, balance, delays, bytesMoved, memoryOfRanks, counters, repeat]) part();
+for (const part of [header, benchmarks, table, comparison, curves, confusion, whereTimeGoes, balance, delays, bytesMoved, memoryOfRanks, counters, repeat]) part();

@@ -40,13 +40,15 @@ std::string command_of(int argc, const char* const* argv) {
 }
 
 Json start_event(const TrainOptions& options, std::int64_t step) {
-  return {{"event", "start"},
-          {"format", kMetricsFormat},
-          {"step", step},  // that comes next: what an earlier attempt wrote of it and of later ones is void
-          {"command", options.command},
-          {"launcher", options.launcher},
-          {"machine", machine()},
-          {"settings", all_settings(options)}};
+  Json event = {{"event", "start"},
+                {"format", kMetricsFormat},
+                {"step", step},  // that comes next: what an earlier attempt wrote of it and of later ones is void
+                {"command", options.command},
+                {"launcher", options.launcher},
+                {"machine", machine()},
+                {"settings", all_settings(options)}};
+  if (!options.class_names.empty()) event["classes"] = options.class_names;
+  return event;
 }
 
 Json facts_of_each_rank(const World& together, const World& world, const PhaseTimes& phases, double data_seconds) {
