@@ -104,6 +104,7 @@ struct StrategyOptions {
   StrategyKind kind = StrategyKind::kDdp;
   OptimizerOptions optimizer{};
   ClippingOptions clipping{};
+  std::string no_decay{};  // of "norm,bias": parameters whose weight decay is 0; single, ddp, towers, averaging
   double ema_decay = 0;    // 0: no moving average of the parameters
   std::uint64_t seed = 0;  // of the initial parameters
   Precision precision = Precision::kFloat32;

@@ -90,6 +90,21 @@ std::set<std::string> sparse_parameters(const torch::nn::Module& model) {
   return names;
 }
 
+std::vector<torch::Tensor> norms_and_biases(const torch::nn::Module& model, const std::string& kinds) {
+  std::set<std::string> wanted;
+  for (const std::string& kind : split(kinds, ',')) wanted.insert(kind);
+  for (const std::string& kind : wanted)
+    if (kind != "norm" && kind != "bias")
+      throw UsageError({.what = concat("--no-decay ", kinds), .next = "give norm, bias, or norm,bias"});
+  std::vector<torch::Tensor> found;
+  for (const auto& module : model.modules()) {
+    const bool is_norm = wanted.contains("norm") && module->name().find("Norm") != std::string::npos;
+    for (const auto& parameter : module->named_parameters(/*recurse=*/false))
+      if (is_norm || (wanted.contains("bias") && parameter.key().ends_with("bias"))) found.push_back(parameter.value());
+  }
+  return found;
+}
+
 torch::Tensor dense_view(const torch::Tensor& tensor) {
   if (!tensor.is_non_overlapping_and_dense())
     throw UsageError({.what = concat("a tensor of shape ", tensor.sizes(), " and strides ", tensor.strides(),

@@ -1,4 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <torch/nn/modules/normalization.h>
+
+#include <map>
+#include <set>
+
 #include "tests/lossless.h"
 #include "tests/support.h"
 
@@ -50,6 +55,49 @@ TEST(Accumulated, parts_train_as_whole_batches_do_in_other_strategies) {
       testing::expect_same_course(testing::course_of(testing::small_task(), options), whole);
     }
   }
+}
+
+// After a step with gradients of zero.
+TEST(NoDecay, leaves_norms_and_biases_as_they_are) {
+  Task task = testing::small_task();
+  task.make_model = [] {
+    torch::nn::Sequential net(torch::nn::Linear(6, 8), torch::nn::LayerNorm(torch::nn::LayerNormOptions({8})),
+                              torch::nn::Linear(8, 4));
+    net->to(torch::kFloat64);
+    return net.ptr();
+  };
+  task.loss = [](const torch::Tensor& output, const torch::Tensor&) { return 0 * output.sum(); };
+  const std::map<std::string, std::set<std::string>> cases = {
+      {"", {}},
+      {"norm", {"1.weight", "1.bias"}},
+      {"bias", {"0.bias", "1.bias", "2.bias"}},
+      {"norm,bias", {"0.bias", "1.weight", "1.bias", "2.bias"}}};
+  for (const auto kind : {StrategyKind::kDdp, StrategyKind::kTowers, StrategyKind::kAveraging})
+    for (const auto& [no_decay, spared] : cases)
+      run_ranks(kind == StrategyKind::kDdp ? 2 : 1, [&](World& world) {
+        StrategyOptions options{
+            .kind = kind, .optimizer = SGDOptions{.lr = 0.1, .weight_decay = 0.5}, .no_decay = no_decay};
+        options.devices = strategy_info(kind).threads ? 2 : 1;
+        const auto strategy = make_strategy(world, task, options);
+        const auto before = testing::values_of(strategy->model());
+        strategy->forward_backward(testing::part_of(testing::batch_of(0), world));
+        strategy->update();
+        strategy->synchronise();
+        auto value = before.begin();
+        for (const auto& parameter : strategy->model().named_parameters())
+          EXPECT_TRUE(torch::allclose(parameter.value(), *value++ * (spared.contains(parameter.key()) ? 1 : 0.95)))
+              << parameter.key() << " with " << no_decay;
+        world.barrier();
+      });
+}
+
+TEST(NoDecay, is_refused_where_it_is_not_known) {
+  const auto refusal = [](const StrategyOptions& options) {
+    return testing::message_of<UsageError>([&] { testing::strategy_of(testing::small_task(), options); });
+  };
+  for (const auto kind : {StrategyKind::kDataParallel, StrategyKind::kPipeline, StrategyKind::kKVStore})
+    EXPECT_TRUE(testing::contains(refusal({.kind = kind, .no_decay = "bias"}), "--no-decay with strategy"));
+  EXPECT_TRUE(testing::contains(refusal({.no_decay = "bn"}), "--no-decay bn"));
 }
 
 TEST(Accumulated, parts_are_refused_where_the_batch_is_computed_otherwise) {

@@ -71,6 +71,16 @@ void require_parts_possible(const StrategyOptions& options) {
          .next = "give more shards and a larger --batch-size: a rank's shards are computed one after another"});
 }
 
+void require_groups_possible(const StrategyOptions& options) {
+  const bool on_each = options.kind == StrategyKind::kTowers && options.towers.update == UpdateOn::kDevice;
+  const bool has_groups = on_each || options.kind == StrategyKind::kSingle || options.kind == StrategyKind::kDdp ||
+                          options.kind == StrategyKind::kAveraging;
+  if (!options.no_decay.empty() && !has_groups)
+    throw UsageError({.what = concat("--no-decay with strategy ", strategy_info(options.kind).name),
+                      .likely = "an optimizer that has one group of parameters",
+                      .next = "single, ddp, averaging, and towers with --update device have it"});
+}
+
 // Runs the model piece by piece, and each one again in backward.
 Task recomputed(Task task, const StrategyOptions& options) {
   if (!options.checkpoint_activations) return task;
@@ -126,6 +136,7 @@ HeldBytes held_bytes(const PlannedRun& run) { return entry_of(run.options.kind).
 
 std::unique_ptr<Strategy> make_strategy(const World& world, const Task& task, const StrategyOptions& options) {
   require_parts_possible(options);
+  require_groups_possible(options);
   return entry_of(options.kind).make(world, in_precision(recomputed(task, options), options), options);
 }
 

@@ -18,7 +18,8 @@ namespace {
 std::optional<std::string> why_ddp(const TrainOptions& options) {
   if (options.max_restarts > 0 || options.min_ranks > 0) return "lost ranks are to be replaced, so ranks are processes";
   if (options.strategy.ddp.virtual_shards > 0) return "--virtual-shards is an option of ddp";
-  if (options.strategy.accumulate > 1) return "not every strategy has --accumulate";
+  if (options.strategy.accumulate > 1 || !options.strategy.no_decay.empty())
+    return "not every strategy has --accumulate and --no-decay";
   if (!options.strategy.ddp.share_parameters) return "--separate-parameters is an option of ddp";
   if (options.strategy.compression.kind != Compression::kNone)
     return "--compression goes between ranks that are processes";

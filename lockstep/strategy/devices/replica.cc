@@ -2,7 +2,10 @@
 #include "lockstep/strategy/devices/replica.h"
 
 #include <algorithm>
+#include <functional>
 #include <mutex>
+#include <utility>
+#include <variant>
 
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
@@ -39,6 +42,29 @@ std::shared_ptr<Optimizer> make_optimizer(Tensors parameters, const UpdateOption
   return optimizer;
 }
 
+namespace {
+
+// With a second group for options.no_decay.
+std::shared_ptr<Optimizer> make_optimizer_of(const torch::nn::Module& model, const StrategyOptions& options) {
+  Tensors parameters = model.parameters(), spared;
+  if (!options.no_decay.empty()) spared = norms_and_biases(model, options.no_decay);
+  const auto is_spared = [&](const torch::Tensor& parameter) {
+    return std::ranges::any_of(spared, [&](const torch::Tensor& each) { return each.is_same(parameter); });
+  };
+  const auto rest = std::ranges::stable_partition(parameters, std::not_fn(is_spared));
+  spared.assign(rest.begin(), rest.end());
+  parameters.erase(rest.begin(), rest.end());
+  auto optimizer = make_optimizer(std::move(parameters), update_options(options));
+  const auto add_spared = [&](auto values) {
+    values.weight_decay = 0;
+    optimizer->add_param_group(parameter_group(spared, values));
+  };
+  if (!spared.empty()) std::visit(add_spared, options.optimizer);
+  return optimizer;
+}
+
+}  // namespace
+
 Replica make_replica(const Task& task, const StrategyOptions& options, torch::Device device) {
   return on_device(device, [&] {
     Replica replica{.device = device};
@@ -50,7 +76,7 @@ Replica make_replica(const Task& task, const StrategyOptions& options, torch::De
     replica.model->to(device);
     replica.layout = options.layout.value_or(preferred_layout(*replica.model, device));
     set_layout(*replica.model, replica.layout);
-    replica.optimizer = make_optimizer(replica.model->parameters(), update_options(options));
+    replica.optimizer = make_optimizer_of(*replica.model, options);
     name_modules(named_parameters(*replica.model));
     return replica;
   });
@@ -122,6 +148,8 @@ void share_memory(const Replicas& replicas) {
 }
 
 void share_parameters(Devices& devices, Replicas& replicas) {
+  if (replicas.front().optimizer->param_groups().size() > 1)  // LocalGradients has the model's order
+    throw UsageError({.what = "shared variables with no_decay", .next = "give every device its own: get_params()"});
   share_memory(replicas);
   replicas.front().combined = std::make_shared<LocalGradients>(on_all(devices));
   replicas.front().optimizer->attach(replicas.front().combined);

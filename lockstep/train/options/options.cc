@@ -200,6 +200,7 @@ std::vector<Option> update_table(TrainOptions& o) {
       of_optimizer<double>("--eps", "eps", optimizer, "added to a root: all but sgd and lars",
                            from_zero("give one such as 1e-8")),
       common(of_optimizer<double>("--weight-decay", "weight_decay", optimizer, "shrinks the weights in each step")),
+      option("--no-decay", s.no_decay, kSame, "norm,bias: weight decay leaves out these parameters"),
       option("--clip-norm", s.clipping.max_norm, kSame, "largest 2-norm of all gradients together; 0: off",
              from_zero("0: off")),
       option("--clip-value", s.clipping.max_value, kSame, "largest element of a gradient; 0: off", from_zero("0: off")),
