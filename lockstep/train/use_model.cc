@@ -26,11 +26,7 @@ LoadedCheckpoint checkpoint_to_use(const TrainOptions& options) {
   const Position position = saved_run(newest.file.metadata()).position;
   const bool has_better = position.best_step >= 0 && position.best_step != position.step;
   if (!has_better || std::filesystem::is_regular_file(options.checkpoint_dir)) return newest;
-  try {
-    return find_checkpoint(options.checkpoint_dir, position.best_step);
-  } catch (const CheckpointError&) {  // without --keep-best it may be gone
-    return newest;
-  }
+  return find_checkpoint(options.checkpoint_dir, position.best_step);
 }
 
 // The data that was asked for, else that of the training.

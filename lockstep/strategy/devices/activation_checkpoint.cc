@@ -157,14 +157,18 @@ class Recomputed : public torch::autograd::Function<Recomputed> {
 Tensors leaves_of(const Tensors& outputs, std::uint64_t begin, const Tensors& inputs) {
   Tensors leaves;
   std::unordered_set<const Node*> seen;
+  std::vector<torch::autograd::Edge> held;  // a leaf's node lives as long as somebody holds it
+  const auto node_of = [&](const torch::Tensor& tensor) {
+    return held.emplace_back(torch::autograd::impl::gradient_edge(tensor)).function.get();
+  };
   for (const torch::Tensor& input : inputs)
-    if (needs_gradient(input)) seen.insert(torch::autograd::impl::gradient_edge(input).function.get());
+    if (needs_gradient(input)) seen.insert(node_of(input));
   std::vector<Node*> to_do;
   const auto visit = [&](Node* node) {
     if (node != nullptr && seen.insert(node).second) to_do.push_back(node);
   };
   for (const torch::Tensor& output : outputs)
-    if (output.requires_grad()) visit(torch::autograd::impl::gradient_edge(output).function.get());
+    if (output.requires_grad()) visit(node_of(output));
   while (!to_do.empty()) {
     Node* node = to_do.back();
     to_do.pop_back();

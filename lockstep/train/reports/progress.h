@@ -27,7 +27,7 @@ struct Position {
   double epoch_seconds = 0;
   // Of the epoch with the lowest validation loss; -1: none yet.
   std::int64_t best_epoch = -1;
-  std::int64_t best_step = -1;
+  std::int64_t best_step = -1;  // its checkpoint, which is kept; -1: it is not
   double best_loss = 0;
 };
 
