@@ -11,6 +11,7 @@
 #include <ATen/Parallel.h>
 #include <torch/types.h>
 
+#include "agent/clusters/environment.h"
 #include "agent/start/launcher.h"
 #include "bench/harness.h"
 #include "bench/processes.h"
@@ -78,6 +79,7 @@ using Seconds = std::map<std::string, double>;  // by name
 
 struct StepRun {
   int ranks = 2;
+  int threads = 1;  // of each rank
   int warmup = 2;
   int steps = 10;
   bool share_parameters = true;
@@ -204,7 +206,7 @@ Seconds run_lockstep_step(const StepCase& one, const StepRun& run) {
   const std::string results = folder.file("results");
   const auto rank = [&] {
     keep_freed_memory();
-    at::set_num_threads(1);
+    at::set_num_threads(run.threads);
     const World world = World::from_env({.device = torch::Device(run.device).type()});
     const Seconds seconds = train(world, one, run);
     if (world.rank() == 0) write_file(results, Json(seconds).dump());
@@ -217,7 +219,15 @@ Seconds run_lockstep_step(const StepCase& one, const StepRun& run) {
   return Json::parse(read_file(results)).get<Seconds>();
 }
 
-// ddp, no_sync: medians in seconds; idle_mib and memory_mib. With 0 ranks one_process_LAYOUT: the median of one process.
+// The median of one process with a thread for each core, on the whole batch.
+double run_lockstep_alone(const StepCase& one, StepRun run) {
+  run.ranks = 1;
+  run.threads = allotted_cores();
+  return run_lockstep_step(one, run)["step"];
+}
+
+// ddp, no_sync: medians in seconds; idle_mib and memory_mib. With 0 ranks one_process_LAYOUT and one_process_LAYOUT_kept: medians of
+// one process, the second one with a malloc that keeps freed memory.
 Seconds run_pytorch_step(const StepCase& one, const StepRun& run, int ranks, const std::string& layout) {
   return Json::parse(run_python("peers/step.py", {one.name, concat(ranks), concat(one.batch), layout,
                                                   concat(run.warmup), concat(run.steps), run.device}))
@@ -242,13 +252,19 @@ struct Compared {
   double one_process() const {
     return least_measured({theirs["one_process_contiguous"], theirs["one_process_channels_last"]});
   }
-  double best_alternative() const { return least_measured({theirs["ddp"], one_process()}); }
+  double one_process_kept() const {
+    return least_measured({theirs["one_process_contiguous_kept"], theirs["one_process_channels_last_kept"]});
+  }
+  double best_alternative() const { return least_measured({theirs["ddp"], one_process(), one_process_kept()}); }
+  double best() const { return least_measured({ours["step"], ours["one_process"]}); }
 };
 
 Compared compare(const Program& program, const StepCase& one, const StepRun& run, bool with_pytorch) {
   Compared compared{.one = one};
   program.take_turns(one.name, [&](int) {
-    compared.ours.add(run_lockstep_step(one, run));
+    Seconds mine = run_lockstep_step(one, run);
+    if (run.device == "cpu") mine["one_process"] = run_lockstep_alone(one, run);
+    compared.ours.add(mine);
     if (!with_pytorch) return;
     compared.theirs.add(run_pytorch_step(one, run, run.ranks, one.layout));
     if (run.device != "cpu") return;
@@ -267,17 +283,16 @@ double limit_seconds(const Figures& ours, int ranks) {
 }
 
 void print(const std::vector<Compared>& all, const StepRun& run, int turns) {
-  Table steps({"model", "batch", "MiB", "lockstep ms", "DDP ms", "one process ms", "no_sync ms", "DDP exchange",
-               "DDP/ours", "no_sync/ours", "lockstep against the best alternative"});
+  Table steps({"model", "batch", "MiB", "lockstep ms", "one process ms", "DDP ms", "no_sync ms", "one process ms",
+               "keeping memory ms", "DDP/ours", "best alternative/best of ours"});
   Table phases({"model", "forward", "backward", "wait", "update ms", "limit ms", "update at", "update+wait at"});
   Table memory({"model", "lockstep MiB", "above idle", "DDP MiB", "above idle", "saved"});
   for (const Compared& each : all) {
     const auto& [one, ours, theirs] = each;
-    const double exchange = theirs["ddp"] > 0 ? 1 - theirs["no_sync"] / theirs["ddp"] : 0;
     steps.add({one.name, concat(one.batch), fixed(ours["parameter_mib"], 1), milliseconds(ours["step"]),
-               milliseconds_of(theirs["ddp"]), milliseconds_of(each.one_process()), milliseconds_of(theirs["no_sync"]),
-               percent(exchange), times_of(theirs["ddp"], ours["step"]), times_of(theirs["no_sync"], ours["step"]),
-               times_of(each.best_alternative(), ours["step"])});
+               milliseconds_of(ours["one_process"]), milliseconds_of(theirs["ddp"]), milliseconds_of(theirs["no_sync"]),
+               milliseconds_of(each.one_process()), milliseconds_of(each.one_process_kept()),
+               times_of(theirs["ddp"], ours["step"]), times_of(each.best_alternative(), each.best())});
     const double limit = limit_seconds(ours, run.ranks);
     phases.add({one.name, milliseconds(ours["forward"]), milliseconds(ours["backward"]), milliseconds(ours["wait"]),
                 milliseconds(ours["update"]), milliseconds(limit), percent(limit / ours["update"]),
@@ -291,8 +306,9 @@ void print(const std::vector<Compared>& all, const StepRun& run, int turns) {
             << " steps, then of " << turns << " turns\n"
             << machine() << "\n\n";
   steps.print(std::cout);
-  std::cout
-      << "one process: PyTorch on all cores, fused SGD, the faster memory order. The best alternative: that or DDP\n";
+  std::cout << "one process: all cores, the whole batch; first lockstep's, then PyTorch's with fused SGD in the faster "
+               "memory order, also "
+               "with\na malloc that keeps freed memory. The best alternative is PyTorch's fastest\n";
   std::cout << "\nWhere lockstep's step goes. limit: the bytes that must move, at the speed of all ranks' memcpy\n";
   phases.print(std::cout);
   std::cout << "\nMemory: the sum over the ranks of PSS, or of what is taken of each GPU\n";
@@ -307,7 +323,7 @@ Json to_json(const std::vector<Compared>& all, const StepRun& run, int turns) {
              {"pytorch", each.theirs.medians()},
              {"ranges", {{"lockstep", each.ours.ranges()}, {"pytorch", each.theirs.ranges()}}}};
     if (each.one_process() > 0) model["one_process"] = each.one_process();
-    if (each.best_alternative() > 0) model["speed_up_over_best"] = each.best_alternative() / each.ours["step"];
+    if (each.best_alternative() > 0) model["speed_up_over_best"] = each.best_alternative() / each.best();
   }
   return json;
 }

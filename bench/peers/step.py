@@ -6,12 +6,14 @@
 
 Prints as JSON: the median step in seconds, with the exchange (ddp) and without (no_sync), blocks of both in turn;
 the ranks' memory (PSS; of GPUs: what is taken of each) in MiB, idle and at the end. With 0 RANKS only the median step of one
-process with a thread for each core and a fused optimizer (one_process_LAYOUT).
+process with a thread for each core and a fused optimizer (one_process_LAYOUT); and the same with a malloc that keeps freed memory
+(one_process_LAYOUT_kept), because glibc's gives large blocks back, and then new gradients cost a page fault for each 4 KiB.
 """
 import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -220,10 +222,17 @@ def one_process(case, batch, layout, warmup, steps):
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     trainer = Trainer(lambda model: (model, sgd(model, fused=True)), case, batch, layout)
     seconds = [trainer.step() for _ in range(warmup + steps)]
-    print(json.dumps({f"one_process_{layout}": statistics.median(seconds[warmup:])}))
+    return statistics.median(seconds[warmup:])
 
 
 if __name__ == "__main__":
     case, ranks, batch, layout, warmup, steps, kind = sys.argv[1:]
     run = case, int(batch), layout, int(warmup), int(steps)
-    run_ranks(train, int(ranks), *run, kind) if int(ranks) > 0 else one_process(*run)
+    if int(ranks) > 0:
+        run_ranks(train, int(ranks), *run, kind)
+    elif "MALLOC_TRIM_THRESHOLD_" in os.environ:
+        print(one_process(*run))
+    else:
+        kept = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**40)}
+        again = subprocess.run([sys.executable, *sys.argv], env={**os.environ, **kept}, stdout=subprocess.PIPE, check=True)
+        print(json.dumps({f"one_process_{layout}": one_process(*run), f"one_process_{layout}_kept": float(again.stdout)}))
