@@ -62,6 +62,34 @@ struct SampleShape {
   bool operator==(const SampleShape&) const = default;
 };
 
+// ---- What a program can be told while it trains
+
+struct Evaluation;  // lockstep/evaluate.h
+
+struct StepEvent {
+  std::int64_t step = 0;  // since the start of the run, from 0
+  std::int64_t epoch = 0;
+  double loss = 0;  // mean over the samples of all ranks
+  double learning_rate = 0;
+  std::int64_t samples = 0;  // of all ranks
+  double seconds = 0;
+};
+
+struct EpochEvent {
+  std::int64_t epoch = 0;
+  std::int64_t step = 0;  // its last; the learning rate is that of this step
+  double loss = 0;        // mean over its samples, as each step found it
+  double learning_rate = 0;
+  std::int64_t samples = 0;
+  double seconds = 0;            // without validation
+  const Evaluation& validation;  // NaN: there is no validation set, or an asynchronous rank 0 validates for this one
+};
+
+struct CheckpointEvent {
+  std::int64_t step = 0;  // with which --resume goes on from it
+  std::string path;       // on rank 0's machine; of several files the index. It is kept until two newer ones are there
+};
+
 struct Task {
   // A fresh model on the CPU. Called with torch's generator seeded, once per replica: modules can't be cloned in C++.
   std::function<ModulePtr()> make_model;
@@ -82,6 +110,16 @@ struct Task {
   // The same task for other samples, such as images of another size. Throws UsageError: the model can't take them. Empty: the
   // model takes those of `sample` alone.
   std::function<Task(const SampleShape& sample)> fit = nullptr;
+
+  // The training loop calls the next three on every rank, on its own thread, between two steps. Training waits until they
+  // return: others wait for this rank, --timeout at most. What they throw ends the run as any other error does. A run that goes on
+  // from a checkpoint reports again what it repeats; after the loss of a rank a step may be left out. model: this rank's, not to
+  // be changed.
+  std::function<void(const StepEvent& event, torch::nn::Module& model)> on_step = nullptr;
+  std::function<void(const EpochEvent& event, torch::nn::Module& model)> on_epoch = nullptr;
+  // Called when the checkpoint is on the disk, some steps later: until then all ranks ask rank 0 after each step. Where each rank
+  // goes at its own pace (asynchronous servers), on rank 0 alone.
+  std::function<void(const CheckpointEvent& event)> on_checkpoint = nullptr;
 };
 
 // The loss of classification tasks: the mean cross entropy.

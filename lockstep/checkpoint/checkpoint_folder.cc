@@ -187,7 +187,7 @@ void CheckpointFolder::require_newest(std::int64_t step) const {
                          .next = "go on from the newest, go back to another one (after=STEP), or name another folder"});
 }
 
-void CheckpointFolder::save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) {
+fs::path CheckpointFolder::save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) {
   const auto shards = split(file);
   Files files{.write = [&](std::size_t i, const fs::path& path) { save_safetensors(path, shards[i], fetch); }};
   for (const TensorFile& shard : shards) {
@@ -197,21 +197,21 @@ void CheckpointFolder::save(std::int64_t step, const TensorFile& file, const Fet
       files.bytes += tensor.nbytes();
     }
   }
-  save_files(step, files);
+  return save_files(step, files);
 }
 
-void CheckpointFolder::save(std::int64_t step, FileImage& image) {
+fs::path CheckpointFolder::save(std::int64_t step, FileImage& image) {
   Files files{.write = [&](std::size_t i, const fs::path& path) { image.write(image.files()[i], path); }};
   for (const FileImage::File& file : image.files()) {
     files.names.push_back(file.names);
     files.bytes += file.tensor_bytes;
   }
-  save_files(step, files);
+  return save_files(step, files);
 }
 
 // The rename or removal of an index, or else the rename of one file, makes the new checkpoint the one that is there. Until then
 // the old one is whole.
-void CheckpointFolder::save_files(std::int64_t step, const Files& files) try {
+fs::path CheckpointFolder::save_files(std::int64_t step, const Files& files) try {
   std::string stem = stem_of(step);
   const fs::path whole = folder_ / (stem + kSuffix), index = folder_ / (stem + kIndexSuffix);
   const std::size_t count = files.names.size();
@@ -227,6 +227,7 @@ void CheckpointFolder::save_files(std::int64_t step, const Files& files) try {
   }
   rename_later(step);
   remove_older(step);
+  return count == 1 ? whole : index;
 } catch (...) {
   remove_leftovers(folder_);
   throw;

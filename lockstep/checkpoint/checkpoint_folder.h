@@ -46,11 +46,11 @@ class CheckpointFolder {
 
   // Writes the checkpoint of `step` atomically, shards included, then removes the older ones beyond `keep`, and renames later
   // ones as go_back() does. If writing fails, all checkpoints stay as they are. Throws SystemError. fetch: as for
-  // save_safetensors().
-  void save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch = nullptr);
+  // save_safetensors(). Returns the path of the file, or of the index of several.
+  std::filesystem::path save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch = nullptr);
 
   // The same for a copy of the state, of what split() returns.
-  void save(std::int64_t step, FileImage& image);
+  std::filesystem::path save(std::int64_t step, FileImage& image);
 
   std::vector<TensorFile> split(const TensorFile& file) const { return split_into_shards(file, shard_bytes_); }
 
@@ -74,7 +74,7 @@ class CheckpointFolder {
 
  private:
   struct Files;
-  void save_files(std::int64_t step, const Files& files);
+  std::filesystem::path save_files(std::int64_t step, const Files& files);
   void remove_older(std::int64_t newest);
   void rename_later(std::int64_t newest);
 

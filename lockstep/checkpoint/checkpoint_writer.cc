@@ -65,13 +65,13 @@ struct CheckpointWriter::Shared {
     changed.notify_all();
   }
 
-  // write() puts the checkpoint on the disk. False: it failed.
-  bool write(std::int64_t step, const std::function<void()>& write) {
+  // write() puts the checkpoint on the disk and returns its path. False: it failed.
+  bool write(std::int64_t step, const std::function<std::string()>& write) {
     const Stopwatch watch;
-    std::string why;
+    std::string why, path;
     try {
       const trace::Span span("write checkpoint", step);
-      write();
+      path = write();
     } catch (const std::exception& error) {
       why = what_of(error);
     }
@@ -82,7 +82,7 @@ struct CheckpointWriter::Shared {
     trouble = why;
     if (!why.empty()) return false;
     newest = step;
-    saved.push_back({step, watch.seconds()});
+    saved.push_back({step, watch.seconds(), path});
     return true;
   }
 };
@@ -140,7 +140,8 @@ void CheckpointWriter::save(std::int64_t step, const TensorFile& file, const Fet
   } catch (const SystemError&) {  // no memory for a copy
     return save_now(step, file, fetch);
   }
-  shared_->start([shared = shared_, step] { shared->write(step, [&] { shared->folder.save(step, shared->image); }); });
+  shared_->start(
+      [shared = shared_, step] { shared->write(step, [&] { return shared->folder.save(step, shared->image); }); });
 }
 
 void CheckpointWriter::save_now(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) {
@@ -155,7 +156,7 @@ void CheckpointWriter::save_now(std::int64_t step, const TensorFile& file, const
       throw;
     }
   };
-  const bool good = shared_->write(step, [&] { shared_->folder.save(step, file, counting); });
+  const bool good = shared_->write(step, [&] { return shared_->folder.save(step, file, counting); });
   if (lost) std::rethrow_exception(lost);
   if (!good) receive_rest(file, fetch, received);
 }

@@ -49,6 +49,7 @@ class CheckpointWriter {
   struct Saved {
     std::int64_t step = -1;
     double seconds = 0;  // from the end of the copy until it was on the disk
+    std::string path;
   };
   std::vector<Saved> take_saved();  // what has been written since the last call. Does not block
 

@@ -106,7 +106,12 @@ Task with_metrics(Task task) {
 }  // namespace
 
 Task fitted_as(const Task& task, const SampleShape& sample) {
-  return with_metrics(sample == task.sample ? task : task.fit(sample));
+  if (sample == task.sample) return with_metrics(task);
+  Task other = task.fit(sample);
+  other.on_step = task.on_step;
+  other.on_epoch = task.on_epoch;
+  other.on_checkpoint = task.on_checkpoint;
+  return with_metrics(std::move(other));
 }
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SampleShape, sizes, classes, numbers, tokens)

@@ -99,7 +99,7 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       loader_(loader_place(strategy.ranks(world).data, strategy), datasets.train,
               training_loader(options, strategy.ranks(world).has_data)),
       timeline_(world, options.trace, parse_steps(options.trace_steps)),
-      keeper_(world, step_world_, strategy, options_, metrics_),
+      keeper_(world, step_world_, strategy, options_, metrics_, task.on_checkpoint),
       progress_(world.rank() == 0 && !options.quiet),
       last_epoch_{{"train_loss", kNaN}, {"val_accuracy", kNaN}} {
   if (!validation_ && (options.keep_best || options.patience > 0))
@@ -175,7 +175,7 @@ void TrainingLoop::train_step(const Batch& batch, const Stopwatch& since_last_st
   const trace::Span span("step", position_.step);
   const BatchTotals totals = strategy_.forward_backward(batch);
   require_finite_loss(totals);
-  set_learning_rate(strategy_.optimizer(), learning_rate());
+  set_learning_rate(strategy_.optimizer(), learning_rate(position_.step));
   const double so_far = since_last_step.seconds();
   keeper_.before_update(after_step(totals, so_far), step_event(totals, so_far));
   strategy_.update();
@@ -202,16 +202,15 @@ void TrainingLoop::require_finite_loss(const BatchTotals& totals) const {
        .next = options_.checkpoint_dir.empty() ? "try a lower --lr or --warmup-epochs" : kLowerRate});
 }
 
-double TrainingLoop::learning_rate() const {
-  return base_learning_rate(options_) *
-         schedule_factor(schedule_in_steps(options_, loader_.steps_per_epoch()), position_.step);
+double TrainingLoop::learning_rate(std::int64_t step) const {
+  return base_learning_rate(options_) * schedule_factor(schedule_in_steps(options_, loader_.steps_per_epoch()), step);
 }
 
 Json TrainingLoop::step_event(const BatchTotals& totals, double seconds) const {
   return {{"event", "step"},           {"epoch", position_.epoch},
           {"step", position_.step},  // since the start of the run, from 0
           {"loss", totals.mean_loss},  {"seconds", seconds},
-          {"samples", totals.samples}, {"learning_rate", learning_rate()}};
+          {"samples", totals.samples}, {"learning_rate", learning_rate(position_.step)}};
 }
 
 Position TrainingLoop::after_step(const BatchTotals& totals, double seconds) const {
@@ -230,6 +229,14 @@ void TrainingLoop::record_step(const BatchTotals& totals, const Json& event) {
   metrics_.write(event);
   position_ = after_step(totals, event["seconds"]);
   progress_.step(position_, totals.mean_loss);
+  if (task_.on_step)
+    task_.on_step({.step = event["step"],
+                   .epoch = event["epoch"],
+                   .loss = totals.mean_loss,
+                   .learning_rate = event["learning_rate"],
+                   .samples = totals.samples,
+                   .seconds = event["seconds"]},
+                  strategy_.model());
 }
 
 // ---- around the steps
@@ -273,6 +280,15 @@ void TrainingLoop::finish_epoch() {
   metrics_.write(last_epoch_);
   progress_.end_epoch(last_epoch_);
   const Position& p = position_;
+  if (task_.on_epoch)
+    task_.on_epoch({.epoch = p.epoch,
+                    .step = p.step - 1,
+                    .loss = last_epoch_["train_loss"],
+                    .learning_rate = learning_rate(p.step - 1),
+                    .samples = p.epoch_samples,
+                    .seconds = p.epoch_seconds,
+                    .validation = found},
+                   strategy_.model());
   const bool is_best = p.best_epoch < 0 ? std::isfinite(found.loss) : found.loss < p.best_loss;
   position_ = {.epoch = p.epoch + 1,
                .step = p.step,

@@ -47,7 +47,7 @@ class TrainingLoop {
   bool ends_here();
   void train_step(const Batch& batch, const Stopwatch& since_last_step);
   void require_finite_loss(const BatchTotals& totals) const;
-  double learning_rate() const;
+  double learning_rate(std::int64_t step) const;
   Json step_event(const BatchTotals& totals, double seconds) const;
   Position after_step(const BatchTotals& totals, double seconds) const;
   void record_step(const BatchTotals& totals, const Json& event);

@@ -23,8 +23,13 @@ bool takes_part(const World& step_world, const World& world) {
 }
 
 StateKeeper::StateKeeper(const World& world, const World& step_world, Strategy& strategy, const TrainOptions& options,
-                         MetricsFile& metrics)
-    : world_(world), step_world_(step_world), strategy_(strategy), options_(options), metrics_(metrics) {
+                         MetricsFile& metrics, std::function<void(const CheckpointEvent&)> on_checkpoint)
+    : world_(world),
+      step_world_(step_world),
+      strategy_(strategy),
+      options_(options),
+      metrics_(metrics),
+      on_checkpoint_(std::move(on_checkpoint)) {
   if (world.rank() != 0 || options.checkpoint_dir.empty()) return;
   checkpoints_.emplace(CheckpointFolder(options.checkpoint_dir, /*keep=*/2, to_size(options.checkpoint_shard_bytes)));
   if (!options.resume && !checkpoints_->folder().empty())
@@ -107,6 +112,7 @@ void StateKeeper::before_update(const Position& next, const Json& event) {
 void StateKeeper::after_update(const Position& now, const Json& event) {
   if (kept_) last_event_ = event.dump();
   record_saved();
+  report_saved();
   make_room_to_save();
   keep(now);
   if (options_.checkpoint_every > 0 && now.step % options_.checkpoint_every == 0) save(now);
@@ -131,6 +137,7 @@ void StateKeeper::save(const Position& now) {
   if (checkpoints_ && options_.keep_best) checkpoints_->keep_also(now.best_step);
   const Snapshot snapshot = take_snapshot(step_world_, strategy_, now, options_);
   checkpoints_ ? checkpoints_->save(now.step, snapshot.file, snapshot.fetch) : snapshot.send();
+  if (on_checkpoint_) awaited_ = now.step;
 }
 
 // After the first step, when the optimizer has its state: then the first save takes no longer than others. All ranks that save
@@ -143,8 +150,21 @@ void StateKeeper::make_room_to_save() {
 
 void StateKeeper::record_saved() {
   if (!checkpoints_) return;
-  for (const auto& [step, seconds] : checkpoints_->take_saved())
+  for (const auto& [step, seconds, path] : checkpoints_->take_saved()) {
     metrics_.write({{"event", "checkpoint"}, {"step", step}, {"seconds", seconds}});
+    if (on_checkpoint_) written_.push_back({step, path});
+  }
+}
+
+// Tells all ranks what rank 0 has saved.
+void StateKeeper::report_saved() {
+  if (awaited_ < 0) return;
+  const std::string mine = std::exchange(written_, Json::array()).dump();
+  for (const Json& each : Json::parse(step_world_.exchange_texts(mine).front())) {
+    const CheckpointEvent event{.step = each[0], .path = each[1]};
+    if (event.step == awaited_) awaited_ = -1;
+    on_checkpoint_(event);
+  }
 }
 
 // Tells whether rank 0 has this state on the disk, which it waits for. Half of the timeout is for the disk, so that ranks that wait
@@ -165,6 +185,7 @@ bool StateKeeper::save_last(const Position& now) {
     saved = is_saved(now);
   }
   record_saved();
+  report_saved();
   return saved;
 }
 

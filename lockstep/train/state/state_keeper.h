@@ -8,12 +8,14 @@
 // Ranks:   the ranks of step_world call together
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 
 #include "lockstep/checkpoint/checkpoint_writer.h"
 #include "lockstep/strategy.h"
+#include "lockstep/task.h"
 #include "lockstep/train/options/options.h"
 #include "lockstep/train/reports/metrics.h"
 #include "lockstep/train/reports/progress.h"
@@ -31,7 +33,7 @@ class StateKeeper {
   // Opens the checkpoint folder. Throws CheckpointError: it holds another run's, and options.resume is not set. All arguments
   // outlive this.
   StateKeeper(const World& world, const World& step_world, Strategy& strategy, const TrainOptions& options,
-              MetricsFile& metrics);
+              MetricsFile& metrics, std::function<void(const CheckpointEvent&)> on_checkpoint);
 
   // Puts the state back that the ranks have kept in memory, after a loss; else with options.resume the newest checkpoint.
   // Returns where the run goes on, and begins to keep. Blocks. Throws UsageError, CheckpointError.
@@ -51,6 +53,7 @@ class StateKeeper {
   bool saves() const;
   bool is_saved(const Position& now);
   void record_saved();
+  void report_saved();
   void make_room_to_save();
   std::optional<Position> restore_from_memory();
   std::optional<Position> restore_checkpoint();
@@ -62,12 +65,15 @@ class StateKeeper {
   Strategy& strategy_;
   const TrainOptions& options_;
   MetricsFile& metrics_;
+  std::function<void(const CheckpointEvent&)> on_checkpoint_;
   std::optional<CheckpointWriter> checkpoints_;  // rank 0, with --checkpoint-dir
   std::unique_ptr<InPlaceState> in_place_;       // where the state lies in the launcher's memory
   std::optional<LoopState> kept_;                // where it has to be copied there
   std::string last_event_;                       // of a step, for those who go on after a loss
   std::int64_t resumed_step_ = -1;               // of the checkpoint
   bool has_room_to_save_ = false;
+  std::int64_t awaited_ = -1;     // with on_checkpoint: the newest checkpoint, until all ranks know that it is saved
+  Json written_ = Json::array();  // on rank 0: [step, path] of those that they do not know yet
 };
 
 }  // namespace lockstep
