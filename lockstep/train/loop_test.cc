@@ -523,6 +523,98 @@ TEST(TrainingLoop, trains_on_several_ranks_and_resumes_them) {
   expect_same_bits(run_on_3(options), uninterrupted);
 }
 
+// Trains layered_task() on two ranks. add: the functions that each rank sets.
+void run_on_2(TrainOptions options, const std::function<void(Task& task, int rank, torch::nn::Module& model)>& add,
+              const std::function<void(int rank, const Json& run)>& ended = nullptr) {
+  options.strategy.kind = StrategyKind::kDdp;
+  run_ranks(2, [&](World& world) {
+    Task task = layered_task();
+    const auto strategy = make_strategy(world, task, options.strategy);
+    add(task, world.rank(), strategy->model());
+    const Json run = TrainingLoop(world, task, points(), *strategy, options).run();
+    if (ended) ended(world.rank(), run);
+  });
+}
+
+TEST(Callbacks, are_told_on_every_rank_of_each_step_epoch_and_checkpoint_once_and_in_order) {
+  const TempFolder folder;
+  TrainOptions options = small_options();
+  options.checkpoint_dir = folder.path();
+  options.checkpoint_every = 5;
+  std::array<std::vector<std::string>, 2> steps, checkpoints, all;
+  std::array<std::int64_t, 2> samples{};
+  std::array<double, 2> loss{}, accuracy{};
+  const auto add = [&](Task& task, int rank, torch::nn::Module& model) {
+    task.on_step = [&, rank](const StepEvent& event, torch::nn::Module& its) {
+      EXPECT_EQ(&its, &model);
+      EXPECT_TRUE(std::isfinite(event.loss) && event.learning_rate > 0 && event.seconds > 0);
+      samples[rank] += event.samples;
+      steps[rank].push_back(concat(event.step, " in epoch ", event.epoch));
+      all[rank].push_back(concat("step ", event.step));
+    };
+    task.on_epoch = [&, rank](const EpochEvent& event, torch::nn::Module&) {
+      EXPECT_EQ(event.validation.samples, 31);
+      EXPECT_TRUE(event.samples == 50 && event.learning_rate > 0 && event.seconds > 0);
+      loss[rank] = event.loss;
+      accuracy[rank] = event.validation.accuracy;
+      steps[rank].push_back(concat("epoch ", event.epoch, " ends with ", event.step));
+      all[rank].push_back(concat("epoch ", event.epoch));
+    };
+    task.on_checkpoint = [&, rank](const CheckpointEvent& event) {
+      EXPECT_TRUE(std::filesystem::is_regular_file(event.path)) << event.path;
+      checkpoints[rank].push_back(concat(event.step));
+      all[rank].push_back(concat("checkpoint ", event.step));
+    };
+  };
+  run_on_2(options, add, [&](int rank, const Json& run) {
+    EXPECT_EQ(run["train_loss"], loss[rank]);
+    EXPECT_EQ(run["val_accuracy"], accuracy[rank]);
+  });
+  std::vector<std::string> expected;
+  for (int step = 0; step < 21; ++step) {
+    expected.push_back(concat(step, " in epoch ", step / 7));
+    if (step % 7 == 6) expected.push_back(concat("epoch ", step / 7, " ends with ", step));
+  }
+  EXPECT_EQ(steps[0], expected);
+  EXPECT_EQ(samples[0], 150);
+  EXPECT_EQ(checkpoints[0], (std::vector<std::string>{"5", "10", "15", "20", "21"}));
+  EXPECT_EQ(all[0], all[1]) << "the ranks are not told between the same steps";
+}
+
+TEST(Callbacks, end_the_run_on_all_ranks_with_what_one_throws) {
+  std::array<int, 2> steps{};
+  const auto add = [&](Task& task, int rank, torch::nn::Module&) {
+    task.on_step = [&, rank](const StepEvent& event, torch::nn::Module&) {
+      ++steps[rank];
+      if (rank == 1 && event.step == 3) throw DataError({.what = "thrown on purpose"});
+    };
+  };
+  EXPECT_TRUE(contains(message_of<DataError>([&] { run_on_2(small_options(), add); }), "thrown on purpose"));
+  EXPECT_EQ(steps[1], 4);
+  EXPECT_LE(steps[0], 4);
+}
+
+TEST(Callbacks, hear_of_shards_by_their_index) {
+  const TempFolder folder;
+  TrainOptions options = small_options();
+  options.checkpoint_dir = folder.path();
+  options.checkpoint_shard_bytes = 40;
+  options.max_steps = 2;
+  std::string path;
+  Task task = dropout_task();
+  task.on_checkpoint = [&](const CheckpointEvent& event) { path = event.path; };
+  run_alone(options, points(), task);
+  EXPECT_EQ(path, folder.file("step-00000002.safetensors.index.json"));
+}
+
+TEST(Callbacks, stay_when_a_task_is_fitted_to_the_data) {
+  Task task = model_task("lenet");
+  task.on_step = [](const StepEvent&, torch::nn::Module&) {};
+  SampleShape sample = task.sample;
+  sample.classes = 5;
+  EXPECT_TRUE(fitted_as(task, sample).on_step);
+}
+
 // What each of 3 ranks does with a checkpoint that rank 0 has found.
 void share_checkpoint(bool visible, const std::function<void(SharedCheckpoint& file, int rank)>& use) {
   const TempFolder folder;
