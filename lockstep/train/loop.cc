@@ -107,6 +107,7 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
                       .next = "give the data one, such as ?val=0.1 (docs/data.md), or leave the option out"});
   if (world.rank() == 0 && !options.metrics.empty())  // after the keeper has looked for checkpoints of another run
     metrics_ = MetricsFile(options.metrics, options.resume);
+  if (world.rank() == 0 && !options.on_event.empty()) metrics_.pass_on_to(options.on_event);
   position_ = keeper_.begin();
   name_modules(named_parameters(strategy.model()));
 }

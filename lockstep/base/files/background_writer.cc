@@ -99,7 +99,7 @@ BackgroundWriter::~BackgroundWriter() {
 void BackgroundWriter::offer(std::string record) {
   const std::lock_guard lock(shared_->mutex);
   ++shared_->offered;
-  if (shared_->waiting + record.size() > shared_->options.most_waiting) return shared_->note("the disk is too slow");
+  if (shared_->waiting + record.size() > shared_->options.most_waiting) return shared_->note("it is too slow");
   shared_->waiting += record.size();
   shared_->records.push_back(std::move(record));
   if (shared_->is_urgent()) shared_->changed.notify_one();
@@ -115,7 +115,7 @@ std::int64_t BackgroundWriter::finish(std::chrono::milliseconds timeout) {
   shared_->finishing = true;
   shared_->changed.notify_one();
   if (!shared_->changed.wait_for(lock, timeout, [this] { return shared_->ended; })) {
-    shared_->note("the disk is too slow");
+    shared_->note("it is too slow");
     shared_->records.clear();
   }
   const std::int64_t dropped = shared_->offered - shared_->written;

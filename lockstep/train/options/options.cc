@@ -221,6 +221,7 @@ std::vector<Option> update_table(TrainOptions& o) {
 std::vector<Option> output_table(TrainOptions& o) {
   return {
       common(option("--metrics", o.metrics, kMayChange, "file for one JSON object per step, epoch and run")),
+      option("--on-event", o.on_event, kMayChange, "command that gets the lines of --metrics on its stdin"),
       option("--trace", o.trace, kMayChange, "file (.json) for a timeline of all ranks, for ui.perfetto.dev"),
       option("--trace-steps", o.trace_steps, kMayChange, "with --trace: steps to record, such as 100:120"),
       common(option("--checkpoint-dir", o.checkpoint_dir, kMayChange, "folder for checkpoints (safetensors)")),

@@ -86,6 +86,7 @@ struct TrainOptions {
   std::string command;            // that started the program, as a shell takes it; for the metrics, as the next is
   std::string launcher = "none";  // that started the ranks (agent/clusters/environment.h)
   std::string metrics;
+  std::string on_event;     // for sh; empty: none
   std::string trace;        // file
   std::string trace_steps;  // "100:120"; empty: all
   std::string checkpoint_dir;

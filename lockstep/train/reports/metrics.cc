@@ -32,7 +32,10 @@ MetricsFile::MetricsFile(const std::string& path, bool append) : path_(path) {
 }
 
 void MetricsFile::write(const Json& event) {
-  if (writer_) writer_->offer(event.dump() + '\n');
+  if (!writer_ && !command_) return;
+  const std::string line = event.dump() + '\n';
+  if (command_) command_->offer(line);
+  if (writer_) writer_->offer(line);
 }
 
 void MetricsFile::hand_over() {
@@ -43,7 +46,11 @@ void MetricsFile::hand_over() {
   if (took > kUsual) waited_ += took;
 }
 
-bool MetricsFile::finish() { return !writer_ || writer_->finish() == 0; }
+bool MetricsFile::finish() {
+  const bool is_whole = !writer_ || writer_->finish() == 0;
+  if (command_) command_->finish();
+  return is_whole;
+}
 
 void MetricsFile::require_written() {
   if (!finish())
