@@ -475,6 +475,29 @@ TEST(TrainingLoop, waits_for_a_slow_disk_a_tenth_of_a_second_in_all) {
   EXPECT_LT(waits, kRecords / 2);
 }
 
+TEST(EventCommand, delays_no_event_when_it_reads_none) {
+  ::testing::internal::CaptureStderr();
+  MetricsFile metrics;
+  metrics.pass_on_to("exec sleep 1");
+  const Stopwatch watch;
+  for (int i = 0; i < 100; ++i) metrics.write({{"event", std::string(100'000, 'x')}});
+  EXPECT_LT(watch.seconds(), 1);
+  EXPECT_TRUE(metrics.finish());
+  EXPECT_LT(watch.seconds(), 5);
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(contains(log, "the command of --on-event: it is too slow")) << log;
+  EXPECT_TRUE(contains(log, "100 of 100 records were dropped")) << log;
+}
+
+TEST(EventCommand, has_nothing_of_ours_but_stdout_and_stderr) {
+  const TempFolder folder;
+  const UniqueFd inherited(::open("/dev/null", O_RDONLY));  // without O_CLOEXEC
+  MetricsFile metrics;
+  metrics.pass_on_to(concat("exec ls /proc/self/fd > ", folder.file("open")));
+  metrics.finish();
+  EXPECT_EQ(read_file(folder / "open"), "0\n1\n2\n3\n");  // 3: of ls
+}
+
 TEST(TrainingLoop, appends_metrics_to_a_line_that_was_cut_off) {
   const TempFolder folder;
   TrainOptions options = small_options();

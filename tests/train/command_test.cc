@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Starts `lockstep train` and a user's program: what they print, how they end, and the errors for common mistakes.
 
+#include <signal.h>
+
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/files/file.h"
@@ -100,6 +102,45 @@ TEST_F(StartedRanks, leave_nothing_behind_under_mpirun) {
   const Ended ended = run(with_variables({{"XDG_RUNTIME_DIR", runtime.path()}}, mpirun + steps_into("mpi.jsonl")));
   EXPECT_EQ(ended.exit_code, 0) << ended.error;
   EXPECT_TRUE(std::filesystem::is_empty(runtime.path()));
+}
+
+TEST_F(StartedRanks, give_a_command_every_line_of_the_metrics) {
+  const std::string cat = concat("cat > ", folder.file("events"));
+  const Ended ended = run(steps_into("metrics.jsonl") + Words{"--ranks", "2", "--on-event", cat});
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_EQ(ended.error, "");
+  EXPECT_EQ(read_file(folder / "events"), read_file(folder / "metrics.jsonl"));
+  const Ended without = run(kTrain + Words{"--max-steps", "4", "--batch-size", "32", "--quiet", "--on-event", cat});
+  EXPECT_EQ(without.exit_code, 0) << without.error;
+  EXPECT_EQ(losses_in(folder / "events"), losses_of_one_rank());
+}
+
+TEST_F(StartedRanks, train_as_ever_beside_a_command_that_is_broken) {
+  const auto two_ranks = [&](const std::string& file) { return steps_into(file) + Words{"--ranks", "2"}; };
+  EXPECT_EQ(run(two_ranks("expected.jsonl")).exit_code, 0);
+  const std::map<std::string, std::string> broken = {
+      {concat("echo $$ > ", folder.file("pid"), "; exec sleep 1000"), "still runs 5"},
+      {"exit 3", "exited with code 3"},
+      {"no-such-command", "exited with code 127"}};
+  for (const auto& [command, warning] : broken) {
+    const Ended ended = run(two_ranks("metrics.jsonl") + Words{"--on-event", command});
+    EXPECT_EQ(ended.exit_code, 0) << ended.error;
+    EXPECT_TRUE(contains(ended.error, warning)) << ended.error;
+    EXPECT_EQ(losses_in(folder / "metrics.jsonl"), losses_in(folder / "expected.jsonl"));
+  }
+  const int pid = testing::pid_in(folder, "pid");
+  ASSERT_TRUE(pid > 0 && testing::is_running(pid));
+  ::kill(pid, SIGKILL);
+}
+
+TEST_F(StartedRanks, start_a_command_again_when_rank_0_is_replaced) {
+  const Words command = {"--ranks", "2", "--max-restarts", "1", "--on-event", concat("cat >> ", folder.file("events"))};
+  const Ended ended =
+      run(with_variables({{"LOCKSTEP_FAULT", "rank=0,step=2,phase=update"}}, steps_into("metrics.jsonl") + command));
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  const auto lines = metrics_in(folder / "events");
+  EXPECT_EQ(std::ranges::count_if(lines, [](const auto& line) { return line["event"] == "start"; }), 2);
+  EXPECT_EQ(lines.back()["event"], "run");
 }
 
 TEST(Train, prints_a_table_with_a_line_per_epoch) {
