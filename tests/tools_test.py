@@ -1,12 +1,18 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What `lockstep top` says about two made-up looks at a job, and how it lays out a job as text."""
+"""What `lockstep top` says about two made-up looks at a job, how it lays out a job as text, and what the examples of --on-event
+make of events."""
 
+import json
+import os
+import subprocess
 import sys
+import tempfile
 import unittest
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools/runs"))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools/runs"))
 
 import top  # noqa: E402
 from jobs import Job  # noqa: E402
@@ -391,6 +397,63 @@ class Text(unittest.TestCase):
             ("running", "validating", 0.2, None),
         )
         self.assertNotIn("server", rank)
+
+
+EVENTS = (
+    {"event": "start", "settings": {"lr": 0.1}},
+    {"event": "step", "epoch": 0, "step": 7, "loss": 0.5},
+    {"event": "epoch", "epoch": 0, "train_loss": 0.25, "val_loss": None},
+    {"event": "run"},
+)
+
+# A package that prints every call.
+RECORDER = """
+import json, sys
+
+class Recorder:
+    def __init__(self, name): self.name = name
+    def __getattr__(self, name): return Recorder(name)
+    def __enter__(self): return self
+    def __exit__(self, *error): pass
+    def __call__(self, *arguments, **named):
+        print(json.dumps([self.name, arguments, named]))
+        return self
+
+sys.modules[__name__] = Recorder(__name__)
+"""
+
+
+class OnEvent(unittest.TestCase):
+    def calls_of(self, package):
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, f"{package}.py").write_text(RECORDER)
+            command = [sys.executable, "-B", str(ROOT / f"examples/on_event_{package}.py")]
+            lines = "".join(json.dumps(event) + "\n" for event in EVENTS)
+            done = subprocess.run(command, input=lines, env={**os.environ, "PYTHONPATH": folder}, stdout=subprocess.PIPE,
+                                  text=True, timeout=60, check=True)
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def test_mlflow_gets_settings_and_curves(self):
+        self.assertEqual(
+            self.calls_of("mlflow"),
+            [
+                ["start_run", [], {}],
+                ["log_params", [{"lr": 0.1}], {}],
+                ["log_metrics", [{"step/loss": 0.5}], {"step": 7}],
+                ["log_metrics", [{"epoch/train_loss": 0.25}], {"step": 0}],
+            ],
+        )
+
+    def test_wandb_gets_settings_and_curves(self):
+        self.assertEqual(
+            self.calls_of("wandb"),
+            [
+                ["init", [], {"project": "lockstep"}],
+                ["update", [{"lr": 0.1}], {}],
+                ["log", [{"step/epoch": 0, "step/step": 7, "step/loss": 0.5}], {}],
+                ["log", [{"epoch/epoch": 0, "epoch/train_loss": 0.25}], {}],
+            ],
+        )
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ const plain = value => given(value) ? typeof value === "object" ? JSON.stringify
 
 // Options that are not the same in all runs; files that a run writes are always others.
 function differingSettings() {
-  const skipped = ["metrics", "trace", "checkpoint_dir"];
+  const skipped = ["metrics", "on_event", "trace", "checkpoint_dir"];
   const known = data.runs.filter(run => run.start?.settings);
   const names = [...new Set(known.flatMap(run => Object.keys(settings(run))))];
   const differing = names.filter(name => !skipped.includes(name) && new Set(known.map(run => plain(settings(run)[name]))).size > 1);
