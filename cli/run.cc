@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep run`: starts a program once per rank on this machine. Its options have torchrun's names.
 #include <signal.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -12,6 +13,7 @@
 #include "agent/meet/insecure_network.h"
 #include "agent/meet/job_secret.h"
 #include "agent/meet/machines.h"
+#include "agent/start/hosts.h"
 #include "agent/start/launcher.h"
 #include "cli/commands.h"
 #include "lockstep/base/command_line.h"
@@ -42,6 +44,9 @@ struct RunArguments {
   std::string on_hang = name_of(HangOptions().then);
   bool no_pin = false;
   bool insecure_network = false;
+  std::string hosts;
+  std::string exports;
+  bool is_called = false;
   int workers = 0;
   std::string trace;
   LaunchOptions launch;  // the rest
@@ -97,6 +102,18 @@ void add_meeting_options(CLI::App& app, RendezvousArguments& meeting) {
       ->check(CLI::Range(0.5, 3600.0));
   app.add_flag("--standalone", meeting.standalone, "one machine, whatever the options above say")
       ->envname("PET_STANDALONE");
+}
+
+// After the options that it replaces.
+void add_hosts_options(CLI::App& app, RunArguments& arguments) {
+  CLI::Option* const hosts = app.add_option(
+      "--hosts", arguments.hosts,
+      "start on these over ssh: NAME:RANKS,… or mpirun's hostfile; without RANKS as many as --nproc-per-node says");
+  for (const char* name : {"--nnodes", "--node-rank", "--master-addr", "--rdzv-backend", "--standalone"})
+    hosts->excludes(app.get_option(name));
+  app.add_option("--export", arguments.exports, "variables for --hosts beside LOCKSTEP_… and OMP_…, with commas")
+      ->needs(hosts);
+  app.add_flag("--called", arguments.is_called)->group("");  // by --hosts of another machine
 }
 
 void add_security_options(CLI::App& app, RunArguments& arguments) {
@@ -294,6 +311,31 @@ std::vector<std::string> command_of(const CLI::App& app) {
   return command;
 }
 
+// They meet at the first host, each job of this machine at another port.
+int launch_on_hosts(const CLI::App& app, const RunArguments& arguments) {
+  SshOptions options{
+      .hosts = read_hosts(arguments.hosts),
+      .version = "lockstep " LOCKSTEP_VERSION,
+      .command = {std::filesystem::read_symlink("/proc/self/exe"), "run", "--called", "--rdzv-backend=c10d"},
+      .program = command_of(app),
+      .exports = split(arguments.exports, ','),
+      .grace = in_milliseconds(arguments.grace_seconds),
+      .stop_code = arguments.launch.stop_code};
+  const std::string& first = options.hosts.front().name;
+  options.command.push_back(concat("--nnodes=", options.hosts.size()));
+  if (arguments.meeting.endpoint.empty())
+    options.command.push_back(
+        concat("--rdzv-endpoint=", first.substr(first.find('@') + 1), ":", 20000 + ::getpid() % 10000));
+  for (const CLI::Option* option : app.get_options())
+    for (const std::string& value : option->results())
+      if (const std::string& name = option->get_lnames().front();
+          name != "hosts" && name != "export" && name != "nproc-per-node")
+        options.command.push_back(concat("--", name, "=", value));
+  for (Host& host : options.hosts)
+    if (host.slots.empty()) host.slots = arguments.ranks;
+  return run_on_hosts(options);
+}
+
 // The ranks record (LOCKSTEP_TRACE); what they leave is put together here. Those of several machines need one folder.
 LaunchResult launch_traced(const LaunchOptions& options, const std::vector<std::string>& command, std::string file) {
   if (file.empty()) return launch(options, command);
@@ -326,16 +368,20 @@ void say_where_the_secret_is() {
 }  // namespace
 
 int run_command(int argc, char** argv) {
-  CLI::App app("Starts PROGRAM once per rank on this machine, and ends all ranks when one fails.", "lockstep run");
+  CLI::App app("Starts PROGRAM once per rank, here or on --hosts, and ends all ranks when one fails.", "lockstep run");
   app.formatter(std::make_shared<HelpFormatter>());
   app.prefix_command();
   app.option_defaults()->always_capture_default();
   RunArguments arguments;
   add_job_options(app, arguments);
   add_meeting_options(app, arguments.meeting);
+  add_hosts_options(app, arguments);
   add_rank_options(app, arguments);
   add_security_options(app, arguments);
   return parse_and_run(app, argc, argv, [&] {
+    if (!arguments.hosts.empty()) return launch_on_hosts(app, arguments);
+    std::optional<RemoteStart> start;
+    if (arguments.is_called) start.emplace();
     if (arguments.insecure_network) ::setenv("LOCKSTEP_INSECURE_NETWORK", "1", 1);
     const LaunchOptions options = launch_options(arguments);
     const PlaceInJob place = place_of(options);

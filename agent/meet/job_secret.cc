@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <pwd.h>
+#include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -15,7 +16,7 @@
 
 #include "agent/meet/insecure_network.h"
 #include "agent/meet/munge.h"
-#include "lockstep/base/files/unique_fd.h"
+#include "lockstep/base/files/write_all.h"
 #include "lockstep/base/hash.h"
 #include "lockstep/base/process/environment_switch.h"
 #include "lockstep/base/text.h"
@@ -160,6 +161,18 @@ Secret secret_in(const std::string& credential) {
 
 bool is_secret_told() {
   return std::getenv("LOCKSTEP_SECRET") != nullptr || std::getenv("LOCKSTEP_SECRET_FILE") != nullptr || has_munge();
+}
+
+std::string make_secret() { return digits_of(random_secret()); }
+
+UniqueFd tell_in_memory() {
+  const char* const digits = std::getenv("LOCKSTEP_SECRET");
+  UniqueFd file(::memfd_create("lockstep-secret", MFD_CLOEXEC));
+  if (!file || ::fchmod(file.get(), 0600) != 0 || !write_all(file.get(), digits == nullptr ? "" : digits))
+    throw system_error("keep", "the job's secret in memory");
+  ::unsetenv("LOCKSTEP_SECRET");
+  ::setenv("LOCKSTEP_SECRET_FILE", concat("/proc/", ::getpid(), "/fd/", file.get()).c_str(), 1);
+  return file;
 }
 
 }  // namespace lockstep

@@ -23,6 +23,8 @@
 #include <optional>
 #include <string>
 
+#include "lockstep/base/files/unique_fd.h"
+
 namespace lockstep {
 
 using Secret = std::array<unsigned char, 32>;
@@ -68,6 +70,12 @@ Secret secret_in(const std::string& credential);
 
 // Tells whether a job here has a secret without a file in the home: by a variable, or by munge.
 bool is_secret_told();
+
+// A new secret's digits.
+std::string make_secret();
+
+// Makes LOCKSTEP_SECRET a LOCKSTEP_SECRET_FILE in memory, while the result lives: ps would show it among a child's variables.
+UniqueFd tell_in_memory();
 
 // A line for a shell that makes a secret, and prints the line that tells it to another machine.
 inline constexpr const char* kLineThatMakesASecret =

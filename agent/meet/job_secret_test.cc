@@ -2,6 +2,8 @@
 #include "agent/meet/job_secret.h"
 
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstdlib>
 
@@ -63,6 +65,23 @@ TEST_F(JobsSecret, in_a_file_that_only_this_user_can_read) {
   ::setenv("LOCKSTEP_SECRET_FILE", home.file("none").c_str(), 1);
   EXPECT_TRUE(contains(error(), "can't read LOCKSTEP_SECRET_FILE: No such file"));
   EXPECT_TRUE(contains(error(), "openssl rand -hex 32"));
+}
+
+TEST_F(JobsSecret, in_memory_that_children_can_read_and_no_environment_shows) {
+  const std::string digits = make_secret();
+  EXPECT_NE(digits, make_secret());
+  ::setenv("LOCKSTEP_SECRET", digits.c_str(), 1);
+  const UniqueFd memory = tell_in_memory();
+  EXPECT_EQ(std::getenv("LOCKSTEP_SECRET"), nullptr);
+  const auto secret = JobSecret("a job", false).find();
+  ASSERT_TRUE(secret);
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(JobSecret("a job", false).find() == secret ? 0 : 1);
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  ::setenv("LOCKSTEP_SECRET", digits.c_str(), 1);
+  EXPECT_EQ(JobSecret("a job", false).find(), secret);
 }
 
 TEST_F(JobsSecret, in_the_home_where_rank_0_puts_one_for_each_job) {

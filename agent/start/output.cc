@@ -163,7 +163,10 @@ void RankStream::close() {
 }
 
 void RankStream::pass_on(std::string_view line) {
-  if (!prefix_.empty()) sink_->add_line(prefix_, line);
+  if (is_launcher_ && line.starts_with("[rank "))
+    sink_->add_line(prefix_.substr(0, prefix_.size() - 2) + " ", line.substr(1));
+  else if (!prefix_.empty())
+    sink_->add_line(prefix_, line);
   keep_last(last_lines_, line);
 }
 

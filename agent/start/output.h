@@ -59,10 +59,12 @@ class Sink {
   std::string tail_;  // what comes after the file
 };
 
-// The reading end of one stream of one rank. Without a prefix its bytes are passed on as they come, not line by line.
+// The reading end of one stream of one rank. Without a prefix its bytes are passed on as they come, not line by line. A launcher on
+// host n1 prefixes already: "[n1] " makes "[n1 rank 2] " of its "[rank 2] ".
 class RankStream {
  public:
-  RankStream(std::string prefix, Sink& sink) : prefix_(std::move(prefix)), sink_(&sink) {}
+  RankStream(std::string prefix, Sink& sink, bool is_launcher = false)
+      : prefix_(std::move(prefix)), sink_(&sink), is_launcher_(is_launcher) {}
 
   UniqueFd open();  // returns the end to write to; throws SystemError
   int fd() const { return pipe_.get(); }
@@ -79,6 +81,7 @@ class RankStream {
   UniqueFd pipe_;
   std::string prefix_;
   Sink* sink_;
+  bool is_launcher_;
   LineSplitter lines_;
   std::deque<std::string> last_lines_;
 };

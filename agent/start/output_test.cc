@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <poll.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <termios.h>
 
@@ -44,6 +45,21 @@ TEST(LineSplitter, bounds_the_length_of_a_line) {
   EXPECT_EQ(lines_of({longest + "\nend\n"}), (Lines{longest, "end"}));
   EXPECT_EQ(lines_of({longest, "\nend\n"}), (Lines{longest, "end"}));
   EXPECT_EQ(lines_of({longest + longest + "y\nend\n"}), (Lines{longest, longest, "y", "end"}));
+}
+
+TEST(RankStream, puts_the_host_into_a_launchers_prefix) {
+  const UniqueFd file(::memfd_create("output", MFD_CLOEXEC));
+  Sink sink(file.get());
+  RankStream launcher("[n1] ", sink, /*is_launcher=*/true), rank("[rank 0] ", sink);
+  for (RankStream* stream : {&launcher, &rank}) {
+    const UniqueFd writer = stream->open();
+    ASSERT_EQ(::write(writer.get(), "[rank 3] a\nb", 12), 12);
+    stream->drain();
+  }
+  sink.flush();
+  std::array<char, 128> text{};
+  ASSERT_GT(::pread(file.get(), text.data(), text.size() - 1, 0), 0);
+  EXPECT_STREQ(text.data(), "[n1 rank 3] a\n[n1] b\n[rank 0] [rank 3] a\n[rank 0] b\n");
 }
 
 TEST(RankStream, keeps_the_last_lines) {

@@ -39,7 +39,7 @@ void set_up(const ProcessOptions& options, pid_t parent) {
   const UniqueFd nothing(::open("/dev/null", O_RDONLY | O_CLOEXEC));
   if (!nothing) throw system_error("open", "/dev/null");
   const bool to_terminal = ::isatty(STDOUT_FILENO) != 0;
-  redirect(nothing.get(), STDIN_FILENO);
+  redirect(options.input_fd >= 0 ? options.input_fd : nothing.get(), STDIN_FILENO);
   redirect(options.output_fd, STDOUT_FILENO);
   redirect(options.error_fd, STDERR_FILENO);
   if (to_terminal && options.body) std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a line is shown when it is printed

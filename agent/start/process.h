@@ -26,6 +26,7 @@ struct ProcessOptions {
   std::function<int()> body;                                   // runs instead of a command; its result is the exit code
   std::vector<std::pair<std::string, std::string>> variables;  // set in the child's environment
   CoreSet cores;                                               // empty: those of the parent
+  int input_fd = -1;                                           // becomes its stdin; -1: /dev/null
   int output_fd = -1;                                          // becomes its stdout; -1: the parent's
   int error_fd = -1;                                           // becomes its stderr; -1: the parent's
   sigset_t signal_mask{};                                      // what it starts with
@@ -44,7 +45,7 @@ std::string how_it_ended(const ExitStatus& end);  // "exited with code 2"
 
 class Process {
  public:
-  // Returns once the program or body is about to run. stdin is /dev/null. Throws SystemError: no such program, a core
+  // Returns once the program or body is about to run. Throws SystemError: no such program, a core
   // that may not be used, no processes left, not begun within start_timeout; then nothing is left behind, but for a
   // process inside a disk call that can't be killed.
   explicit Process(const ProcessOptions& options);
