@@ -54,7 +54,7 @@ demo_packages=(
 )
 wheel_packages=(python3-dev python3-venv dpkg-dev)
 test_packages=(libgtest-dev procps sudo gdb)
-check_packages=(openmpi-bin libopenmpi-dev mpich spin strace iproute2 slurmctld slurmd slurm-client munge etcd-server libcurl4 openssl tmux)
+check_packages=(openmpi-bin libopenmpi-dev mpich spin strace iproute2 slurmctld slurmd slurm-client munge etcd-server libcurl4 openssl openssh-client openssh-server tmux)
 docs_packages=(doxygen chromium chromium-driver python3 python3-pip)
 bench_packages=(libmpich-dev)
 originals_packages=(libgfortran5 libopenblas0 libquadmath0)
