@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `lockstep run`: starts a program once per rank on this machine. Its options have torchrun's names.
+// `lockstep run`: starts a program once per rank, here or on several hosts. Its options have torchrun's names.
 #include <signal.h>
 #include <unistd.h>
 

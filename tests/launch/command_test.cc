@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/files/unique_fd.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
@@ -215,6 +216,71 @@ TEST(LockstepRun, machines_that_meet_number_themselves) {
   EXPECT_TRUE(contains(output, "WORLD_SIZE=5 MASTER_PORT=")) << output;
 }
 
+// Two hosts that are this one: a shell in place of ssh. tests/hosts/ssh_test.sh has real ones.
+struct LockstepRunHosts : ::testing::Test {
+  LockstepRunHosts() {
+    write_file(folder.file("ssh"), "while [ $1 = -o ]; do shift 2; done\nshift\nexec sh -c \"$*\"\n");
+  }
+  Words command(const Words& program) const {
+    Words words = {"env",
+                   "LOCKSTEP_SSH=sh " + folder.file("ssh"),
+                   "VALUE=it's 1",
+                   LOCKSTEP_COMMAND,
+                   "run",
+                   "--hosts",
+                   "127.0.0.1:2,localhost",
+                   "--export",
+                   "VALUE",
+                   "--rdzv-endpoint",
+                   concat("127.0.0.1:", port.number()),
+                   "--"};
+    words.insert(words.end(), program.begin(), program.end());
+    return words;
+  }
+  TempFolder folder;
+  ReservedPort port;
+};
+
+TEST_F(LockstepRunHosts, starts_ranks_on_all) {
+  const Ended ended = run(command({RANK_PROBE, "variables", "WORLD_SIZE", "VALUE", "LOCKSTEP_SECRET"}));
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  const Words lines = split(ended.output, '\n');
+  EXPECT_EQ(lines.size(), 4) << ended.output;
+  const auto count = [&lines](const std::string& start) {
+    return std::ranges::count_if(lines, [&start](const std::string& line) {
+      return line.starts_with(start) && contains(line, "] WORLD_SIZE=3 VALUE=it's 1 LOCKSTEP_SECRET=(not set) ");
+    });
+  };
+  EXPECT_EQ(count("[127.0.0.1 rank "), 2) << ended.output;
+  EXPECT_EQ(count("[localhost rank "), 1) << ended.output;
+}
+
+TEST_F(LockstepRunHosts, exits_with_the_code_of_the_one_that_fails_and_names_it) {
+  const Ended ended = run(command({"sh", "-c", "[ $LOCAL_WORLD_SIZE = 2 ] && exit 7; sleep 1000"}));
+  EXPECT_EQ(ended.exit_code, 7);
+  EXPECT_TRUE(contains(ended.error, "\nlockstep: host 127.0.0.1 exited with code 7\n")) << ended.error;
+}
+
+TEST_F(LockstepRunHosts, ends_all_when_it_is_interrupted_or_killed) {
+  for (const int signal : {SIGINT, SIGTERM, SIGKILL}) {
+    const TempFolder ranks;
+    Child launcher(command({RANK_PROBE, "hang", ranks.path()}));
+    const auto pids = pids_of_ranks(ranks, 3);
+    launcher.signal(signal);
+    EXPECT_EQ(launcher.wait(), 128 + signal);
+    for (const int pid : pids) EXPECT_TRUE(pid > 0 && wait_until([pid] { return !is_running(pid); })) << pid;
+  }
+}
+
+TEST_F(LockstepRunHosts, names_those_that_do_not_answer) {
+  write_file(folder.file("ssh"), "exit 3\n");
+  const Ended ended = run(command({"touch", folder.file("started")}));
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(contains(ended.error, "    127.0.0.1: exited with code 3\n    localhost: exited with code 3"))
+      << ended.error;
+  EXPECT_FALSE(folder.has("started"));
+}
+
 TEST(LockstepRun, reads_torchruns_variables) {
   const ReservedPort port;
   const Words probe = {LOCKSTEP_COMMAND, "run",        RANK_PROBE,    "variables",
@@ -301,6 +367,9 @@ TEST(LockstepRun, wrong_options_exit_with_2) {
            {"--nnodes", "2", "--rdzv-backend", "c10d", "true"},
            {"--nnodes", "2", "--rdzv-backend", "etcd", "true"},
            {"--nnodes", "2", "--rdzv-endpoint", "gpu-a:port", "true"},
+           {"--hosts", "gpu-a:0", "true"},
+           {"--hosts", "gpu-a", "--nnodes", "2", "true"},
+           {"--export", "PATH", "true"},
            {}}) {
     Words command = {LOCKSTEP_COMMAND, "run"};
     command.insert(command.end(), options.begin(), options.end());
