@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A prototype, no part of lockstep: an MLP's weights are updated where their gradient is made. docs/design/update-in-backward.md has
-// what it measured.
+// A prototype, no part of lockstep: an MLP's weights are updated where their gradient is made. docs/design/fused-step.md
+// has what it measured.
 //
 //   update_in_backward [rounds] [rows of a tile]
 //
@@ -61,7 +61,8 @@ class OneProcess {
     const Tensor loss = torch::cross_entropy_loss(x, target);
     loss.backward();
     std::vector<Tensor> parameters, gradients, momenta;
-    for (auto [values, buffers] : {std::pair(&model_.weights, &model_.weight_momenta), std::pair(&model_.biases, &model_.bias_momenta)})
+    for (auto [values, buffers] :
+         {std::pair(&model_.weights, &model_.weight_momenta), std::pair(&model_.biases, &model_.bias_momenta)})
       for (std::size_t i = 0; i < values->size(); ++i) {
         parameters.push_back((*values)[i]);
         gradients.push_back((*values)[i].grad());
@@ -107,7 +108,8 @@ class Tiles {
     gradient.div_(kBatch);
     for (std::size_t i = model_.weights.size(); i-- > 0;) {
       const Tensor bias = gradient.sum(0);
-      update(model_.biases[i].data_ptr<float>(), model_.bias_momenta[i].data_ptr<float>(), bias.data_ptr<float>(), bias.numel());
+      update(model_.biases[i].data_ptr<float>(), model_.bias_momenta[i].data_ptr<float>(), bias.data_ptr<float>(),
+             bias.numel());
       Tensor before = layer(i, inputs[i], gradient);
       if (i > 0) gradient = before.mul_(inputs[i] > 0);
     }
@@ -198,7 +200,8 @@ int main(int argc, char** argv) {
   const Tensor data = torch::randn({kBatch, kWidths.front()}), target = torch::randint(0, kWidths.back(), {kBatch});
   std::int64_t bytes = 0;
   for (std::size_t i = 1; i < kWidths.size(); ++i) bytes += 4 * kWidths[i] * kWidths[i - 1];
-  std::printf("%d threads; triad %.1f GB/s, sgemm %.0f GFLOP/s; K = %.1f MB\n", at::get_num_threads(), triad(), gflops(), bytes / 1e6);
+  std::printf("%d threads; triad %.1f GB/s, sgemm %.0f GFLOP/s; K = %.1f MB\n", at::get_num_threads(), triad(),
+              gflops(), bytes / 1e6);
   OneProcess one;
   Tiles tiles(rows);
   std::vector<double> ratios;

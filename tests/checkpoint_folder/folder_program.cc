@@ -80,7 +80,7 @@ class Program {
 
  private:
   void save(std::int64_t step, const TensorFile& file, bool in_shards) {
-    if (in_shards) return folder_->save(step, file);
+    if (in_shards) return static_cast<void>(folder_->save(step, file));
     FileImage image;
     image.copy({file});
     folder_->save(step, image);
