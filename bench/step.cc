@@ -322,7 +322,6 @@ Json to_json(const std::vector<Compared>& all, const StepRun& run, int turns) {
     model = {{"lockstep", each.ours.medians()},
              {"pytorch", each.theirs.medians()},
              {"ranges", {{"lockstep", each.ours.ranges()}, {"pytorch", each.theirs.ranges()}}}};
-    if (each.one_process() > 0) model["one_process"] = each.one_process();
     if (each.best_alternative() > 0) model["speed_up_over_best"] = each.best_alternative() / each.best();
   }
   return json;

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 from docs_test import Browser  # noqa: E402
 
-STEP_TIMES = [ROOT / "bench/results" / name for name in ("step.json", "step-images.json")]
+STEP_TIMES = [ROOT / "bench/results/step.json"]
 CHARTS = {  # of the section Comparison
     "strategies": ["speed-up over one device", "best val. accuracy"],
     "scaling": ["speed-up over one device", "memory"],
