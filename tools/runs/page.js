@@ -318,7 +318,7 @@ function alone(model, keepsMemory) {
   return names.length ? Math.min(...names.map(name => model.pytorch[name])) : null;
 }
 const PEERS = [["lockstep", model => model.lockstep.step], ["lockstep, one process", model => model.lockstep.one_process],
-  ["DDP, no exchange", model => model.pytorch?.no_sync], ["DDP over Gloo", model => model.pytorch?.ddp],
+  ["DDP over Gloo", model => model.pytorch?.ddp],
   ["one process", model => alone(model, false)], ["one process, keeping memory", model => alone(model, true)]];
 
 function benchmarks() {
@@ -331,7 +331,7 @@ function benchmarks() {
     return { label, hue, data: values.map((model, i) => given(seconds[i]) ? seconds[i] / base(model) : null), texts: seconds.map(duration), skipNull: true };
   }).filter(set => set.data.some(given));
   chart(grid(section("Benchmark", `lockstep bench step, beside PyTorch. ${machines.join("; ")}.`)), "Time of a training step", "bar", sets,
-    axis(`${sets.length > 1 ? "DDP over Gloo" : "lockstep"} = 1`, number, { beginAtZero: true, grace: "12%" }), axis(""), { labels: Object.keys(models), indexAxis: "y", height: 90 + 60 * values.length });
+    axis(`${sets.length > 1 ? "DDP over Gloo" : "lockstep"} = 1`, number, { beginAtZero: true, grace: "12%" }), axis(""), { labels: Object.keys(models), indexAxis: "y", height: 90 + 20 * sets.length * values.length });
 }
 
 // ---- Curves
