@@ -62,15 +62,24 @@ std::string name_of_class(const DataFacts& facts, std::int64_t i) {
   return facts.classes.empty() ? concat(i) : facts.classes[to_size(i)];
 }
 
+// "-": no sample was taken for the class, or it has none.
+std::string share(const torch::Tensor& part, const torch::Tensor& whole) {
+  const double all = whole.item<double>();
+  return all == 0 ? "-" : concat(std::fixed, std::setprecision(4), part.item<double>() / all);
+}
+
 // Samples, precision and recall of each class.
 std::string class_table(const torch::Tensor& matrix, const DataFacts& facts) {
-  std::string table = concat("  ", std::left, std::setw(24), "class", std::right, std::setw(10), "samples",
-                             std::setw(12), "precision", std::setw(10), "recall", '\n');
+  const auto row = [](const std::string& name, const auto& samples, const std::string& precision,
+                      const std::string& recall) {
+    return concat("  ", std::left, std::setw(24), name, std::right, std::setw(10), samples, std::setw(12), precision,
+                  std::setw(10), recall, '\n');
+  };
+  std::string table = row("class", "samples", "precision", "recall");
   const torch::Tensor samples = matrix.sum(1), taken = matrix.sum(0), right = matrix.diag();
   for (std::int64_t i = 0; i < matrix.size(0); ++i)
-    table += concat("  ", std::left, std::setw(24), name_of_class(facts, i), std::right, std::setw(10),
-                    samples[i].item<double>(), std::fixed, std::setprecision(4), std::setw(12),
-                    (right[i] / taken[i]).item<double>(), std::setw(10), (right[i] / samples[i]).item<double>(), '\n');
+    table +=
+        row(name_of_class(facts, i), samples[i].item<double>(), share(right[i], taken[i]), share(right[i], samples[i]));
   return table;
 }
 
