@@ -26,7 +26,7 @@ from sklearn.neural_network import {model}
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 train, test = pandas.read_csv("train.csv"), pandas.read_csv("test.csv")
-net = {model}((512, 512), early_stopping=True, validation_fraction=0.2, random_state=1)
+net = {model}(hidden_layer_sizes=(512, 512), early_stopping=True, validation_fraction=0.2, random_state=1)
 model = make_pipeline(StandardScaler(), net).fit(train.drop(columns="target"), train["target"])
 print(model.score(test.drop(columns="target"), test["target"]))
 """
@@ -35,7 +35,7 @@ PYTORCH = """
 import copy, pandas, torch
 from torch import nn
 train, test = pandas.read_csv("train.csv"), pandas.read_csv("test.csv")
-names = sorted(train["target"].unique()) if train["target"].dtype == object else None
+names = None if pandas.api.types.is_numeric_dtype(train["target"]) else sorted(train["target"].unique())
 def tensors(table):
     x = torch.tensor(table.drop(columns="target").values, dtype=torch.float32)
     y = table["target"].map(names.index).values if names else table["target"].values
