@@ -90,7 +90,7 @@ class Dataset {
   virtual std::shared_ptr<const SampleOrder> shuffled_order() const { return nullptr; }
 };
 
-// What training takes from its data, and other data has to follow: a checkpoint keeps it.
+// Facts about the data of a training, which other data has to follow. A checkpoint keeps them.
 struct DataFacts {
   std::vector<std::string>
       classes{};  // their names, in the order of their numbers; empty: numbers are all that is known

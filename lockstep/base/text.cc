@@ -19,6 +19,14 @@ std::vector<std::string> split(std::string_view text, char separator) {
   }
 }
 
+std::string for_shell(const std::string& word) {
+  constexpr const char* kPlain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./=:,+@%";
+  if (!word.empty() && word.find_first_not_of(kPlain) == std::string::npos) return word;
+  std::string quotes = "'";
+  for (const char letter : word) quotes += letter == '\'' ? std::string(R"('\'')") : std::string(1, letter);
+  return quotes + "'";
+}
+
 std::string first_line_of(const std::exception& error) { return split(error.what(), '\n').front(); }
 
 std::string what_of(const std::exception& error) {

@@ -47,6 +47,8 @@ inline std::string human_seconds(std::chrono::nanoseconds time) {
 }
 std::string with_thousands(std::int64_t value);  // 60000 -> "60,000"
 
+std::string for_shell(const std::string& word);  // with single quotes where it needs them
+
 std::string first_line_of(const std::exception& error);
 std::string what_of(const std::exception& error);  // of an Error its `what` alone
 

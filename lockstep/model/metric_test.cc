@@ -6,7 +6,7 @@
 namespace lockstep {
 namespace {
 
-// Of two batches, as evaluate() computes it.
+// Computes a figure of two batches, as evaluate() does.
 torch::Tensor figure_of(const Metric& metric, const torch::Tensor& output, const torch::Tensor& target) {
   torch::Tensor sum = torch::zeros(metric.sizes, torch::kFloat64);
   for (const auto& [begin, end] : {std::pair(0, 2), std::pair(2, static_cast<int>(output.size(0)))})

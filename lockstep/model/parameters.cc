@@ -67,11 +67,13 @@ std::vector<torch::Tensor> tensors_of(const std::vector<NamedTensor>& named) {
   return tensors;
 }
 
-std::vector<torch::Tensor> tensors_of(const torch::nn::Module& model) {
-  std::vector<torch::Tensor> tensors = tensors_of(named_parameters(model));
-  for (const auto& [name, tensor] : named_buffers(model)) tensors.push_back(tensor);
+std::vector<NamedTensor> named_tensors(const torch::nn::Module& model) {
+  std::vector<NamedTensor> tensors = named_parameters(model);
+  std::ranges::move(named_buffers(model), std::back_inserter(tensors));
   return tensors;
 }
+
+std::vector<torch::Tensor> tensors_of(const torch::nn::Module& model) { return tensors_of(named_tensors(model)); }
 
 std::set<std::string> sparse_parameters(const torch::nn::Module& model) {
   std::unordered_set<const void*> sparse;

@@ -21,6 +21,7 @@ namespace lockstep {
 // The tensors in the module's order; one that has two names comes once, under its first.
 std::vector<NamedTensor> named_parameters(const torch::nn::Module& model);
 std::vector<NamedTensor> named_buffers(const torch::nn::Module& model);
+std::vector<NamedTensor> named_tensors(const torch::nn::Module& model);  // the parameters, then the buffers
 
 // Those that require gradients.
 std::vector<NamedTensor> trainable(std::vector<NamedTensor> parameters);

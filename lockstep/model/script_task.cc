@@ -6,7 +6,7 @@
 
 namespace lockstep {
 
-// Which loss it is, the targets say.
+// Takes the loss that the targets ask for.
 Task script_task(const std::string& file) {
   Task task;
   task.make_model = [file] { return ScriptModule(file).ptr(); };

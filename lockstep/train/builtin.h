@@ -28,7 +28,7 @@ Task fitted_as(const Task& task, const SampleShape& sample);
 // The task with a loss that names the sample at which it fails: where a target is no class of the model, it throws DataError.
 Task with_named_targets(Task task);
 
-// What a checkpoint says of its model, so that others can be made and given data.
+// A checkpoint says this of its model, so that others can be made and given data.
 struct Fit {
   SampleShape sample;
   DataFacts data;

@@ -182,7 +182,6 @@ int train_rank(TrainOptions options, const Program& program) {
   if (!options.weights.empty()) task = with_weights(std::move(task), options.weights);
   if (!options.freeze.empty()) task = with_frozen(std::move(task), options.freeze);
   options.fit = to_text({.sample = task.sample, .data = datasets.facts});
-  options.class_names = datasets.facts.classes;
   return recover([&] { return train_generation(options, program, task, datasets); });
 }
 

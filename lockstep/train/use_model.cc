@@ -123,7 +123,7 @@ void evaluate_model(const World& world, const TrainOptions& options, const Task&
   metrics.require_written();
 }
 
-// Where a rank has no samples of a batch: no outputs, but in the right shape.
+// Returns no outputs, but in the right shape, where a rank has no samples of a batch.
 torch::Tensor outputs_of(const Task& task, torch::nn::Module& model, const torch::Tensor& data) {
   if (data.size(0) > 0) return task.forward(model, data).contiguous();
   std::vector<std::int64_t> one = data.sizes().vec();

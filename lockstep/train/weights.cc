@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/train/weights.h"
 
-#include <iterator>
 #include <memory>
 #include <optional>
 #include <regex>
@@ -74,8 +73,7 @@ Task with_weights(Task task, const std::string& file) {
   task.make_model = [make = std::move(task.make_model), reader, file,
                      says = std::make_shared<bool>(read_job_environment().rank == 0)] {
     ModulePtr model = make();
-    std::vector<NamedTensor> tensors = named_parameters(*model);
-    std::ranges::move(named_buffers(*model), std::back_inserter(tensors));
+    const auto tensors = named_tensors(*model);
     const auto left = load(*reader, tensors);
     if (left.size() == tensors.size() || std::exchange(*says, false)) report(file, tensors.size(), left);
     return model;

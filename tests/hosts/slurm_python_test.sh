@@ -5,13 +5,9 @@
 #
 #   slurm_python_test.sh PYTHON     one that has lockstep
 set -euo pipefail
-if [ -z "${IN_OWN_NAMESPACES:-}" ]; then
-  export IN_OWN_NAMESPACES=1
-  [ "$(id -u)" -eq 0 ] || exec sudo -n --preserve-env "$0" "$@"
-  exec unshare --net --mount --uts --pid --fork --kill-child --mount-proc "$0" "$@"
-fi
 here=$(realpath "$(dirname "$0")")
 source "$here/hosts.sh"
+as_root_in_own_namespaces "$0" "$@"
 source "$here/slurm.sh"
 make_hosts n1 n2
 start_slurm "$work/slurm" n1 n2

@@ -7,14 +7,10 @@
 #
 #   slurm_test.sh LOCKSTEP
 set -euo pipefail
-if [ -z "${IN_OWN_NAMESPACES:-}" ]; then
-  export IN_OWN_NAMESPACES=1
-  [ "$(id -u)" -eq 0 ] || exec sudo -n --preserve-env "$0" "$@"
-  exec unshare --net --mount --uts --pid --fork --kill-child --mount-proc "$0" "$@"
-fi
 lockstep=$(realpath "$1")
 repository=$(realpath "$(dirname "$0")/../..")
 source "$(dirname "$0")/hosts.sh"
+as_root_in_own_namespaces "$0" "$@"
 source "$(dirname "$0")/slurm.sh"
 make_hosts n1 n2 n3
 start_slurm "$work/slurm" n1 n2 n3

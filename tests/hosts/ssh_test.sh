@@ -6,13 +6,9 @@
 #
 #   ssh_test.sh LOCKSTEP
 set -euo pipefail
-if [ -z "${IN_OWN_NAMESPACES:-}" ]; then
-  export IN_OWN_NAMESPACES=1
-  [ "$(id -u)" -eq 0 ] || exec sudo -n --preserve-env "$0" "$@"
-  exec unshare --net --mount --uts --pid --fork --kill-child --mount-proc "$0" "$@"
-fi
-lockstep=$1
 source "$(dirname "$0")/hosts.sh"
+as_root_in_own_namespaces "$0" "$@"
+lockstep=$1
 [ -x /usr/sbin/sshd ] || fail "no sshd: tools/setup.sh check installs it"
 make_hosts n1 n2 n3
 mkdir -m 0755 /run/sshd  # of its children without privileges

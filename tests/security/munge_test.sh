@@ -6,14 +6,10 @@
 #
 #   munge_test.sh LOCKSTEP
 set -euo pipefail
-if [ -z "${IN_OWN_NAMESPACES:-}" ]; then
-  export IN_OWN_NAMESPACES=1
-  [ "$(id -u)" -eq 0 ] || exec sudo -n --preserve-env "$0" "$@"
-  exec unshare --net --mount --uts --pid --fork --kill-child --mount-proc "$0" "$@"
-fi
-lockstep=$1
 here=$(dirname "$0")
 source "$here/../hosts/hosts.sh"
+as_root_in_own_namespaces "$0" "$@"
+lockstep=$1
 make_hosts n1 n2 stranger
 port=29500
 meeting=(--nnodes 2 --nproc-per-node 1)

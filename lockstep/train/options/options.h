@@ -58,7 +58,7 @@ struct StopPlan {
 };
 StopPlan stop_plan(const PreemptionOptions& options);  // throws UsageError
 
-// What a program does with a model.
+// Says what a program does with a model.
 enum class Use { kTrain, kEval, kPredict };
 
 struct TrainOptions {
@@ -93,11 +93,10 @@ struct TrainOptions {
   std::int64_t checkpoint_every = 0;                    // steps; 0: at the end of each epoch
   std::int64_t checkpoint_shard_bytes = 5'000'000'000;  // a checkpoint above this becomes several files
   bool resume = false;
-  std::int64_t from_step = 0;              // with resume: go back to the checkpoint of this step; 0: the newest
-  std::string fit;                         // for checkpoints: what to_text() of train/builtin.h says
-  std::vector<std::string> class_names{};  // of the data, for the metrics
-  bool keep_best = false;                  // also the checkpoint of the epoch with the lowest validation loss
-  std::int64_t patience = 0;               // epochs without a lower one after which training ends; 0: all epochs
+  std::int64_t from_step = 0;  // with resume: go back to the checkpoint of this step; 0: the newest
+  std::string fit;             // for checkpoints: what to_text() of train/builtin.h says
+  bool keep_best = false;      // also the checkpoint of the epoch with the lowest validation loss
+  std::int64_t patience = 0;   // epochs without a lower one after which training ends; 0: all epochs
   PreemptionOptions preemption;
   int max_restarts = 0;  // of ranks that fail, where ranks are started here
   int min_ranks = 0;     // go on with so many, with no restart left; 0: with all or none

@@ -25,7 +25,7 @@ struct Position {
   double epoch_loss = 0;  // sum over samples
   std::int64_t epoch_samples = 0;
   double epoch_seconds = 0;
-  // Of the epoch with the lowest validation loss; -1: none yet.
+  // The epoch with the lowest validation loss; -1: there is none yet.
   std::int64_t best_epoch = -1;
   std::int64_t best_step = -1;  // its checkpoint, which is kept; -1: it is not
   double best_loss = 0;

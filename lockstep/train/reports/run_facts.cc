@@ -9,6 +9,7 @@
 #include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/process/host_name.h"
 #include "lockstep/base/text.h"
+#include "lockstep/train/builtin.h"
 
 namespace lockstep {
 namespace {
@@ -21,14 +22,6 @@ Json machine() {
 }
 
 }  // namespace
-
-std::string for_shell(const std::string& word) {
-  constexpr const char* kPlain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./=:,+@%";
-  if (!word.empty() && word.find_first_not_of(kPlain) == std::string::npos) return word;
-  std::string quotes = "'";
-  for (const char letter : word) quotes += letter == '\'' ? std::string(R"('\'')") : std::string(1, letter);
-  return quotes + "'";
-}
 
 std::string command_of(int argc, const char* const* argv) {
   std::string program = argv[0];
@@ -47,7 +40,8 @@ Json start_event(const TrainOptions& options, std::int64_t step) {
                 {"launcher", options.launcher},
                 {"machine", machine()},
                 {"settings", all_settings(options)}};
-  if (!options.class_names.empty()) event["classes"] = options.class_names;
+  if (!options.fit.empty())
+    if (const auto classes = fit_of(options.fit).data.classes; !classes.empty()) event["classes"] = classes;
   return event;
 }
 

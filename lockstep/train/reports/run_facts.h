@@ -17,8 +17,6 @@ namespace lockstep {
 
 inline constexpr int kMetricsFormat = 1;  // raised when a reader of the old one would misunderstand the new one
 
-std::string for_shell(const std::string& word);  // with single quotes where it needs them
-
 // The arguments as a shell takes them: `program --data "a b"` with single quotes where they are needed.
 std::string command_of(int argc, const char* const* argv);
 

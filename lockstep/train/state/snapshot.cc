@@ -37,12 +37,6 @@ constexpr int kTag = 0;  // no other messages are under way between two steps
 
 using TensorsByName = std::map<std::string, torch::Tensor>;
 
-std::vector<NamedTensor> parameters_and_buffers(Strategy& strategy) {
-  std::vector<NamedTensor> tensors = named_parameters(strategy.model());
-  std::ranges::move(named_buffers(strategy.model()), std::back_inserter(tensors));
-  return tensors;
-}
-
 // A value that is null on either side belongs to an option that the chosen optimizer does not have.
 void require_same_fingerprint(const Json& saved, const TrainOptions& options) {
   const Json now = resume_fingerprint(options);
@@ -122,7 +116,7 @@ TensorsByName places_of(Strategy& strategy, const std::vector<NamedTensor>& of_m
 
 // Model, optimizer and strategy, as far as this rank holds them.
 TensorsByName own_tensors(Strategy& strategy) {
-  TensorsByName own = places_of(strategy, held(parameters_and_buffers(strategy)));
+  TensorsByName own = places_of(strategy, held(named_tensors(strategy.model())));
   for (const auto& [name, tensor] : held(named_parameters(strategy.model())))
     for (const auto& [key, state] : strategy.optimizer().state_of(tensor))
       own[concat(kOptimizer, name, ".", key)] = state;
@@ -174,19 +168,14 @@ void restore_optimizer(const SavedState& saved, Strategy& strategy) {
   }
 }
 
-CheckpointError no_checkpoint_of_ours() {
-  return CheckpointError({.what = "the file is a safetensors file, but not a checkpoint of lockstep",
-                          .next = "name the --checkpoint-dir of a run"});
-}
-
 // Reads the tensors in the order of their names, so that all ranks read the same ones at the same time. finish: called
 // when all were read. A rank without a saved generator keeps its own.
 Position restore(const SavedState& saved, const TensorsByName& places, const World& world, Strategy& strategy,
-                 const TrainOptions& options, const std::function<void()>& finish) try {
+                 const TrainOptions& options, const std::function<void()>& finish) {
   const torch::NoGradGuard no_grad;
   const ParameterWrite write;
-  require_same_fingerprint(Json::parse(saved.metadata.at(kFingerprint)), options);
-  const Position position = nlohmann::json::parse(saved.metadata.at(kPosition));
+  const SavedRun run = saved_run(saved.metadata);
+  require_same_fingerprint(run.settings, options);
   require_tensors(places, saved.shapes);
   TensorsByName generators;
   std::vector<NamedTensor> own;
@@ -199,14 +188,12 @@ Position restore(const SavedState& saved, const TensorsByName& places, const Wor
       torch::Tensor(place->second).copy_(value);
   }
   finish();
-  strategy.restored(position.step);
+  strategy.restored(run.position.step);
   if (!own.empty()) strategy.set_own_state(own);
   for (const torch::Device device : devices_with_generators(world))
     if (const auto found = generators.find(generator_name(device, world.rank())); found != generators.end())
       set_generator_state(device, found->second);
-  return position;
-} catch (const std::out_of_range&) {
-  throw no_checkpoint_of_ours();
+  return run.position;
 }
 
 // The file that rank 0 has opened and verified, if this rank sees it under the same name.
@@ -230,8 +217,18 @@ bool all_finite(const torch::Tensor& tensor) {
 
 }  // namespace
 
+SavedRun saved_run(const std::map<std::string, std::string>& metadata) try {
+  const auto fit = metadata.find(kFit);
+  return {.position = nlohmann::json::parse(metadata.at(kPosition)),
+          .settings = Json::parse(metadata.at(kFingerprint)),
+          .fit = fit == metadata.end() ? "" : fit->second};
+} catch (const std::out_of_range&) {
+  throw CheckpointError({.what = "the file is a safetensors file, but not a checkpoint of lockstep",
+                         .next = "name the --checkpoint-dir of a run"});
+}
+
 bool is_in_parts(Strategy& strategy) {
-  const auto all = parameters_and_buffers(strategy);
+  const auto all = named_tensors(strategy.model());
   return held(all).size() < all.size();
 }
 
@@ -328,26 +325,15 @@ void SharedCheckpoint::require_same_on_all_ranks() const {
 
 Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& strategy, const TrainOptions& options) {
   const SavedState saved{file.metadata(), file.shapes(), [&](const std::string& name) { return file.read(name); }};
-  return restore(saved, places_of(strategy, parameters_and_buffers(strategy)), world, strategy, options, [&] {
+  return restore(saved, places_of(strategy, named_tensors(strategy.model())), world, strategy, options, [&] {
     restore_optimizer(saved, strategy);
     file.require_same_on_all_ranks();
   });
 }
 
-SavedRun saved_run(const std::map<std::string, std::string>& metadata) try {
-  const auto fit = metadata.find(kFit);
-  return {.position = nlohmann::json::parse(metadata.at(kPosition)),
-          .settings = Json::parse(metadata.at(kFingerprint)),
-          .fit = fit == metadata.end() ? "" : fit->second};
-} catch (const std::out_of_range&) {
-  throw no_checkpoint_of_ours();
-}
-
 void restore_model(SharedCheckpoint& file, torch::nn::Module& model) {
   const torch::NoGradGuard no_grad;
-  std::vector<NamedTensor> tensors = named_parameters(model);
-  std::ranges::move(named_buffers(model), std::back_inserter(tensors));
-  const TensorsByName places = with_prefix("model.", tensors);
+  const TensorsByName places = with_prefix("model.", named_tensors(model));
   require_tensors(places, file.shapes());
   for (const auto& [name, tensor] : places) torch::Tensor(tensor).copy_(file.read(name));
   file.require_same_on_all_ranks();
@@ -388,7 +374,7 @@ using Names = std::set<std::string>;
 // The parameters and buffers that some rank holds and has no values of.
 Names names_lacking(const World& world, Strategy& strategy, const TensorsByName& shapes) {
   Names mine, all;
-  for (const auto& [name, tensor] : held(parameters_and_buffers(strategy)))
+  for (const auto& [name, tensor] : held(named_tensors(strategy.model())))
     if (!shapes.contains("model." + name)) mine.insert(name);
   for (const std::string& text : world.exchange_texts(Json(mine).dump())) all.merge(Json::parse(text).get<Names>());
   return all;
@@ -435,7 +421,7 @@ std::optional<Position> restore_parts(const LoopState::Found& found, const World
     if (world.rank() == 0) log_warning(concat("no machine that is left has ", lost, ", a part of the model"));
     return {};
   }
-  return restore(kept, places_of(strategy, held(parameters_and_buffers(strategy))), world, strategy, options,
+  return restore(kept, places_of(strategy, held(named_tensors(strategy.model()))), world, strategy, options,
                  [&] { restore_optimizer(kept, strategy); });
 }
 

@@ -90,7 +90,7 @@ class SharedCheckpoint {
 // an option that must not change and has, or ranks that read different values.
 Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& strategy, const TrainOptions& options);
 
-// What a checkpoint says about its run.
+// A checkpoint says this about its run.
 struct SavedRun {
   Position position;
   Json settings;    // resume_fingerprint()
