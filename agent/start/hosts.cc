@@ -43,7 +43,7 @@ struct Remote {
 
 std::string quoted(const Words& words) {
   std::string text;
-  for (const std::string& word : words) text += concat(" '", join(split(word, '\''), "'\\''"), "'");
+  for (const std::string& word : words) text += concat(' ', for_shell(word));
   return text;
 }
 
@@ -169,9 +169,19 @@ class HostsJob {
     std::vector<Event> events = {{signals_.fd(), POLLIN, [this] { on_signal(signals_.next()); }}};
     for (Sink* sink : {&sinks_.out, &sinks_.err})
       if (!sink->empty()) events.push_back({sink->fd(), POLLOUT, [sink] { sink->write_some(); }});
-    wait_for_ssh(remotes_, ended_, std::move(events), kill_at_);
-    if (!is_ending_ && std::ranges::any_of(ended_, [this](auto* remote) { return has_failed(*remote); })) end();
+    wait_for_ssh(remotes_, ended_, std::move(events), is_ending_ ? kill_at_ : end_at_);
+    if (!is_ending_) end_after_failures();
     if (kill_at_ && kill_at_->passed()) kill();
+  }
+
+  // The one that others blame is ending by itself, and may be slower than they: ended from here it would lose its exit code.
+  void end_after_failures() {
+    for (const Remote* remote : ended_) {
+      if (!has_failed(*remote)) continue;
+      if (!blames_others(*remote)) return end();
+      if (!end_at_) end_at_ = Deadline::after(kHostEndsWithin);
+    }
+    if (end_at_ && end_at_->passed()) end();
   }
 
   void on_signal(int signal) {
@@ -211,6 +221,7 @@ class HostsJob {
   std::vector<Remote*> ended_;  // in this order
   int signal_ = 0;              // the last that came
   bool is_ending_ = false;
+  std::optional<Deadline> end_at_{};
   std::optional<Deadline> kill_at_{};
 };
 
