@@ -249,6 +249,43 @@ TEST(ThreadGenerator, leaves_torchs_own_generator_alone) {
   EXPECT_EQ(pattern(), before);
 }
 
+// One draw by each family of torch's random functions.
+std::vector<torch::Tensor> draw_everything() {
+  const torch::Tensor ones = torch::ones({20});
+  return {torch::rand({20}),
+          torch::randn({20}, torch::kFloat64),
+          torch::randint(1000, {20}),
+          torch::randperm(20),
+          torch::normal(0.0, 1.0, {20}),
+          torch::bernoulli(ones * 0.5),
+          torch::multinomial(ones, 20),
+          torch::poisson(ones * 50),
+          torch::dropout(ones, 0.5, /*train=*/true),
+          torch::rrelu(-ones, 0.1, 0.9, /*training=*/true),
+          torch::empty({20}).exponential_(),
+          torch::empty({20}).cauchy_(),
+          torch::empty({20}).geometric_(0.01),
+          torch::nn::init::kaiming_uniform_(torch::empty({4, 5}))};
+}
+
+TEST(ThreadGenerator, decides_every_random_number_of_torch) {
+  const auto draw = [](std::uint64_t torchs_seed) {
+    torch::manual_seed(torchs_seed);
+    const ThreadGenerator generator(7);
+    return draw_everything();
+  };
+  const auto first = draw(5);
+  const torch::Tensor next = torch::rand({20});
+  const auto again = draw(6);
+  torch::manual_seed(5);
+  EXPECT_TRUE(next.equal(torch::rand({20})));  // torch's own generator has not moved
+  const auto others = draw_everything();
+  for (std::size_t i = 0; i < first.size(); ++i) {
+    EXPECT_TRUE(first[i].equal(again[i])) << "function " << i;
+    EXPECT_FALSE(first[i].equal(others[i])) << "function " << i;
+  }
+}
+
 // Runs in a process of its own: the first ThreadGenerator reads the variable.
 TEST(ThreadGenerator, can_be_switched_off) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
