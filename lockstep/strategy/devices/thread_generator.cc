@@ -2,9 +2,10 @@
 #include "lockstep/strategy/devices/thread_generator.h"
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/ops/bernoulli_native.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "lockstep/base/process/environment_switch.h"
@@ -14,25 +15,42 @@ namespace {
 
 thread_local std::optional<at::Generator> this_threads_generator;
 
-at::Tensor& bernoulli(at::Tensor& self, double p, std::optional<at::Generator> generator) {
-  return at::native::bernoulli_(self, p, generator ? generator : this_threads_generator);
+bool takes_generator(const c10::Argument& argument) {
+  const auto* optional = argument.type()->castRaw<c10::OptionalType>();
+  return optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
 }
 
-// The dispatcher warns of every kernel that replaces another; here that is the purpose.
-void replace_torchs_bernoulli() {
+// Goes on to torch's own kernel, with the thread's generator where the caller named none.
+void name_generator(const c10::OperatorHandle& function, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  if (this_threads_generator && keys.has(c10::DispatchKey::CPU)) {
+    const auto& arguments = function.schema().arguments();
+    for (std::size_t i = 0; i < arguments.size(); ++i) {
+      c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
+      if (value.isNone() && takes_generator(arguments[i])) value = *this_threads_generator;
+    }
+  }
+  function.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect),
+                           stack);
+}
+
+// torch looks for a kernel of BackendSelect before that of the CPU. Random functions of tensors have none of torch's.
+void stand_before_torchs_random_functions() {
   if (is_switched_off("LOCKSTEP_THREAD_GENERATORS")) return;
-  struct Silent : c10::WarningHandler {
-    void process(const c10::Warning&) override {}
-  } silent;
-  const c10::WarningUtils::WarningHandlerGuard guard(&silent);
-  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
-  library.impl("bernoulli_.float", bernoulli);
+  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
+  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    const auto function = c10::Dispatcher::singleton().findSchema(name);
+    if (!function || name.getNamespace() != "aten") continue;
+    if (!function->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
+    if (function->hasKernelForDispatchKey(c10::DispatchKey::BackendSelect)) continue;
+    if (std::ranges::any_of(function->schema().arguments(), takes_generator))
+      library.impl(toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&name_generator>());
+  }
 }
 
 }  // namespace
 
 ThreadGenerator::ThreadGenerator(std::uint64_t seed) {
-  [[maybe_unused]] static const bool once = (replace_torchs_bernoulli(), true);
+  [[maybe_unused]] static const bool once = (stand_before_torchs_random_functions(), true);
   this_threads_generator = at::make_generator<at::CPUGeneratorImpl>(seed);
 }
 

@@ -2,18 +2,17 @@
 // strategy/devices/thread_generator.h: random numbers of a thread's own, for devices that are threads of one process.
 //
 // torch has one CPU generator for all threads: with dropout on two of them, the order of draws would change from run to
-// run, and each draw would wait for the generator's lock. While a ThreadGenerator lives, dropout and bernoulli_ on its
-// thread draw from it.
+// run, and each draw would wait for the generator's lock. While a ThreadGenerator lives, torch's random functions on its
+// thread draw from it on CPUs, where the caller names no generator.
 //
 // Owns:    its generator
 // Threads: make, use and destroy it on one thread; at most one per thread at a time
 // Ranks:   no communication
 //
-// Side effect on the whole process: the first ThreadGenerator registers lockstep's kernel for aten::bernoulli_.float on
-// the CPU in place of torch's. It runs torch's own code, but on a thread that has a ThreadGenerator, and where the
-// caller names no generator, it draws from that one. On other threads nothing changes. The environment variable
-// LOCKSTEP_THREAD_GENERATORS=0 switches it off: torch's kernel stays, all threads draw from torch's one generator, and
-// training with dropout on several devices no longer repeats to the bit.
+// Side effect on the whole process: the first ThreadGenerator registers a kernel of lockstep that runs before torch's
+// own for every random function. On threads without a ThreadGenerator it passes on what it was given. The environment
+// variable LOCKSTEP_THREAD_GENERATORS=0 switches it off: all threads draw from torch's one generator, and training with
+// dropout on several devices no longer repeats to the bit.
 #pragma once
 
 #include <ATen/core/Generator.h>
