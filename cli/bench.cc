@@ -18,12 +18,12 @@ struct Benchmark {
 };
 
 constexpr auto kBenchmarks = std::to_array<Benchmark>({
-    {"collectives", "every collective beside Gloo, Open MPI and MPICH", bench_collectives},
-    {"step", "a data-parallel training step beside PyTorch's", bench_step},
-    {"data", "loading beside PyTorch's DataLoader and torchvision", bench_data},
-    {"hosts", "collectives over several hosts beside Gloo; needs root", bench_hosts},
-    {"memory", "the stages of a pipeline beside what they can't do without", bench_memory},
-    {"plan", "forecasts of lockstep plan beside measurements", bench_plan},
+    {"collectives", "every collective against Gloo, Open MPI and MPICH", bench_collectives},
+    {"step", "a data-parallel training step against PyTorch's", bench_step},
+    {"data", "loading against PyTorch's DataLoader and torchvision", bench_data},
+    {"hosts", "collectives over several hosts against Gloo; needs root", bench_hosts},
+    {"memory", "memory of a pipeline's stages against its minimum", bench_memory},
+    {"plan", "forecasts of lockstep plan against measurements", bench_plan},
 });
 
 int print_help() {
@@ -38,8 +38,7 @@ int run(int argc, const char* const* argv) {
   if (name == "--help" || name == "-h") return print_help();
   const auto* const found = std::ranges::find(kBenchmarks, name, &Benchmark::name);
   if (found != kBenchmarks.end()) return found->function(argc - 1, argv + 1);
-  throw UsageError(
-      {.what = concat("there is no benchmark '", name, "'"), .next = "lockstep bench --help lists them all"});
+  throw UsageError({.what = concat("no benchmark '", name, "'"), .next = "lockstep bench --help lists them all"});
 }
 
 }  // namespace

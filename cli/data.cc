@@ -82,7 +82,8 @@ void add_pack(CLI::App& app, Arguments& arguments) {
   pack->add_option("--data", arguments.source.data, concat("KIND[:PATH][?OPTIONS]: ", join(dataset_kinds(), ", ")))
       ->required();
   pack->add_option("--data-dir", arguments.source.folder, "folder that holds the dataset");
-  pack->add_option("--to", arguments.folder, "folder to write; with validation data, its train and val")->required();
+  pack->add_option("--to", arguments.folder, "folder to write; with validation data, its subfolders train and val")
+      ->required();
   pack->add_option("--shard-mib", arguments.shard_mib, "size of a shard")->check(CLI::Range(0.001, 1e6));
   pack->add_option("--shorter-edge", arguments.options.shorter_edge, "resize JPEG and PNG files to it; 0: keep them")
       ->check(CLI::Range(0, 65535));

@@ -124,8 +124,7 @@ int print_jobs(double interval) {
 }  // namespace
 
 int jobs_command(int argc, char** argv) {
-  CLI::App app("Prints what the ranks of all jobs of this user on this machine have published, an object a line.",
-               "lockstep jobs");
+  CLI::App app("Prints the state of this user's jobs on this machine, one JSON object per line.", "lockstep jobs");
   double interval = 1;
   app.add_option("--interval", interval, "seconds between lines")
       ->capture_default_str()

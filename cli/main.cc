@@ -28,17 +28,17 @@ struct Subcommand {
 constexpr auto kSubcommands = std::to_array<Subcommand>({
     {"train", "train a model"},
     {"eval", "measure a trained model on a dataset"},
-    {"predict", "write what a trained model says about each sample"},
+    {"predict", "write a trained model's outputs for each sample"},
     {"run", "start a program once per rank", run_command},
     {"top", "watch the jobs on this machine"},
-    {"jobs", "print what their ranks publish, for programs", jobs_command},
+    {"jobs", "print their state as JSON, for programs", jobs_command},
     {"verify", "compare training on one rank and on several"},
     {"plan", "forecast a step of every strategy"},
     {"compare", "train with several strategies, side by side"},
     {"data", "pack datasets and describe them"},
-    {"bench", "measure against peers"},
+    {"bench", "measure against PyTorch, Gloo and MPI"},
     {"report", "make a page of curves about runs"},
-    {"trace", "make a timeline of a running job, or of what ranks have left", trace_command},
+    {"trace", "make a timeline of a running job, or of files that ranks left", trace_command},
     {"env", "show every setting and where it came from", env_command},
 });
 
@@ -121,7 +121,7 @@ int run_program(char** argv) {
   }
   if (follows_training(argv[0])) --argv;  // it has to see the word
   become(program, {title}, argv);
-  throw UsageError({.what = concat("there is no subcommand '", name, "'"),
+  throw UsageError({.what = concat("no subcommand '", name, "'"),
                     .here = concat("no ", program.string()),
                     .next = concat(suggestion(argv[0]), "lockstep --help lists them all")});
 }

@@ -68,9 +68,8 @@ void add_job_options(CLI::App& app, RunArguments& arguments) {
   app.add_option("--nproc-per-node,--nproc_per_node", arguments.ranks,
                  "ranks on this machine; gpu: one per GPU; cpu: one per core; auto: gpu, or cpu where there is none")
       ->envname("PET_NPROC_PER_NODE");
-  app.add_option("--servers", launch.servers, "of a parameter server, on this machine: its first ranks");
-  app.add_option("--workers", arguments.workers, "ranks beside --servers, in place of --nproc-per-node")
-      ->default_str("");
+  app.add_option("--servers", launch.servers, "parameter servers on this machine: its first ranks");
+  app.add_option("--workers", arguments.workers, "ranks besides --servers; replaces --nproc-per-node")->default_str("");
   app.add_flag("--workers-may-fail", launch.workers_may_fail, "go on when a worker fails, while others are left");
   app.add_option("--node-rank,--node_rank", launch.node_rank, "which machine this is, from 0")
       ->envname("PET_NODE_RANK");
@@ -81,24 +80,26 @@ void add_job_options(CLI::App& app, RunArguments& arguments) {
 }
 
 void add_meeting_options(CLI::App& app, RendezvousArguments& meeting) {
-  app.add_option("--nnodes", meeting.nodes, "machines; MIN:MAX with --rdzv-backend c10d or etcd: as many as come")
+  app.add_option("--nnodes", meeting.nodes,
+                 "number of machines; with --rdzv-backend c10d or etcd MIN:MAX: as many as come")
       ->envname("PET_NNODES");
-  app.add_option("--rdzv-backend,--rdzv_backend", meeting.backend,
-                 "static: machines are numbered by --node-rank; c10d: by themselves, and the one at --rdzv-endpoint "
-                 "has to live; "
-                 "etcd: likewise, and any may die")
+  app.add_option(
+         "--rdzv-backend,--rdzv_backend", meeting.backend,
+         "static: --node-rank numbers the machines; c10d: numbered as they come, and the one at --rdzv-endpoint "
+         "must stay up; "
+         "etcd: likewise, and any may fail")
       ->check(CLI::IsMember({"static", "c10d", "etcd"}))
       ->envname("PET_RDZV_BACKEND");
   app.add_option("--rdzv-endpoint,--rdzv_endpoint", meeting.endpoint,
-                 "HOST:PORT where the machines meet; of etcd's members, with commas")
+                 "HOST:PORT where the machines meet; etcd: HOST:PORT,… of its members")
       ->envname("PET_RDZV_ENDPOINT");
-  app.add_option("--rdzv-id,--rdzv_id", meeting.id, "name of the job, the same on its machines")
+  app.add_option("--rdzv-id,--rdzv_id", meeting.id, "name of the job, the same on all machines")
       ->envname("PET_RDZV_ID");
   app.add_option("--rdzv-conf,--rdzv_conf", meeting.config,
                  "join_timeout=SECONDS,last_call_timeout=SECONDS; for etcd also "
                  "cacert=FILE,cert=FILE,key=FILE,etcd_prefix=TEXT")
       ->envname("PET_RDZV_CONF");
-  app.add_option("--lost-after", meeting.silence_seconds, "seconds until a silent machine is lost")
+  app.add_option("--lost-after", meeting.silence_seconds, "seconds until a silent machine counts as lost")
       ->check(CLI::Range(0.5, 3600.0));
   app.add_flag("--standalone", meeting.standalone, "one machine, whatever the options above say")
       ->envname("PET_STANDALONE");
@@ -108,46 +109,44 @@ void add_meeting_options(CLI::App& app, RendezvousArguments& meeting) {
 void add_hosts_options(CLI::App& app, RunArguments& arguments) {
   CLI::Option* const hosts = app.add_option(
       "--hosts", arguments.hosts,
-      "start on these over ssh: NAME:RANKS,… or mpirun's hostfile; without RANKS as many as --nproc-per-node says");
+      "start on these hosts over ssh: NAME:RANKS,… or mpirun's hostfile; RANKS defaults to --nproc-per-node");
   for (const char* name : {"--nnodes", "--node-rank", "--master-addr", "--rdzv-backend", "--standalone"})
     hosts->excludes(app.get_option(name));
-  app.add_option("--export", arguments.exports, "variables for --hosts beside LOCKSTEP_… and OMP_…, with commas")
+  app.add_option("--export", arguments.exports, "variables passed to --hosts besides LOCKSTEP_… and OMP_…: NAME,…")
       ->needs(hosts);
   app.add_flag("--called", arguments.is_called)->group("");  // by --hosts of another machine
 }
 
 void add_security_options(CLI::App& app, RunArguments& arguments) {
-  app.add_flag("--insecure-network", arguments.insecure_network,
-               "between machines ask nobody for the job's secret, and encrypt nothing");
+  app.add_flag("--insecure-network", arguments.insecure_network, "between machines: no job secret, no encryption");
 }
 
 void add_rank_options(CLI::App& app, RunArguments& arguments) {
   LaunchOptions& launch = arguments.launch;
-  app.add_option("--output", arguments.output, "prefix: lines with [rank N] before them; split: files in --log-dir")
+  app.add_option("--output", arguments.output, "prefix: [rank N] before each line; split: files in --log-dir")
       ->check(CLI::IsMember({"prefix", "split"}));
   app.add_option("--log-dir,--log_dir", launch.log_dir, "folder for rankN.out and rankN.err");
   app.add_option("--max-restarts,--max_restarts", launch.max_restarts,
-                 "how often ranks that fail are replaced by new processes; 0: a failure ends the job")
+                 "how often failed ranks are replaced by new processes; 0: a failure ends the job")
       ->envname("PET_MAX_RESTARTS")
       ->check(CLI::NonNegativeNumber);
   app.add_option("--min-ranks", launch.min_ranks,
-                 "with no restart left, go on without a failed rank while so many are left; 0: end")
+                 "with no restart left, go on without failed ranks while at least this many remain; 0: end")
       ->check(CLI::NonNegativeNumber);
-  app.add_option(
-         "--spares", launch.spares,
-         "of a Python program with --max-restarts: processes that have imported torch, and wait for a lost rank")
+  app.add_option("--spares", launch.spares,
+                 "with --max-restarts and Python: standby processes that replace lost ranks, with torch imported")
       ->check(CLI::NonNegativeNumber);
   app.add_option("--threads-per-rank", launch.threads_per_rank, "OMP_NUM_THREADS; 0: cores / ranks");
   app.add_option("--trace", arguments.trace, "file (.json) for a timeline of all ranks, for ui.perfetto.dev");
   app.add_option("--stop-code", launch.stop_code,
-                 "exit code of ranks that stopped because a signal asked them to, which is no failure; else 143")
+                 "exit code of a rank that stops when a signal asks it to: not a failure; default 143")
       ->check(CLI::Range(3, 255))
       ->default_str("");
   app.add_flag("--no-pin", arguments.no_pin, "let every rank use every core");
   app.add_option("--grace", arguments.grace_seconds, "seconds between SIGTERM and SIGKILL")
       ->check(CLI::Range(0.0, 86400.0));
   app.add_option("--hang-timeout", arguments.hang_seconds,
-                 "seconds without progress of any rank after which their stacks are shown; 0: never")
+                 "seconds without progress of any rank until stacks are shown; 0: never")
       ->check(CLI::Range(0.0, 31536000.0));
   app.add_option("--on-hang", arguments.on_hang,
                  "then: restart (kill the rank that holds up the others; it counts as failed), end the job, or report")
@@ -352,7 +351,7 @@ LaunchResult launch_traced(const LaunchOptions& options, const std::vector<std::
 std::string describe_loss(const std::string& why) {
   return PeerLost({.what = "this machine ends its ranks: " + why,
                    .likely = "the others were killed, switched off or cut off, or one of them has ended the job",
-                   .next = "look at their output; a launcher that is started again comes in where the job still runs, "
+                   .next = "look at their output; a launcher started again joins a job that still runs, "
                            "else --resume goes on from the last checkpoint"})
       .what();
 }

@@ -23,7 +23,8 @@ void add_options(CLI::App& app, std::string& model, VerifyOptions& options) {
   app.add_option_function<std::string>("--optimizer", choose, "update rule")
       ->check(CLI::IsMember(optimizer_names()))
       ->default_str(name_of(optimizer));
-  app.add_option("--virtual-shards", options.strategy.ddp.virtual_shards, "expect the same bits; 0: off");
+  app.add_option("--virtual-shards", options.strategy.ddp.virtual_shards,
+                 "so many shards, and expect the same bits; 0: off");
   app.add_option("--tolerance", options.tolerance, "of each parameter's norm, in float64");
 }
 
@@ -38,7 +39,7 @@ int verify_model(const std::string& model, const VerifyOptions& options) {
 int run_verify(int argc, char** argv) {
   VerifyOptions options{.strategy = {.optimizer = SGDOptions{.lr = 0.05, .momentum = 0.9}, .seed = 1}};
   std::string model = "lenet";
-  CLI::App app("Trains a model for a few steps on one rank and on several, and reports whether the same comes out.",
+  CLI::App app("Trains a model for a few steps on one rank and on several, and compares the results.",
                "lockstep verify");
   app.option_defaults()->always_capture_default();
   add_options(app, model, options);

@@ -261,7 +261,7 @@ def expect_rings_of_another_launcher(command, program, folder):
     assert trace["otherData"]["complete"] and sorted(spans(trace)) == [0, 1]
     assert list(Path(folder).glob("left.json.*")) == [broken], "what can't be read stays"
     broken.unlink()
-    assert "there is no" in merge(command, file, code=1)
+    assert "neither" in merge(command, file, code=1)
 
     other = file.with_name("left.json.rank1")
     other.write_bytes(earlier)

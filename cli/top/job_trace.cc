@@ -165,7 +165,7 @@ class TraceOfJob {
   }
 
   UsageError is_traced(const TracedRank& rank, const std::string& likely) const {
-    return UsageError({.what = concat("rank ", rank.rank(), " of job ", job_.number, " is being traced already"),
+    return UsageError({.what = concat("rank ", rank.rank(), " of job ", job_.number, " is already being traced"),
                        .likely = likely,
                        .next = "wait until that has ended"});
   }

@@ -35,13 +35,13 @@ struct Entry {
 constexpr Entry kEntries[] = {
     {{StrategyKind::kSingle, "single", "one device, nothing to exchange"}, make_single, bytes_of_single},
     {{StrategyKind::kDdp, "ddp", "gradients exchanged after or during backward"}, make_ddp, bytes_of_ddp},
-    {{StrategyKind::kTowers, "towers", "gradients combined in steps; --algorithm, --update", true},
+    {{StrategyKind::kTowers, "towers", "replicas as threads of a process; --algorithm, --update", true},
      make_towers,
      bytes_of_towers},
     {{StrategyKind::kDataParallel, "data_parallel", "outputs, loss and gradients meet on device 0", true},
      make_data_parallel,
      bytes_of_data_parallel},
-    {{StrategyKind::kKVStore, "kvstore", "a store on servers, in step or not; --kvstore", true},
+    {{StrategyKind::kKVStore, "kvstore", "parameter server, synchronous or not; --kvstore", true},
      make_kvstore_strategy,
      bytes_of_kvstore},
     {{StrategyKind::kAveraging, "averaging", "separate replicas, averaged; --average-every", true},
@@ -55,12 +55,12 @@ constexpr Entry kEntries[] = {
 const Entry& entry_of(StrategyKind kind) {
   for (const Entry& entry : kEntries)
     if (entry.info.kind == kind) return entry;
-  throw UsageError({.what = "StrategyOptions::kind is no strategy", .next = "take one of StrategyKind"});
+  throw UsageError({.what = "StrategyOptions::kind is not a strategy", .next = "take one of StrategyKind"});
 }
 
 void require_parts_possible(const StrategyOptions& options) {
   const int parts = options.accumulate;
-  if (parts < 1) throw UsageError({.what = concat("--accumulate ", parts), .next = "give parts, at least 1"});
+  if (parts < 1) throw UsageError({.what = concat("--accumulate ", parts), .next = "give at least 1"});
   if (parts == 1) return;
   if (options.kind == StrategyKind::kPipeline || options.kind == StrategyKind::kDataParallel)
     throw UsageError({.what = concat("--accumulate with strategy ", strategy_info(options.kind).name),

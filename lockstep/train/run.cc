@@ -285,8 +285,8 @@ int run_program(int argc, char** argv, const std::string& program_name, TrainOpt
                 std::function<Task(const TrainOptions&)> make_task) {
   choices.use = use_of(argc, argv);
   const Program program{argc, argv, std::move(make_task)};
-  CLI::App app(choices.use == Use::kEval      ? "Measures the model of a checkpoint on a dataset"
-               : choices.use == Use::kPredict ? "Writes what the model of a checkpoint says about each sample"
+  CLI::App app(choices.use == Use::kEval      ? "Measures a checkpoint's model on a dataset"
+               : choices.use == Use::kPredict ? "Writes the outputs of a checkpoint's model for each sample"
                                               : "Trains a model; with eval or predict as first word, uses a checkpoint",
                program_name);
   if (choices.use != Use::kTrain) {

@@ -293,7 +293,7 @@ def main():
     parser = argparse.ArgumentParser("lockstep top", description=__doc__.split(":", 1)[1].strip(), allow_abbrev=False)
     parser.add_argument("--once", action="store_true", help="print the jobs as text, and end")
     parser.add_argument(
-        "--json", action="store_true", help="print an object a line, again and again; with --once a single one"
+        "--json", action="store_true", help="print one JSON object per line, repeatedly; with --once a single one"
     )
     parser.add_argument(
         "--interval",

@@ -44,11 +44,11 @@ std::vector<Option> data_table(TrainOptions& o, const Choices& choices) {
   const bool own_model = choices.models.empty();
   const bool own_data = choices.datasets.empty();
   return {
-      common(unless(own_model,
-                    option("--model", o.model, kSame,
-                           concat("model to train, or a file.pt in TorchScript: ", join(choices.models, ", "))))),
+      common(
+          unless(own_model, option("--model", o.model, kSame,
+                                   concat("model to train, or a TorchScript file.pt: ", join(choices.models, ", "))))),
       option("--weights", o.weights, kMayChange,
-             "safetensors file that the model begins with, from lockstep, torchvision or Hugging Face"),
+             "safetensors file of initial weights, from lockstep, torchvision or Hugging Face"),
       option("--freeze", o.freeze, kSame, "regular expression for names of parameters that are not trained"),
       common(unless(own_data, option("--data", o.source.data, kSame,
                                      concat("dataset, KIND[:PATH][?OPTIONS]: ", join(choices.datasets, ", "))))),
@@ -60,16 +60,16 @@ std::vector<Option> data_table(TrainOptions& o, const Choices& choices) {
                                      "transforms of training images, such as crop:4,flip; docs/data.md lists them"))),
       option("--workers", o.loader.workers, kMayChange, "threads per rank that load batches ahead; 0: none",
              from_zero("0: the step waits while a batch is loaded")),
-      option("--prefetch", o.loader.prefetch, kMayChange, "batches that may lie ready per rank", kFromOne),
-      option("--skip-bad", o.loader.skip_bad, kMayChange, "unreadable samples of an epoch that each rank may leave out",
+      option("--prefetch", o.loader.prefetch, kMayChange, "most batches loaded ahead per rank", kFromOne),
+      option("--skip-bad", o.loader.skip_bad, kMayChange, "unreadable samples that each rank may skip per epoch",
              from_zero("0: a bad sample is an error")),
       common(option("--epochs", o.epochs, same_if(depends_on_epochs(o.learning_rate.schedule)),
                     "passes over the dataset", kFromOne)),
       common(option("--batch-size", o.loader.batch_size, kSame, "global batch, over all ranks", kFromOne)),
       option("--accumulate", o.strategy.accumulate, kSame,
-             "a step takes so many times --batch-size samples, and computes them one part after another", kFromOne),
+             "gradient accumulation: batches of --batch-size per step, one after another", kFromOne),
       option("--label-smoothing", o.label_smoothing, kSame,
-             "share of each target that all classes get alike, in training and validation",
+             "share of each target spread over all classes, in training and validation",
              {.at_least = 0, .below = 1, .next = "such as 0.1"}),
       common(option("--seed", o.strategy.seed, kSame, "of the initial weights and the order of the data")),
   };
@@ -98,9 +98,9 @@ std::vector<Option> device_table(TrainOptions& o) {
           "--strategy", strategy_names(),
           [&o] { return o.chooses_strategy ? std::string(kAuto) : strategy_info(o.strategy.kind).name; },
           [&o](const std::string& name) { set_strategy(o, name); }, kMayChange,
-          "how the replicas stay one model, see below; auto: what lockstep plan recommends for this machine")),
+          "how ranks divide the work, see below; auto: what lockstep plan recommends for this machine")),
       common(option("--ranks", o.ranks, kMayChange,
-                    "ranks to start on this machine, or auto: one per core or GPU. Without it: one, or one for each of "
+                    "ranks to start on this machine, or auto: one per core or GPU. Default: one, or one for each of "
                     "--devices")),
       option("--devices-per-worker", o.devices_per_worker, kMayChange,
              "devices in each rank, where devices are threads; 2,1,4: in the first, the second ..."),
@@ -112,11 +112,11 @@ std::vector<Option> device_table(TrainOptions& o) {
       option("--device", o.device, kMayChange, "the kind of device, where --devices does not say it"),
       common(option("--precision", s.precision, kSame, "of forward and backward; parameters stay float32")),
       flag("--checkpoint-activations", s.checkpoint_activations, kMayChange,
-           "less memory: backward computes each piece of the model again"),
-      option("--layout", s.layout, kSame, "memory order of images"),
+           "save memory: backward recomputes each piece of the model"),
+      option("--layout", s.layout, kSame, "memory format of images"),
       seconds("--timeout", s.timeout, kMayChange, "seconds to wait for another rank"),
       seconds("--hang-timeout", o.hang.timeout, kMayChange,
-              "seconds without progress of any rank after which their stacks are shown; 0: never", /*at_least=*/0),
+              "seconds without progress of any rank until stacks are shown; 0: never", /*at_least=*/0),
       option("--on-hang", o.hang.then, kMayChange,
              "then: restart (kill the rank that holds up the others; it counts as failed), end the job, or report"),
   };
@@ -132,10 +132,11 @@ std::vector<Option> strategy_table(TrainOptions& o) {
       flag("--refuse-uneven", s.towers.refuse_uneven, kMayChange,
            "towers: a batch that does not divide evenly is an error"),
       option("--average-every", s.averaging.every, kSame, "averaging: batches between averages", kFromOne),
-      option("--outer-lr", s.averaging.outer_lr, kSame, "averaging: 1 takes the average as it is"),
-      option("--outer-momentum", s.averaging.outer_momentum, kSame, "averaging: of the outer step"),
+      option("--outer-lr", s.averaging.outer_lr, kSame,
+             "averaging: learning rate of the outer step; 1: the plain average"),
+      option("--outer-momentum", s.averaging.outer_momentum, kSame, "averaging: momentum of the outer step"),
       option("--kvstore", s.kvstore.kind, same_if(kvstore), "kvstore: its kind"),
-      option("--servers", s.kvstore.servers, kMayChange, "kvstore dist_*: servers, beside --ranks workers", kFromOne),
+      option("--servers", s.kvstore.servers, kMayChange, "kvstore dist_*: servers, besides --ranks workers", kFromOne),
       option("--update-on-kvstore", s.kvstore.update_on_kvstore, kMayChange,
              "kvstore dist_sync: false: workers update"),
       option("--staleness", s.kvstore.staleness, same_if(kvstore && s.kvstore.kind == KVStoreKind::kDistBounded),
@@ -200,14 +201,14 @@ std::vector<Option> update_table(TrainOptions& o) {
       of_optimizer<double>("--eps", "eps", optimizer, "added to a root: all but sgd and lars",
                            from_zero("give one such as 1e-8")),
       common(of_optimizer<double>("--weight-decay", "weight_decay", optimizer, "shrinks the weights in each step")),
-      option("--no-decay", s.no_decay, kSame, "norm,bias: weight decay leaves out these parameters"),
+      option("--no-decay", s.no_decay, kSame, "norm,bias: no weight decay for these parameters"),
       option("--clip-norm", s.clipping.max_norm, kSame, "largest 2-norm of all gradients together; 0: off",
              from_zero("0: off")),
       option("--clip-value", s.clipping.max_value, kSame, "largest element of a gradient; 0: off", from_zero("0: off")),
       option("--ema-decay", s.ema_decay, kSame, "also keep a moving average of the weights; 0: off",
              {.at_least = 0, .below = 1, .next = "such as 0.999"}),
       option("--lr-scaling", rate.scaling, kSame, "how --lr grows with the batch"),
-      option("--lr-base-batch-size", rate.base_batch_size, kSame, "the batch that --lr suits", kFromOne),
+      option("--lr-base-batch-size", rate.base_batch_size, kSame, "the batch size that --lr is for", kFromOne),
       common(option("--schedule", rate.schedule, kSame, "how --lr falls")),
       option("--lr-floor", rate.floor, kSame, "schedules linear and cosine: the share of --lr at which they end",
              {.at_least = 0, .below = 1, .next = "such as 0.01"}),
@@ -221,19 +222,19 @@ std::vector<Option> update_table(TrainOptions& o) {
 std::vector<Option> output_table(TrainOptions& o) {
   return {
       common(option("--metrics", o.metrics, kMayChange, "file for one JSON object per step, epoch and run")),
-      option("--on-event", o.on_event, kMayChange, "command that gets the lines of --metrics on its stdin"),
+      option("--on-event", o.on_event, kMayChange, "command that reads the lines of --metrics from its stdin"),
       option("--trace", o.trace, kMayChange, "file (.json) for a timeline of all ranks, for ui.perfetto.dev"),
       option("--trace-steps", o.trace_steps, kMayChange, "with --trace: steps to record, such as 100:120"),
       common(option("--checkpoint-dir", o.checkpoint_dir, kMayChange, "folder for checkpoints (safetensors)")),
       option("--checkpoint-every", o.checkpoint_every, kMayChange, "steps; 0: each epoch", from_zero("0: each epoch")),
       option("--checkpoint-shard-bytes", o.checkpoint_shard_bytes, kMayChange,
-             "a checkpoint above this becomes several files with an index, each of at most this or one tensor",
+             "larger checkpoints become several files with an index, each of at most this or one tensor",
              {.at_least = 1, .next = "the default is 5000000000"}),
       common(flag("--resume", o.resume, kMayChange, "go on from the newest whole checkpoint of --checkpoint-dir")),
       flag("--keep-best", o.keep_best, kMayChange,
            "also keep the checkpoint of the epoch with the lowest validation loss; eval and predict then take it"),
       option("--patience", o.patience, kMayChange,
-             "end after so many epochs without a lower validation loss; 0: train all epochs",
+             "end after this many epochs without a lower validation loss; 0: train all epochs",
              from_zero("0: train all epochs")),
       option("--from-step", o.from_step, kMayChange,
              "with --resume: go back to the checkpoint of this step, also with another --lr; later ones are renamed",
@@ -247,13 +248,12 @@ std::vector<Option> output_table(TrainOptions& o) {
           "how often a lost rank is replaced by a new process, which goes on at the same step; 0: it ends the job",
           from_zero("0: a lost rank ends the job"))),
       option("--min-ranks", o.min_ranks, kMayChange,
-             "with no restart left, go on without a lost rank while so many are left; 0: end",
+             "with no restart left, go on without lost ranks while at least this many remain; 0: end",
              from_zero("0: a lost rank ends the job")),
       common(option("--max-steps", o.max_steps, kMayChange, "stop after this many steps; 0: after the epochs",
                     from_zero("0: after the epochs"))),
       flag("--quiet", o.quiet, kMayChange, "no progress and no table"),
-      flag("--insecure-network", o.insecure_network, kMayChange,
-           "between machines ask nobody for the job's secret, and encrypt nothing"),
+      flag("--insecure-network", o.insecure_network, kMayChange, "between machines: no job secret, no encryption"),
   };
 }
 
@@ -354,7 +354,7 @@ void add_options(CLI::App& app, TrainOptions& options, const Choices& choices) {
   app.set_help_all_flag("--help-all", "show all options");
   const auto gone = [&app](const std::string& name, const char* next) {
     app.add_option_function<std::string>(
-           name, [=](const std::string&) { throw UsageError({.what = name + " is gone", .next = next}); }, "")
+           name, [=](const std::string&) { throw UsageError({.what = name + " was removed", .next = next}); }, "")
         ->group("");  // not in --help
   };
   gone("--histograms", "write them with torch.utils.tensorboard in a loop of your own");
@@ -391,9 +391,9 @@ void check_options(const TrainOptions& options) {
   require(!options.resume || !options.checkpoint_dir.empty(), "--resume without --checkpoint-dir",
           "name the folder to resume from");
   require(options.use == Use::kTrain || !options.checkpoint_dir.empty(), "no --checkpoint-dir",
-          "name the folder of a training's checkpoints, or one of its files");
+          "name a folder with checkpoints, or one of its files");
   require(options.from_step == 0 || options.resume || options.use != Use::kTrain, "--from-step without --resume",
-          "give --resume, too");
+          "give --resume too");
   require(stop_plan(options.preemption).then != AfterStop::kRequeue || std::getenv("SLURM_JOB_ID") != nullptr,
           "--on-stop requeue outside of a Slurm job", "submit it with sbatch, or give an exit code");
   static_cast<void>(parse_steps(options.trace_steps));
