@@ -245,7 +245,7 @@ class Reader {
           {.what = concat("can't tell which machine of the job rank ", job_.rank, " is on"),
            .here = concat(job_.launcher, ": local rank ", job_.local_rank, " of ", job_.local_size, ", ",
                           job_.world_size, " ranks in all"),
-           .likely = "machines with different numbers of ranks, or ranks dealt out in turn",
+           .likely = "machines with different numbers of ranks, or ranks placed round robin",
            .next = concat("give each machine the same number of ranks, one machine after another; or ", kByHand)});
     set(job_.node_rank, "node_rank", first_rank / job_.local_size, "derived: rank, local_rank, local_size");
   }
@@ -281,7 +281,7 @@ class Reader {
     throw EnvironmentError(
         {.what = concat("the environment of rank ", job_.rank, " is incomplete; missing: ", join(missing_, ", ")),
          .here = concat("launcher ", job_.launcher, ", found through ", recorded("launcher").source),
-         .likely = only_master ? "ranks that can't find each other without an address"
+         .likely = only_master ? "a launcher that does not say where the ranks meet"
                                : "variables set by hand, or left over from another job",
          .next = only_master
                      ? "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, on every rank"

@@ -21,7 +21,7 @@ namespace {
 
 RendezvousError pmi_error(const std::string& what) {
   return RendezvousError({.what = concat(what, ", MPICH's way to tell the ranks where to meet"),
-                          .likely = "another rank has ended, or this process is not one that mpirun started",
+                          .likely = "another rank has ended, or mpirun did not start this process",
                           .next = "look at the other ranks' output; or set MASTER_ADDR and MASTER_PORT on all ranks"});
 }
 
@@ -29,7 +29,7 @@ RendezvousError pmi_error(const std::string& what) {
 std::string read_line(int fd, const Deadline& deadline) {
   std::string line;
   for (char letter = 0; letter != '\n'; line += letter) {
-    if (!wait_for(POLLIN, fd, deadline)) throw pmi_error("no answer of mpirun through PMI_FD before the deadline");
+    if (!wait_for(POLLIN, fd, deadline)) throw pmi_error("no answer from mpirun through PMI_FD before the deadline");
     if (::recv(fd, &letter, 1, 0) != 1) throw pmi_error("mpirun has closed PMI_FD");
   }
   return line.substr(0, line.size() - 1);

@@ -229,7 +229,7 @@ std::unique_ptr<MembershipStore> open_etcd_store(const Meeting& meeting, const D
     if (deadline.passed())
       throw RendezvousError({.what = concat("etcd does not answer: ", store->why()),
                              .here = concat("--rdzv-endpoint ", meeting.places.front().text()),
-                             .likely = "another address or port than etcd's, a firewall, or etcd asks for TLS",
+                             .likely = "a wrong address or port, a firewall, or etcd requires TLS",
                              .next = "give --rdzv-endpoint HOST:PORT[,HOST:PORT...] of its members, and for TLS "
                                      "--rdzv-conf cacert=FILE,cert=FILE,key=FILE"});
   store->find_own_address(deadline);

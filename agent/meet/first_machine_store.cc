@@ -108,13 +108,13 @@ SecretPtr secret_of(const Meeting& meeting, bool is_first) {
 RendezvousError nobody(const Meeting& meeting, bool was_answered) {
   const std::string place = meeting.places.front().text();
   if (was_answered)
-    return RendezvousError({.what = concat("this machine was not let in at ", place),
+    return RendezvousError({.what = concat("this machine was refused at ", place),
                             .here = concat("--rdzv-id '", meeting.job, "'"),
-                            .likely = "another secret there than here, or none; or another program answers",
+                            .likely = "another or no secret on one side, or another program answers",
                             .next = ways_to_a_secret()});
   return RendezvousError(
       {.what = concat("no launcher of this job at ", place),
-       .likely = "a name that does not resolve, a firewall, or machines that have begun without this one",
+       .likely = "a name that does not resolve, a firewall, or a job that began without this machine",
        .next = "give every machine the same --rdzv-endpoint, the address of one of them"});
 }
 

@@ -57,7 +57,7 @@ std::optional<std::string> read_private(const fs::path& path) {
   struct stat info {};
   if (!fd || ::fstat(fd.get(), &info) != 0) return std::nullopt;
   if (!S_ISREG(info.st_mode) || info.st_uid != ::geteuid() || (info.st_mode & 077) != 0)
-    throw no_secret("the file with the job's secret is not this user's alone", path);
+    throw no_secret("other users can access the file with the job's secret", path);
   std::array<char, kDigits + 2> text{};
   const ssize_t bytes = ::read(fd.get(), text.data(), text.size());
   return std::string(text.data(), static_cast<std::size_t>(std::max<ssize_t>(bytes, 0)));
@@ -125,7 +125,7 @@ JobSecret::JobSecret(const std::string& job, bool is_rank_0) {
     known_ = made;
     return;
   }
-  if (file_.empty()) throw no_secret("this machine has no munge, and this user no home, for the secret of a job");
+  if (file_.empty()) throw no_secret("neither munge nor a home folder for the job's secret");
   write_private(file_, digits_of(made));
   is_made_here_ = true;
 }
@@ -156,7 +156,7 @@ std::optional<std::string> JobSecret::credential() const {
 
 Secret secret_in(const std::string& credential) {
   if (const auto secret = parse_secret(open_by_munge(credential))) return *secret;
-  throw no_secret("what came through munge is no secret");
+  throw no_secret("munge delivered no valid secret");
 }
 
 bool is_secret_told() {

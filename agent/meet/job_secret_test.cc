@@ -56,7 +56,7 @@ TEST_F(JobsSecret, in_a_file_that_only_this_user_can_read) {
   write_file(path, kHex + "\n");
   ::setenv("LOCKSTEP_SECRET_FILE", path.c_str(), 1);
   ::chmod(path.c_str(), 0640);
-  EXPECT_TRUE(contains(error(), "is not this user's alone"));
+  EXPECT_TRUE(contains(error(), "other users can access the file"));
   ::chmod(path.c_str(), 0600);
   EXPECT_TRUE(JobSecret("a job", false).find());
   write_file(path, kHex + kHex);  // a new file, with the modes of one

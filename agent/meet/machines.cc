@@ -39,8 +39,8 @@ RendezvousError begun_without(const Meeting& meeting, const Epoch& epoch) {
   return RendezvousError(
       {.what = concat("the job at ", meeting.places.front().text(), " runs without this machine"),
        .here = concat(epoch.members.size(), " machines, --nnodes ", meeting.least, ":", meeting.most),
-       .likely = "as many machines as --nnodes allows have come before, or without --max-restarts no "
-                 "machine may come later",
+       .likely = "the job has all the machines that --nnodes allows, or without --max-restarts no "
+                 "machine may join later",
        .next = "start this one before the others begin, or raise MAX of --nnodes MIN:MAX"});
 }
 
@@ -167,13 +167,13 @@ class Contact {
     for (const Presence& each : view.present)
       if (view.first()->member.id == me_.member.id && each.epoch < 0 && !view.record->epoch.has(each.member.id) &&
           told_.insert(each.member.id).second)
-        tell({"say", concat("machine ", each.member.host(), " asks to be taken in")});
+        tell({"say", concat("machine ", each.member.host(), " asks to join")});
   }
 
   // A step never waits for the store: what runs goes on, until something has to be decided.
   void miss_store() {
     if (store_->is_lost())
-      return leave(concat("it has lost ", store_->name(), ", with which the job ends; --rdzv-backend etcd goes on"));
+      return leave(concat("it has lost ", store_->name(), "; with --rdzv-backend etcd the job would go on"));
     const bool waits = me_.wants_restart || me_.wants_to_leave || end_ || is_guest();
     if (!waits) answered_ = awake_;
     if (awake_ - answered_ > kPatience)
@@ -215,7 +215,7 @@ class Contact {
 Machines::Machines(const Meeting& meeting, const OpenStore& open) : beat_(meeting.silence / 10), stream_(nullptr) {
   if (meeting.job.size() > kLongestName || meeting.job.find_first_of("\n/") != std::string::npos)
     throw UsageError({.what = concat("--rdzv-id is '", meeting.job, "'"),
-                      .next = concat("choose a line of at most ", kLongestName, " characters, without /")});
+                      .next = concat("choose a name of one line, at most ", kLongestName, " characters, without /")});
   auto [ours, theirs] = connected_pair();
   stream_ = PacketStream(std::make_unique<Channel>(std::move(ours)));
   stream_.allow(PacketStream::kLongestPacket);
@@ -278,7 +278,7 @@ void Machines::work() {
     is_there = is_there && stream_.read();
   }
   if (!is_there && !over_ && !end_)
-    end_ = "its contact to the other machines has ended: it was killed, or this launcher has hung for too long";
+    end_ = "the process that meets the other machines was killed, or this launcher hung for too long";
 }
 
 void Machines::hear(const Packet& packet) {

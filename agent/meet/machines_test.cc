@@ -253,7 +253,7 @@ TEST_F(JobOfMachines, strangers_take_no_place_and_keep_nobody_out) {
   other.timeout = milliseconds(300);
   {
     const Told wrong(std::string(64, 'b'));
-    EXPECT_TRUE(testing::contains(start(other)->next(), "was not let in at 127.0.0.1"));
+    EXPECT_TRUE(testing::contains(start(other)->next(), "was refused at 127.0.0.1"));
   }
   const Told right(std::string(64, 'c'));
   auto second = start(meeting(2, 2));

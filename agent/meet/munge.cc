@@ -59,13 +59,13 @@ EnvironmentError cannot_read(int error) {
       {.what = concat("can't read the secret that rank 0 sends through munge: ",
                       error == kMungeSuccess ? "another user has sent it" : munge().describe(error)),
        .here = concat("munged of ", host_name()),
-       .likely = clocks ? "the clocks of this machine and rank 0's differ by more than minutes"
+       .likely = clocks ? "the clocks of this machine and rank 0's differ by minutes"
                  : error == kMungeInvalid
                      ? "munged has another key (/etc/munge/munge.key) here than on rank 0's machine"
-                     : "rank 0 runs as another user, or another program answers in its place",
-       .next = clocks ? "set the clocks; or export LOCKSTEP_SECRET=… on every machine, which needs no munge"
+                     : "rank 0 runs as another user, or another program answers",
+       .next = clocks ? "synchronise the clocks; or export LOCKSTEP_SECRET=… on every machine, which needs no munge"
                       : "give munged one key on all machines; or export LOCKSTEP_SECRET=…, with the output of one "
-                        "`openssl rand -hex 32`, on every machine: it goes first"});
+                        "`openssl rand -hex 32`, on every machine: it takes precedence"});
 }
 
 }  // namespace

@@ -108,7 +108,8 @@ Packet StoreTable::get(const std::vector<std::string>& keys) const {
 Packet StoreTable::add(const std::string& key, std::int64_t number) {
   const auto found = entries_.find(key);
   std::int64_t before = 0;
-  if (found != entries_.end() && !parse_int(found->second.value, before)) return refused("adding to what is no number");
+  if (found != entries_.end() && !parse_int(found->second.value, before))
+    return refused("adding to something that is not a number");
   std::int64_t sum = 0;
   if (__builtin_add_overflow(before, number, &sum)) return refused("adding beyond 64 bits");
   if (!put(key, std::to_string(sum))) return no_room();

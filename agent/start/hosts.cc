@@ -109,7 +109,7 @@ void require_hosts(const SshOptions& options) {
       troubles += concat("\n    ", remote.host.name, ": ", trouble);
   if (!troubles.empty())
     throw EnvironmentError({.what = concat("hosts that can't run ", options.version, ":", troubles),
-                            .likely = "no key for ssh, or other files there than here",
+                            .likely = "no ssh key, or other files than here",
                             .next = concat("try ssh HOST ", join(ask, " "))});
 }
 
@@ -236,7 +236,7 @@ UniqueFd take_variables() {
     ::setenv(text.substr(0, equals).c_str(), text.data() + equals + 1, 1);
     text.clear();
   }
-  throw EnvironmentError({.what = "no variables come from the machine that starts the job"});
+  throw EnvironmentError({.what = "the machine that starts the job sends no variables"});
 }
 
 // Waits without a deadline, and dies with its parent.
@@ -260,7 +260,7 @@ std::vector<Host> read_hosts(const std::string& file_or_list) {
     const std::string here = is_file ? concat(file_or_list, ", line ", i + 1) : concat("--hosts ", file_or_list);
     std::smatch match;
     if (!std::regex_match(parts[i], match, is_file ? line : word))
-      throw bad_host(concat("'", parts[i], "' is no host"), here);
+      throw bad_host(concat("'", parts[i], "' is not a host"), here);
     if (!match[1].matched) continue;
     if (std::ranges::find(hosts, match.str(1), &Host::name) != hosts.end())
       throw bad_host(concat("host ", match.str(1), " is there twice"), here);

@@ -30,7 +30,7 @@ TEST(Hosts, name_what_is_wrong_in_a_list) {
   for (const std::string wrong : {"", "a:0", "a:", "a:4:4", "a:100000", "a:-1", "-oProxyCommand=x", "/no/file", "a b"})
     for (const std::string& text : {wrong, "first:2," + wrong}) {
       const std::string message = error_of_hosts(text);
-      EXPECT_TRUE(contains(message, "'" + wrong + "' is no host"));
+      EXPECT_TRUE(contains(message, "'" + wrong + "' is not a host"));
       EXPECT_TRUE(contains(message, "--hosts " + text));
     }
   EXPECT_TRUE(contains(error_of_hosts("a:4,b,a"), "host a is there twice"));
@@ -43,7 +43,7 @@ TEST(Hosts, name_file_and_line_of_what_is_wrong_in_a_file) {
        {"slots=4", "b:4", "b 4", "b slots=x", "b slots=0", "b slots = 4", "b slots=4 c", "-b"}) {
     write_file(file, "a slots=2\n# b\n" + wrong + "\n");
     const std::string message = error_of_hosts(file);
-    EXPECT_TRUE(contains(message, "'" + wrong + "' is no host"));
+    EXPECT_TRUE(contains(message, "'" + wrong + "' is not a host"));
     EXPECT_TRUE(contains(message, file + ", line 3"));
   }
   write_file(file, "a\nb\na slots=2\n");

@@ -23,26 +23,24 @@ void check(const LaunchOptions& options) {
   const auto require = [](bool holds, const std::string& what, const std::string& next) {
     if (!holds) throw UsageError({.what = what, .next = next});
   };
-  require(options.ranks >= 1, concat(options.ranks, " ranks on a machine make no job"), "start at least 1");
+  require(options.ranks >= 1, concat(options.ranks, " ranks on a machine"), "start at least 1");
   require(options.servers >= 0 && (options.servers == 0 || options.servers < options.ranks),
-          concat(options.servers, " servers among ", options.ranks, " ranks"),
-          "leave at least one rank to be a worker");
-  require(options.nodes >= 1, concat(options.nodes, " machines make no job"), "use at least 1");
+          concat(options.servers, " servers among ", options.ranks, " ranks"), "leave at least one rank for a worker");
+  require(options.nodes >= 1, concat(options.nodes, " machines"), "use at least 1");
   require(options.node_rank >= 0 && options.node_rank < options.nodes,
-          concat("there is no machine ", options.node_rank, " among ", options.nodes), "count machines from 0");
-  require(options.master_port >= 0 && options.master_port <= 65535, concat("there is no port ", options.master_port),
+          concat("machine ", options.node_rank, " of ", options.nodes), "count machines from 0");
+  require(options.master_port >= 0 && options.master_port <= 65535, concat("port ", options.master_port),
           "choose one from 1 to 65535, or 0 for any");
   require(options.nodes == 1 || options.master_port != 0, "several machines need a port they agree on",
           "choose a free port of the machine of rank 0 and give it to every machine");
-  require(options.threads_per_rank >= 0, concat(options.threads_per_rank, " threads per rank can't compute"),
+  require(options.threads_per_rank >= 0, concat(options.threads_per_rank, " threads per rank"),
           "use at least 1, or 0 for an even share of the cores");
-  require(options.max_restarts >= 0, concat(options.max_restarts, " restarts can't be counted"), "use 0 or more");
+  require(options.max_restarts >= 0, concat(options.max_restarts, " restarts"), "use 0 or more");
   require(options.min_ranks >= 0 && options.min_ranks <= options.ranks,
-          concat("at least ", options.min_ranks, " of ", options.ranks, " ranks"),
-          "use a number of ranks that are there");
-  require(options.spares >= 0, concat(options.spares, " spare processes can't wait"), "use 0 or more");
-  require(options.output != RankOutput::kSplit || !options.log_dir.empty(), "output in files needs a folder for them",
-          "name a log folder");
+          concat("at least ", options.min_ranks, " of ", options.ranks, " ranks"), "use at most the number of ranks");
+  require(options.spares >= 0, concat(options.spares, " spare processes"), "use 0 or more");
+  require(options.output != RankOutput::kSplit || !options.log_dir.empty(), "output to files without a folder for them",
+          "give --log-dir");
 }
 
 // One launch: run() starts the ranks and returns when every one has ended. Destroyed, it has left no process behind.

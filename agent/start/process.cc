@@ -177,7 +177,7 @@ Process::Process(const ProcessOptions& options) {
     wait_for(pid_);
     throw SystemError({.what = *trouble,
                        .here = join(options.command, " "),
-                       .likely = "a name that is misspelt or not in PATH, or a file that may not be executed",
+                       .likely = "a misspelt name, one that is not in PATH, or a file that is not executable",
                        .next = "check the name, and that the file is executable on this machine"});
   }
   pidfd_ = open_pidfd(pid_);

@@ -72,7 +72,7 @@ void Spares::start(ProcessOptions what) {
   if (command_.empty() || tried_in_vain_) return;
   if (std::ranges::any_of(waiting_, [](const Spare& spare) { return spare.process.status().has_value(); })) {
     tried_in_vain_ = true;
-    return log_info(concat("no process waits to take the place of a lost rank: `", command_.front(),
+    return log_info(concat("no spare process for a lost rank: `", command_.front(),
                            " -c 'import lockstep'` fails, or runs out of memory"));
   }
   for (std::atomic<pid_t>* group : groups_) {

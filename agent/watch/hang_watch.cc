@@ -190,7 +190,7 @@ std::string HangWatch::describe(const Living& living, const LivingRank& rank) co
     const auto peer = with_pid(living, record.waits_for.load(std::memory_order_relaxed));
     text += peer == living.end() ? ", waits for any rank" : concat(", waits for rank ", peer->rank);
   } else if (calls_others(record)) {
-    text += ", in a call of several machines";
+    text += ", in a call to other machines";
   }
   if (is_stopped(pid_of(rank))) text += ", stopped by a signal";
   return text;
@@ -202,8 +202,8 @@ std::string HangWatch::reason(const Living& living, const Suspect& suspect) cons
     case Suspect::Why::kAwaited: return name + " holds up the others";
     case Suspect::Why::kCircle: return "the ranks wait for one another";
     case Suspect::Why::kStopped: return name + " is stopped and holds up the others";
-    case Suspect::Why::kOtherMachine: return "all ranks of this machine wait, for another machine";
-    default: return living.size() == 1 ? name + " does not go on" : name + " is the furthest behind";
+    case Suspect::Why::kOtherMachine: return "all ranks of this machine wait for another machine";
+    default: return living.size() == 1 ? name + " makes no progress" : name + " is the furthest behind";
   }
 }
 
@@ -243,11 +243,11 @@ std::optional<Hang> HangWatch::finish_stacks() {
   reported_ = true;
   if (still_ < options_.timeout) {
     reported_ = false;
-    report_.add_line("lockstep: ", "the ranks move again: nothing is done");
+    report_.add_line("lockstep: ", "the ranks move again: none is killed");
     return {};
   }
   if (only_report_) {
-    report_.add_line("lockstep: ", "nothing is done about it here");
+    report_.add_line("lockstep: ", "no rank of this machine is killed");
     return {};
   }
   return hang;

@@ -162,7 +162,7 @@ std::string tasks_of(pid_t pid) {
   std::error_code error;
   for (const auto& task : std::filesystem::directory_iterator(concat("/proc/", pid, "/task"), error))
     text += describe_task(task.path());
-  return text.empty() ? "nothing: the process is gone, or is another user's\n" : text;
+  return text.empty() ? "no stack: the process has ended, or is another user's\n" : text;
 }
 
 }  // namespace
