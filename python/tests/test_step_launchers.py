@@ -184,7 +184,7 @@ class Launchers(unittest.TestCase):
             self.expect_trained(*two_lockstep_runs((2 * SECRET,) * 2, "again", backend, "several"), machines="several machines")
         code, output = two_lockstep_runs((2 * SECRET, SECRET[::-1] * 2), "meet_once")
         self.assertNotEqual(code, 0)
-        self.assertIn("was not let in", output)
+        self.assertIn("was refused", output)
 
     def test_meet_is_for_any_launcher(self):
         self.expect_trained(*by_slurms_variables((0, 0), "again", "gloo", "one", "meet"))

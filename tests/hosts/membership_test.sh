@@ -301,7 +301,7 @@ etcd_asks_for_certificates() {
   conf=",join_timeout=3,cacert=$work/ca.crt"
   start n1 --nnodes 1:3
   ends_with n1 1 "etcd does not answer"
-  echo "etcd: who has no certificate is not let in"
+  echo "etcd: who has no certificate is refused"
   stop_etcd
 }
 

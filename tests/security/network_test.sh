@@ -85,7 +85,7 @@ LOCKSTEP_SECRET=$(printf 'a%.0s' {1..64}) start n1 0 wrong &
 if (LOCKSTEP_SECRET=$(printf 'b%.0s' {1..64}) start n2 1 wrong 2>"$work/wrong.err"); then fail "let in with a wrong secret"; fi
 kill $! 2>/dev/null || true
 wait || true
-grep -q 'was not let in at 10.77.0.11' "$work/wrong.err" || fail "$(cat "$work/wrong.err")"
+grep -q 'was refused at 10.77.0.11' "$work/wrong.err" || fail "$(cat "$work/wrong.err")"
 mkdir "$work/other"
 start n1 0 home &
 if (HOME=$work/other start n2 1 home 2>"$work/home.err"); then fail "found a secret"; fi
@@ -102,7 +102,7 @@ export timeout=3
 start n1 0 dropped 2>"$work/dropped_0.err" &
 if (start n2 1 dropped 2>"$work/dropped_1.err"); then fail "packets arrived"; fi
 wait || true
-grep -q 'rank 1 found nobody at 10.77.0.11:29500' "$work/dropped_1.err" || fail "$(cat "$work/dropped_1.err")"
+grep -q 'rank 1 got no answer at 10.77.0.11:29500' "$work/dropped_1.err" || fail "$(cat "$work/dropped_1.err")"
 grep -q 'firewall' "$work/dropped_1.err" || fail "$(cat "$work/dropped_1.err")"
 grep -q 'not all ranks have come: no machine from rank 1' "$work/dropped_0.err" || fail "$(cat "$work/dropped_0.err")"
 for host in n1 n2; do bridge link set dev to-$host isolated off; done

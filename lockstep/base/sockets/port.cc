@@ -93,7 +93,7 @@ std::optional<uid_t> user_of_other_end(int fd) {
 
 ReservedPort::ReservedPort(const std::string& address) {
   const AddressList found = address_of_number({address, 0});
-  if (!found) throw SystemError({.what = concat("can't reserve a port on ", address, ", which is no address")});
+  if (!found) throw SystemError({.what = concat("can't reserve a port on ", address, ", which is not an address")});
   fd_.reset(::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (!fd_ || !bind_to(fd_, *found)) throw system_error("reserve", concat("a port on ", address));
   number_ = endpoint_of(fd_.get()).port;

@@ -11,14 +11,14 @@ namespace lockstep {
 void Received::require(bool holds, const std::string& what) const {
   if (holds) return;
   throw MismatchError(
-      {.what = concat("a message can't be right: ", what),
+      {.what = concat("a malformed message: ", what),
        .peer = from_,
-       .likely = "another version of lockstep there; or somebody on the way who has changed it",
+       .likely = "another version of lockstep there, or a message that was changed on the way",
        .next = "install the same lockstep on all machines; docs/security.md says what keeps others out"});
 }
 
 std::int64_t Received::in(std::int64_t value, std::int64_t least, std::int64_t most, const std::string& name) const {
-  if (value < least || value > most) require(false, concat(name, " is ", value, ", and can be ", least, " to ", most));
+  if (value < least || value > most) require(false, concat(name, " is ", value, ", but must be ", least, " to ", most));
   return value;
 }
 

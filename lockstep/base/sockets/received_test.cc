@@ -23,7 +23,7 @@ TEST(ReceivedNumber, is_what_it_is_within_its_range) {
 TEST(ReceivedNumber, is_an_error_outside_of_it) {
   for (const std::int64_t wrong : {std::int64_t{-2}, std::int64_t{5}, kHuge}) {
     const std::string message = message_of<MismatchError>([&] { kFromRank3.in(wrong, -1, 4, "dtype"); });
-    EXPECT_TRUE(contains(message, "dtype is " + std::to_string(wrong) + ", and can be -1 to 4"));
+    EXPECT_TRUE(contains(message, "dtype is " + std::to_string(wrong) + ", but must be -1 to 4"));
     EXPECT_TRUE(contains(message, "rank 3"));
   }
   for (const std::int64_t wrong : {std::int64_t{-1}, kHuge, kHuge / 8, kHuge / 16})

@@ -106,7 +106,7 @@ CpuTransport& C10dBackend::transport() const {
   if (transport_ != nullptr) return *transport_;
   throw UsageError({.what = "a call on a lockstep backend after its shutdown",
                     .likely = "destroy_process_group() came first",
-                    .next = "make the call before, or a new process group"});
+                    .next = "call it before, or make a new process group"});
 }
 
 Tensor C10dBackend::allocateTensor(long size, at::TensorOptions options) {

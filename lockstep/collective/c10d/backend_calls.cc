@@ -19,7 +19,7 @@ void check_tensor(const Tensor& tensor, at::ScalarType dtype) {
                        .next = "move it to the CPU, or use init_process_group(\"cpu:lockstep,cuda:nccl\")"});
   if (tensor.layout() != at::kStrided)
     throw UsageError({.what = concat("a tensor of layout ", c10::str(tensor.layout()), " can't be exchanged"),
-                      .next = "call to_dense() on it first; all_reduce sums tensors of layout Sparse (COO)"});
+                      .next = "call to_dense() first; all_reduce also takes layout Sparse (COO)"});
   if (tensor.scalar_type() != dtype)
     throw UsageError({.what = concat("one call with tensors of ", c10::toString(tensor.scalar_type()), " and of ",
                                      c10::toString(dtype)),
@@ -81,15 +81,15 @@ std::vector<std::size_t> counts_of_parts(const Tensors& whole, int size) {
   if (whole.size() != 1) return counts_of_tensors(whole, size);
   const std::int64_t elements = whole.front().numel();
   if (elements % size == 0) return std::vector<std::size_t>(to_size(size), to_size(elements / size));
-  throw UsageError({.what = concat("a tensor of ", elements, " elements is no equal parts for ", size, " ranks"),
+  throw UsageError({.what = concat("a tensor of ", elements, " elements can't be split evenly over ", size, " ranks"),
                     .next = "make its size a multiple of the number of ranks"});
 }
 
 void check_part(const Tensor& part, std::size_t count) {
   if (to_size(part.numel()) == count) return;
   throw UsageError(
-      {.what = concat("this rank's part is ", part.numel(), " elements, but ", count, " are its share of the whole"),
-       .next = "give tensors that fit: the whole is the parts of all ranks"});
+      {.what = concat("this rank's part has ", part.numel(), " elements, but its share of the whole is ", count),
+       .next = "give tensors that fit: the whole has the elements of all parts"});
 }
 
 void set_counts(Call& call, Member member, const Tensors& inputs, const Tensors& outputs) {

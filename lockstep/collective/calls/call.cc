@@ -55,7 +55,7 @@ void check_op(DType dtype, ReduceOp op) {
 }
 
 void check_rank(const char* what, int rank, int size) {
-  if (rank < 0 || rank >= size) refuse(concat(what, " ", rank, " of ", size, " ranks"), "name one of them");
+  if (rank < 0 || rank >= size) refuse(concat(what, " ", rank, " of ", size, " ranks"), "count ranks from 0");
 }
 
 void check_counts(const std::vector<std::size_t>& counts, int size) {

@@ -7,7 +7,7 @@ PeerLost not_finished_by_deadline(const std::string& here, const std::string& wh
   return PeerLost({.what = what + " is not finished at the deadline",
                    .here = here,
                    .likely = "a rank that is slower than the others, or stopped",
-                   .next = "wait longer, or look at what each rank is doing"});
+                   .next = "wait longer, or see what each rank is doing"});
 }
 
 void Completion::wait(std::optional<Deadline> deadline) {

@@ -52,8 +52,8 @@ struct Receive {
     throw MismatchError(
         {.what = concat("rank ", here, " wants receive of ", text_of(call.count, call.dtype), " from rank ", from,
                         ", tag ", call.tag, ", rank ", from, " wants send of ", text_of(header.count, sent_dtype())),
-         .likely = "ranks that do not agree on what they send each other, or two messages with one tag",
-         .next = "give as many elements of one dtype on both sides, or another tag"});
+         .likely = "ranks that disagree on what they send, or two messages with one tag",
+         .next = "give the same dtype and number of elements on both sides, or another tag"});
   }
 };
 

@@ -74,9 +74,9 @@ Texts exchange_alike(c10d::Store& store, const std::string& mine, const Transpor
 }
 
 RendezvousError wrong_text(const TransportOptions& options) {
-  return RendezvousError({.what = "a rank tells nonsense about its connections",
+  return RendezvousError({.what = "a rank sent malformed addresses",
                           .here = options.describe,
-                          .likely = "another version of lockstep on some machine",
+                          .likely = "another version of lockstep on a machine",
                           .next = "install the same one on all"});
 }
 
@@ -283,7 +283,7 @@ class SecureEntrance final : public GlooEntrance {
         throw RendezvousError(
             {.what = concat("no port of the loopback interface is free on all machines, tried ", kMostTries),
              .here = options.describe,
-             .likely = "programs that listen at most ports of some machine"});
+             .likely = "programs that listen at most ports of a machine"});
     admission_.emplace(listener_, sources_);
     const std::string failure = start_tunnel();
     for (const std::string& text : exchange("tunnel", failure))
@@ -378,7 +378,7 @@ class SecureEntrance final : public GlooEntrance {
         {.what = what,
          .here = concat(options_.describe, " at ", options_.address),
          .likely =
-             "a firewall between the machines drops packets, that rank died while starting, or a stranger answers",
+             "a firewall between the machines drops packets, that rank died while starting, or another program answers",
          .next = "look at the other ranks' output; GLOO_SOCKET_IFNAME chooses another network"});
   }
 

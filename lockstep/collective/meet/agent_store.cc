@@ -42,7 +42,7 @@ bool is_agent_store(const Connection& connection, const Deadline& deadline) {
 }
 
 RendezvousError no_agent_store(const Endpoint& endpoint, const std::string& why) {
-  return RendezvousError({.what = concat("no store of torchrun at ", endpoint.text(), ": ", why),
+  return RendezvousError({.what = concat("no torchrun store at ", endpoint.text(), ": ", why),
                           .likely = "another program answers at this port, or torchrun has ended",
                           .next = "look at torchrun's output, or choose another --rdzv-endpoint"});
 }
@@ -56,7 +56,7 @@ Endpoint wait_for_agent(const Endpoint& endpoint, const JobEnvironment& job, con
     if (deadline.passed() && answered)
       throw no_agent_store(endpoint, "what listens there does not answer as a store does");
     if (deadline.passed())
-      throw RendezvousError({.what = concat("rank ", job.rank, " found nobody at ", endpoint.text()),
+      throw RendezvousError({.what = concat("rank ", job.rank, " got no answer at ", endpoint.text()),
                              .likely = "torchrun has ended on the first machine",
                              .next = "look at its output; `lockstep env` shows what each rank was told"});
     std::this_thread::sleep_for(kRetryEvery);

@@ -43,7 +43,7 @@ RendezvousError cannot_listen(const Endpoint& endpoint) {
 }
 
 RendezvousError nobody_at(const Endpoint& endpoint, const JobEnvironment& job) {
-  return RendezvousError({.what = concat("rank ", job.rank, " found nobody at ", endpoint.text()),
+  return RendezvousError({.what = concat("rank ", job.rank, " got no answer at ", endpoint.text()),
                           .likely = "rank 0 did not start, died early, or has another MASTER_ADDR or MASTER_PORT; or a "
                                     "firewall drops packets to this port",
                           .next = "look at rank 0's output; `lockstep env` shows what each rank was told"});
@@ -51,8 +51,8 @@ RendezvousError nobody_at(const Endpoint& endpoint, const JobEnvironment& job) {
 
 RendezvousError not_let_in(const Endpoint& endpoint, const JobEnvironment& job) {
   return RendezvousError(
-      {.what = concat("rank ", job.rank, " was not let in at ", endpoint.text(),
-                      ": what listens there does not answer as this job's store does"),
+      {.what = concat("rank ", job.rank, " was refused at ", endpoint.text(),
+                      ": what listens there is not this job's store"),
        .likely =
            "another secret here than on rank 0's machine, --insecure-network on one of them only, or another program",
        .next = ways_to_a_secret()});
@@ -155,7 +155,7 @@ void wait_for_everyone(c10d::Store& store, const std::string& where, const JobEn
     if (deadline.passed())
       throw RendezvousError({.what = concat("only ", came, " of ", job.world_size, " ranks came"),
                              .here = concat("rank 0, waiting at ", where),
-                             .likely = "a rank died before it got here, runs on another machine, or was not let in",
+                             .likely = "a rank died before it got here, runs on another machine, or was refused",
                              .next = "look at the other ranks' output; on several machines set MASTER_ADDR"});
     std::this_thread::sleep_for(kRetryEvery);
   }

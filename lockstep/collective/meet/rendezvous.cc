@@ -79,7 +79,7 @@ StorePtr find_own_job(const Endpoint& endpoint, const JobEnvironment& job, const
       }
     }
   throw RendezvousError(
-      {.what = concat("rank ", job.rank, " found nobody of its job at ", endpoint.text(), " to ",
+      {.what = concat("rank ", job.rank, " did not find its job at ", endpoint.text(), " to ",
                       job.master_port + job.master_ports - 1),
        .likely = "rank 0 did not start, died early or has another secret; or a firewall drops packets to these ports",
        .next = "look at rank 0's output; or set MASTER_PORT, on all ranks, to a port that is open"});

@@ -107,7 +107,7 @@ TEST_F(Jobs, name_the_program_that_has_their_port) {
 
 TEST_F(Jobs, give_up_at_the_deadline_on_nobody) {
   const std::string message = message_of<RendezvousError>([&] { connect_at_address(job(1, ""), milliseconds(100)); });
-  EXPECT_TRUE(contains(message, concat("rank 1 found nobody at 127.0.0.1:", port.number())));
+  EXPECT_TRUE(contains(message, concat("rank 1 got no answer at 127.0.0.1:", port.number())));
 }
 
 TEST_F(Jobs, that_are_complete_let_nobody_else_in) {
@@ -122,7 +122,7 @@ TEST_F(Jobs, that_are_complete_let_nobody_else_in) {
 TEST_F(Jobs, give_up_at_the_deadline_on_a_program_that_accepts_and_is_silent) {
   const UniqueFd silent = listen_on({"127.0.0.1", port.number()}, Deadline::after(kPatience));
   const std::string message = message_of<RendezvousError>([&] { connect_at_address(job(1, ""), milliseconds(300)); });
-  EXPECT_TRUE(contains(message, "what listens there does not answer as this job's store does"));
+  EXPECT_TRUE(contains(message, "what listens there is not this job's store"));
 }
 
 TEST_F(Jobs, with_several_ports_pass_over_a_program_that_accepts_and_is_silent) {

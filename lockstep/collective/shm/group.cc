@@ -64,7 +64,7 @@ Group::~Group() {
 
 void Group::cancel() {
   if (is_parents()) return;
-  if (!is_subgroup_ && !left_) poison("it went away without leave(), after an error or by mistake");
+  if (!is_subgroup_ && !left_) poison("it ended without leave(), after an error or by mistake");
   waiter_.cancel();
 }
 

@@ -70,7 +70,7 @@ void run_threads(const std::vector<int>& nodes, const Connect& connect, const st
     } catch (const std::exception& error) {
       give_up(error.what());
     } catch (...) {
-      give_up("an exception that is no std::exception");
+      give_up("an exception that is not a std::exception");
     }
   };
   std::vector<std::thread> threads;

@@ -52,7 +52,7 @@ void check(const Received& sender, const RequestHeader& request, const BlockLayo
 
 void check(const Received& sender, const std::vector<Key>& keys) {
   for (const Key& key : keys) {
-    sender.require(is_dtype(static_cast<std::int64_t>(key.dtype)), "a key whose dtype there is not");
+    sender.require(is_dtype(static_cast<std::int64_t>(key.dtype)), "a key of unknown dtype");
     check_flag(sender, key.trained, "whether a key is trained");
     sender.bytes(key.elements, static_cast<std::int64_t>(c10::elementSize(key.dtype)), "a key");
     sender.in(key.rows, 1, std::max<std::int64_t>(key.elements, 1), "the rows of a key");

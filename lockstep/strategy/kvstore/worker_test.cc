@@ -219,7 +219,8 @@ TEST(KVWorker, says_to_each_worker_that_their_keys_differ) {
       ++told;
     }
   };
-  EXPECT_THROW(run_cluster(Fabric::kSharedMemory, {}, differ, [](KVServer& server) { server.wait_for_pushes(1); }), Error);
+  EXPECT_THROW(run_cluster(Fabric::kSharedMemory, {}, differ, [](KVServer& server) { server.wait_for_pushes(1); }),
+               Error);
   EXPECT_EQ(told, 2);
 }
 
@@ -338,7 +339,7 @@ TEST_P(StoreOver, dist_sync_ends_for_all_when_a_worker_is_lost) {
               }
             });
       },
-      15);  // a wait that nobody ends takes 30 s
+      15);                     // a wait that nobody ends takes 30 s
   ASSERT_EQ(said.size(), 3U);  // the server and two workers
   int naming = 0;
   for (const std::string& text : said) naming += text.find("worker 1 (rank 2) is lost") != std::string::npos;
@@ -464,11 +465,11 @@ TEST(KVServerChecks, the_keys) {
   for (const Case& each :
        {Case{[](Key& key) { key.elements = -4; }, "a key has -4 elements"},
         Case{[](Key& key) { key.elements = std::int64_t{1} << 61; }, "this machine's memory"},
-        Case{[](Key& key) { key.rows = 0; }, "the rows of a key is 0, and can be 1 to 4"},
+        Case{[](Key& key) { key.rows = 0; }, "the rows of a key is 0, but must be 1 to 4"},
         Case{[](Key& key) { key.rows = 8; }, "the rows of a key is 8"},
         Case{[](Key& key) { key.rows = 3; }, "3 rows in 4 elements"},
         Case{[](Key& key) { *reinterpret_cast<std::uint8_t*>(&key.trained) = 2; }, "is trained is 2"},
-        Case{[](Key& key) { key.dtype = torch::ScalarType(99); }, "dtype there is not"}})
+        Case{[](Key& key) { key.dtype = torch::ScalarType(99); }, "a key of unknown dtype"}})
     EXPECT_TRUE(contains(servers_trouble([&](const StoreLink& link) {
                            init(link, each.change);
                            link.receive<ReplyHeader>();
@@ -492,8 +493,8 @@ TEST(KVServerChecks, requests) {
   };
   for (const Case& each :
        {Case{{.request = static_cast<Request>(77)}, "a request is 77"},
-        Case{{.request = Request::kPush, .slices = {0, 3}}, "the last slice is 3, and can be 0 to 2"},
-        Case{{.request = Request::kPull, .slices = {2, 1}}, "the first slice is 2, and can be 0 to 1"},
+        Case{{.request = Request::kPush, .slices = {0, 3}}, "the last slice is 3, but must be 0 to 2"},
+        Case{{.request = Request::kPull, .slices = {2, 1}}, "the first slice is 2, but must be 0 to 1"},
         Case{{.request = Request::kPull, .slices = {0, ~std::size_t{0}}}, "the last slice is -1"},
         Case{{.request = Request::kPush, .slices = {0, 2}, .push = {.samples = -1}}, "the number of samples is -1"},
         Case{{.request = Request::kPush, .slices = {0, 2}, .threshold = 0.5}, "a threshold of 0.5"},
@@ -517,7 +518,7 @@ TEST(KVServerChecks, what_follows_a_request) {
                  link.send_bytes(torch::tensor({std::int64_t{4}}).view(torch::kUInt8));
                  link.receive<ReplyHeader>();
                }),
-               "the first of the rows is 4, and can be 0 to 3"));
+               "the first of the rows is 4, but must be 0 to 3"));
   EXPECT_TRUE(contains(servers_trouble([](const StoreLink& link) {
                          init(link);
                          UpdateOptions options{.optimizer = SGDOptions{.lr = std::nan("")}};

@@ -137,7 +137,7 @@ Location Peers::locate(const void* address, std::size_t bytes) const {
 std::byte* Peers::pointer(Location place, std::size_t bytes) const {
   if (place.kind == Location::kAddress) return reinterpret_cast<std::byte*>(place.at);
   if (place.owner >= size())
-    throw SystemError({.what = concat("a place in the memory of rank ", place.owner, " of ", size())});
+    throw SystemError({.what = concat("an address in the memory of rank ", place.owner, ", but there are ", size())});
   return arenas_[place.owner]->window().at(place.at, bytes);
 }
 

@@ -222,7 +222,7 @@ class ClientHandshake {
   Message receive(Message::Kind kind, std::vector<UniqueFd>& descriptors, std::size_t expected) const {
     Message message;
     if (!wait_for(POLLIN, socket_.get(), deadline_))
-      throw RendezvousError({.what = "the ranks of this machine are not complete at the deadline",
+      throw RendezvousError({.what = "not all ranks of this machine came before the deadline",
                              .here = concat("rank ", rank_, " of ", size_),
                              .likely = "a rank that did not start",
                              .next = "rank 0's error names it"});

@@ -61,7 +61,7 @@ void check_segment(int fd, std::size_t bytes, const std::string& name) {
   const int seals = ::fcntl(fd, F_GET_SEALS);
   if (seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && size_of_file(fd, name) >= bytes) return;
   throw SystemError({.what = name + " is not the shared memory that was announced",
-                     .likely = "another version of lockstep, or a stranger at the other end of the socket",
+                     .likely = "another version of lockstep, or another program at the other end of the socket",
                      .next = "start all ranks from the same installation"});
 }
 
