@@ -183,7 +183,7 @@ void CheckpointFolder::require_newest(std::int64_t step) const {
   if (step >= unread_) return;
   throw CheckpointError({.what = concat("can't save step ", step, ": ", folder_.string(), " has a checkpoint of step ",
                                         unread_, ", which this run has neither read nor written"),
-                         .likely = "a program that was started again and has begun anew",
+                         .likely = "a program that was started again from the beginning",
                          .next = "go on from the newest, go back to another one (after=STEP), or name another folder"});
 }
 
@@ -277,7 +277,7 @@ std::optional<CheckpointFolder::Loaded> CheckpointFolder::load_newest() {
       return found;
     } catch (const CheckpointError& error) {
       damaged.push_back(*path);
-      log_warning(concat("passing over a checkpoint: ", error.text().what));
+      log_warning(concat("skipping a checkpoint: ", error.text().what));
     }
   }
   if (files.empty()) return std::nullopt;

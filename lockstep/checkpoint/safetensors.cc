@@ -134,7 +134,7 @@ SafetensorsReader::Entry read_entry(const Json& entry, const std::string& name, 
   for (const std::int64_t size : shape)
     if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes)) throw damaged_file(origin, concat("shape of ", name));
   if (offsets[1] - offsets[0] != static_cast<std::uint64_t>(bytes))
-    throw damaged_file(origin, concat(name, " lies outside of the file"));
+    throw damaged_file(origin, concat(name, " lies outside the file"));
   return {.dtype = dtype, .shape = shape, .at = offsets[0]};
 }
 

@@ -26,7 +26,7 @@ void require_shards_possible(const LayoutInput& input, const LayoutOptions& opti
       {on_cores && input.ranks_on_machine < input.ranks, "not all ranks are on the cores of one machine",
        "train on one machine, or without virtual shards"},
       {on_cores && layout != StepLayout::kPublished, "parameters are separate",
-       "share_parameters = true, and an optimizer of lockstep's"},
+       "give share_parameters = true and an optimizer of lockstep"},
       {!on_cores && !input.updates_all, "some parameters have sparse gradients, or the optimizer does not hold them",
        "train without virtual shards, or freeze what the optimizer does not hold"},
       {!on_cores && layout != StepLayout::kSlices, "each GPU would have to update a slice of the parameters",

@@ -121,17 +121,17 @@ std::string to_text(const Fit& fit) { return nlohmann::json{{"sample", fit.sampl
 
 Fit fit_of(const std::string& text) {
   if (text.empty())
-    throw CheckpointError({.what = "the checkpoint does not say what its model takes",
+    throw CheckpointError({.what = "the checkpoint does not say which inputs its model takes",
                            .likely = "it was written by an older lockstep",
-                           .next = "--resume its training for a step, which writes another"});
+                           .next = "resume its training for a step, which writes another checkpoint"});
   const auto fit = nlohmann::json::parse(text);
   return {.sample = fit.at("sample"), .data = fit.at("data")};
 }
 
 Task fitted(const Task& task, const Datasets& datasets, std::int64_t classes) {
   if (classes > 0 && !task.fit)
-    throw UsageError({.what = concat("--classes with ", task.name, ", whose outputs are what its program says"),
-                      .next = "leave it out"});
+    throw UsageError(
+        {.what = concat("--classes with ", task.name, ", whose program sets its outputs"), .next = "leave it out"});
   if (task.make_data || (task.sample.sizes.empty() && !task.fit)) return task;
   SampleShape found = shape_of(datasets, task);
   if (classes > 0) found.classes = classes;
@@ -161,7 +161,7 @@ Task smoothed(Task task, double label_smoothing) {
   auto* const loss = task.loss.target<CrossEntropy>();
   if (loss == nullptr)
     throw UsageError({.what = concat("--label-smoothing with ", task.name, ", whose loss is not CrossEntropy"),
-                      .likely = "targets that are no classes, or a program with a loss of its own",
+                      .likely = "targets that are not classes, or a program with its own loss",
                       .next = "leave it out, or set Task::loss to lockstep::CrossEntropy"});
   loss->label_smoothing = label_smoothing;
   return task;

@@ -37,7 +37,7 @@ Datasets data_to_use(TrainOptions& options, const SavedRun& run, const Fit& fit,
   Datasets data = load_datasets(options.source, task);
   if (!is_other && data.facts != fit.data)
     throw DataError({.what = concat("the data of ", options.source.data, " has changed since the training"),
-                     .likely = "files that were added, removed or written anew: other samples would be held out",
+                     .likely = "files that were added, removed or rewritten: other samples would be held out",
                      .next = "name data that the model has not seen: --data"});
   return data;
 }
@@ -55,7 +55,7 @@ void require_samples(const Dataset& dataset, const Task& task, bool needs_target
   if (needs_targets && are_unknown && task.sample.classes + task.sample.numbers > 0)
     throw DataError({.what = "the samples have no targets to compare with",
                      .here = dataset.name(),
-                     .next = "predict says what the model makes of them"});
+                     .next = "lockstep predict writes the model's outputs for them"});
 }
 
 std::string name_of_class(const DataFacts& facts, std::int64_t i) {

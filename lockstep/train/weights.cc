@@ -87,7 +87,7 @@ Task with_frozen(Task task, const std::string& pattern) {
     names = pattern;
   } catch (const std::regex_error&) {
     throw UsageError(
-        {.what = concat("--freeze ", pattern, " is no regular expression"), .next = "such as '^layer[12]'"});
+        {.what = concat("--freeze ", pattern, " is not a regular expression"), .next = "such as '^layer[12]'"});
   }
   task.make_model = [make = std::move(task.make_model), names, pattern] {
     ModulePtr model = make();

@@ -58,7 +58,7 @@ TEST(Frozen, are_parameters_whose_names_match) {
   const Task task = model_task("mlp").fit({.sizes = {4}, .classes = 3});
   for (const auto& item : with_frozen(task, "^layers.[01]").make_model()->named_parameters())
     EXPECT_EQ(item.value().requires_grad(), item.key().starts_with("layers.2")) << item.key();
-  EXPECT_TRUE(contains(message_of<UsageError>([&] { with_frozen(task, "("); }), "is no regular expression"));
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { with_frozen(task, "("); }), "is not a regular expression"));
   const auto all = message_of<UsageError>([&] { with_frozen(task, "layers").make_model(); });
   EXPECT_TRUE(contains(all, "is found in 6 of the names of 6 parameters")) << all;
 }

@@ -121,7 +121,7 @@ TEST_F(TrainedTable, has_the_classes_and_columns_of_the_training_in_other_data) 
   EXPECT_EQ(one_class.at("accuracy"), 1);  // "low" is class 1, as in training
   EXPECT_EQ(one_class.at("confusion_matrix")[1][1], 2);
   EXPECT_TRUE(
-      contains(use("eval", on("x,y,kind\n1,1,tiny\n")).error, "'tiny' is none of the classes high, low, middle"));
+      contains(use("eval", on("x,y,kind\n1,1,tiny\n")).error, "'tiny' is not one of the classes high, low, middle"));
   EXPECT_TRUE(contains(use("eval", on("y,x,kind\n1,1,low\n")).error, "in training they were x, y (2)"));
   EXPECT_TRUE(contains(use("eval", on("x,y,z,kind\n1,1,1,low\n")).error, "in training they were x, y (2)"));
   EXPECT_TRUE(contains(use("eval", on("x,y\n1,1\n")).error, "the samples have no targets to compare with"));

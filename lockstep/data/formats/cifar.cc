@@ -15,7 +15,7 @@ torch::Tensor records_in(const DataFile& file, std::int64_t record_bytes) {
   const auto bytes = static_cast<std::int64_t>(file.size());
   if (bytes == 0 || bytes % record_bytes != 0)
     throw DataError({.what = concat(file.path().filename().string(), " has ", bytes,
-                                    " bytes, no whole number of records of ", record_bytes),
+                                    " bytes, not a whole number of records of ", record_bytes),
                      .here = file.path().string(),
                      .likely = "an interrupted download, or the Python version of the dataset",
                      .next = "fetch the binary version"});

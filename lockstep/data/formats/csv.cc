@@ -164,7 +164,7 @@ class CsvReader {
       if (!value)
         throw error(
             concat("'", fields_[i], "' in column ", names_[i], " is not a number"),
-            fields_[i].empty() ? "a value that is missing" : "a column of texts, which need numbers of their own");
+            fields_[i].empty() ? "a value that is missing" : "a column of texts, which must first become numbers");
       values_.push_back(*value);
     }
     ++rows_;
@@ -180,7 +180,8 @@ class CsvReader {
       if (options_.numbers && !number_in<float>(text))
         throw error(concat("numbers=1, but a target is '", text, "'"), "a column of classes");
       if (!classes.empty() && std::ranges::find(classes, text) == classes.end())
-        throw error(concat("'", text, "' is none of the classes ", join(classes, ", ")), "other data than in training");
+        throw error(concat("'", text, "' is not one of the classes ", join(classes, ", ")),
+                    "other data than in training");
     }
   }
 

@@ -35,7 +35,7 @@ class IdxReader {
   torch::Tensor read_tensor() {
     const std::vector<std::int64_t> shape = read_shape();
     const auto size = product(shape);
-    if (!size) throw bad("its header promises more values than 64 bits can count", "a damaged file");
+    if (!size) throw bad("its header says more values than 64 bits can count", "a damaged file");
     std::vector<std::uint8_t> values = read_values(to_size(*size));
     return torch::from_blob(values.data(), shape, torch::kUInt8).clone();
   }

@@ -57,7 +57,7 @@ std::vector<std::int64_t> shape_of(std::string_view value, const std::string& or
   for (const char* at = value.data() + 1; at < value.data() + end;) {
     std::int64_t size = 0;
     const auto [stop, error] = std::from_chars(at, value.data() + end, size);
-    if (error != std::errc() || size < 0 || shape.size() == 16) throw bad(origin, "a shape that makes no sense");
+    if (error != std::errc() || size < 0 || shape.size() == 16) throw bad(origin, "an impossible shape");
     shape.push_back(size);
     for (at = stop; at < value.data() + end && (*at == ',' || *at == ' ');) ++at;
   }
@@ -87,7 +87,7 @@ Header parse_header(std::span<const std::uint8_t> start, std::size_t all, const 
                 .shape = shape_of(value_of(header, "shape", origin), origin),
                 .bytes = begin + length};
   const auto expected = product(parsed.shape, static_cast<std::int64_t>(c10::elementSize(parsed.dtype)));
-  if (!expected) throw bad(origin, "its shape promises more bytes than 64 bits can count");
+  if (!expected) throw bad(origin, "its shape has more bytes than 64 bits can count");
   if (all - parsed.bytes != to_size(*expected))
     throw bad(origin, concat(*expected, " bytes promised, ", all - parsed.bytes, " found"));
   return parsed;

@@ -139,8 +139,7 @@ Datasets image_folder(Request& request) {
 
 Datasets packed_records(Request& request) {
   if (!request.text("window", "").empty())
-    throw request.refuse(
-        "window is no option any more: pack in random order (without --keep-order) to mix all samples");
+    throw request.refuse("window was removed: pack in random order (without --keep-order) to mix all samples");
   DataFacts facts;
   Datasets both = in_folders(request.path(), [&](const fs::path& folder, Split split) {
     auto records = std::make_shared<RecordReader>(folder);

@@ -50,7 +50,7 @@ TEST(CIFAR, refuses_cut_files_and_wrong_labels) {
   const auto refusal = [&] { return message_of<DataError>([&] { CIFAR10(folder.path(), Split::kValidation); }); };
   EXPECT_TRUE(contains(refusal(), "test_batch.bin: No such file"));
   write_file(folder / "test_batch.bin", cifar_record({1}, 2).substr(1));
-  EXPECT_TRUE(contains(refusal(), "3072 bytes, no whole number of records of 3073"));
+  EXPECT_TRUE(contains(refusal(), "3072 bytes, not a whole number of records of 3073"));
   write_file(folder / "test_batch.bin", cifar_record({1}, 2) + cifar_record({10}, 2));
   EXPECT_TRUE(contains(refusal(), "label 10 of sample 1 is not in 0..9"));
 }
@@ -83,8 +83,8 @@ TEST(Npy, names_what_is_wrong) {
   EXPECT_TRUE(contains(refusal(npy_text(">f4", "(2,)", "12345678")), "dtype '>f4'"));
   EXPECT_TRUE(contains(refusal(npy_text("|O", "(2,)", "12345678")), "dtype '|O'"));
   EXPECT_TRUE(contains(refusal(npy_text("<f8", "(99999999999, 99999999999)", "")),
-                       "its shape promises more bytes than 64 bits can count"));
-  EXPECT_TRUE(contains(refusal(npy_text("<f8", "(-1,)", "")), "a shape that makes no sense"));
+                       "its shape has more bytes than 64 bits can count"));
+  EXPECT_TRUE(contains(refusal(npy_text("<f8", "(-1,)", "")), "an impossible shape"));
   EXPECT_TRUE(contains(refusal(npy_text("<f4", "(1,)", "1234").substr(0, 30)), "cut in its header"));
 }
 
@@ -130,7 +130,7 @@ TEST(TokenDataset, refuses_files_that_do_not_hold_such_tokens) {
   const auto refusal = [&](const TokenOptions& options) {
     return message_of<DataError>([&] { TokenDataset(folder / "t.bin", options).make_batch(first(1)); });
   };
-  EXPECT_TRUE(contains(refusal({.block = 1, .token_bytes = 4}), "6 bytes, no whole number of tokens of 4"));
+  EXPECT_TRUE(contains(refusal({.block = 1, .token_bytes = 4}), "6 bytes, not a whole number of tokens of 4"));
   EXPECT_TRUE(contains(refusal({.block = 9}), "6 tokens, a sample needs 10"));
   EXPECT_TRUE(contains(refusal({.block = 2, .token_bytes = 2, .vocabulary = 600}), "token 65535 is not below"));
 }
@@ -188,7 +188,7 @@ TEST_F(CsvFile, has_the_classes_that_are_known_and_perhaps_no_target) {
   const TableOptions known{.classes = {"1", "x"}, .inputs = 2};
   EXPECT_TRUE(torch::equal(read("a,b,kind\n1,2,x\n3,4,1\n", known).target, torch::tensor({1, 0}, torch::kInt64)));
   EXPECT_TRUE(torch::equal(read("a,b,kind\n3,4,1\n", known).target, torch::tensor({0}, torch::kInt64)));
-  EXPECT_TRUE(contains(refusal("a,b,kind\n3,4,y\n", known), "'y' is none of the classes 1, x"));
+  EXPECT_TRUE(contains(refusal("a,b,kind\n3,4,y\n", known), "'y' is not one of the classes 1, x"));
   const Table without = read("a,b\n1,2\n3,4\n", known);
   EXPECT_EQ(without.columns, (std::vector<std::string>{"a", "b"}));
   EXPECT_TRUE(torch::equal(without.data, torch::tensor({{1.F, 2.F}, {3.F, 4.F}})));

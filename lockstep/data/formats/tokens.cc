@@ -29,7 +29,7 @@ TokenDataset::TokenDataset(const std::filesystem::path& path, const TokenOptions
     options_.vocabulary = options.token_bytes == 1 ? 256 : std::numeric_limits<std::int64_t>::max();
   const auto bytes = static_cast<std::int64_t>(file_->size());
   if (bytes % options.token_bytes != 0)
-    throw DataError({.what = concat(bytes, " bytes, no whole number of tokens of ", options.token_bytes, " bytes"),
+    throw DataError({.what = concat(bytes, " bytes, not a whole number of tokens of ", options.token_bytes, " bytes"),
                      .here = path.string(),
                      .likely = "a cut file, or tokens of another size"});
   const std::int64_t all = bytes / options.token_bytes;

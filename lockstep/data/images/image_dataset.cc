@@ -20,7 +20,7 @@ DataError another_shape(const ImageShape& shape, const ImageShape& wanted) {
   const auto sizes = [](const ImageShape& s) { return concat(s.channels, " x ", s.height, " x ", s.width); };
   return DataError({.what = concat("it has ", sizes(shape), " values, the others ", sizes(wanted)),
                     .likely = "images of different sizes in one dataset",
-                    .next = "bring them to one size with --augment resize:N or a crop of a size"});
+                    .next = "give them one size with --augment resize:N or a crop"});
 }
 
 }  // namespace
@@ -42,7 +42,7 @@ class ImageDataset::Worker {
       ErrorText text = error.text();
       text.what = concat("sample ", index, " of ", source.name(), ": ", text.what);
       text.here = source.origin(index);
-      if (text.next.empty()) text.next = "mend it, or leave such samples out with --skip-bad N (skip_bad)";
+      if (text.next.empty()) text.next = "repair it, or skip such samples with --skip-bad N (skip_bad)";
       throw DataError(text);
     }
   }

@@ -91,7 +91,7 @@ void pack(const Dataset& dataset, const std::filesystem::path& folder, const Pac
   const auto* tensors = dynamic_cast<const TensorDataset*>(&whole);
   if (images == nullptr && tensors == nullptr)
     throw UsageError({.what = concat(dataset.name(), " can't be packed"),
-                      .likely = "it is text, which is one file already, or packed already",
+                      .likely = "it is text, which is already one file, or packed already",
                       .next = "pack images, NumPy arrays or tables"});
   RecordWriter writer(folder, options.shard_bytes);
   const auto order = order_of(dataset.size(), part != nullptr ? part->begin() : 0, options);

@@ -52,7 +52,7 @@ RecordReader::RecordReader(std::filesystem::path folder) : folder_(std::move(fol
 
 void RecordReader::open_shard(const std::string& name, std::uint64_t records, std::uint64_t bytes) {
   const std::filesystem::path path = folder_ / name;
-  if (std::filesystem::path(name).filename() != name) throw damaged_pack(path, "its shard is outside of its folder");
+  if (std::filesystem::path(name).filename() != name) throw damaged_pack(path, "its shard is outside its folder");
   DataFile file(path);
   constexpr std::uint64_t kLeast = sizeof(packed::ShardHeader) + sizeof(packed::Trailer);
   if (file.size() != bytes || bytes < kLeast)
@@ -92,7 +92,7 @@ RecordReader::Location RecordReader::locate(std::int64_t index) const {
       shard.file.read_at<packed::Entry>(shard.trailer.index_offset + to_size(index_in_shard) * sizeof(packed::Entry));
   if (entry.offset > shard.trailer.index_offset || entry.bytes > shard.trailer.index_offset - entry.offset ||
       entry.bytes < sizeof(packed::RecordHeader))
-    throw damaged_pack(shard.file.path(), concat("record ", index_in_shard, " lies outside of the shard"));
+    throw damaged_pack(shard.file.path(), concat("record ", index_in_shard, " lies outside the shard"));
   return {shard, index_in_shard, entry};
 }
 
@@ -111,7 +111,7 @@ Record RecordReader::read(std::int64_t index, std::vector<std::uint8_t>& scratch
   const std::uint64_t begin = sizeof header + sizeof(std::int64_t) * header.dimensions;
   if (header.encoded > 1 || header.dtype >= packed::kDtypes.size() || header.dimensions > packed::kMostDimensions ||
       begin > entry.bytes)
-    throw refuse("a header that makes no sense");
+    throw refuse("an impossible header");
   Record record{.target = header.target,
                 .encoded = header.encoded == 1,
                 .dtype = packed::kDtypes[header.dtype],
@@ -119,7 +119,7 @@ Record RecordReader::read(std::int64_t index, std::vector<std::uint8_t>& scratch
   for (const std::uint8_t* at = bytes + sizeof header; at < bytes + begin; at += sizeof(std::int64_t))
     record.shape.push_back(packed::read_at<std::int64_t>(at));
   const auto expected = product(record.shape, static_cast<std::int64_t>(c10::elementSize(record.dtype)));
-  if (!expected) throw refuse("a shape that makes no sense");
+  if (!expected) throw refuse("an impossible shape");
   if (!record.encoded && *expected != std::ssize(record.payload))
     throw refuse("a shape that is not that of its values");
   return record;

@@ -162,7 +162,7 @@ void Guards::require_none_unfrozen() const {
                                        "DistributedDataParallel was made"),
                         .here = world_.describe(),
                         .likely = "a layer that is unfrozen during training: its gradient is not exchanged",
-                        .next = "make the optimizer and DistributedDataParallel anew after requires_grad_(true)"});
+                        .next = "make the optimizer and DistributedDataParallel again after requires_grad_(true)"});
 }
 
 // lockstep's own optimizers refuse a late group themselves.

@@ -134,7 +134,7 @@ void require_valid(const OptimizerOptions& options) {
     const bool too_small = name == "trust" && value == 0;
     if (value >= 0 && !too_large && !too_small) continue;
     throw UsageError({.what = concat(name_of(options), " with ", name, ' ', value),
-                      .likely = "a negative value, a beta or alpha outside [0, 1), or no trust"});
+                      .likely = "a negative value, a beta or alpha outside [0, 1), or a trust of 0"});
   }
   const auto* sgd = std::get_if<SGDOptions>(&options);
   if (sgd != nullptr && sgd->nesterov && sgd->momentum == 0)

@@ -226,7 +226,7 @@ InterruptedUpdate::InterruptedUpdate(const std::string& manifest, Find given) : 
   const json all = json::parse(manifest, nullptr, /*allow_exceptions=*/false);
   if (all.is_discarded() || all.value("version", 0) != kManifestVersion)
     throw CheckpointError({.what = "the memory that a lost rank has left was made by another version of lockstep",
-                           .likely = "lockstep was installed anew while the job ran",
+                           .likely = "lockstep was installed again while the job ran",
                            .next = "start the job again with --resume"});
   shape = all;
   shape.parameters = all["parameters"].size();

@@ -35,7 +35,7 @@ namespace {
 
 void require_sensible(const AveragingOptions& options) {
   if (options.every < 1)
-    throw UsageError({.what = concat("--average-every ", options.every), .next = "give batches, at least 1"});
+    throw UsageError({.what = concat("--average-every ", options.every), .next = "give at least 1 batch"});
   if (options.outer_lr <= 0 || options.outer_momentum < 0)
     throw UsageError({.what = concat("--outer-lr ", options.outer_lr, ", --outer-momentum ", options.outer_momentum),
                       .next = "give a positive rate and a momentum of at least 0"});

@@ -106,7 +106,7 @@ void DevicesState::run(Devices::Body body) {
   std::unique_lock lock(mutex_);
   if (stopped_) std::rethrow_exception(error_);
   if (error_)
-    throw UsageError({.what = "devices are used after one of them failed",
+    throw UsageError({.what = "devices were used after one of them failed",
                       .likely = "an exception of an earlier step was caught and training went on",
                       .next = "make new devices, or resume from a checkpoint"});
   body_ = std::move(body);

@@ -43,7 +43,7 @@ Replicas get_params(const Devices& devices, const Task& task, const torch::nn::M
 
 Replicas share_variables(Devices& devices, const Task& task, const StrategyOptions& options) {
   if (devices.on_gpus())
-    throw UsageError({.what = "variables on the CPU that GPUs compute with",
+    throw UsageError({.what = "shared variables on the CPU with GPUs",
                       .next = "take KVStore::create(\"local_update_cpu\"), or a copy on every GPU: get_params()"});
   Replicas replicas = get_params(devices, task, options);
   share_parameters(devices, replicas);
@@ -53,7 +53,7 @@ Replicas share_variables(Devices& devices, const Task& task, const StrategyOptio
 void combine_gradients(const Replicas& replicas) {
   const auto& combined = replicas.front().combined;
   if (!combined)
-    throw UsageError({.what = "combine_gradients() of replicas that each have their own variables",
+    throw UsageError({.what = "combine_gradients() of replicas with their own variables",
                       .next = "make them with share_variables(), or call all_reduce_gradients() and update()"});
   combined->set(gradients_of(parameters_of(replicas)));
 }
@@ -75,7 +75,7 @@ void require_even(std::int64_t samples, const Devices& devices, Uneven uneven) {
   if (uneven == Uneven::kRefuse && samples % devices.size() != 0)
     throw UsageError(
         {.what = concat("a batch of ", samples, " samples does not divide evenly over ", devices.size(), " devices"),
-         .likely = "the last batch of an epoch, or a --batch-size that is no multiple of the devices",
+         .likely = "the last batch of an epoch, or a --batch-size that the devices do not divide",
          .next = "leave out --refuse-uneven: an uneven split is exact"});
 }
 

@@ -156,7 +156,7 @@ class ServerStrategy : public ReplicaStrategy {
       return part.defined() && part.dim() == 1 && part.numel() == slice.count;
     };
     sender.require(is_slice(found.value) && found.value.scalar_type() == slice.dtype,
-                   concat("it is no slice of tensor ", slice.key));
+                   concat("it is not a slice of tensor ", slice.key));
     for (const auto& [name, part] : found.state)
       sender.require(is_slice(part) || (part.defined() && part.dim() == 0),
                      concat("no optimizer's state of that slice: ", name));

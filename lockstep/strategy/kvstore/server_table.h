@@ -131,7 +131,7 @@ class ServerTable {
   // states: as states() gives them.
   void set_states(const std::vector<SliceState>& states) {
     if (!std::ranges::equal(states, slices_, {}, &SliceState::place, &Slice::place))
-      throw MismatchError({.what = "the checkpoint's tensors are cut otherwise than this server's",
+      throw MismatchError({.what = "the checkpoint splits its tensors differently from this server",
                            .likely = "workers and servers were started with different --split-above",
                            .next = "start all of them with the same options"});
     for (std::size_t i = 0; i < states.size(); ++i) {

@@ -292,7 +292,7 @@ TEST(TensorMessages, refuse_a_header_with_an_impossible_number) {
   for (const Case& each :
        {Case{{-1}, "number of tensors is -1"}, Case{{97}, "number of tensors is 97"},
         Case{{kMuch}, "number of tensors"}, Case{{1, 300}, "dtype is 300"}, Case{{1, -2}, "dtype is -2"},
-        Case{{1, 22}, "there is no dtype 22"}, Case{{1, kFloat, 2}, "whether it is on the host is 2"},
+        Case{{1, 22}, "unknown dtype 22"}, Case{{1, kFloat, 2}, "whether it is on the host is 2"},
         Case{{1, kFloat, 1, 7}, "requires_grad is 7"},
         Case{{1, kLong, 1, 1, 0, 1, 1}, "integers that require gradients"},
         Case{{1, kFloat, 1, 0, 9}, "memory format is 9"}, Case{{1, kFloat, 1, 0, 2, 1, 5}, "memory format"},

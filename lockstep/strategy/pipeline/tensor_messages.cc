@@ -49,7 +49,7 @@ class HeaderReader {
   torch::Tensor next_tensor(torch::Device device) {
     const std::int64_t dtype = next("dtype", kUndefined, std::numeric_limits<std::int8_t>::max());
     if (dtype == kUndefined) return {};
-    sender_.require(is_dtype(dtype), concat("there is no dtype ", dtype));
+    sender_.require(is_dtype(dtype), concat("unknown dtype ", dtype));
     const bool on_host = next("whether it is on the host", 0, 1) != 0;
     const bool requires_grad = next("requires_grad", 0, 1) != 0;
     const auto format = static_cast<torch::MemoryFormat>(
@@ -145,7 +145,7 @@ Optimizer::StateTensors state_in(const Tensors& message) {
     const torch::Tensor& text = message[i];
     sender.require(text.defined() && text.scalar_type() == torch::kUInt8 && text.is_cpu() && text.is_contiguous() &&
                        message[i + 1].defined(),
-                   "a name that is no text, or has no value");
+                   "a name that is not text, or has no value");
     const auto* name = text.const_data_ptr<std::uint8_t>();
     state[std::string(name, name + text.numel())] = message[i + 1];
   }

@@ -162,7 +162,7 @@ struct Recovery::State {
         {.what = concat("step ", steps, " is of sample ", now.samples, " of epoch ", now.epoch,
                         ", but the training has been at sample ", position.samples, " of epoch ", position.epoch),
          .here = world.describe(),
-         .likely = "a loop that begins anew, or two calls of Recovery::step() for one batch",
+         .likely = "a loop that starts over, or two calls of Recovery::step() for one batch",
          .next = "for (auto epoch = recovery.epoch(); ...) and for (auto& batch : recovery.batches(epoch))"});
   }
 

@@ -195,7 +195,7 @@ void StateKeeper::require_saved(const Position& now, bool saved) const {
       {.what = concat("the checkpoint of the last step, ", now.step, ", is not saved: ", checkpoints_->trouble()),
        .here = options_.checkpoint_dir,
        .likely = "a full disk, or one that does not answer",
-       .next = "mend that, and --resume goes on from the newest checkpoint there"});
+       .next = "fix that; --resume goes on from the newest checkpoint there"});
 }
 
 }  // namespace lockstep
