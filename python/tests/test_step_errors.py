@@ -291,7 +291,7 @@ def options_that_torch_has(group):
     error = expect_error(lockstep.UsageError, "AdamW of parameters that are DTensors", parts.step)
     assert "torch.optim.AdamW" in error.next
     expect_error(ValueError, "Invalid learning rate", lambda: lockstep.SGD(net.parameters(), lr=-1))
-    expect_error(TypeError, "dict is no optimizer", lambda: lockstep.DistributedDataParallel(net, {}))
+    expect_error(TypeError, "dict is not an optimizer", lambda: lockstep.DistributedDataParallel(net, {}))
     expect_error(TypeError, "unexpected argument device=0", lambda: lockstep.DistributedDataParallel(net, device=0))
     expect_error(lockstep.UsageError, "device_ids=[0]", lambda: lockstep.DistributedDataParallel(net, [0]))
     expect_error(lockstep.UsageError, "dim=1", lambda: lockstep.DistributedDataParallel(net, dim=1))

@@ -63,8 +63,8 @@ def _warn_of_strangers(url, host):
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or _told(url, "RANK") != "0" or _told(url, "WORLD_SIZE") == "1":
         return
     warnings.warn(
-        f"lockstep: these ranks meet at PyTorch's TCPStore on {host}, which lets in whoever connects. With the job's secret: start "
-        "them by lockstep run, or init_process_group(…, **lockstep.meet())",
+        f"lockstep: these ranks meet at PyTorch's TCPStore on {host}, which admits whoever connects. To use the job's secret start "
+        "them with lockstep run, or init_process_group(…, **lockstep.meet())",
         stacklevel=2,
     )
 

@@ -385,7 +385,7 @@ class DataLoader:
             if name not in state or name not in ("epoch", "samples") and state[name] != mine:
                 _refuse(
                     f"the state was saved with {name} {state.get(name)}, this loader has {mine}",
-                    likely="another dataset or other arguments than in the run that saved it, or the state of something else",
+                    likely="another dataset or other arguments than in the run that saved it",
                     next="make the loader as it was made then, or start the epoch again with set_epoch()",
                 )
         if state["epoch"] < 0 or not 0 <= state["samples"] <= len(self.dataset):

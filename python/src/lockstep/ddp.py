@@ -133,7 +133,7 @@ class DistributedDataParallel(nn.Module):
         if isinstance(optimizer, (list, tuple)):  # PyTorch's second argument
             of_pytorch, optimizer = {"device_ids": optimizer, **of_pytorch}, None
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"DistributedDataParallel(module, optimizer): {type(optimizer).__name__} is no optimizer")
+            raise TypeError(f"DistributedDataParallel(module, optimizer): {type(optimizer).__name__} is not an optimizer")
         _check_arguments_of_pytorch(module, of_pytorch)
         self.module = module
         self.process_group = process_group
@@ -316,7 +316,7 @@ class DistributedDataParallel(nn.Module):
         if enable and self._optimizer is None:
             _C.usage_error(
                 "join() without an optimizer",
-                likely="another optimizer than lockstep's, or several, made after DistributedDataParallel",
+                likely="an optimizer that is not lockstep's, or several, made after DistributedDataParallel",
                 next="DistributedDataParallel(model, optimizer)",
             )
         if enable:
@@ -447,7 +447,7 @@ def _check_arguments_of_pytorch(module, given):
         if (list(value) if isinstance(value, tuple) else value) not in accepted[name]:
             _C.usage_error(
                 f"DistributedDataParallel({name}={value}) of a module on {device}",
-                likely="an argument for PyTorch's, which asks for something else than what lockstep does",
+                likely="an argument for PyTorch's that asks for what lockstep does not do",
                 next="leave it out"
                 + {
                     "device_ids": ": the module's own device is used",

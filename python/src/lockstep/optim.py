@@ -84,7 +84,7 @@ class _StateOfParameter(dict):
         _C.usage_error(
             "something was dropped from optimizer.state[parameter]",
             likely="del or pop; lockstep keeps the state in C++",
-            next="optimizer.state[parameter] = {name: tensor, …} on every rank, or = {} to begin anew",
+            next="optimizer.state[parameter] = {name: tensor, …} on every rank, or = {} to start over",
         )
 
     __delitem__ = __ior__ = clear = pop = popitem = setdefault = _refuse
@@ -285,7 +285,7 @@ class _Optimizer:
     def _make_native(self):
         if any(is_traceable_wrapper_subclass(each) for each in self._parameters()):
             _C.usage_error(
-                f"lockstep.{type(self).__name__} of parameters that are DTensors, or another tensor made of tensors",
+                f"lockstep.{type(self).__name__} of parameters that are DTensors or other tensor subclasses",
                 likely="FSDP or tensor parallelism, where each rank has parts of the parameters and updates them itself",
                 next=f"torch.optim.{type(self).__name__}; the backend lockstep carries what these exchange",
             )

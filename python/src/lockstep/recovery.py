@@ -343,7 +343,7 @@ class Recovery:
         common, own = _join(found.common), _join(found.own)
         if found.ranks != self._world.size and not isinstance(self._loader, (DataLoader, type(None))) and not _sampler_of(self._loader):
             _C.usage_error(
-                f"{found.ranks} ranks were training, now there are {self._world.size}, and this loader can't divide the rest of the epoch anew",
+                f"{found.ranks} ranks were training, now there are {self._world.size}, and this loader can't divide the rest of the epoch again",
                 next="take lockstep.DataLoader, or torch's with sampler=lockstep.Sampler(dataset)",
             )
         copy = functools.partial(self._copy, common["parameters"], own["buffers"])
@@ -399,7 +399,7 @@ class Recovery:
             if is_used and not any(isinstance(other, kind) for other in self._others.values()):
                 _C.usage_error(
                     f"the optimizer has a {kind.__name__} that Recovery was not given",
-                    likely="after the loss of a rank it would begin anew",
+                    likely="after the loss of a rank it would start over",
                     next=f"Recovery(model, optimizer, loader, {name}={name})",
                 )
 
