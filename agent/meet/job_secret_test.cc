@@ -43,7 +43,7 @@ TEST_F(JobsSecret, in_the_environment) {
   EXPECT_EQ((*secret)[31], 0xcc);
 }
 
-TEST_F(JobsSecret, what_is_none_is_an_error_that_does_not_show_it) {
+TEST_F(JobsSecret, an_invalid_one_is_an_error_that_does_not_show_it) {
   for (const std::string& wrong : {kHex.substr(2), kHex + "0", "g" + kHex.substr(1), std::string()}) {
     ::setenv("LOCKSTEP_SECRET", wrong.c_str(), 1);
     EXPECT_TRUE(contains(error(), "LOCKSTEP_SECRET is not 64 hexadecimal digits"));

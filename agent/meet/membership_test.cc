@@ -202,7 +202,7 @@ TEST(Membership, without_restarts_a_lost_machine_ends_the_job_and_none_is_taken_
 }
 
 // Its name is used again: the store may still have the record.
-TEST(Membership, a_job_that_nobody_is_left_of_begins_anew) {
+TEST(Membership, a_job_without_machines_left_starts_over) {
   Job job(1, 1);
   job.come("a");
   job.pass(milliseconds(200));

@@ -200,7 +200,7 @@ TEST(Shards, are_written_alike_from_a_copy_and_as_they_come) {
     }
 }
 
-TEST(Shards, damaged_or_missing_are_passed_over) {
+TEST(Shards, damaged_or_missing_are_skipped) {
   const TempFolder folder;
   {
     CheckpointFolder checkpoints(folder.path(), 3, kTwoTensors);

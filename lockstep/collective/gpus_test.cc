@@ -19,7 +19,7 @@ std::string hint(const TempFolder& device_files) {
   return ::testing::internal::GetCapturedStderr();
 }
 
-TEST(UnusedGpus, are_hinted_at_where_this_build_can_use_none) {
+TEST(UnusedGpus, are_pointed_out_where_this_build_can_use_none) {
   const TempFolder folder;
   EXPECT_EQ(hint(folder), "");
   std::ofstream(folder / "nvidia3");

@@ -23,7 +23,7 @@ TEST(Metric, counts_targets_among_the_largest_outputs) {
   EXPECT_EQ(figure_of(top_k_accuracy(3), kLogits, kLabels).item<double>(), 1);
 }
 
-TEST(Metric, counts_which_class_was_taken_for_which) {
+TEST(Metric, counts_predicted_classes_by_true_class) {
   const torch::Tensor counts = torch::tensor({{1.0, 0.0, 1.0}, {1.0, 0.0, 0.0}, {0.0, 1.0, 0.0}}, torch::kFloat64);
   EXPECT_TRUE(torch::equal(figure_of(confusion_matrix(3), kLogits, kLabels), counts));
 }

@@ -184,7 +184,7 @@ TEST(JobPage, ranks_that_are_threads_may_meet_at_the_same_time) {
             0);
 }
 
-TEST(JobPage, a_forked_child_of_such_a_rank_is_no_rank) {
+TEST(JobPage, a_forked_child_of_such_a_rank_is_not_a_rank) {
   EXPECT_EQ(alone([] {
               observe::begin_step(1);
               const std::optional<JobPage> page = page_among_descriptors();
@@ -229,7 +229,7 @@ TEST(JobPage, says_for_whom_a_rank_has_waited_and_for_how_long) {
             0);
 }
 
-TEST(JobPage, what_comes_after_a_wait_that_an_error_has_ended_is_no_waiting) {
+TEST(JobPage, time_after_a_wait_that_an_error_has_ended_is_not_waiting) {
   const JobPage page({.ranks = 1});
   EXPECT_EQ(in_rank(page, 0,
                     [] {
@@ -372,7 +372,7 @@ TEST(JobPage, a_rank_that_is_traced_already_refuses) {
             0);
 }
 
-TEST(JobPage, refuses_what_is_no_page) {
+TEST(JobPage, refuses_what_is_not_a_page) {
   const testing::TempFolder folder;
   EXPECT_THROW(JobPage::open(folder.file("none")), SystemError);
   write_file(folder.file("text"), std::string(1000, 'x'));

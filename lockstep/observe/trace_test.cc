@@ -153,7 +153,7 @@ TEST_F(Trace, brings_times_to_the_clock_of_rank_0) {
   EXPECT_LE(span.end, end + kHour + (end - start) * 50 / 1'000'000 + 1);
 }
 
-TEST_F(Trace, refuses_what_is_no_ring) {
+TEST_F(Trace, refuses_what_is_not_a_ring) {
   open(8);
   const std::string whole = trace::content();
   const auto message = [](const std::string& content) {

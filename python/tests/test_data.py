@@ -192,7 +192,7 @@ class Readers(WithFolder):
         samples, targets = all_of(one_hot)
         self.assertEqual((samples.shape, targets.shape), ((5, 2, 2, 2), (5, 7)))
 
-    def test_tokens_give_blocks_and_the_same_one_further_on(self):
+    def test_tokens_give_blocks_and_the_same_shifted_by_one(self):
         (self.folder / "t").write_bytes(bytes(range(21)))
         samples, targets = all_of(data.TokenDataset(self.folder / "t", block=5))
         expect(samples, torch.arange(20).reshape(4, 5))
@@ -468,7 +468,7 @@ class Processes(WithFolder):
         while threads() > before and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def test_a_forked_child_starts_anew_and_does_not_hang(self):
+    def test_a_forked_child_starts_over_and_does_not_hang(self):
         loader = loader_of(400, batch_size=10, num_workers=2)
         batches = iter(loader)
         next(batches)

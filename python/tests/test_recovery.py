@@ -197,7 +197,7 @@ class Recovers(unittest.TestCase):
     def test_sees_every_sample_once_in_each_epoch(self):
         self.expect_every_sample_once(KILL="0:1:4:forward,1:0:12:update,2:2:20:after")
 
-    def test_with_fewer_ranks_the_rest_of_the_epoch_is_divided_anew(self):
+    def test_with_fewer_ranks_the_rest_of_the_epoch_is_divided_again(self):
         self.expect_every_sample_once(restarts=0, options=("--min-ranks", "1"), KILL="0:1:4:forward,1:1:17:update")
 
 

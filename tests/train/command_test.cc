@@ -115,7 +115,7 @@ TEST_F(StartedRanks, give_a_command_every_line_of_the_metrics) {
   EXPECT_EQ(losses_in(folder / "events"), losses_of_one_rank());
 }
 
-TEST_F(StartedRanks, train_as_ever_beside_a_command_that_is_broken) {
+TEST_F(StartedRanks, train_as_usual_beside_a_broken_command) {
   const auto two_ranks = [&](const std::string& file) { return steps_into(file) + Words{"--ranks", "2"}; };
   EXPECT_EQ(run(two_ranks("expected.jsonl")).exit_code, 0);
   const std::map<std::string, std::string> broken = {
@@ -160,7 +160,7 @@ TEST(Train, prints_nothing_when_quiet) {
   EXPECT_EQ(ended.error, "");
 }
 
-TEST(Train, names_the_sample_whose_target_is_no_class) {
+TEST(Train, names_the_sample_whose_target_is_not_a_class) {
   for (const Words& ranks : {Words{"--ranks", "2"}, Words{"--strategy", "towers", "--ranks", "2"}}) {
     const Ended ended = run(
         kTrain + Words{"--model", "lenet", "--data", "synthetic:96x1x28x28?classes=12", "--classes", "10", "--quiet"} +

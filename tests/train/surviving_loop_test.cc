@@ -135,7 +135,7 @@ TEST(SurvivingLoop, with_fewer_ranks_has_the_same_global_batches) {
   EXPECT_EQ(batches_in(folder.path()), batches_in(undisturbed_folder.path()));
 }
 
-TEST(SurvivingLoop, that_begins_anew_after_a_loss_is_an_error) {
+TEST(SurvivingLoop, that_starts_over_after_a_loss_is_an_error) {
   const Ended ended = run_surviving(2, {{"FORGETS", "epoch"}, {"KILL", "0:1:5:forward"}}, 1);
   EXPECT_NE(ended.exit_code, 0);
   EXPECT_TRUE(contains(ended.error, "the training has been at sample"));

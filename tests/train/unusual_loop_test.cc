@@ -95,7 +95,7 @@ TEST(LockstepCheck, names_on_every_rank_a_parameter_that_differs_and_the_ranks) 
   }
 }
 
-TEST(LockstepCheck, refuses_what_is_no_number) {
+TEST(LockstepCheck, refuses_what_is_not_a_number) {
   const Ended ended = run_loop("", {{"LOCKSTEP_CHECK", "yes"}});
   EXPECT_NE(ended.exit_code, 0);
   EXPECT_TRUE(contains(ended.error, "LOCKSTEP_CHECK is \"yes\", not a number"));

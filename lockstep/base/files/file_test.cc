@@ -48,7 +48,7 @@ TEST(File, errors_name_the_path) {
     }
 }
 
-TEST(File, a_folder_is_no_file) { EXPECT_THROW(read_file("/tmp"), SystemError); }
+TEST(File, a_folder_is_not_a_file) { EXPECT_THROW(read_file("/tmp"), SystemError); }
 
 }  // namespace
 }  // namespace lockstep

@@ -14,13 +14,13 @@ using testing::message_of;
 constexpr std::int64_t kHuge = std::numeric_limits<std::int64_t>::max();
 const Received kFromRank3("rank 3");
 
-TEST(ReceivedNumber, is_what_it_is_within_its_range) {
+TEST(ReceivedNumber, is_returned_within_its_range) {
   EXPECT_EQ(kFromRank3.in(-1, -1, 4, "dtype"), -1);
   EXPECT_EQ(kFromRank3.in(4, -1, 4, "dtype"), 4);
   EXPECT_EQ(kFromRank3.bytes(3, 8, "a tensor"), 24);
 }
 
-TEST(ReceivedNumber, is_an_error_outside_of_it) {
+TEST(ReceivedNumber, is_an_error_outside_its_range) {
   for (const std::int64_t wrong : {std::int64_t{-2}, std::int64_t{5}, kHuge}) {
     const std::string message = message_of<MismatchError>([&] { kFromRank3.in(wrong, -1, 4, "dtype"); });
     EXPECT_TRUE(contains(message, "dtype is " + std::to_string(wrong) + ", but must be -1 to 4"));

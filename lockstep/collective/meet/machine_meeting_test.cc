@@ -114,7 +114,7 @@ pid_t fork_stranger(const std::function<int()>& body) {
   ::_exit(body());
 }
 
-TEST_F(MachineMeeting, another_user_is_not_heard) {
+TEST_F(MachineMeeting, another_user_is_ignored) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
   auto first = begin(job(0, 2));
   const std::string address = socket();
@@ -129,7 +129,7 @@ TEST_F(MachineMeeting, another_user_is_not_heard) {
   EXPECT_TRUE(first.get());
 }
 
-TEST_F(MachineMeeting, a_name_that_another_user_has_taken_is_passed_over) {
+TEST_F(MachineMeeting, a_name_that_another_user_has_taken_is_skipped) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
   auto before = begin(job(0, 2));
   const std::string address = socket();

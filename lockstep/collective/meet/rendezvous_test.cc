@@ -105,7 +105,7 @@ TEST_F(Jobs, name_the_program_that_has_their_port) {
   EXPECT_TRUE(contains(message, concat("pid ", ::getpid(), " (")));
 }
 
-TEST_F(Jobs, give_up_at_the_deadline_on_nobody) {
+TEST_F(Jobs, give_up_at_the_deadline_where_nobody_answers) {
   const std::string message = message_of<RendezvousError>([&] { connect_at_address(job(1, ""), milliseconds(100)); });
   EXPECT_TRUE(contains(message, concat("rank 1 got no answer at 127.0.0.1:", port.number())));
 }
@@ -125,7 +125,7 @@ TEST_F(Jobs, give_up_at_the_deadline_on_a_program_that_accepts_and_is_silent) {
   EXPECT_TRUE(contains(message, "what listens there is not this job's store"));
 }
 
-TEST_F(Jobs, with_several_ports_pass_over_a_program_that_accepts_and_is_silent) {
+TEST_F(Jobs, with_several_ports_skip_a_program_that_accepts_and_is_silent) {
   const UniqueFd silent = listen_on({"127.0.0.1", port.number()}, Deadline::after(kPatience));
   JobEnvironment first = job(0, "several"), second = job(1, "several");
   first.master_ports = second.master_ports = 16;

@@ -196,7 +196,7 @@ TEST_F(CsvFile, has_the_classes_that_are_known_and_perhaps_no_target) {
   EXPECT_EQ(read("b,kind,a\n2,x,1\n", {.target = "kind"}).columns, (std::vector<std::string>{"b", "a"}));
 }
 
-TEST_F(CsvFile, refuses_what_is_no_table_and_names_line_and_column) {
+TEST_F(CsvFile, refuses_what_is_not_a_table_and_names_line_and_column) {
   EXPECT_TRUE(contains(refusal("a,b\n1,2\nx,3\n"), "'x' in column a is not a number"));
   EXPECT_TRUE(contains(refusal("a,b\n1,2\nx,3\n"), "t.csv, line 3"));
   EXPECT_TRUE(contains(refusal("a,b\n1,2\n,3\n"), "a value that is missing"));

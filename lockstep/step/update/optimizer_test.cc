@@ -216,7 +216,7 @@ TEST(Optimizer, clips_by_norm_and_by_value_as_libtorch_does) {
   }
 }
 
-TEST(Optimizer, passes_a_step_over_whose_scaled_gradients_overflowed) {
+TEST(Optimizer, skips_a_step_whose_scaled_gradients_overflowed) {
   const torch::Tensor p = torch::ones({3}).set_requires_grad(true);
   SGD sgd({p}, {.lr = 1});
   sgd.set_loss_scale(1024);

@@ -46,7 +46,7 @@ TEST(AverageNets, weighs_them_by_samples) {
   expect_all(nets, 2.25);
 }
 
-TEST(AverageNets, refuses_weights_without_sense) {
+TEST(AverageNets, refuses_invalid_weights) {
   Devices devices({.count = 2, .places = test_places(2)});
   const auto blocks = flat_blocks(numbered_nets(devices));
   EXPECT_THROW(average(devices, blocks, {0, 0}), UsageError);

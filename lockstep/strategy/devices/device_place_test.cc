@@ -28,7 +28,7 @@ TEST(DevicePlace, says_what_names_no_device) {
   EXPECT_TRUE(contains(message_of<UsageError>([] { parse_device_places("cuda:0,cpu:0"); }), "GPUs beside cores"));
 }
 
-TEST(DevicePlace, is_no_gpu_that_is_not_there) {
+TEST(DevicePlace, refuses_a_gpu_that_does_not_exist) {
   const int gpus = cuda_device_count();
   EXPECT_EQ(cuda_device_count_before_fork(), gpus);
   EXPECT_THROW(even_places(torch::kCUDA, gpus + 1), DeviceError);

@@ -109,7 +109,7 @@ TEST(Devices, refuse_a_tensor_of_another_device_and_name_both) {
       contains(message_of<DeviceError>(mixed), concat("is on meta, but ", devices.where(0).str(), " is needed")));
 }
 
-TEST(Devices, disagree_about_a_collective_with_an_error) {
+TEST(Devices, that_call_different_collectives_get_an_error) {
   Devices devices({.count = 2, .places = test_places(2)});
   const auto differ = [](Device& device) {
     device.all_reduce(torch::ones({2 + device.index()}, torch::TensorOptions().device(device.where())));

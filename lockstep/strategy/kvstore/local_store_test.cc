@@ -130,7 +130,7 @@ TEST(LocalStore, says_what_is_wrong) {
       message_of<UsageError>([&] { static_cast<void>(good.row_sparse_pull("a", torch::tensor({2}))); }), "rows of a"));
 }
 
-TEST(KVStoreStrategy, refuses_options_without_sense) {
+TEST(KVStoreStrategy, refuses_invalid_options) {
   const auto refusal = [](const std::function<void(StrategyOptions&)>& change) {
     StrategyOptions options = local("local", 2);
     change(options);

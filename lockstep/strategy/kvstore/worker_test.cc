@@ -207,7 +207,7 @@ TEST_P(DistStore, takes_values_that_only_some_workers_have) {
   });
 }
 
-TEST(KVWorker, says_to_each_worker_that_their_keys_differ) {
+TEST(KVWorker, tells_each_worker_that_their_keys_differ) {
   std::atomic<int> told{0};
   const auto differ = [&](Store& store, int worker) {
     // The second worker is late: the first one's init() must not have returned.

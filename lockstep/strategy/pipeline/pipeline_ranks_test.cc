@@ -311,7 +311,7 @@ TEST(TensorMessages, refuse_a_header_with_an_impossible_number) {
     });
 }
 
-TEST(TensorMessages, refuse_an_optimizers_state_that_is_none) {
+TEST(TensorMessages, refuse_a_malformed_optimizers_state) {
   const torch::Tensor name = torch::tensor({109}, torch::kUInt8), value = torch::ones({3});
   EXPECT_EQ(state_in({name, value}).count("m"), 1U);
   for (const Tensors& wrong :

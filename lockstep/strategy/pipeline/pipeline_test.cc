@@ -249,7 +249,7 @@ TEST(PipelineSchedule, keeps_one_micro_batch_per_stage_behind_with_1f1b) {
   EXPECT_EQ(most_in_flight(steps_of_stage(PipelineSchedule::kGPipe, 0, 4, 8)), 8);
 }
 
-TEST(PipelineCut, minimises_the_cost_of_the_dearest_stage) {
+TEST(PipelineCut, minimises_the_cost_of_the_slowest_stage) {
   EXPECT_EQ(to_string(balanced_cut({1, 1, 1, 1}, 2)), "0-1,2-3");
   EXPECT_EQ(to_string(balanced_cut({5, 1, 1, 1, 1}, 2)), "0-0,1-4");
   EXPECT_EQ(to_string(balanced_cut({1, 2, 3, 4, 5, 6}, 3)), "0-2,3-4,5-5");
