@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// lockstep/checkpoints.h: the newest checkpoints of a training loop of one's own, written while it goes on.
+// lockstep/checkpoints.h: the newest checkpoints of your own training loop, written in the background.
 //
 // Flow:    save() -> a copy in memory -> a thread -> DIR/step-00000470.safetensors; newest() -> load_safetensors()
 // Owns:    the folder (its file .lock keeps a second writer out), one copy of the state, a thread of low priority

@@ -11,7 +11,7 @@
 //
 // K: bytes of a bucket in float32, N ranks. What each rank sends and receives:
 //   16 bits      half of an all-reduce of K                        (exact up to rounding)
-//   PowerSGD     two all-reduces of 4 r (n + m) bytes for each n x m matrix; all-reduces of what is no matrix
+//   PowerSGD     two all-reduces of 4 r (n + m) bytes for each n x m matrix; all-reduces of what is not a matrix
 //   2 bits       K/16 to every other rank
 //   top-k        8 bytes for each of the k largest elements to every other rank
 #pragma once

@@ -73,7 +73,7 @@ class Dataset {
   virtual std::string name() const = 0;
   virtual std::int64_t size() const = 0;
 
-  // Targets are in [0, classes()). 0: they are no classes, or it is not known.
+  // Targets are in [0, classes()). 0: they are not classes, or unknown.
   virtual std::int64_t classes() const { return 0; }
 
   // The samples with these indices, in this order, on the CPU. Each index is in [0, size()).
@@ -94,7 +94,7 @@ class Dataset {
 struct DataFacts {
   std::vector<std::string>
       classes{};  // their names, in the order of their numbers; empty: numbers are all that is known
-  std::vector<std::string> columns{};       // of a table, but for the target; empty: it has no names
+  std::vector<std::string> columns{};       // of a table, without the target; empty: it has no names
   std::vector<double> mean{}, deviation{};  // by which its columns are normalised
   bool operator==(const DataFacts&) const = default;
 };

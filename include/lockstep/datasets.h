@@ -65,7 +65,7 @@ class FashionMNIST : public ImageDataset {
 };
 
 // 50,000 + 10,000 colour images of 32 x 32 (Krizhevsky, "Learning multiple layers of features from tiny images", 2009),
-// from the binary version of the dataset. Throws DataError: a file that is missing, empty or no whole number of
+// from the binary version of the dataset. Throws DataError: a file that is missing, empty or not a whole number of
 // records, a label out of range.
 class CIFAR10 : public ImageDataset {
  public:
@@ -171,7 +171,7 @@ struct TokenOptions {
 // Text as tokens, for models that predict the next one. Each batch is read from the file: it may be larger than memory.
 class TokenDataset : public Dataset {
  public:
-  // Throws DataError: unreadable, no whole number of tokens, fewer than block + 1; UsageError: options that make no
+  // Throws DataError: unreadable, not a whole number of tokens, fewer than block + 1; UsageError: options that make no
   // sense.
   explicit TokenDataset(const std::filesystem::path& path, const TokenOptions& options = {});
 

@@ -89,7 +89,7 @@ class DistributedDataParallel {
   using Options = DistributedDataParallelOptions;
 
   // Compares names, dtypes, shapes and strides over the ranks, then gives every rank the parameters and buffers of rank
-  // 0. Blocks. Sends K once. After backward() .grad is the mean, for any optimizer.
+  // 0. Blocks. Sends all of them once. After backward() .grad is the mean, for any optimizer.
   // Throws UsageError (a name that is not the module's; virtual shards that can't be had), MismatchError (models that
   // differ, naming the tensor), DeviceError (a parameter not on world.device()), PeerLost.
   DistributedDataParallel(World world, torch::nn::Module& module, const Options& options = {});
@@ -103,10 +103,10 @@ class DistributedDataParallel {
   DistributedDataParallel& operator=(DistributedDataParallel&&) = delete;
 
   // Runs loss.backward() and exchanges. loss: this rank's mean over its `samples`, a scalar. A rank without samples
-  // passes no loss and 0: it takes part with weight 0, and its gradient is never read. Blocks until the gradients of all
-  // ranks have arrived. Sends 2(N-1)/N * K; nothing where ranks read each other's gradients. scale: of the gradients; 1/T in each
-  // of T backward() of a step gives the mean over all their samples. Throws PeerLost, and what backward() throws; after that,
-  // UsageError: the program should end.
+  // passes an undefined loss and 0: it has weight 0, and its gradient is never read. Blocks until the gradients of all ranks
+  // have arrived. Each of N ranks sends 2(N-1)/N times its gradients' bytes; nothing where ranks read each other's.
+  // scale: of the gradients; 1/T in each of T backward() of a step gives the mean over all their samples. Throws PeerLost,
+  // and what backward() throws; after that, UsageError: the program should end.
   void backward(const torch::Tensor& loss, std::int64_t samples, double scale = 1);
 
   // backward() in two halves, for a backward() that is run elsewhere, such as Python's loss.backward(): begin_backward()

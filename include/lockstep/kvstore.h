@@ -27,7 +27,7 @@
 // Notation: K bytes of the keys in a call, N workers, S servers. local: nothing is sent. dist_*: a push sends K and a
 // pull receives K, spread over the servers; each server receives and sends N K / S. With 2-bit compression a push of
 // float32 sends K / 16. Every call blocks until all servers have replied. It throws PeerLost if a server is lost, or
-// has given up because another worker is; the store is of no use after that.
+// has failed because another worker is; the store can't be used after that.
 #pragma once
 
 #include <cstdint>
@@ -84,7 +84,7 @@ class KVStore {
   // local kinds: `world` has one rank; `local` by itself is local_update_cpu. Throws UsageError.
   // dist_*: all ranks of `world` call it. Servers are those with kvstore.serves, or that `lockstep run --servers` has
   // started as servers; else the first kvstore.servers of them. For them it returns null once every worker has destroyed
-  // its store. Throws UsageError (no worker, no server, options without sense), PeerLost.
+  // its store. Throws UsageError (no worker, no server, invalid options), PeerLost.
   static std::unique_ptr<KVStore> create(const World& world, const StrategyOptions& options,
                                          Devices* devices = nullptr);
 

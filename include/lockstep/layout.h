@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// lockstep/layout.h: the memory order of images and of convolutions' weights.
+// lockstep/layout.h: the memory format of images and of convolutions' weights.
 //
 // Flow:    set_layout() after the model is made, in_layout() for every batch before forward()
 // Owns:    nothing

@@ -5,7 +5,7 @@
 //   int main() {
 //     return lockstep::recover([] {                                                        // 1
 //       auto world = lockstep::World::from_env();
-//       ... model, optimizer, ddp and loader, as ever
+//       ... model, optimizer, ddp and loader, as usual
 //       lockstep::Recovery recovery(ddp, optimizer, loader);                               // 2
 //       for (auto epoch = recovery.epoch(); epoch < epochs; ++epoch) {
 //         for (auto& batch : recovery.batches(epoch)) {
@@ -18,12 +18,12 @@
 //     });
 //   }
 //
-// When a rank dies, the launcher starts another in its place, and the function begins anew on every rank: on the new one for
+// When a rank dies, the launcher starts another in its place, and the function starts over on every rank: on the new one for
 // the first time, on the others once its World, model and loader are gone. Recovery then puts back what it has kept in memory
-// that the launcher holds, and all go on after that step, with the bits of a run that nobody disturbed. What the program did
+// that the launcher holds, and all go on after that step, with the bits of an undisturbed run. What the program did
 // since is repeated: the steps since the last copy (copies take at most 1 % of the time, so small models are copied after each
-// step), and what follows the last step of an epoch. Collectives are repeated by all ranks together. Call torch::manual_seed() in the function:
-// before the first copy it begins from nothing.
+// step), and what follows the last step of an epoch. Collectives are repeated by all ranks together. Call
+// torch::manual_seed() in the function: before the first copy it starts from nothing.
 //
 // Kept: parameters, buffers, the optimizer's state and options, the random generators of torch, the place in the data; and what is
 // given to keep(), such as a GradientScaler. Not kept, so begin with it in the function, or compute it from epoch() and steps(): the
@@ -67,8 +67,8 @@ class Recovery {
   ~Recovery();
   Recovery& operator=(Recovery&&) = delete;
 
-  // Keeps this, too, and puts it back at once; before the first step(). Each rank has its own; one that has lost its machine gets the first
-  // rank's. value: outlives this. save, load: any bytes. Throws CheckpointError: it was not kept, or had another shape.
+  // Also keeps this, and puts it back at once. Before the first step(). Each rank has its own; one that has lost its machine
+  // gets the first rank's. value: outlives this. save, load: any bytes. Throws CheckpointError: it was not kept, or had another shape.
   template <class Number>
   requires std::integral<Number> || std::floating_point<Number>
   void keep(const std::string& name, Number& value) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// lockstep/metric.h: a figure of a model over a dataset, beside loss and accuracy.
+// lockstep/metric.h: a figure of a model over a dataset, besides loss and accuracy.
 //
 // Flow:    output and target of each batch -> sum, added up over batches and ranks -> value
 // Owns:    nothing
@@ -28,7 +28,7 @@ struct Metric {
 // For outputs (B, classes) and targets (B) int64: the share of samples whose target is among the k largest outputs.
 Metric top_k_accuracy(std::int64_t k);
 
-// For the same: (classes, classes), how many samples of the class of the row were taken for that of the column.
+// For the same: (classes, classes), how many samples of the row's class were predicted as the column's.
 Metric confusion_matrix(std::int64_t classes);
 
 // For outputs and targets that are numbers (B, numbers): the mean of |output - target|; and the coefficient of determination,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// lockstep/models.h: the models that lockstep brings along.
+// lockstep/models.h: the models that come with lockstep.
 //
 // Flow:    model_task("resnet18"), or classification_task<ResNet>(...) -> a Task -> lockstep::run(), a strategy
 // Owns:    a model its parameters and buffers, as any torch::nn::Module
@@ -34,7 +34,7 @@ namespace lockstep {
 // for a CPU.
 std::vector<std::string> model_names();
 
-// For the samples that the model was published with; Task::fit makes it one for others. A name that ends in .pt is a file of
+// For the samples that the model was published with; Task::fit adapts it to others. A name that ends in .pt is a file of
 // script_task(). Throws UsageError naming the models there are.
 Task model_task(const std::string& name);
 

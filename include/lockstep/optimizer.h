@@ -9,7 +9,7 @@
 // Ranks:   on its own it does not communicate and uses each parameter's .grad. Attached to a DistributedDataParallel,
 //          every rank calls step() in the same order and updates a slice of the parameters that all of them share
 //
-// A new optimizer is an UpdateRule: see lockstep/optimizers.h.
+// A new optimizer is an UpdateRule: see HACKING.md.
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -61,9 +61,9 @@ class Optimizer : public torch::optim::Optimizer {
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   // Updates every parameter that has a gradient. Returns the closure's loss, if there is a closure. Attached, it
-  // waits until all ranks make this step with the same settings, and until all have updated. Throws UsageError (a parameter group that was added after
-  // the first step; a gradient or parameter that was changed by hand while attached), MismatchError on all ranks (settings()
-  // that differ, or a step() that some ranks leave out: nothing was updated), PeerLost.
+  // waits until all ranks make this step with the same settings, and until all have updated. Throws UsageError (a parameter
+  // group that was added after the first step; a gradient or parameter that was changed by hand while attached),
+  // MismatchError on all ranks (settings() that differ, or a step() that some ranks leave out: nothing was updated), PeerLost.
   torch::Tensor step(LossClosure closure = nullptr) final;
 
   // Holds from the next step on. The same on every rank.
@@ -89,7 +89,7 @@ class Optimizer : public torch::optim::Optimizer {
 
   bool skipped() const { return skipped_; }
 
-  // The settings that all ranks must have alike when they call step(): every option of every group ("lr of parameter group 0"),
+  // The settings that must be equal on all ranks when they call step(): every option of every group ("lr of parameter group 0"),
   // clipping, loss scale, and which parameters are frozen. For DistributedDataParallel.
   StepSettings settings() const;
   StepState step_state() const;  // the step() calls so far
@@ -115,7 +115,7 @@ class Optimizer : public torch::optim::Optimizer {
   // lockstep/step/update/update_journal.h. "": they are not in such memory.
   std::string manifest() const;
 
-  // Takes parameters and state from ranks that were lost, after the step that they were in the midst of, if all of them had
+  // Takes parameters and state from ranks that were lost, after the step that they were in, if all of them had
   // begun it: their manifest, and where `bytes` bytes at an offset in the memory of one of their ranks are here. For the same
   // optimizer, attached, before its first step; the ranks that share its parameters call together, and then
   // DistributedDataParallel::parameters_written(). Blocks. Returns how often the lost ranks had called step(), this last one

@@ -10,9 +10,7 @@
 // are 2-norms over one parameter. Constructors throw UsageError: negative values, a beta outside [0, 1), SGD with
 // nesterov but without momentum.
 //
-// To add an optimizer: its options, their rule_of() and its name here, its options in OptimizerOptions below, its rule in
-// a source of lockstep/step/update/, its name and hyperparameters in lockstep/step/update/registry.cc. The command line,
-// checkpoints, servers and `lockstep verify` then know it.
+// HACKING.md says how to add an optimizer.
 #pragma once
 
 #include <torch/types.h>

@@ -13,7 +13,7 @@ namespace lockstep {
 // Calls `body` and returns what it returns. When `body` throws because a rank was lost, and the launcher replaces lost
 // ranks, all ranks go on: `body` is called again, in the next generation of the job, and makes a new World. So everything
 // that depends on the old one must be inside of `body`; what does not, such as an open data set, may stay outside.
-// Blocks for the launcher's word in between, at most a minute. Else the exception goes on.
+// In between it waits for the launcher, at most a minute. Otherwise the exception is rethrown.
 int recover(const std::function<int()>& body);
 
 }  // namespace lockstep

@@ -40,8 +40,8 @@ class ScriptModuleImpl : public torch::nn::Module {
       register_module(each.name, std::make_shared<ScriptModuleImpl>(each.value));
   }
 
-  // The script's forward. Inputs: on the device of the parameters. Throws UsageError: the script gives itself another tensor as a
-  // buffer, of which nobody else would know.
+  // The script's forward. Inputs: on the device of the parameters. Throws UsageError: the script replaces one
+  // of its buffers.
   template <class... Inputs>
   torch::Tensor forward(const Inputs&... inputs) {
     const torch::Tensor output = script_.forward({inputs...}).toTensor();

@@ -18,7 +18,7 @@
 
 namespace lockstep {
 
-// From now on these signals and SIGINT only make a note, where their action was the default: a handler that the program
+// From now on these signals and SIGINT only set a flag, where their action was the default: a handler that the program
 // has installed before stays. A second SIGINT ends the process. Called again, it adds signals. Empty: SIGTERM and
 // SIGUSR1. Throws UsageError (a signal that can't be caught), SystemError.
 void catch_stop_signals(const std::vector<int>& signals = {});

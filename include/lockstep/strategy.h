@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// lockstep/strategy.h: how the replicas of a model stay one model. The training loop knows only this interface.
+// lockstep/strategy.h: how ranks and devices train one model. The training loop knows only this interface.
 //
 // Flow:    Task + Batch -> forward_backward(): forward, backward, exchange -> update() -> parameters
 // Owns:    the model and the optimizer
@@ -171,7 +171,7 @@ class Strategy {
   // Makes replicas that may differ for a while one model. All ranks call it, before model() is validated or saved.
   virtual void synchronise() {}
 
-  // Tensors that this rank alone has beside state(), such as residuals of compressed gradients: kept in memory for the
+  // Tensors that this rank alone has besides state(), such as residuals of compressed gradients: kept in memory for the
   // rank that takes its place, and not in checkpoints. Neither call waits for other ranks.
   virtual std::vector<NamedTensor> own_state() { return {}; }
   virtual void set_own_state(const std::vector<NamedTensor>& state) { static_cast<void>(state); }
@@ -183,7 +183,7 @@ class Strategy {
   // follow, and random numbers that depend on the step go on from there. All ranks call it; blocks until all have.
   virtual void restored(std::int64_t /*step*/) {}
 
-  // Tensors that a checkpoint keeps beside model() and optimizer(); restored in place.
+  // Tensors that a checkpoint keeps besides model() and optimizer(); restored in place.
   virtual std::vector<NamedTensor> state() { return {}; }
 
   virtual Report report() const { return {}; }      // for the metrics of the run; all of StrategyRanks::step call it

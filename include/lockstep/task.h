@@ -57,7 +57,7 @@ std::vector<torch::Tensor> parameters_of(const std::vector<Piece>& pieces);
 struct SampleShape {
   std::vector<std::int64_t> sizes;  // of one sample, such as {3, 224, 224}; empty: not known
   std::int64_t classes = 0;         // targets are in [0, classes); 0: they are numbers, or it is not known
-  std::int64_t numbers = 0;         // how many numbers a target has, where it is no class
+  std::int64_t numbers = 0;         // how many numbers a target has, where it is not a class
   bool tokens = false;              // int64 tokens in, and a target for each of them
   bool operator==(const SampleShape&) const = default;
 };
@@ -124,7 +124,7 @@ struct Task {
 
 // The loss of classification tasks: the mean cross entropy.
 struct CrossEntropy {
-  double label_smoothing = 0;  // the share of each target that all classes get alike (Szegedy et al., 2016)
+  double label_smoothing = 0;  // the share of each target spread over all classes (Szegedy et al., 2016)
   bool classes_last = false;   // the output is (B, ..., classes), not (B, classes, ...)
 
   torch::Tensor operator()(const torch::Tensor& output, const torch::Tensor& target) const {

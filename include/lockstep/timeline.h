@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // lockstep/timeline.h: one file with what every rank did when, for Perfetto (ui.perfetto.dev) and chrome://tracing: what
-// `lockstep train --trace` writes, for training loops of one's own.
+// `lockstep train --trace` writes, for your own training loop.
 //
 // Without a line of code LOCKSTEP_TRACE=FILE.json or `lockstep run --trace FILE.json` does the same from World::from_env
 // on; docs/watching.md says what differs.

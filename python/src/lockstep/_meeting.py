@@ -2,7 +2,7 @@
 """The meeting of the ranks of init_process_group().
 
 Ranks of `lockstep run` meet at lockstep's own store: on one machine at a Unix socket that only their user can reach, on several
-with the job's secret. torch's own TCPStore listens at every interface and lets in whoever connects: where ranks on several
+with the job's secret. torch's own TCPStore listens at every interface and admits whoever connects: where ranks on several
 machines still meet there, a warning says so."""
 
 import importlib
@@ -35,8 +35,8 @@ def meet(timeout: timedelta = rendezvous.default_pg_timeout) -> Meeting:
     with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set by hand.
 
     On one machine a Unix socket that only this user can reach; between machines with the job's secret (docs/security.md). Under
-    torchrun its own store, which asks nobody. All ranks call it, once for each process group. Blocks until rank 0 answers, and
-    rank 0 until all have come; then nobody else is let in.
+    torchrun its own store, which admits anyone. All ranks call it, once for each process group. Blocks until rank 0 answers, and
+    rank 0 until all have come; then nobody else is admitted.
 
     Raises RendezvousError: not all came before the timeout, or another secret; EnvironmentError: half a set of a
     launcher's variables; with none, this is rank 0 of 1."""

@@ -7,7 +7,7 @@ from lockstep import _C
 
 
 def catch_stop_signals(signals: Sequence[int] = ()) -> None:
-    """From now on these signals (without any: SIGTERM and SIGUSR1) only make a note for stop_requested().
+    """From now on these signals (without any: SIGTERM and SIGUSR1) only set a flag for stop_requested().
 
     A signal that the program handles itself stays as it is; so does Python's own SIGINT. Does not block, sends nothing.
     Raises UsageError for a signal that can't be caught.
@@ -25,5 +25,5 @@ def stop_requested() -> bool:
 
 
 def stop_signal() -> int:
-    """The first such signal that this process itself has got; 0: none."""
+    """The first such signal that this process itself received; 0: none."""
     return _C.stop_signal()

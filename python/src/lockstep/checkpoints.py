@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The newest checkpoints of a loop of one's own, written while it goes on."""
+"""The newest checkpoints of your own loop, written in the background."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training loop of one's own that survives the loss of ranks, under lockstep run --max-restarts N.
+"""A training loop of your own that survives the loss of ranks, under lockstep run --max-restarts N.
 
     @lockstep.recover                                                       # 1
     def main():
-        ... model, optimizer, DistributedDataParallel and loader, as ever
+        ... model, optimizer, DistributedDataParallel and loader, as usual
         recovery = lockstep.Recovery(model, optimizer, loader, scheduler=scheduler)   # 2
         for epoch in recovery.epochs(10):
             for inputs, labels in recovery.batches():
                 ... forward, backward(), optimizer.step(), scheduler.step(), zero_grad()
             ... validation, output, what else ends an epoch
 
-When a rank dies, the launcher starts another in its place, and main() begins anew on every rank. Recovery then puts back what it has
-kept in memory that the launcher holds, and all go on after that step, with the bits of a run that nobody disturbed.
+When a rank dies, the launcher starts another in its place, and main() starts over on every rank. Recovery then puts back what it has
+kept in memory that the launcher holds, and all go on after that step, with the bits of an undisturbed run.
 """
 
 from __future__ import annotations

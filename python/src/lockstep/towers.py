@@ -12,7 +12,7 @@
         towers.update(devices, optimizers)                         # train_batch() is all five
 
 The gradient is the mean over the samples of the batch, however they are divided. Each call blocks until all devices are done,
-and raises what a device's function raised first; these Devices are then of no use. Call them from one thread.
+and raises what a device's function raised first; these Devices can't be used after that. Call them from one thread.
 """
 
 from __future__ import annotations
