@@ -78,7 +78,7 @@ TEST(PlanCommand, SaysWhatIsWrongBeforeItMeasures) {
   write_file(folder.file("broken.json"), "{");
   const Ended broken = plan_lenet({"--profile", folder.file("broken.json")});
   EXPECT_EQ(broken.exit_code, 1);
-  EXPECT_TRUE(contains(broken.error, "is damaged, or no profile"));
+  EXPECT_TRUE(contains(broken.error, "is damaged, or not a profile"));
   EXPECT_EQ(plan_lenet({"--machines", "0"}).exit_code, 2);
   EXPECT_EQ(plan_lenet({"--link-mbit", "0", "--machines", "2"}).exit_code, 2);
   EXPECT_EQ(plan_lenet({"--trace", folder.file("t.txt")}).exit_code, 2);

@@ -73,18 +73,19 @@ void add_options(CLI::App& app, PlanOptions& options) {
       "file of the profile: read, or made (20 to 30 s) where there is none; without it one is made");
   app.add_flag("--other-machine", options.other_machine,
                "the profile is of a machine like the target's, not of this one");
-  add("--machines", options.target.machines, "of the target");
+  add("--machines", options.target.machines, "machines of the target");
   add("--devices", options.target.devices, "of each machine: ranks, or threads where a strategy has those");
   add("--cores", options.target.cores, "of each machine; 0: as many as the profile's");
   add("--link-mbit", options.link_megabits, "megabits per second of a machine's link, in each direction");
   add("--link-latency-us", options.link_microseconds, "microseconds from machine to machine, one way");
-  add("--servers", options.target.servers, "of kvstore dist_*, on the machines in turn; 0: compares several numbers");
+  add("--servers", options.target.servers,
+      "servers of kvstore dist_*, placed round robin; 0: compares several numbers");
   app.add_flag("--inexact", options.inexact,
-               "also recommend what learns differently from one device: stale, or averaged now and then");
+               "also recommend what learns differently from one device: stale gradients, averaged models");
   app.add_flag("--json", options.json, "print JSON");
   add("--trace", options.trace, "file (.json) for the timeline of three steps, for ui.perfetto.dev");
-  add("--of", options.of, "with --trace: the choice, by its name in the table; without it the one that is recommended");
-  app.set_config("--config", "", "read options from a TOML file; the command line goes first");
+  add("--of", options.of, "with --trace: a choice by its name in the table; default: the recommended one");
+  app.set_config("--config", "", "read options from a TOML file; the command line wins");
 }
 
 std::string text_of(const DataSource& source) {
@@ -209,9 +210,8 @@ int run_plan(PlanOptions options) {
 int run(int argc, const char* const* argv) {
   PlanOptions options;
   CLI::App app(
-      "Forecasts the time of a training step for every strategy, what bounds it, and what it takes, from steps of one "
-      "device "
-      "that are measured on this machine, and recommends one (docs/planner.md)",
+      "Forecasts for every strategy the time of a training step, what bounds it and what it needs, and recommends one. "
+      "It measures steps of one device on this machine (docs/planner.md).",
       "lockstep plan");
   add_options(app, options);
   return parse_and_run(app, argc, argv, [&] { return run_plan(options); });

@@ -126,7 +126,7 @@ Profile profile_in(const std::string& text, const std::string& source) {
     const ProfileJson json = ProfileJson::parse(text);
     if (json.contains("format") && json.at("format") == kProfileFormat) return json.get<Profile>();
   } catch (const nlohmann::json::exception& error) {
-    throw DataError({.what = source + " is damaged, or no profile", .here = error.what(), .next = kNext});
+    throw DataError({.what = source + " is damaged, or not a profile", .here = error.what(), .next = kNext});
   }
   throw DataError({.what = source + " is not a profile, or one of another version of lockstep", .next = kNext});
 }
@@ -134,7 +134,7 @@ Profile profile_in(const std::string& text, const std::string& source) {
 void require_possible_numbers(const Profile& profile, const std::string& source) {
   const std::string field = impossible_field(profile);
   if (!field.empty())
-    throw DataError({.what = source + " has numbers that can't be",
+    throw DataError({.what = source + " has impossible numbers",
                      .here = field,
                      .likely = "a measurement that failed, or a file that was changed",
                      .next = "make a new one: lockstep plan --profile with another file"});

@@ -93,7 +93,7 @@ class Folder:
             or not {"settings", "machine", "runs"} <= before.keys()
         ):
             raise UsageError(
-                f"{file} is no comparison that this lockstep can continue",
+                f"{file} is not a comparison that this lockstep can continue",
                 likely="it is damaged, or of another version of lockstep",
                 next="give another --output",
             )
@@ -155,7 +155,7 @@ What follows -- is given to lockstep train in every run, such as -- --lr 0.1.
 A comparison that was stopped goes on with the same command.""",
     )
     add = parser.add_argument
-    add("experiment", nargs="?", default="strategies", metavar="EXPERIMENT", help="which, see below")
+    add("experiment", nargs="?", default="strategies", metavar="EXPERIMENT", help="see below")
     add("--strategies", type=lambda text: text.split(","), default=[], metavar="NAME,…", help="only these, see below")
     add("--devices", type=numbers(int, 1, 1000), default=[], metavar="N,…", help="numbers of devices, such as 1,2,4")
     add("--seeds", type=numbers(int, 0, 10**9), default=[1, 2, 3], metavar="N,…", help="one repeat for each [1,2,3]")
@@ -169,12 +169,12 @@ A comparison that was stopped goes on with the same command.""",
     add("--model", help="as lockstep train")
     add("--data", help="as lockstep train")
     add("--batch-size", type=numbers(int, 1, 10**8, one=True), help="global batch")
-    add("--threads", type=numbers(int, 1, 1000, one=True), default=1, help="of each device [%(default)s]")
+    add("--threads", type=numbers(int, 1, 1000, one=True), default=1, help="threads of each device [%(default)s]")
     budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--epochs", type=numbers(int, 1, 10**6, one=True), help="of each run: passes over the data, or")
-    budget.add_argument("--samples", type=numbers(int, 1, 2 * 10**9, one=True), help="samples, or")
-    budget.add_argument("--steps", type=numbers(int, 1, 10**9, one=True), help="batches, or")
-    budget.add_argument("--seconds", type=numbers(float, 0.1, 1e6, one=True), help="seconds of training")
+    budget.add_argument("--epochs", type=numbers(int, 1, 10**6, one=True), help="budget of each run: epochs")
+    budget.add_argument("--samples", type=numbers(int, 1, 2 * 10**9, one=True), help="or samples")
+    budget.add_argument("--steps", type=numbers(int, 1, 10**9, one=True), help="or batches")
+    budget.add_argument("--seconds", type=numbers(float, 0.1, 1e6, one=True), help="or seconds of training")
     add(
         "--links",
         choices=("auto", "shaped", "loopback"),

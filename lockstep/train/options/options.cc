@@ -359,7 +359,7 @@ void add_options(CLI::App& app, TrainOptions& options, const Choices& choices) {
   };
   gone("--histograms", "write them with torch.utils.tensorboard in a loop of your own");
   gone("--tensorboard", "--metrics FILE, and `lockstep report FILE --tensorboard FOLDER`");
-  app.set_config("--config", "", "read options from a TOML file; the command line goes first");
+  app.set_config("--config", "", "read options from a TOML file; the command line wins");
   app.footer(strategy_help());
 }
 
