@@ -40,7 +40,8 @@ SystemError keeper_lost(const std::string& what) {
 UniqueFd connect_to_keeper(const std::string& address) {
   UniqueFd socket = connect_locally(address.substr(0, address.find(' ')));
   if (!is_own_user(socket.get()))
-    throw SystemError({.what = "the launcher's socket belongs to another user", .here = kAddress});
+    throw SystemError(
+        {.what = "the launcher's socket belongs to another user", .here = kAddress, .next = "start the job again"});
   return socket;
 }
 

@@ -53,7 +53,8 @@ constexpr std::array<std::pair<torch::ScalarType, const char*>, 18> kDtypes = {{
 std::string dtype_name(torch::ScalarType dtype, const std::string& tensor) {
   for (const auto& [type, name] : kDtypes)
     if (type == dtype) return name;
-  throw UsageError({.what = concat("safetensors has no dtype for ", tensor, " (", c10::toString(dtype), ")")});
+  throw UsageError({.what = concat("safetensors has no dtype for ", tensor, " (", c10::toString(dtype), ")"),
+                    .next = "convert it to another dtype"});
 }
 
 void require_free_names(const TensorFile& file) {

@@ -151,7 +151,9 @@ const Forecast& best_of(const std::vector<Forecast>& forecasts, bool inexact) {
   std::vector<const Forecast*> meant;
   for (const Forecast& each : forecasts)
     if (inexact || each.choice.exact()) meant.push_back(&each);
-  if (meant.empty()) throw UsageError({.what = "no strategy for this target"});
+  if (meant.empty())
+    throw UsageError(
+        {.what = "no strategy for this target", .next = "give other --machines or --devices, or --inexact"});
   const double fastest = (*std::ranges::min_element(meant, {}, &Forecast::step))->step;
   std::erase_if(meant, [&](const Forecast* each) { return each->step > kAsFast * fastest; });
   const auto how_complex = [](const Forecast* each) {

@@ -15,7 +15,8 @@ class SelfTransport : public Transport {
     return finished;
   }
   int run(const TensorCall& call) override {
-    if (is_message(call.operation)) throw UsageError({.what = "a message in a world of one rank"});
+    if (is_message(call.operation))
+      throw UsageError({.what = "a message in a world of one rank", .next = "start more ranks"});
     check_call(call, 1);
     check_counts(call);
     const torch::NoGradGuard no_grad;

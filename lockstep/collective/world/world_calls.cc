@@ -289,7 +289,9 @@ void World::weighted_mean(const Tensor& tensor, double weight) const {
       weight > 0 ? tensor.to(wide) * weight : torch::zeros(tensor.sizes(), tensor.options().dtype(wide));
   all_reduce(total);
   if (total.item<double>() == 0)
-    throw UsageError({.what = "weighted_mean with weights that are all 0", .here = describe()});
+    throw UsageError({.what = "weighted_mean with weights that are all 0",
+                      .here = describe(),
+                      .next = "give a rank a weight above 0"});
   all_reduce(weighted);
   tensor.copy_(weighted / total.item<double>());
 }

@@ -82,7 +82,9 @@ void ImageFolder::add_images(const fs::path& folder, std::int64_t label, std::ve
 StoredImage ImageFolder::read(std::int64_t index, std::vector<std::uint8_t>& scratch) const {
   const File& file = files_[to_size(index)];
   const DataFile stored(folder_ / file.path);
-  if (stored.size() > kMostBytes) throw DataError({.what = concat(stored.size(), " bytes, more than an image has")});
+  if (stored.size() > kMostBytes)
+    throw DataError(
+        {.what = concat(stored.size(), " bytes, more than an image has"), .likely = "another kind of file"});
   scratch.resize(stored.size());
   stored.read(0, scratch);
   return {.bytes = scratch, .encoded = true, .label = file.label};

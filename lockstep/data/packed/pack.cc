@@ -67,8 +67,9 @@ void pack_images(const ImageSource& source, const std::vector<std::int64_t>& ord
 void pack_tensors(const TensorDataset& dataset, const std::vector<std::int64_t>& order, RecordWriter& writer) {
   const torch::Tensor& data = dataset.data();
   if (dataset.target().is_floating_point() || dataset.target().dim() != 1)
-    throw UsageError({.what = concat(dataset.name(),
-                                     " has targets that are not whole numbers; a packed record has one whole number")});
+    throw UsageError(
+        {.what = concat(dataset.name(), " has targets other than one whole number per sample, which can't be packed"),
+         .next = "train on it directly"});
   const torch::Tensor targets = dataset.target().to(torch::kInt64);
   const std::size_t bytes = data.nbytes() / to_size(data.size(0));
   const auto* rows = static_cast<const std::uint8_t*>(data.const_data_ptr());

@@ -152,7 +152,7 @@ TEST_F(DamagedPack, is_never_overwritten) {
   EXPECT_TRUE(contains(message_of<UsageError>([&] { pack(other, folder / "p"); }), "holds packed data already"));
   const TensorDataset floats("floats", torch::zeros({1, 1}), torch::zeros({1}));
   EXPECT_TRUE(
-      contains(message_of<UsageError>([&] { pack(floats, folder / "f"); }), "targets that are not whole numbers"));
+      contains(message_of<UsageError>([&] { pack(floats, folder / "f"); }), "targets other than one whole number per sample"));
 }
 
 }  // namespace

@@ -30,7 +30,8 @@ void append(std::vector<std::uint8_t>& bytes, const T& value) {
 packed::RecordHeader header_of(const Record& record) {
   const auto* const dtype = std::ranges::find(packed::kDtypes, record.dtype);
   if (dtype == packed::kDtypes.end())
-    throw UsageError({.what = concat("records of ", c10::toString(record.dtype), " can't be packed")});
+    throw UsageError({.what = concat("records of ", c10::toString(record.dtype), " can't be packed"),
+                      .next = "convert them to another dtype"});
   if (record.shape.size() > packed::kMostDimensions)
     throw UsageError({.what = concat("a record of ", record.shape.size(), " dimensions can't be packed")});
   return {.target = record.target,

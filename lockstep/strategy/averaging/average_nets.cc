@@ -31,7 +31,8 @@ void refuse_16_bit_parameters(const std::vector<NamedTensor>& parameters) {
 torch::Tensor make_flat_block(torch::nn::Module& model, const World& world) {
   const torch::NoGradGuard no_grad;
   const std::vector<NamedTensor> parameters = trainable(named_parameters(model));
-  if (parameters.empty()) throw UsageError({.what = "a model without parameters to train"});
+  if (parameters.empty())
+    throw UsageError({.what = "a model without parameters to train", .next = "leave requires_grad set on some"});
   const torch::ScalarType dtype = parameters.front().tensor.scalar_type();
   refuse_16_bit_parameters(parameters);
   std::int64_t values = 0;

@@ -22,7 +22,8 @@ class DataParallel::Impl {
   torch::nn::Module& module() const { return *replicas_.front().model; }
 
   torch::Tensor forward(const torch::Tensor& data) {
-    if (data.size(0) == 0) throw UsageError({.what = "DataParallel::forward() of no samples"});
+    if (data.size(0) == 0)
+      throw UsageError({.what = "DataParallel::forward() of no samples", .next = "skip the batch"});
     replicate();
     const auto forward_as_caller = [task = task_, grad = at::GradMode::is_enabled()](const Replica& replica,
                                                                                      const Batch& part) {

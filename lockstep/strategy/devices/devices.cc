@@ -44,7 +44,8 @@ void Device::run(Call call, const torch::Tensor& tensor) {
   require_device(tensor, where(), concat("the tensor given to a collective on ", name()));
   const auto dtype = to_dtype(tensor.scalar_type());
   if (!dtype)
-    throw UsageError({.what = concat("tensors of ", c10::toString(tensor.scalar_type()), " can't be exchanged")});
+    throw UsageError({.what = concat("tensors of ", c10::toString(tensor.scalar_type()), " can't be exchanged"),
+                      .next = "convert them to another dtype"});
   const torch::Tensor flat = dense_view(tensor);
   shm::Group& team = state_.group(index_);
   call.count = to_size(flat.numel());
@@ -64,9 +65,11 @@ void Device::barrier() {
 Devices::Devices(const DevicesOptions& options) {
   if (options.count < 1) throw UsageError({.what = concat(options.count, " devices"), .next = "give at least 1"});
   if (options.teams < 1 || options.count % options.teams != 0)
-    throw UsageError({.what = concat(options.count, " devices in ", options.teams, " teams")});
+    throw UsageError(
+        {.what = concat(options.count, " devices in ", options.teams, " teams"), .next = "give teams of equal size"});
   if (!options.places.empty() && std::ssize(options.places) != options.count)
-    throw UsageError({.what = concat(options.count, " devices at ", options.places.size(), " places")});
+    throw UsageError({.what = concat(options.count, " devices at ", options.places.size(), " places"),
+                      .next = "give one place per device"});
   for (const DevicePlace& place : options.places)
     if (!place.device.is_cpu()) require_gpus(place.device.index());
   state_ = std::make_shared<DevicesState>(options);

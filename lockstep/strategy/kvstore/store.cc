@@ -49,7 +49,7 @@ void Store::init(const std::vector<NamedTensor>& values, const std::vector<Named
   for (const auto* const list : {&values, &buffers})
     for (const auto& [name, tensor] : *list) {
       if (!numbers_.emplace(name, names_.size()).second)
-        throw UsageError({.what = concat("two values for the key ", name)});
+        throw UsageError({.what = concat("two values for the key ", name), .next = "give each key once"});
       names_.push_back(name);
       sizes_.push_back(tensor.sizes().vec());
       tensors.push_back(tensor.detach());

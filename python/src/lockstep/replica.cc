@@ -147,7 +147,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
 
   // The next backward() counts this many samples, whatever its forwards did.
   void set_samples(std::int64_t samples) {
-    if (samples < 0) throw UsageError({.what = concat("a batch of ", samples, " samples")});
+    if (samples < 0) throw UsageError({.what = concat("a batch of ", samples, " samples"), .next = "give 0 or more"});
     given_samples_ = samples;
   }
 
