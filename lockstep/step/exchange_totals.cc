@@ -104,7 +104,7 @@ void ExchangeTotals::throw_difference() const {
     require_same_settings(settings_, world_.rank(), {theirs, count}, rank, "the ranks differ", world_.describe());
     theirs += count;
   }
-  throw MismatchError({.what = "other ranks differ from one another in what a step() is",
+  throw MismatchError({.what = "other ranks make different step() calls",
                        .here = world_.describe(),
                        .likely = "a step(), backward() or setting that depends on the rank",
                        .next = "see the errors of the other ranks"});

@@ -71,7 +71,7 @@ void require_shards_for_fewer_ranks(int shards, int fewest, int ranks) {
   if (undivided == 0) return;
   const std::string all = concat("a multiple of each number from ", fewest, " to ", ranks);
   throw UsageError(
-      {.what = concat(shards, " virtual shards can't be shared out among ", undivided, " ranks"),
+      {.what = concat(shards, " virtual shards can't be divided among ", undivided, " ranks"),
        .here = concat("--virtual-shards ", shards, " --min-ranks ", fewest, ", ", ranks, " ranks"),
        .likely = concat("--min-ranks lets the job go on with any number of ranks from ", fewest, " to ", ranks),
        .next = multiple <= kMostToPropose ? concat("give --virtual-shards ", multiple, ", ", all)

@@ -113,7 +113,7 @@ TEST(StepLayouts, of_virtual_shards_must_suit_the_fewest_ranks_that_may_go_on) {
   input.fewest_ranks = 2;
   EXPECT_EQ(choose_layout(input, {.virtual_shards = 12}), kPublished);
   const std::string message = message_of<UsageError>([&] { choose_layout(input, {.virtual_shards = 8}); });
-  EXPECT_TRUE(contains(message, "8 virtual shards can't be shared out among 3 ranks")) << message;
+  EXPECT_TRUE(contains(message, "8 virtual shards can't be divided among 3 ranks")) << message;
 }
 
 }  // namespace

@@ -162,7 +162,7 @@ void require_output(const TrainOptions& options) {
         {.what = concat("--output ", options.output), .next = "give a file name that ends in .csv or .npy"});
   if (std::filesystem::exists(std::filesystem::symlink_status(options.output)))
     throw UsageError(
-        {.what = concat(options.output, " is there already"), .next = "remove it, or name another --output"});
+        {.what = concat(options.output, " already exists"), .next = "remove it, or name another --output"});
 }
 
 void use_model(const World& world, TrainOptions options, const std::function<Task(const TrainOptions&)>& make_task) {

@@ -99,10 +99,10 @@ Task with_frozen(Task task, const std::string& pattern) {
       ++frozen;
     }
     if (frozen > 0 && frozen < parameters.size()) return model;
-    throw UsageError({.what = concat("--freeze ", pattern, " is found in ", frozen, " of the names of ",
-                                     parameters.size(), " parameters"),
-                      .here = concat("the first is ", parameters.front().name),
-                      .next = "name some of them, such as '^layer[12]'"});
+    throw UsageError(
+        {.what = concat("--freeze ", pattern, " matches ", frozen, " of ", parameters.size(), " parameters"),
+         .here = concat("the first is ", parameters.front().name),
+         .next = "match some of them, such as '^layer[12]'"});
   };
   return task;
 }

@@ -60,7 +60,7 @@ TEST(Frozen, are_parameters_whose_names_match) {
     EXPECT_EQ(item.value().requires_grad(), item.key().starts_with("layers.2")) << item.key();
   EXPECT_TRUE(contains(message_of<UsageError>([&] { with_frozen(task, "("); }), "is not a regular expression"));
   const auto all = message_of<UsageError>([&] { with_frozen(task, "layers").make_model(); });
-  EXPECT_TRUE(contains(all, "is found in 6 of the names of 6 parameters")) << all;
+  EXPECT_TRUE(contains(all, "matches 6 of 6 parameters")) << all;
 }
 
 }  // namespace

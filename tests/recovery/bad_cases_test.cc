@@ -126,7 +126,7 @@ TEST(BadCases, a_job_that_fewer_ranks_could_not_go_on_with_is_refused_at_the_sta
   const Job job{.options = {"--virtual-shards", "8", "--min-ranks", "2"}, .ranks = 4};
   const auto ended = run(command_of(job, folder), kPatienceForJob);
   EXPECT_EQ(ended.exit_code, 2);
-  EXPECT_TRUE(contains(ended.error, "8 virtual shards can't be shared out among 3 ranks")) << ended.error;
+  EXPECT_TRUE(contains(ended.error, "8 virtual shards can't be divided among 3 ranks")) << ended.error;
   EXPECT_FALSE(contains(ended.error, "RankFailed")) << "no rank was started";
 }
 
@@ -136,7 +136,7 @@ TEST(BadCases, a_launched_job_that_fewer_ranks_could_not_go_on_with_is_refused_a
   const Words launcher = {LOCKSTEP_COMMAND, "run", "--nproc-per-node", "4", "--min-ranks", "2", "--"};
   const auto ended = run(launcher + job, kPatienceForJob);
   EXPECT_EQ(ended.exit_code, 2);
-  EXPECT_TRUE(contains(ended.error, "8 virtual shards can't be shared out among 3 ranks")) << ended.error;
+  EXPECT_TRUE(contains(ended.error, "8 virtual shards can't be divided among 3 ranks")) << ended.error;
   EXPECT_FALSE(contains(ended.error, "goes on with 3 ranks")) << ended.error;
 }
 

@@ -51,8 +51,8 @@ std::string GradientScaler::state() const {
 
 void GradientScaler::set_state(const std::string& state) {
   if (state.size() != sizeof state_->scale)
-    throw CheckpointError({.what = concat("a gradient scaler can't have a state of ", state.size(), " bytes"),
-                           .likely = "the state of something else",
+    throw CheckpointError({.what = concat("not the state of a gradient scaler: ", state.size(), " bytes"),
+                           .likely = "the state of another object",
                            .next = "give set_state() what state() has returned"});
   std::memcpy(&state_->scale, state.data(), state.size());
 }
