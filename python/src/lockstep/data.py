@@ -309,7 +309,7 @@ class DataLoader:
 
     Blocks: only next() on the iterator, until its batch is ready, with other Python threads running; Ctrl-C ends it. Leaving
     an epoch waits for the batches that the workers are making. Raises what reading raised: DataError. Nothing is sent.
-    In a forked child the loader starts anew; an iterator that the parent began raises UsageError there.
+    In a forked child the loader starts over; an iterator that the parent began raises UsageError there.
     """
 
     def __init__(

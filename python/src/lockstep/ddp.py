@@ -92,7 +92,7 @@ class DistributedDataParallel(nn.Module):
         optimizer: of lockstep's or torch's; holds no other parameters; makes no step before. In its place `device_ids`.
         device_ids, output_device, dim, init_sync, check_reduction, delay_all_reduce_named_params, param_to_hook_all_reduce,
             mixed_precision, device_mesh, skip_all_reduce_unused_params: PyTorch's, for programs that have them. An error
-            where they ask for something else than what happens here.
+            where they ask for what lockstep does not do.
         weights: "samples": each backward() counts as many samples as dimension 0 of the tensors given to forward() has;
             several forwards that it passes through add up. A number that is not known is an error. None: ranks count
             alike, and where dimension 0 differs between them a warning says so once.

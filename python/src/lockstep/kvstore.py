@@ -75,7 +75,7 @@ class KVStore:
             world: whose ranks are servers and workers, with a dist_ kind; all of them call. None: those of World.from_env().
             servers: the first ranks of the world, unless `lockstep run --servers` has said which.
             staleness: with dist_bounded, the largest delay of a gradient.
-            adapt_to_delay: with dist_async and dist_bounded, a gradient's learning rate is times its share of the samples, and
+            adapt_to_delay: with dist_async and dist_bounded, the learning rate is multiplied by a gradient's share of the samples, and
                 each worker has a momentum of its own. False: MXNet's plain rule, one optimizer for all gradients. On all ranks.
             split_above: elements from which a value is split over the servers.
             devices: threads that add up and copy, each with its share of the cores. 0: the calling thread.
