@@ -4,13 +4,16 @@
 
     bench/tables.py [NAME...] [--rounds 3] [--lockstep lockstep] [--save]
 
-Needs scikit-learn and pandas. All get the same four fifths for training, of which they hold out a fifth to stop early, and the same last fifth
-for the figure: accuracy, or R2 for diabetes. Two hidden layers of 512; a process of its own each, in turn, with all cores. Seconds are those of
-everything that a user waits for, from the start of Python or of the command. Lines are those that a user types.
+Needs scikit-learn and pandas, for Fashion-MNIST torchvision and Debian's dataset-fashion-mnist. Tables: all get the same four fifths for training, of which they hold out a fifth to stop early, and the same last fifth
+for the figure: accuracy, or R2 for diabetes. Two hidden layers of 512. Fashion-MNIST: LeNet, five epochs, accuracy of the test set. Each has a
+process of its own, in turn, with all cores. Seconds are those of everything that a user waits for, from the start of Python or of the command.
+Lines are those that a user types.
 """
 
 import argparse
+import gzip
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -75,6 +78,34 @@ lockstep train --model mlp --data csv:train.csv --optimizer adam --lr 0.001 --ba
 lockstep eval --checkpoint-dir run --data csv:test.csv
 """
 
+PYTORCH_FASHION = """
+import torch
+from torch import nn
+from torchvision.datasets import FashionMNIST
+def tensors(train):
+    data = FashionMNIST("data", train)
+    images = (data.data[:, None] / 255 - 0.286) / 0.353
+    return images.contiguous(memory_format=torch.channels_last), data.targets
+torch.manual_seed(1)
+(x, y), (test_x, test_y) = tensors(True), tensors(False)
+model = nn.Sequential(nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2),
+                      nn.Flatten(), nn.Linear(800, 128), nn.ReLU(), nn.Linear(128, 10)).to(memory_format=torch.channels_last)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5 * -(-len(x) // 256))
+for _ in range(5):
+    for part in torch.randperm(len(x)).split(256):
+        nn.functional.cross_entropy(model(x[part]), y[part]).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+with torch.no_grad():
+    print((model(test_x).argmax(1) == test_y).float().mean().item())
+"""
+
+LOCKSTEP_FASHION = """
+lockstep train --data fashion-mnist --ranks auto --lr 0.1 --schedule cosine
+"""
+
 
 def tables():
     from sklearn import datasets
@@ -87,32 +118,55 @@ def tables():
         yield name, table.sample(frac=1, random_state=1)
 
 
-def seconds_and_last_line(command, folder, environment):
+# As torchvision leaves it after its download.
+def unpack_fashion_mnist(folder):
+    folder.mkdir(parents=True)
+    for packed in Path("/usr/share/datasets/fashion-mnist").glob("*.gz"):
+        (folder / packed.stem).write_bytes(gzip.open(packed).read())
+
+
+def seconds_and_output(command, folder, environment):
     start = time.monotonic()
     done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=900)
     return time.monotonic() - start, done.stdout
 
 
-def run(system, folder, arguments, regression):
+TABLE = {"lockstep": LOCKSTEP, "scikit-learn": SKLEARN, "PyTorch": PYTORCH}
+FASHION = {"lockstep": LOCKSTEP_FASHION, "PyTorch": PYTORCH_FASHION}
+FIGURES = ("accuracy", "r_squared", "val_accuracy")
+
+
+def run(system, text, folder, lockstep):
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     if system == "lockstep":
-        subprocess.run(["rm", "-rf", "run"], cwd=folder, check=True)
-        script = LOCKSTEP.strip().replace("lockstep ", f"{arguments.lockstep} ")
-        seconds, output = seconds_and_last_line(["bash", "-e", "-c", script], folder, environment)
-        figure = "r_squared" if regression else "accuracy"
-        return seconds, next(float(line.split()[1]) for line in output.splitlines() if line.split()[:1] == [figure])
-    model = "MLPRegressor" if regression else "MLPClassifier"
-    script = PYTORCH if system == "PyTorch" else SKLEARN.format(model=model)
-    seconds, output = seconds_and_last_line([sys.executable, "-c", script], folder, environment)
+        shutil.rmtree(Path(folder) / "run", ignore_errors=True)
+        script = text.strip().replace("lockstep ", f"{lockstep} ")
+        seconds, output = seconds_and_output(["bash", "-e", "-c", script], folder, environment)
+        words = output.split()
+        return seconds, next(float(after) for word, after in zip(reversed(words[:-1]), reversed(words[1:])) if word in FIGURES)
+    seconds, output = seconds_and_output([sys.executable, "-c", text], folder, environment)
     return seconds, float(output.split()[-1])
 
 
-LINES = {"lockstep": LOCKSTEP, "scikit-learn": SKLEARN, "PyTorch": PYTORCH}
+def compare(name, texts, folder, arguments):
+    rounds = {system: [] for system in texts}
+    for _ in range(arguments.rounds):
+        for system, text in texts.items():
+            rounds[system].append(run(system, text, folder, arguments.lockstep))
+    result = {}
+    for system, all_rounds in rounds.items():
+        seconds, figures = zip(*all_rounds)
+        lines = len(texts[system].strip().splitlines())
+        result[system] = {"seconds": statistics.median(seconds), "range": [min(seconds), max(seconds)],
+                          "figure": statistics.median(figures), "figures": figures, "lines": lines}
+        print(f"{name:14} {system:13} {statistics.median(seconds):6.1f} s ({min(seconds):.1f}-{max(seconds):.1f})  "
+              f"{statistics.median(figures):.3f}  {lines} lines", flush=True)
+    return result
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of digits, wine, breast_cancer, diabetes; default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of digits, wine, breast_cancer, diabetes, fashion_mnist; default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lockstep", default="lockstep", help="the command [%(default)s]")
     parser.add_argument("--save", action="store_true", help="write bench/results/tables.json")
@@ -125,20 +179,14 @@ def main():
             cut = len(table) * 4 // 5
             table[:cut].to_csv(Path(folder) / "train.csv", index=False)
             table[cut:].to_csv(Path(folder) / "test.csv", index=False)
-            rounds = {system: [] for system in LINES}
-            for _ in range(arguments.rounds):
-                for system in LINES:
-                    rounds[system].append(run(system, folder, arguments, name == "diabetes"))
-            results[name] = {"rows": len(table)}
-            for system, all_rounds in rounds.items():
-                seconds, figures = zip(*all_rounds)
-                results[name][system] = {"seconds": statistics.median(seconds), "range": [min(seconds), max(seconds)],
-                                         "figure": statistics.median(figures), "figures": figures}
-                print(f"{name:14} {system:13} {statistics.median(seconds):6.1f} s ({min(seconds):.1f}-{max(seconds):.1f})  "
-                      f"{statistics.median(figures):.3f}  {len(LINES[system].strip().splitlines())} lines", flush=True)
+            model = "MLPRegressor" if name == "diabetes" else "MLPClassifier"
+            texts = TABLE | {"scikit-learn": SKLEARN.format(model=model)}
+            results[name] = {"rows": len(table)} | compare(name, texts, folder, arguments)
+        if not arguments.names or "fashion_mnist" in arguments.names:
+            unpack_fashion_mnist(Path(folder) / "data/FashionMNIST/raw")
+            results["fashion_mnist"] = compare("fashion_mnist", FASHION, folder, arguments)
     if arguments.save:
-        lines = {system: len(text.strip().splitlines()) for system, text in LINES.items()}
-        common.save("tables", {"lines": lines, "tables": results})
+        common.save("tables", {"tables": results})
 
 
 if __name__ == "__main__":
