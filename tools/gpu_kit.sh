@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Packs what tries lockstep on GPUs into one folder of at most 50 MiB, build/gpu-kit: for a machine without registries that
-# has a GPU, python3 with torch and CUDA, and perhaps g++ (the Python module is compiled there). Its run.sh does the rest.
+# has a GPU, python3 with torch and CUDA, and perhaps g++ (the Python module is compiled there). Its run.py does the rest.
 #
 #   tools/gpu_kit.sh        after `cmake --preset cuda`, which `make cuda` calls, for the release of torch of that machine
 set -euo pipefail

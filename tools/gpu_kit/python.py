@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Python programs do with one GPU, each against PyTorch alone: its parameters, batches and sums. One rank."""
+import contextlib
 import copy
 import sys
 import tempfile
@@ -60,20 +61,16 @@ def optimizers():
 def layouts():
     for options in ({"share_parameters": False}, {"mean_in_grad": True}, {"share_parameters": False, "gradient_as_bucket_view": True},
                     {"find_unused_parameters": False}, {"static_graph": True, "share_parameters": False}, {"hook": "bf16"}):
-        if options.get("hook"):
-            trained(plain, {"lr": 1e-2}, "AdamW", **options)
-        else:
-            same(*trained(plain, {"lr": 1e-2}, "AdamW", **options))
+        found = trained(plain, {"lr": 1e-2}, "AdamW", **options)
+        if "hook" not in options:
+            same(*found)
 
 
 def clipping():
     def loop(model, optimizer, ours):
         for x, y in batches():
             F.cross_entropy(model(x), y).backward()
-            if ours:
-                optimizer.clip_grad_norm(0.1)
-            else:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.clip_grad_norm(0.1) if ours else nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -84,10 +81,7 @@ def accumulation():
     def loop(model, optimizer, ours):
         for index, (x, y) in enumerate(batches()):
             last = index % 3 == 2
-            if ours and not last:
-                with model.no_sync():
-                    (F.cross_entropy(model(x), y) / 3).backward()
-            else:
+            with model.no_sync() if ours and not last else contextlib.nullcontext():
                 (F.cross_entropy(model(x), y) / 3).backward()
             if last:
                 optimizer.step()
@@ -112,11 +106,16 @@ def loss_scaling():
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4)
 
 
-def state():
-    model = net()
-    optimizer = lockstep.AdamW(model.parameters(), lr=1e-2)
+def wrapped_net(model, name, **options):
+    """It has made some steps."""
+    optimizer = getattr(lockstep, name)(model.parameters(), **options)
     wrapped = lockstep.DistributedDataParallel(model, optimizer)
     plain(wrapped, optimizer, True)
+    return wrapped, optimizer
+
+
+def state():
+    wrapped, optimizer = wrapped_net(net(), "AdamW", lr=1e-2)
     other = net()
     theirs = torch.optim.AdamW(other.parameters(), lr=1e-2)
     other.load_state_dict(wrapped.module.state_dict())
@@ -127,10 +126,7 @@ def state():
 
 
 def checkpoints():
-    model = net()
-    optimizer = lockstep.AdamW(model.parameters(), lr=1e-2)
-    wrapped = lockstep.DistributedDataParallel(model, optimizer)
-    plain(wrapped, optimizer, True)
+    wrapped, _ = wrapped_net(net(), "AdamW", lr=1e-2)
     with tempfile.TemporaryDirectory() as folder:
         kept = lockstep.Checkpoints(folder)
         kept.save(1, dict(wrapped.module.state_dict()))
@@ -161,10 +157,7 @@ def loader():
 
 
 def sync_batch_norm():
-    model = lockstep.SyncBatchNorm.convert_sync_batchnorm(net())
-    optimizer = lockstep.SGD(model.parameters(), lr=0.1)
-    wrapped = lockstep.DistributedDataParallel(model, optimizer)
-    plain(wrapped, optimizer, True)
+    wrapped, _ = wrapped_net(lockstep.SyncBatchNorm.convert_sync_batchnorm(net()), "SGD", lr=0.1)
     other = net()
     plain(other, torch.optim.SGD(other.parameters(), lr=0.1), False)
     same(list(wrapped.parameters()), list(other.parameters()))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What lockstep's GPU kit runs: everything of lockstep that a simulator can't show. Ends in time, whatever hangs.
 
-    run.sh [--minutes 9] [--only NAME...] [--list]
+    run.py [--minutes 9] [--only NAME...]
 
 Checks share the GPU; then comparisons with PyTorch have the machine for themselves, one after the other. Each check is a
-program with a log of its own. out/table.md says how each ended, out/logs.tar.gz has the logs, out/*.json the figures.
+program with a log of its own. table.md in $OUT, or out/, says how each ended, logs.tar.gz has the logs, *.json the figures.
 Needs python3 with torch and CUDA, of the release that the kit was built for; g++ and Python's headers for the Python module.
 """
 import argparse
@@ -66,12 +66,12 @@ class Check:
         missing = [str(path) for path in self.needs if not Path(path).exists()]
         if missing:
             self.last = "there is no " + ", ".join(missing)
-            return self
+            return
         start = time.monotonic()
         seconds = min(self.seconds, until - start)
         if seconds < 5:
             self.last = "no time was left"
-            return self
+            return
         log = LOGS / f"{self.name}.log"
         with open(log, "wb") as file:
             try:
@@ -79,7 +79,7 @@ class Check:
                                            env=self.environment, cwd=KIT, start_new_session=True)
             except OSError as error:
                 self.last = f"can't run it: {error}"
-                return self
+                return
             try:
                 code = program.wait(seconds)
                 self.result = "passed" if code == 0 else f"failed ({code})"
@@ -94,7 +94,6 @@ class Check:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         self.last = lines[-1][:160] if lines else ""
         print(f"{self.took:6.1f} s  {self.name}: {self.result}. {self.last}", flush=True)
-        return self
 
 
 def shards(name, program, cases, count, seconds, environment):
@@ -115,7 +114,6 @@ def compiler():
 def checks():
     filters = json.loads((KIT / "filters.json").read_text())
     facts = [
-        Check("what_there_is", [sys.executable, KIT / "facts.py"], 60),
         Check("env", [BIN / "lockstep", "env"], 60),
         Check("python_module", ["true"] if MODULE.exists() else compiler() if TORCH else ["false"], 120),
     ]
@@ -144,29 +142,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9, help="everything ends by then")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="checks whose names begin so")
-    parser.add_argument("--list", action="store_true", help="says what it would run")
     arguments = parser.parse_args()
     until = time.monotonic() + 60 * arguments.minutes - 10
     groups = [[check for check in group if not arguments.only or check.name.startswith(tuple(arguments.only))] for group in checks()]
-    if arguments.list:
-        for check in sum(groups, []):
-            print(f"{check.name}: {' '.join(check.command)}")
-        return 0
     OUT.mkdir(parents=True, exist_ok=True)
     if TORCH is None:
         print("run: python3 has no torch: install the release that the kit was built for, with CUDA")
     if not Path("/dev/nvidia0").exists():
-        print("run: there is no GPU here (/dev/nvidia0). It would run:")
-        for check in sum(groups, []):
-            print(f"  {check.name}")
+        print("run: there is no GPU here (/dev/nvidia0). It would run:", *(check.name for check in sum(groups, [])), sep="\n  ")
         groups = groups[:1]
     for group in groups:
-        if group and group[0].quiet:
-            for check in group:
-                check.run(until)
-        else:
-            with ThreadPoolExecutor(len(group) or 1) as pool:
-                list(pool.map(lambda check: check.run(until), group))
+        alone = group and group[0].quiet
+        with ThreadPoolExecutor(1 if alone else len(group) or 1) as pool:
+            list(pool.map(lambda check: check.run(until), group))
     rows = [f"| {check.name} | {check.result} | {check.took:.1f} s | {check.last.replace('|', ' ')} |" for check in sum(groups, [])]
     (OUT / "table.md").write_text("\n".join(["| check | result | time | last line |", "| --- | --- | --- | --- |", *rows]) + "\n")
     with tarfile.open(OUT / "logs.tar.gz", "w:gz") as tar:
