@@ -8,6 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch_without_cuda
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -19,8 +21,8 @@ def output(*command, **options):
 def main():
     (package,) = Path(sys.argv[1]).resolve().glob("lockstep_*.deb")
     about = output("dpkg-deb", "--info", package)
-    release = re.search(r"\d+\.\d+", (ROOT / ".deps/libtorch/torch/version.py").read_text())[0]
-    if f"torch=={release}." not in about or not all(re.search(f"Depends: .*{name}", about) for name in ("libfmt", "python3")):
+    torch = torch_without_cuda.release()
+    if f"torch=={torch}." not in about or not all(re.search(f"Depends: .*{name}", about) for name in ("libfmt", "python3")):
         raise SystemExit(f"it does not say what it needs:\n{about}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -28,7 +30,7 @@ def main():
         lockstep = folder / "usr/bin/lockstep"
         without = subprocess.run([lockstep, "train"], stderr=subprocess.PIPE, text=True, timeout=60)
         print(without.stderr)
-        if f"needs torch {release} and found none" not in without.stderr:
+        if f"needs torch {torch} and found none" not in without.stderr:
             raise SystemExit("it does not say that torch is missing")
         (folder / "usr/lib/lockstep").mkdir(exist_ok=True)
         (folder / "usr/lib/lockstep/torch").symlink_to(ROOT / ".deps/libtorch/torch")

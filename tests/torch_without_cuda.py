@@ -13,9 +13,12 @@ from collections import defaultdict
 from pathlib import Path
 
 UNVERSIONED = re.compile(r"(nccl|nvshmem|curand|cusparseLt|cuFile)")
-
-
 DEPS = Path(__file__).resolve().parent.parent / ".deps"
+
+
+def release():
+    """Of the libtorch in .deps/, such as 2.15."""
+    return re.search(r"\d+\.\d+", (DEPS / "libtorch/torch/version.py").read_text())[0]
 
 
 def link_or_copy(source, target):

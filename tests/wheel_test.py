@@ -16,11 +16,10 @@ import tomllib
 from pathlib import Path
 
 from readme_test import follow
-from torch_without_cuda import add_packages
+from torch_without_cuda import add_packages, release
 
 ROOT = Path(__file__).resolve().parent.parent
-
-RELEASE = re.search(r"\d+\.\d+", (ROOT / ".deps/libtorch/torch/version.py").read_text())[0]
+RELEASE = release()
 
 # Left to the machine: glibc with its loader, and gcc's run-time libraries, which torch itself takes from there.
 MACHINES = re.compile(r"/(ld-linux-x86-64|lib(c|m|dl|rt|pthread|util|stdc\+\+|gcc_s))\.so\.[\d.]+$")

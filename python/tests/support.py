@@ -63,8 +63,9 @@ def run_ranks(size, function, *arguments, backend="lockstep", machines=None):
 
 
 def started(*command):
-    """The program when it has ended; stdout has all that it said."""
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+    """The program when it has ended; stdout has all that it said. It is no rank yet."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, env=environment)
 
 
 def expect(actual, expected, tolerance=0):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import lockstep
+from support import started
 from test_step import expect_equal, global_batch, global_batches, make_model, train
 
 PROGRAM = os.path.abspath(__file__)
@@ -108,11 +109,6 @@ def spawned(rank, store):
     dist.destroy_process_group()
 
 
-def started(*command):
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, env=environment)
-
-
 def by_slurms_variables(nodes, *arguments):
     """What srun sets, and no more: two ranks on these nodes. Returns exit codes and outputs."""
     of_job = {"SLURM_JOB_ID": f"{os.getpid()}", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
@@ -127,15 +123,8 @@ def by_slurms_variables(nodes, *arguments):
     return max(rank.returncode for rank in ranks), "".join(texts)
 
 
-def command():
-    program = shutil.which("lockstep") or os.environ.get("LOCKSTEP_COMMAND")
-    if program is None:
-        raise AssertionError("no command lockstep on PATH; LOCKSTEP_COMMAND may say where it is")
-    return program
-
-
 def lockstep_run(*arguments):
-    return started(command(), "run", "--nproc-per-node", "2", "--", sys.executable, PROGRAM, *arguments)
+    return started(shutil.which("lockstep"), "run", "--nproc-per-node", "2", "--", sys.executable, PROGRAM, *arguments)
 
 
 def own_address():
@@ -156,7 +145,7 @@ def two_lockstep_runs(secrets, *arguments):
             where = ("--nnodes", "2", "--node-rank", str(node), "--master-addr", address, "--master-port", str(port))
             environment = {**os.environ, "LOCKSTEP_SECRET": secret}
             output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
-            launchers.append(subprocess.Popen([command(), "run", *where, "--", sys.executable, PROGRAM, *arguments], **output))
+            launchers.append(subprocess.Popen([shutil.which("lockstep"), "run", *where, "--", sys.executable, PROGRAM, *arguments], **output))
         texts = [launcher.communicate(timeout=300)[0] for launcher in launchers]
     return max(launcher.returncode for launcher in launchers), "".join(texts)
 
