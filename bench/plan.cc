@@ -121,25 +121,7 @@ void print_means(const PlanResults& results, int cores, Json& json) {
   table.print(std::cout);
 }
 
-Json to_json(const PlanResult& each) {
-  Json json{{"name", each.one.name()},
-            {"held_out", each.one.held_out()},
-            {"forecast_seconds", each.forecast.step},
-            {"uncertain", each.forecast.uncertain},
-            {"bound", each.forecast.bound},
-            {"drift", each.drift},
-            {"measured_seconds", each.measured.step},
-            {"measured_steps", each.measured.steps},
-            {"forecast_memory", each.forecast.memory},
-            {"measured_memory", each.measured.memory}};
-  if (each.between_hosts()) {
-    json["forecast_link_bytes"] = each.forecast.link_bytes;
-    json["measured_link_bytes"] = each.measured.link_bytes;
-  }
-  return json;
-}
-
-void print_cases(const PlanResults& results, Json& json) {
+void print_cases(const PlanResults& results) {
   std::vector<std::string> heads{"case",        "",      "drift",       "forecast ms", "+-",
                                  "measured ms", "error", "forecast MB", "measured MB", "error"};
   const bool links = std::ranges::any_of(results, &PlanResult::between_hosts);
@@ -160,7 +142,6 @@ void print_cases(const PlanResults& results, Json& json) {
       cells.insert(cells.end(), {fixed(each.forecast.link_bytes / 1e3, 1), fixed(each.measured.link_bytes / 1e3, 1),
                                  signed_percent(each.link_error(), 1)});
     table.add(cells);
-    json["cases"].push_back(to_json(each));
   }
   table.print(std::cout);
 }
@@ -210,8 +191,8 @@ std::vector<PlanRound> rounds_of(const PlanOptions& options) {
 void run(const Program& program, const PlanOptions& options) {
   const std::vector<PlanRound> rounds = rounds_of(options);
   const PlanResults results = results_of(rounds);
+  print_cases(results);
   Json json;
-  print_cases(results, json);
   const int cores = rounds.front().profiles.at(results.front().one.model).cores;
   print_means(results, cores, json);
   compare_choices(results, rounds, !options.again.empty(), json);

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import common
@@ -125,36 +126,29 @@ def unpack_fashion_mnist(folder):
         (folder / packed.stem).write_bytes(gzip.open(packed).read())
 
 
-def seconds_and_output(command, folder, environment):
-    start = time.monotonic()
-    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=900)
-    return time.monotonic() - start, done.stdout
-
-
 TABLE = {"lockstep": LOCKSTEP, "scikit-learn": SKLEARN, "PyTorch": PYTORCH}
 FASHION = {"lockstep": LOCKSTEP_FASHION, "PyTorch": PYTORCH_FASHION}
 FIGURES = ("accuracy", "r_squared", "val_accuracy")
 
 
 def run(system, text, folder, lockstep):
+    """Seconds, and the figure."""
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    if system == "lockstep":
-        shutil.rmtree(Path(folder) / "run", ignore_errors=True)
-        script = text.strip().replace("lockstep ", f"{lockstep} ")
-        seconds, output = seconds_and_output(["bash", "-e", "-c", script], folder, environment)
-        words = output.split()
-        return seconds, next(float(after) for word, after in zip(reversed(words[:-1]), reversed(words[1:])) if word in FIGURES)
-    seconds, output = seconds_and_output([sys.executable, "-c", text], folder, environment)
-    return seconds, float(output.split()[-1])
+    shutil.rmtree(Path(folder) / "run", ignore_errors=True)
+    command = ["bash", "-e", "-c", text.strip().replace("lockstep ", f"{lockstep} ")] if system == "lockstep" else [sys.executable, "-c", text]
+    start = time.monotonic()
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=900)
+    seconds, words = time.monotonic() - start, done.stdout.split()
+    if system != "lockstep":
+        return seconds, float(words[-1])
+    named = dict(zip(words, words[1:]))
+    return seconds, next(float(named[name]) for name in ("accuracy", "r_squared", "val_accuracy") if name in named)
 
 
 def compare(name, texts, folder, arguments):
-    rounds = {system: [] for system in texts}
-    for _ in range(arguments.rounds):
-        for system, text in texts.items():
-            rounds[system].append(run(system, text, folder, arguments.lockstep))
+    runs = {system: partial(run, system, text, folder, arguments.lockstep) for system, text in texts.items()}
     result = {}
-    for system, all_rounds in rounds.items():
+    for system, all_rounds in common.take_turns(arguments.rounds, runs).items():
         seconds, figures = zip(*all_rounds)
         lines = len(texts[system].strip().splitlines())
         result[system] = {"seconds": statistics.median(seconds), "range": [min(seconds), max(seconds)],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fashion-MNIST for the peers: images (60000 or 10000, 28, 28) float32, normalised as `lockstep train` does, and labels."""
+"""Fashion-MNIST for the peers: images (60000, 28, 28) float32, normalised as `lockstep train` does, and labels."""
 import gzip
 from pathlib import Path
 
@@ -14,14 +14,6 @@ def read_idx(name):
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(np.frombuffer(raw, ">u4", raw[3], offset=4))
 
 
-def images_and_labels(name):
-    images = (read_idx(f"{name}-images-idx3-ubyte").astype(np.float32) / 255 - 0.2860) / 0.3530
-    return images, read_idx(f"{name}-labels-idx1-ubyte").astype(np.int64)
-
-
 def training_set():
-    return images_and_labels("train")
-
-
-def test_set():
-    return images_and_labels("t10k")
+    images = (read_idx("train-images-idx3-ubyte").astype(np.float32) / 255 - 0.2860) / 0.3530
+    return images, read_idx("train-labels-idx1-ubyte").astype(np.int64)
