@@ -13,22 +13,16 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep import _C
+from lockstep._frameworks import needed_by
 from lockstep.ddp import DistributedDataParallel, _connected, make_mean_of
 
-try:
+with needed_by(__name__, "accelerate==1.15.*"):
     import accelerate
     from accelerate.utils import DistributedType
 
     _names = accelerate.Accelerator.prepare_model.__code__.co_names
     if _missing := {"_models", "_is_accelerate_prepared"} - set(_names):
         raise ImportError(f"accelerate {accelerate.__version__} has no {', '.join(sorted(_missing))}")
-except ImportError as error:
-    raise ImportError(
-        f"lockstep.accelerate cannot use Accelerate: {error}\n"
-        f"  here:   {__file__}\n"
-        "  likely: it is not installed, or another release is; lockstep itself does not need it\n"
-        "  next:   pip install 'accelerate==1.15.*'"
-    ) from error
 
 __all__ = ["Accelerator"]
 

@@ -15,20 +15,9 @@ Rank and world size are those of torch.distributed where it is initialised, else
 torchrun, srun, mpirun), else rank 0 of 1.
 
 transform: what happens to images on the way into a batch, as a text with commas between its parts, the same as `lockstep train
---augment` takes:
-
-    resize:N, resize:HxW               to this size, without keeping the aspect ratio
-    crop:P                             a random place of the image with P zeros around it
-    center-crop:N[:EDGE]               the middle, after the shorter edge was resized to EDGE
-    random-resized-crop:N[:LEAST_AREA]
-    flip                               left to right, half of the images
-    jitter:B[:C[:S[:H]]]               brightness, contrast, saturation, hue
-    mixup:ALPHA, one-hot               targets become (B, classes) float32
-    normalise:MEAN:DEVIATION           of values in [0, 1]; + between channels: normalise:0.5+0.5+0.5:0.2
-
-Images are normalised as each dataset says, unless the text says something else; normalise:0:1 leaves values in [0, 1].
-A sample's random choices depend on (seed, epoch, sample) alone, never on ranks or workers. Other than on the command line,
-validation data gets no transform but the one you give it.
+--augment` takes. docs/data.md lists them: resize, crop, center-crop, random-resized-crop, flip, jitter, mixup, one-hot, normalise.
+Images are normalised as each dataset says, unless the text says something else; normalise:0:1 leaves values in [0, 1]. Other
+than on the command line, validation data gets no transform but the one you give it.
 
 Errors: lockstep.DataError (a file that is missing or damaged; names file and sample), lockstep.UsageError (arguments).
 """
@@ -116,7 +105,7 @@ def _text(transform):
     _refuse(
         f"transform={transform!r} is not a text",
         likely="transforms of torchvision, which work on Python's images",
-        next="write them as in help(lockstep.data), such as 'random-resized-crop:224,flip'; "
+        next="write them as docs/data.md says, such as 'random-resized-crop:224,flip'; "
         "or keep PyTorch's DataLoader, with lockstep.Sampler",
     )
 

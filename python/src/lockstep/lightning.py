@@ -8,23 +8,17 @@ from typing import Any
 import torch
 
 from lockstep import _C
+from lockstep._frameworks import needed_by
 from lockstep.batch_norm import SyncBatchNorm
 from lockstep.ddp import DistributedDataParallel
 from lockstep.optim import GradientNorm, _Optimizer
 
-try:
+with needed_by(__name__, "lightning==2.6.*"):
     from lightning.pytorch import Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins.layer_sync import LayerSync
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.trainer.states import TrainerFn
-except ImportError as error:
-    raise ImportError(
-        f"lockstep.lightning cannot import Lightning: {error}\n"
-        f"  here:   {__file__}\n"
-        "  likely: it is not installed; lockstep itself does not need it\n"
-        "  next:   pip install 'lightning==2.6.*'"
-    ) from error
 
 __all__ = ["LockstepStrategy"]
 

@@ -8,23 +8,17 @@ from typing import Any
 
 import torch
 
+from lockstep._frameworks import needed_by
 from lockstep.accelerate import Accelerator, wraps_models, write_parameters
 from lockstep.optim import SGD, Adagrad, AdamW, RMSprop
 
-try:
+with needed_by(__name__, "transformers==5.24.*"):
     import transformers
     from accelerate.state import AcceleratorState
 
     _needed = ("create_accelerator_and_postprocess", "_prepare_for_training", "_load_from_checkpoint", "_load_best_model")
     if _missing := [name for name in _needed if not hasattr(transformers.Trainer, name)]:
         raise ImportError(f"transformers {transformers.__version__} has no Trainer.{', '.join(_missing)}")
-except ImportError as error:
-    raise ImportError(
-        f"lockstep.transformers cannot use Transformers: {error}\n"
-        f"  here:   {__file__}\n"
-        "  likely: it is not installed, or another release is; lockstep itself does not need it\n"
-        "  next:   pip install 'transformers==5.24.*'"
-    ) from error
 
 __all__ = ["Trainer"]
 
