@@ -16,14 +16,8 @@ class Error(Exception):
 
     def __init__(self, what, **parts):
         self.what = what
-        super().__init__(
-            "\n".join(
-                [
-                    f"lockstep: {type(self).__name__}: {what}",
-                    *(f"  {part + ':':8}{text}" for part, text in parts.items()),
-                ]
-            )
-        )
+        lines = [f"  {part + ':':8}{text}" for part, text in parts.items()]
+        super().__init__("\n".join([f"lockstep: {type(self).__name__}: {what}", *lines]))
 
 
 class DataError(Error):
@@ -48,16 +42,12 @@ def run(main):
         code = 1
     except KeyboardInterrupt:
         code = 130
-    except OSError as error:
-        code = fail(SystemError(f"{error.filename}: {error.strerror}" if error.filename else str(error)))
-    except Error as error:
-        code = fail(error)
+    except (OSError, Error) as error:
+        if isinstance(error, OSError):
+            error = SystemError(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        print(error, file=sys.stderr)
+        code = error.code
     sys.exit(code)
-
-
-def fail(error):
-    print(error, file=sys.stderr)
-    return error.code
 
 
 def finite(text):

@@ -20,13 +20,9 @@ COMPARED = ("epoch/val_accuracy", "epoch/val_loss", "epoch/train_loss", "epoch/s
 
 
 def scalars(event):
-    return Summary(
-        value=[
-            Summary.Value(tag=f"{event['event']}/{key}", simple_value=value)
-            for key, value in event.items()
-            if number(value) is not None and key not in ("epoch", "step")
-        ]
-    )
+    shown = {key: value for key, value in event.items() if number(value) is not None and key not in ("epoch", "step")}
+    kind = event["event"]
+    return Summary(value=[Summary.Value(tag=f"{kind}/{key}", simple_value=value) for key, value in shown.items()])
 
 
 def hparams(tag, **content):
@@ -46,27 +42,13 @@ def summaries(metrics):
     settings = {key: value for key, value in metrics.start.get("settings", {}).items() if value is not None}
     if "ranks" in metrics.end:
         settings["ranks"] = metrics.end["ranks"]  # a number, whatever --ranks says
-    yield (
-        0,
-        0,
-        hparams(
-            "experiment",
-            experiment=api_pb2.Experiment(
-                hparam_infos=[api_pb2.HParamInfo(name=name) for name in settings],
-                metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in COMPARED],
-            ),
-        ),
+    experiment = api_pb2.Experiment(
+        hparam_infos=[api_pb2.HParamInfo(name=name) for name in settings],
+        metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in COMPARED],
     )
-    yield (
-        0,
-        0,
-        hparams(
-            "session_start_info",
-            session_start_info=plugin_data_pb2.SessionStartInfo(
-                hparams={name: protobuf(value) for name, value in settings.items()}
-            ),
-        ),
-    )
+    yield 0, 0, hparams("experiment", experiment=experiment)
+    values = {name: protobuf(value) for name, value in settings.items()}
+    yield 0, 0, hparams("session_start_info", session_start_info=plugin_data_pb2.SessionStartInfo(hparams=values))
     seconds = 0
     for step in metrics.steps:
         seconds += step["seconds"]

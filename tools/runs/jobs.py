@@ -3,14 +3,8 @@
 a part of that time, from 0 to 1."""
 
 NS = 1e-9
-SHARE_OF = {
-    "own code": "compute",
-    "forward": "compute",
-    "backward": "compute",
-    "loading": "data",
-    "exchange": "exchange",
-    "update": "update",
-}
+SHARE_OF = {"own code": "compute", "forward": "compute", "backward": "compute", "loading": "data"}
+SHARE_OF |= {"exchange": "exchange", "update": "update"}
 SHARES = ("compute", "wait", "exchange", "data", "update", "other")
 
 
@@ -35,9 +29,8 @@ class Rank:
         self.moved = self.grown("moves") != 0 if before else True
         self.shares, self.own_code = self.share_out()
         self.steps_per_second, self.samples_per_second = self.rate("step"), self.rate("samples")
-        self.without_core = min(
-            max(self.rate("ns_without_core") * NS, 0), 1
-        )  # its main thread wanted to run and was not let
+        # Its main thread wanted to run and was not let.
+        self.without_core = min(max(self.rate("ns_without_core") * NS, 0), 1)
         self.server = self.served() if "server" in now else None
         self.awaited = 0  # share of the others' time in which they wait for this rank
         self.waits_for = None  # the number of a rank
@@ -98,18 +91,16 @@ class Rank:
         return {"": "died", "T": "stopped", "t": "stopped"}.get(self.now["state"], "running")
 
     def json(self):
-        waits_for = None if not self.now["wait_since"] else "any" if self.waits_for is None else self.waits_for
-
-        def own(*names):
-            return {name: getattr(self, name) for name in names}
+        def own(names):
+            return {name: getattr(self, name) for name in names.split()}
 
         facts = {
             "rank": self.number,
-            **own("pid", "state", "phase", "step", "steps_per_second", "samples_per_second"),
+            **own("pid state phase step steps_per_second samples_per_second"),
             "loss": self.now["loss"] if self.now["samples"] else None,
-            **own("shares", "own_code", "awaited"),
-            "waits_for": waits_for,
-            **own("without_core", "seconds_since_progress"),
+            **own("shares own_code awaited"),
+            "waits_for": self.waits_for if self.waits_for is not None or not self.now["wait_since"] else "any",
+            **own("without_core seconds_since_progress"),
             **{key: self.now[key] for key in ("memory_bytes", "private_bytes")},
         }
         return facts | (own("server") if self.server else {})
@@ -122,12 +113,10 @@ class Job:
         self.now, self.number = now, now["job"]
         self.seconds = time - now["started_at"] * NS
         then = {rank["pid"]: rank for rank in before["ranks"]} if before else {}
-        self.ranks = [
-            Rank(
-                rank, then.get(rank["pid"]) if rank["pid"] and rank["at"] > then.get(rank["pid"], rank)["at"] else None
-            )
-            for rank in now["ranks"]
-        ]
+        self.ranks = []
+        for rank in now["ranks"]:
+            earlier = then.get(rank["pid"]) if rank["pid"] else None
+            self.ranks.append(Rank(rank, earlier if earlier and rank["at"] > earlier["at"] else None))
         self.samples_per_second = max((rank.samples_per_second for rank in self.ranks), default=0)
         by_pid = {rank.pid: rank for rank in self.ranks if rank.is_known}
         for rank in self.ranks:
@@ -139,11 +128,12 @@ class Job:
         others = [other for other in self.ranks if other is not rank and other.is_worker and other.before]
         if not others or not rank.is_known:
             return 0
-        waits = [
-            other.now["waited_for"].get(str(rank.pid), 0) - other.before["waited_for"].get(str(rank.pid), 0)
-            for other in others
-        ]
-        return sum(min(max(wait * NS / other.seconds, 0), 1) for wait, other in zip(waits, others)) / len(others)
+
+        def share(other):
+            before, now = (each["waited_for"].get(str(rank.pid), 0) for each in (other.before, other.now))
+            return min(max((now - before) * NS / other.seconds, 0), 1)
+
+        return sum(map(share, others)) / len(others)
 
     def json(self, verdicts):
         return {

@@ -65,14 +65,11 @@ class Metrics:
     def require_events(self):
         if self.good or self.steps:
             return
-        empty = not self.bad and not self.cut_off
-        raise DataError(
-            f"{self.path} {'is empty' if empty else 'has no event of lockstep in it'}",
-            likely="the run died before its first step"
-            if empty
-            else "another kind of file, or cut off in its first line",
-            next="give what `lockstep train --metrics FILE` has written",
-        )
+        what, likely = "has no event of lockstep in it", "another kind of file, or cut off in its first line"
+        if not self.bad and not self.cut_off:
+            what, likely = "is empty", "the run died before its first step"
+        next = "give what `lockstep train --metrics FILE` has written"
+        raise DataError(f"{self.path} {what}", likely=likely, next=next)
 
     def missing(self):
         if self.cut_off:
@@ -106,56 +103,31 @@ class Metrics:
             finite = [loss for loss in losses if number(loss) is not None]
             now, time = summed(steps, "samples"), summed(steps, "seconds")
             samples, seconds = samples + now, seconds + time
-            rows.append(
-                (
-                    steps[-1]["step"],
-                    samples,
-                    seconds,
-                    sum(finite) / len(steps) if finite == losses else None,
-                    min(finite, default=None),
-                    max(finite, default=None),
-                    quotient(now, time),
-                    number(steps[-1].get("learning_rate")),
-                )
-            )
+            loss = sum(finite) / len(steps) if finite == losses else None
+            band = min(finite, default=None), max(finite, default=None)
+            rate = number(steps[-1].get("learning_rate"))
+            rows.append((steps[-1]["step"], samples, seconds, loss, *band, quotient(now, time), rate))
         return table(("step", "samples", "seconds", "loss", "low", "high", "rate", "learning_rate"), rows)
 
     def epoch_points(self):
         rows = []
         for last, event in self.epochs:
             before = [step for step in self.steps if step["step"] <= last]
-            rows.append(
-                (
-                    last,
-                    summed(before, "samples"),
-                    summed(before, "seconds"),
-                    *(number(event.get(name)) for name in EPOCH),
-                )
-            )
+            values = (number(event.get(name)) for name in EPOCH)
+            rows.append((last, summed(before, "samples"), summed(before, "seconds"), *values))
         return table(("step", "samples", "seconds", *EPOCH[:-1], "epoch_seconds"), rows)
 
     def speed(self):
         times = sorted(step["seconds"] * 1e3 for step in self.timed())
-        return (
-            {
-                "p50_ms": median(times),
-                "p95_ms": times[len(times) * 95 // 100],
-                "samples_per_second": self.samples_per_second(),
-            }
-            if times
-            else {}
-        )
+        if not times:
+            return {}
+        rate = self.samples_per_second()
+        return {"p50_ms": median(times), "p95_ms": times[len(times) * 95 // 100], "samples_per_second": rate}
 
     def drawn(self):
         """Returns what the page of `lockstep report` gets."""
-        return {
-            "start": self.start,
-            "run": self.end,
-            "steps": self.step_points(),
-            "speed": self.speed(),
-            "epochs": self.epoch_points(),
-            "confusion": self.confusion(),
-        }
+        found = {"start": self.start, "run": self.end, "steps": self.step_points(), "speed": self.speed()}
+        return found | {"epochs": self.epoch_points(), "confusion": self.confusion()}
 
     def confusion(self):
         """Of the last validation: counts by class and by what it was taken for; and the names of the classes, if they have any."""
@@ -185,15 +157,12 @@ class Metrics:
     def waiting(self):
         """The share of time in which rank 0 waits for others or for data; of no pipeline. Rank 0 of servers is a
         server: what it waits for tells nothing about the workers."""
-        waits, computes = (
-            sum(self.total(f"{phase}_seconds") or 0 for phase in phases)
-            for phases in (("exchange", "data"), ("forward", "backward"))
+        exchange, data, *computes = (
+            self.total(f"{phase}_seconds") or 0 for phase in ("exchange", "data", "forward", "backward")
         )
-        return (
-            quotient(waits, summed(self.steps, "seconds"))
-            if computes and self.total("bubble") is None
-            else None
-        )
+        if any(computes) and self.total("bubble") is None:
+            return quotient(exchange + data, summed(self.steps, "seconds"))
+        return None
 
 
 def metrics_in(folder):

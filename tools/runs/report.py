@@ -71,11 +71,8 @@ def read_word(word):
 
 def read_comparison(file):
     found = parse(read(file))
-    if (
-        not isinstance(found, dict)
-        or number(found.get("lockstep_comparison")) is None
-        or not isinstance(found.get("runs"), list)
-    ):
+    known = isinstance(found, dict) and number(found.get("lockstep_comparison")) is not None
+    if not known or not isinstance(found.get("runs"), list):
         raise DataError(
             f"{file} does not describe a comparison",
             likely="it is cut off, or another kind of file",
@@ -92,10 +89,8 @@ def read_case(folder, about):
     try:
         found = read_folder(folder / about.get("folder", ""), name)
     except (Error, OSError) as error:
-        found = {
-            "name": name,
-            "partial": [str(getattr(error, "what", error)) if state == "finished" else "there is nothing of it"],
-        }
+        why = str(getattr(error, "what", error)) if state == "finished" else "there is nothing of it"
+        found = {"name": name, "partial": [why]}
     if state != "finished":
         found["partial"].append(": ".join(filter(None, ["state", state, about.get("why")])))
     return found | {"case": about}
@@ -107,17 +102,13 @@ def read_benchmark(path):
         return None
     found = parse(read(path))
     models = found.get("models") if isinstance(found, dict) else None
-    measured = (
-        isinstance(models, dict)
-        and models
-        and all(
-            isinstance(model, dict)
-            and isinstance(model.get("lockstep"), dict)
-            and number(model["lockstep"].get("step")) is not None
-            for model in models.values()
-        )
-    )
-    return found if measured else None
+
+    def step_of(model):
+        ours = model.get("lockstep") if isinstance(model, dict) else None
+        return number(ours.get("step")) if isinstance(ours, dict) else None
+
+    is_one = isinstance(models, dict) and models and None not in map(step_of, models.values())
+    return found if is_one else None
 
 
 # ---- All
@@ -160,26 +151,17 @@ def subjects(runs, key):
     comparison tries several."""
     if all(key in each.get("case", {}).get("varied", {}) for each in runs):
         return set()
-    return {
-        value
-        for each in runs
-        if (value := each.get("run", {}).get(key) or each.get("start", {}).get("settings", {}).get(key))
-        and value != "auto"
-    }
+    values = {each.get("run", {}).get(key) or each.get("start", {}).get("settings", {}).get(key) for each in runs}
+    return values - {None, "", "auto"}
 
 
 def page(found):
     """The data comes last: no mark is looked for in it. A <script> ends at the first "</script", wherever it stands."""
     data = json.dumps(found, separators=(",", ":")).replace("<", "\\u003c")
     text = read(HERE / "page.html")
-    for mark, part in {
-        "css": read(HERE / "page.css"),
-        "page": read(HERE / "page.js"),
-        "chart": read(HERE / "chart.min.js"),
-        "data": data,
-    }.items():
-        text = text.replace(f"/*{mark}*/", part, 1)
-    return text
+    for file in ("page.css", "page.js", "chart.min.js"):
+        text = text.replace(f"/*{file}*/", read(HERE / file), 1)
+    return text.replace("/*data*/", data, 1)
 
 
 def main():

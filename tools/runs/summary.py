@@ -70,9 +70,8 @@ def one_device(groups, group):
     run, found = group[0].run, None
     for other in groups:
         candidate = other[0].run
-        if candidate.devices != 1 or any(
-            candidate.varied.get(key) != run.varied.get(key) for key in ("model", "batch-size")
-        ):
+        same = all(candidate.varied.get(key) == run.varied.get(key) for key in ("model", "batch-size"))
+        if candidate.devices != 1 or not same:
             continue
         if candidate.case == "single":
             return other
@@ -108,16 +107,11 @@ def table(heads, rows):
 
 
 def results(settings, groups):
-    rows = [
-        [
-            group[0].run.group,
-            str(len(group)),
-            speed_up(groups, group),
-            ideal_step(settings, groups, group),
-            *(cell(values_of(group, value), unit, digits) for _, value, unit, digits in COLUMNS),
-        ]
-        for group in groups
-    ]
+    rows = []
+    for group in groups:
+        cells = [cell(values_of(group, value), unit, digits) for _, value, unit, digits in COLUMNS]
+        compared = [speed_up(groups, group), ideal_step(settings, groups, group)]
+        rows.append([group[0].run.group, str(len(group)), *compared, *cells])
     return table(["", "runs", "speed-up", "ideal step ms", *(head for head, *_ in COLUMNS)], rows)
 
 
@@ -126,11 +120,8 @@ def epochs(groups):
 
     def cell_of(group, epoch):
         accuracies = values_of(group, lambda result: result.accuracy(epoch))
-        return (
-            f"{cell(accuracies, 1, 3)} at {cell(values_of(group, lambda result: result.seconds_until(epoch)), 1, 1)} s"
-            if accuracies
-            else ""
-        )
+        seconds = values_of(group, lambda result: result.seconds_until(epoch))
+        return f"{cell(accuracies, 1, 3)} at {cell(seconds, 1, 1)} s" if accuracies else ""
 
     rows = [[group[0].run.group, *(cell_of(group, epoch) for epoch in range(MOST_EPOCHS))] for group in groups]
     if not any(row[2] for row in rows):
@@ -139,15 +130,8 @@ def epochs(groups):
 
 
 def formulas(settings, groups):
-    gradient = next(
-        (
-            moved
-            for group in groups
-            if group[0].run.contender.strategy == "ddp" and (moved := group[0].metrics.bytes_per_step())
-        ),
-        None,
-    )
-    megabits = settings["megabits_per_second"]
+    rings = [group[0].metrics.bytes_per_step() for group in groups if group[0].run.contender.strategy == "ddp"]
+    gradient, megabits = next(filter(None, rings), None), settings["megabits_per_second"]
     if not megabits or not gradient:
         return ""
     rows = []
@@ -155,16 +139,9 @@ def formulas(settings, groups):
         run, contender = group[0].run, group[0].run.contender
         if contender.busiest:
             megabytes = gradient * contender.busiest(run.devices, contender.servers) / 1e6
-            rows.append(
-                [
-                    run.group,
-                    cell(values_of(group, Result.link_bytes), 1e-6, 2),
-                    f"{megabytes:.2f}",
-                    contender.formula,
-                    cell(values_of(group, step_seconds), 1e3, 1),
-                    f"{megabytes / megabits * 8e3:.1f}",
-                ]
-            )
+            measured = cell(values_of(group, Result.link_bytes), 1e-6, 2)
+            step, limit = cell(values_of(group, step_seconds), 1e3, 1), f"{megabytes / megabits * 8e3:.1f}"
+            rows.append([run.group, measured, f"{megabytes:.2f}", contender.formula, step, limit])
     heads = ["", "busiest link, MB/step", "formula MB", "formula", "step ms", "limit ms"]
     return f"""
 N workers, a host each, links of {megabits:.0f} Mb/s; K = {gradient / 1e6:.2f} MB of gradient. limit: the formula's \
@@ -175,10 +152,8 @@ bytes at the link's rate, both directions at once.
 
 def summary(settings, machine, folder, runs):
     """`runs` in the order of the lines."""
-    finished = [
-        Result(run, folder.entries[run.name], folder.of(run)) for run in runs if folder.state(run) == "finished"
-    ]
-    groups = [list(group) for _, group in groupby(finished, key=lambda result: result.run.group)]
+    done = [Result(run, folder.entries[run.name], folder.of(run)) for run in runs if folder.state(run) == "finished"]
+    groups = [list(group) for _, group in groupby(done, key=lambda result: result.run.group)]
     text = ""
     if groups:
         model = "" if "model" in groups[0][0].run.varied else f"{settings['model']}, "

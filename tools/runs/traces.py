@@ -9,17 +9,12 @@ from metrics import chunks
 
 FORMAT = 1  # kTraceFormat of lockstep/observe/timeline_file.h
 MOST_POINTS = 300
-KINDS = {
-    "forward": "forward",
-    "backward": "backward",
-    "exchange": "exchange",
-    "update": "update",
+KINDS = {name: name for name in ("forward", "backward", "exchange", "update", "checkpoint")} | {
     "barrier": "waiting",
     "wait for rank": "waiting",
     "receive": "waiting",
     "wait for batch": "data",
     "load batch": "data",
-    "checkpoint": "checkpoint",
     "end of epoch": "validation",
 }  # how names of spans begin, and where their time goes
 RING = re.compile(r"(.*\.json)\.rank\d+")
@@ -51,18 +46,13 @@ class Rank:
     def facts(self, rank):
         """Means of a step. `ms`: what the thread of the loop did, by kind; `waits_for`: by the rank that had not
         come; `bytes`: of all threads; `busy`: the time of some steps without waiting."""
-        facts = {
-            "rank": rank,
-            "name": self.name,
-            "steps": 0,
-            "counters": {name: points(each) for name, each in self.counters.items()},
-        }
+        counters = {name: points(each) for name, each in self.counters.items()}
+        facts = {"rank": rank, "name": self.name, "steps": 0, "counters": counters}
         numbered = [span for span in self.spans if span.name == "step" and span.number]
         if not numbered:
             return facts  # a server
-        spans = sorted(
-            (span for span in self.spans if span.thread == numbered[0].thread), key=lambda span: (span.begin, -span.end)
-        )
+        spans = [span for span in self.spans if span.thread == numbered[0].thread]
+        spans.sort(key=lambda span: (span.begin, -span.end))
         steps = [span for span in spans if span.name == "step" and span.number]
         waits, moved = defaultdict(float), defaultdict(float)
         for span in spans:
@@ -72,13 +62,8 @@ class Rank:
             if span.bytes is not None and span.name != "send bucket":  # which are the bytes that machines then exchange
                 moved[span.name] += span.bytes / len(steps)
         times = {kind: time / 1e3 / len(steps) for kind, time in time_by_kind(spans).items()}
-        return facts | {
-            "steps": len(steps),
-            "ms": times,
-            "waits_for": waits,
-            "bytes": moved,
-            "busy": busy(steps, spans),
-        }
+        facts |= {"steps": len(steps), "ms": times, "waits_for": waits, "bytes": moved}
+        return facts | {"busy": busy(steps, spans)}
 
 
 def time_by_kind(spans):
@@ -159,9 +144,8 @@ def read_trace(path):
             likely="the run died before its first step, or another kind of file",
             next="give what `lockstep train --trace FILE.json` has written",
         )
-    missing = ["the trace is cut off"] * cut_off + ["the trace is of a run that failed"] * (
-        about.get("complete") is False
-    )
+    missing = ["the trace is cut off"] * cut_off
+    missing += ["the trace is of a run that failed"] * (about.get("complete") is False)
     for rank, spans in about.get("overwritten_spans", {}).items():
         if spans > 0:
             missing.append(f"the oldest {spans} spans of {rank} are overwritten")
