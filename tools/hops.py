@@ -130,8 +130,8 @@ def look_on():
 # ---- Outside
 
 
-def seen_of(build, walk):
-    program = str(build / "bin/hops")
+def seen_of(walk):
+    program = str(ROOT / "build/hops/bin/hops")
     environment = os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
                                 "MASTER_PORT": str(20000 + os.getpid() % 20000)}
     with tempfile.TemporaryDirectory() as folder:
@@ -189,17 +189,13 @@ def missing(text, title, walk):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("walk", nargs="?", choices=WALKS, help="only this one")
     parser.add_argument("--check", type=Path, metavar="HACKING.md")
-    parser.add_argument("--build", type=Path, default=ROOT / "build/hops")
-    arguments = parser.parse_args()
-    wrong = []
+    page, wrong = parser.parse_args().check, []
     for name, title in WALKS.items():
-        if arguments.walk in (None, name):
-            walk = Walk(seen_of(arguments.build, name))
-            walk.show(title)
-            if arguments.check:
-                wrong += [f"{title}: {each} is not on the walk" for each in missing(arguments.check.read_text(), title, walk)]
+        walk = Walk(seen_of(name))
+        walk.show(title)
+        if page:
+            wrong += [f"{title}: {each} is not on the walk" for each in missing(page.read_text(), title, walk)]
     sys.exit("\n".join(wrong) or 0)
 
 
