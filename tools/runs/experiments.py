@@ -57,15 +57,7 @@ def servers(count):
     )
 
 
-KVSTORES = (
-    "local",
-    "local_update_cpu",
-    "local_allreduce_cpu",
-    "local_allreduce_device",
-    "dist_sync",
-    "dist_async",
-    "dist_bounded",
-)
+KVSTORES = "local local_update_cpu local_allreduce_cpu local_allreduce_device dist_sync dist_async dist_bounded".split()
 CONTENDERS = {
     "single": Contender("single", most_devices=1),
     "ddp": Contender("ddp", busiest=all_reduced, formula="2(N-1)/N * K"),
@@ -79,20 +71,14 @@ CONTENDERS = {
     **{f"kvstore-{kind}": Contender("kvstore", {"kvstore": kind}) for kind in KVSTORES},
 }
 
-STRATEGIES = [
-    (name, {})
-    for name in (
-        "single",
-        "ddp",
-        "towers",
-        "data_parallel",
-        "kvstore-local",
-        "kvstore-dist_sync",
-        "kvstore-dist_async",
-        "averaging",
-        "pipeline-2",
-    )
-]
+
+def as_they_are(names):
+    return [(name, {}) for name in names.split()]
+
+
+STRATEGIES = as_they_are(
+    "single ddp towers data_parallel kvstore-local kvstore-dist_sync kvstore-dist_async averaging pipeline-2"
+)
 EXPERIMENTS = {
     "strategies": Experiment(
         "all strategies on one device and on all cores (what is compared without EXPERIMENT)", STRATEGIES
@@ -100,7 +86,7 @@ EXPERIMENTS = {
     "scaling": Experiment("every strategy on 1, 2, 3 ... devices", STRATEGIES, all_counts=True),
     "server-vs-ring": Experiment(
         "parameter servers against rings, over hosts with slow links; as root: in network namespaces",
-        [(name, {}) for name in ("ddp", "ddp-ring", "servers-1", "servers-2", "servers-4")],
+        as_they_are("ddp ddp-ring servers-1 servers-2 servers-4"),
         devices=range(1, 9),
         model="mlp",
         data="synthetic",
@@ -121,8 +107,7 @@ EXPERIMENTS = {
     "staleness": Experiment(
         "servers that let gradients be late, by at most s updates",
         [
-            ("single", {}),
-            ("kvstore-dist_sync", {}),
+            *as_they_are("single kvstore-dist_sync"),
             ("kvstore-dist_bounded", {"staleness": ["0", "1", "2", "4", "8"]}),
             ("kvstore-dist_async", {}),
         ],
@@ -192,14 +177,8 @@ class Run:
         more of them than it can make."""
         batch = settings["batch_per_device"] * self.devices or settings["batch_size"]
         batch = max(1, int(self.varied.get("batch-size", batch)))
-        options = {
-            "model": settings["model"],
-            "data": settings["data"],
-            "batch-size": batch,
-            "threads": settings["threads"],
-            "strategy": self.contender.strategy,
-            "seed": self.seed,
-        }
+        options = {name: settings[name] for name in ("model", "data", "threads")}
+        options |= {"batch-size": batch, "strategy": self.contender.strategy, "seed": self.seed}
         if self.contender.most_devices > 1 and settings["links"] == "none":
             options["ranks"] = self.devices
         options |= self.contender.options | self.varied
