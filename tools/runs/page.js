@@ -13,7 +13,7 @@ const charts = [];
 
 // ---- Words and numbers
 
-const given = value => value !== null && value !== undefined;
+const given = value => value != null;
 const sum = values => values.reduce((a, b) => a + b, 0);
 const mean = values => values.length ? sum(values) / values.length : null;
 const last = values => values[values.length - 1];
@@ -46,9 +46,9 @@ function section(title, note) {
   return made;
 }
 const grid = parent => element(parent, "div", null, "charts");
-// cells: rows of text, or of [text, the notes below it].
-function rows(parent, heads, cells) {
-  const table = element(element(parent, "div", null, "scroll"), "table");
+// cells: rows of text, or of [text, the notes below it]. Returns the table.
+function rows(parent, heads, cells, classes) {
+  const table = element(element(parent, "div", null, "scroll"), "table", null, classes);
   const head = element(table, "tr");
   for (const title of heads) element(head, "th", title);
   for (const row of cells) {
@@ -58,6 +58,7 @@ function rows(parent, heads, cells) {
       for (const note of notes) element(cell, "small", note);
     }
   }
+  return table;
 }
 
 // ---- Charts
@@ -230,7 +231,7 @@ function header() {
   if (!many) return void element(page, "h1", "Benchmarks");
   element(page, "h1", data.comparison ? `Comparison: ${data.comparison.experiment}` : many === 1 ? data.runs[0].name : `${many} runs`);
   const partial = data.runs.filter(run => run.partial.length).length;
-  if (partial) element(page, "p", many === 1 ? "This run is partial: the table says what is missing." : `${partial} of ${many} runs are partial: the table says what is missing.`, "warning");
+  if (partial) element(page, "p", `${many === 1 ? "This run is" : `${partial} of ${many} runs are`} partial: the table says what is missing.`, "warning");
   for (const text of data.warnings) element(page, "p", text, "warning");
 }
 
@@ -298,11 +299,11 @@ function comparison() {
     const shown = runs.filter(run => given(result.of(run)));
     if (!shown.length) continue;
     const labels = groups.labels.filter(label => shown.some(run => groups.x(run) === label));
-    const sets = groups.names.map((name, hue) => {
-      const values = labels.map(label => finite(runs.filter(run => groups.series(run) === name && groups.x(run) === label).map(result.of)));
-      const spread = list => Math.sqrt(sum(list.map(value => (value - mean(list)) ** 2)) / (list.length - 1));
-      return { label: name, hue, data: values.map(mean),
-        skipNull: true, errors: values.map(list => list.length > 1 ? [mean(list) - spread(list), mean(list) + spread(list)] : null) };
+    const deviation = list => Math.sqrt(sum(list.map(value => (value - mean(list)) ** 2)) / (list.length - 1));
+    const sets = groups.names.map((label, hue) => {
+      const values = labels.map(x => finite(runs.filter(run => groups.series(run) === label && groups.x(run) === x).map(result.of)));
+      const errors = values.map(list => list.length > 1 ? [-1, 1].map(side => mean(list) + side * deviation(list)) : null);
+      return { label, hue, data: values.map(mean), skipNull: true, errors };
     }).filter(set => set.data.some(given));
     const x = axis(groups.across === "contender" ? "strategy" : groups.across.replaceAll("_", " "));
     x.ticks.autoSkip = labels.length > 20;
@@ -396,15 +397,9 @@ function confusion() {
   for (const run of runs.slice(0, 4)) {
     const { counts, classes } = run.confusion;
     if (data.runs.length > 1) element(made, "h3", run.name);
-    const table = element(element(made, "div", null, "scroll"), "table", null, "matrix");
-    const head = element(table, "tr");
-    for (const title of ["class", ...classes, "recall"]) element(head, "th", title);
-    counts.forEach((row, i) => {
-      const line = element(table, "tr"), all = sum(row);
-      element(line, "td", classes[i]);
-      for (const count of row) element(line, "td", number(count)).style.setProperty("--share", all ? count / all : 0);
-      element(line, "td", all ? percent(row[i] / all) : "");
-    });
+    const cells = counts.map((row, i) => [classes[i], ...row.map(count => number(count)), sum(row) ? percent(row[i] / sum(row)) : ""]);
+    const lines = rows(made, ["class", ...classes, "recall"], cells, "matrix").children;
+    counts.forEach((row, i) => row.forEach((count, j) => lines[i + 1].children[j + 1].style.setProperty("--share", sum(row) ? count / sum(row) : 0)));
   }
 }
 
@@ -436,16 +431,12 @@ function barsOfRanks(place, run, ranks, sets, title, format, height, stacked = t
 }
 // points(rank): [x of each, y of each]
 function linesOfRanks(place, title, ranks, points, x, y, options) {
-  const line = (rank, hue) => {
-    const look = { ...lineOf(...points(rank)), label: rankName(rank), hue, stepped: options.stepped };
-    return options.stepped ? { ...look, pointRadius: 0 } : look;
-  };
-  chart(place, title, "line", ranks.map(line), x, y, options);
+  const { stepped } = options, look = stepped ? { pointRadius: 0 } : {};
+  chart(place, title, "line", ranks.map((rank, hue) => ({ ...lineOf(...points(rank)), label: rankName(rank), hue, stepped, ...look })), x, y, options);
 }
 
 function whereTimeGoes() {
-  const traced = data.runs.some(run => stepping(run).length);
-  perRun(run => phasesOf(run).length, "Where a step's time goes", traced ? "Out of the trace, where a run has one: the mean of the traced steps, by the thread of the training loop. Waiting is for other ranks."
+  perRun(run => phasesOf(run).length, "Where a step's time goes", data.runs.some(run => stepping(run).length) ? "Out of the trace, where a run has one: the mean of the traced steps, by the thread of the training loop. Waiting is for other ranks."
     : "Each rank's mean of all steps. With --trace FILE.json, waiting for other ranks is shown apart.", (run, place) => {
     const ranks = phasesOf(run);
     const phases = PHASES.filter(phase => ranks.some(rank => rank.ms[phase] > 0.002 * sum(Object.values(rank.ms))));  // the others would be too thin
