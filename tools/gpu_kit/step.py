@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,26 +27,21 @@ ADAMW = {"lr": 1e-3, "weight_decay": 0.01}
 LOSSES, WARM_UP, ROUNDS, STEPS = 8, 5, 7, 30
 
 
-def torch_alone(model):
-    return model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+def of_torch(model, wrap=lambda model: model):
+    return wrap(model), torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
 
 
-def torch_ddp(model):
-    model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-
-
-def of_lockstep(model):
+def of_lockstep(model, **options):
     optimizer = lockstep.AdamW(model.parameters(), **ADAMW)
-    return lockstep.DistributedDataParallel(model, optimizer), optimizer
+    return lockstep.DistributedDataParallel(model, optimizer, **options), optimizer
 
 
-def of_lockstep_separately(model):
-    optimizer = lockstep.AdamW(model.parameters(), **ADAMW)
-    return lockstep.DistributedDataParallel(model, optimizer, share_parameters=False), optimizer
-
-
-SYSTEMS = {"torch": torch_alone, "ddp": torch_ddp, "lockstep": of_lockstep, "lockstep separate": of_lockstep_separately}
+SYSTEMS = {
+    "torch": of_torch,
+    "ddp": partial(of_torch, wrap=partial(torch.nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True)),
+    "lockstep": of_lockstep,
+    "lockstep separate": partial(of_lockstep, share_parameters=False),
+}
 GPU = torch.device("cuda:0")
 
 

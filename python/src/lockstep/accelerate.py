@@ -14,7 +14,8 @@ from torch import nn
 
 from lockstep import _C
 from lockstep._frameworks import needed_by
-from lockstep.ddp import DistributedDataParallel, _connected, make_mean_of
+from lockstep.ddp import DistributedDataParallel, _connected
+from lockstep.gradients import _made_mean
 
 with needed_by(__name__, "accelerate==1.15.*"):
     import accelerate
@@ -96,15 +97,10 @@ class Accelerator(accelerate.Accelerator):
         return super().unwrap_model(model, *arguments, **named)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        return super().clip_grad_norm_(self._averaged(parameters), max_norm, norm_type)
+        return super().clip_grad_norm_(_made_mean(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        super().clip_grad_value_(self._averaged(parameters), clip_value)
-
-    def _averaged(self, parameters):
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        make_mean_of(parameters)
-        return parameters
+        super().clip_grad_value_(_made_mean(parameters), clip_value)
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> Any:
