@@ -22,12 +22,41 @@ void require_fitting(const Profile& profile, const Target& target, const Choice&
                       .next = "give each device a stage of at least one piece, and each micro-batch a sample"});
 }
 
+// docs/design/fused-step.md: publish, agree, each rank updates its slice from all gradients.
+void ddp_in_memory(Builder& b) {
+  b.forward_and_backward();
+  update_together(b, 1.0 / b.devices());
+}
+
+// Threads: after each part the scheduling thread hears of all devices and gives them the next.
+void devices_with_one_update(Builder& b) {
+  b.forward();
+  b.meet(b.all_devices());
+  b.backward();
+  update_together(b, 1.0 / b.devices());
+}
+
+// Each device reads its part of all gradients, writes their sum to all, and updates its own replica.
+void towers(Builder& b) {
+  if (b.choice.update_on_cpu) return devices_with_one_update(b);
+  b.forward_and_backward();
+  b.meet(b.all_devices());
+  for (const int device : b.all_devices()) b.touch(device, 0, "all_reduce", 2 * b.parameter_bytes());
+  update_together(b, 1);
+}
+
 void kvstore(Builder& b, const Ids& servers) {
   if (!b.choice.has_servers()) return devices_with_one_update(b);
   b.choice.store == KVStoreKind::kDistSync ? store_sync(b, servers) : store_async(b);
 }
 
 }  // namespace
+
+void update_together(Builder& b, double share) {
+  b.meet(b.all_devices());
+  for (const int device : b.all_devices()) b.update(device, 0, share);
+  b.meet(b.all_devices());
+}
 
 Schedule schedule(const Profile& profile, const Target& wanted, const Choice& choice, int steps) {
   const Target target = choice.on(wanted);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// tools/plan/strategy_schedules.h: one function for each strategy, which adds the activities of one step.
+// tools/plan/strategy_schedules.h: strategies between machines, and pipelines: functions that add the activities of one step.
 //
 // Flow:    tools/plan/schedules.cc chooses one -> Builder
 // Threads: values
@@ -12,12 +12,8 @@
 
 namespace lockstep::plan {
 
-// ---- One machine: tools/plan/one_machine.cc
-
-void ddp_in_memory(Builder& b);  // and single
-void towers(Builder& b);
-void devices_with_one_update(Builder& b);        // data_parallel, kvstore local
-void update_together(Builder& b, double share);  // once all are there: each device that share of the parameters
+// Once all are there: each device that share of the parameters. On one machine.
+void update_together(Builder& b, double share);
 
 // ---- Between machines: tools/plan/between_machines.cc. `networks`: for each machine an actor that exchanges beside its devices.
 
