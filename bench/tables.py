@@ -128,7 +128,6 @@ def unpack_fashion_mnist(folder):
 
 TABLE = {"lockstep": LOCKSTEP, "scikit-learn": SKLEARN, "PyTorch": PYTORCH}
 FASHION = {"lockstep": LOCKSTEP_FASHION, "PyTorch": PYTORCH_FASHION}
-FIGURES = ("accuracy", "r_squared", "val_accuracy")
 
 
 def run(system, text, folder, lockstep):

@@ -19,6 +19,7 @@ from verdicts import verdicts_on
 
 FORMAT = 1  # of --json; docs/watching.md lists its fields
 WIDTH_OF_ALL_COLUMNS = 120
+NO_JOB = "no job of this user is running on this machine"
 
 Line = namedtuple("Line", "text style", defaults=["plain"])
 
@@ -177,25 +178,17 @@ class Watch:
 def print_jobs(watch, options):
     watch.jobs()
     for pid in watch.unreadable:
-        print(
-            f"lockstep: warning: process {pid} is a job of another version of lockstep: look at it with that version",
-            file=sys.stderr,
-        )
+        what = f"process {pid} is a job of another version of lockstep: look at it with that version"
+        print(f"lockstep: warning: {what}", file=sys.stderr)
     while True:
         jobs = watch.jobs()
         if options.json:
-            print(
-                json.dumps(
-                    {"format": FORMAT, "time": watch.time, "jobs": [job.json(verdicts_on(job)) for job in jobs]}
-                ),
-                flush=True,
-            )
+            found = [job.json(verdicts_on(job)) for job in jobs]
+            print(json.dumps({"format": FORMAT, "time": watch.time, "jobs": found}), flush=True)
         else:
-            width = options.width or (
-                shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH_OF_ALL_COLUMNS
-            )
-            texts = ["\n".join(line.text for line in lines_of(job, width)) for job in jobs]
-            print("\n\n".join(texts) or "no job of this user is running on this machine", flush=True)
+            usual = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH_OF_ALL_COLUMNS
+            texts = ["\n".join(line.text for line in lines_of(job, options.width or usual)) for job in jobs]
+            print("\n\n".join(texts) or NO_JOB, flush=True)
         if options.once:
             return
 
@@ -257,16 +250,16 @@ class Screen:
 
     def lines(self, width):
         if not self.jobs:
-            return [
-                Line(text) for text in textwrap.wrap("no job of this user is running on this machine; q quits", width)
-            ]
+            return [Line(text) for text in textwrap.wrap(f"{NO_JOB}; q quits", width)]
         chosen = self.jobs[self.index()]
         self.chosen = chosen.number
-        marked = [
-            Line(("* " if job is chosen else "  ") + line_of(job, width - 2), "title" if job is chosen else "plain")
-            for job in self.jobs
-        ]
-        return (marked + [Line("")] if len(self.jobs) > 1 else []) + lines_of(chosen, width, self.skip)
+
+        def marked(job):
+            mark, style = ("* ", "title") if job is chosen else ("  ", "plain")
+            return Line(mark + line_of(job, width - 2), style)
+
+        listed = [*map(marked, self.jobs), Line("")] if len(self.jobs) > 1 else []
+        return listed + lines_of(chosen, width, self.skip)
 
     def put(self, y, line, width):
         try:
@@ -291,23 +284,11 @@ def show_screen(watch):
 
 def main():
     parser = argparse.ArgumentParser("lockstep top", description=__doc__.split(":", 1)[1].strip(), allow_abbrev=False)
-    parser.add_argument("--once", action="store_true", help="print the jobs as text, and end")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object per line, repeatedly; with --once a single one"
-    )
-    parser.add_argument(
-        "--interval",
-        type=numbers(float, 0.1, 3600, one=True),
-        default=1,
-        metavar="SECONDS",
-        help="between two lines or views [%(default)s]",
-    )
-    parser.add_argument(
-        "--width",
-        type=numbers(int, 0, 1000, one=True),
-        default=0,
-        help="columns of --once; 0: those of the terminal, or all",
-    )
+    add, interval, width = parser.add_argument, numbers(float, 0.1, 3600, one=True), numbers(int, 0, 1000, one=True)
+    add("--once", action="store_true", help="print the jobs as text, and end")
+    add("--json", action="store_true", help="print one JSON object per line, repeatedly; with --once a single one")
+    add("--interval", type=interval, default=1, metavar="SECONDS", help="between two lines or views [%(default)s]")
+    add("--width", type=width, default=0, help="columns of --once; 0: those of the terminal, or all")
     options = parser.parse_args()
     with Watch(options.interval) as watch:
         print_jobs(watch, options) if options.once or options.json else show_screen(watch)
