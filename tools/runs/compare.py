@@ -70,14 +70,10 @@ class Folder:
 
     def missing(self, run):
         return {
-            "name": run.name,
-            "number": run.number,
-            "group": run.group,
+            **{key: getattr(run, key) for key in ("name", "number", "group", "devices", "seed")},
             "folder": f"runs/{run.name}",
             "contender": run.case,
             "strategy": run.contender.strategy,
-            "devices": run.devices,
-            "seed": run.seed,
             "varied": {option.replace("-", "_"): value for option, value in sorted(run.varied.items())},
             "arguments": run.arguments(self.about["settings"]),
             "state": "missing",
@@ -87,11 +83,8 @@ class Folder:
     def go_on(self):
         file = self.path / "comparison.json"
         before = parse(read(file))
-        if (
-            not isinstance(before, dict)
-            or before.get("lockstep_comparison") != FORMAT
-            or not {"settings", "machine", "runs"} <= before.keys()
-        ):
+        known = isinstance(before, dict) and before.get("lockstep_comparison") == FORMAT
+        if not known or not {"settings", "machine", "runs"} <= before.keys():
             raise UsageError(
                 f"{file} is not a comparison that this lockstep can continue",
                 likely="it is damaged, or of another version of lockstep",
@@ -113,10 +106,8 @@ class Folder:
                 self.entries[entry["name"]] = entry
 
     def save(self):
-        write(
-            self.path / "comparison.json",
-            json.dumps(self.about | {"runs": [self.entries[run.name] for run in self.runs]}, indent=2) + "\n",
-        )
+        about = self.about | {"runs": [self.entries[run.name] for run in self.runs]}
+        write(self.path / "comparison.json", json.dumps(about, indent=2) + "\n")
 
     def state(self, run):
         return self.entries[run.name]["state"]
@@ -159,41 +150,24 @@ A comparison that was stopped goes on with the same command.""",
     add("--strategies", type=lambda text: text.split(","), default=[], metavar="NAME,…", help="only these, see below")
     add("--devices", type=numbers(int, 1, 1000), default=[], metavar="N,…", help="numbers of devices, such as 1,2,4")
     add("--seeds", type=numbers(int, 0, 10**9), default=[1, 2, 3], metavar="N,…", help="one repeat for each [1,2,3]")
-    add(
-        "--vary",
-        action="append",
-        default=[],
-        metavar="OPTION=VALUE,…",
-        help="an option of lockstep train, in place of the experiment's values or beside what it varies",
-    )
+    vary = "an option of lockstep train, in place of the experiment's values or beside what it varies"
+    add("--vary", action="append", default=[], metavar="OPTION=VALUE,…", help=vary)
     add("--model", help="as lockstep train")
     add("--data", help="as lockstep train")
     add("--batch-size", type=numbers(int, 1, 10**8, one=True), help="global batch")
     add("--threads", type=numbers(int, 1, 1000, one=True), default=1, help="threads of each device [%(default)s]")
-    budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--epochs", type=numbers(int, 1, 10**6, one=True), help="budget of each run: epochs")
-    budget.add_argument("--samples", type=numbers(int, 1, 2 * 10**9, one=True), help="or samples")
-    budget.add_argument("--steps", type=numbers(int, 1, 10**9, one=True), help="or batches")
-    budget.add_argument("--seconds", type=numbers(float, 0.1, 1e6, one=True), help="or seconds of training")
-    add(
-        "--links",
-        choices=("auto", "shaped", "loopback"),
-        default="auto",
-        help="server-vs-ring: shaped: as root, each rank in a network of its own; loopback; auto: shaped where it may",
-    )
-    add(
-        "--rate",
-        type=numbers(float, 0.1, 1e6, one=True),
-        default=100.0,
-        help="of shaped links, Mb/s in each direction [%(default)s]",
-    )
+    budget = parser.add_mutually_exclusive_group().add_argument
+    budget("--epochs", type=numbers(int, 1, 10**6, one=True), help="budget of each run: epochs")
+    budget("--samples", type=numbers(int, 1, 2 * 10**9, one=True), help="or samples")
+    budget("--steps", type=numbers(int, 1, 10**9, one=True), help="or batches")
+    budget("--seconds", type=numbers(float, 0.1, 1e6, one=True), help="or seconds of training")
+    links = "server-vs-ring: shaped: as root, each rank in a network of its own; loopback; auto: shaped where it may"
+    add("--links", choices=("auto", "shaped", "loopback"), default="auto", help=links)
+    rate = "of shaped links, Mb/s in each direction [%(default)s]"
+    add("--rate", type=numbers(float, 0.1, 1e6, one=True), default=100.0, help=rate)
     add("--order-seed", type=int, default=1, help="of the order in which the runs are made [%(default)s]")
-    add(
-        "--deadline",
-        type=numbers(float, 0.1, 1e7, one=True),
-        default=3600.0,
-        help="seconds after which a run is killed and counts as failed [%(default)s]",
-    )
+    deadline = "seconds after which a run is killed and counts as failed [%(default)s]"
+    add("--deadline", type=numbers(float, 0.1, 1e7, one=True), default=3600.0, help=deadline)
     add("--output", help="folder; compare-EXPERIMENT by default")
     add("--trace", action="store_true", help="write a timeline of each run into its folder")
     add("--list", action="store_true", help="only show which runs there would be")

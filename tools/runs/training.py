@@ -165,40 +165,20 @@ class Training:
 
     def start(self, host, hosts, output):
         """A process that dies with this one."""
-        command = [
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            COMMAND,
-            "train",
-            *self.run.arguments(self.settings),
-            "--metrics",
-            self.folder / "metrics.jsonl",
-        ]
+        command = ["setpriv", "--pdeathsig", "KILL", COMMAND, "train", *self.run.arguments(self.settings)]
+        command += ["--metrics", self.folder / "metrics.jsonl"]
         environment = dict(os.environ)
         if self.network or self.port:
-            address, port = (
-                (self.network.address(0), 29500) if self.network else (address_for_others(), self.port.getsockname()[1])
-            )
-            environment |= {
-                "RANK": str(host),
-                "WORLD_SIZE": str(hosts),
-                "LOCAL_RANK": "0",
-                "LOCAL_WORLD_SIZE": "1",
-                "GROUP_RANK": str(host),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-            }
+            address, port = (self.network.address(0), 29500) if self.network else (None, self.port.getsockname()[1])
+            place = {"RANK": host, "WORLD_SIZE": hosts, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": host}
+            place |= {"MASTER_ADDR": address or address_for_others(), "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+            environment |= {name: str(value) for name, value in place.items()}
         if self.settings["trace"]:
             command += ["--trace", self.folder / "trace.json"]
         if self.network:
             command = self.network.hosts[host].command(*command)
-        self.processes.append(
-            subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-            )
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+        self.processes.append(subprocess.Popen(command, env=environment, start_new_session=True, **streams))
 
     def watch(self):
         """Blocks until all have ended, or one has failed."""
@@ -246,13 +226,10 @@ class Training:
             self.links = self.network and (steps, self.network.bytes())
 
     def note_end(self, code):
-        if code not in ((0, STOPPED) if self.asked else (0,)):
-            self.fail(
-                f"killed by signal {-code}"
-                if code < 0
-                else f"it ended with exit code {code}{error_in(self.folder / 'output.txt')}",
-                128 - code if code < 0 else code,
-            )
+        if code < 0:
+            self.fail(f"killed by signal {-code}", 128 - code)
+        elif code not in ((0, STOPPED) if self.asked else (0,)):
+            self.fail(f"it ended with exit code {code}{error_in(self.folder / 'output.txt')}", code)
 
     def fail(self, why, code=0):
         if self.outcome["state"] == "finished":
