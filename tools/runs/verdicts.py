@@ -65,12 +65,8 @@ def circle(job):
     """Ranks of which each waits for the next one, for a while."""
 
     def waits_long(rank):
-        return (
-            rank.now["wait_since"]
-            and (rank.now["at"] - rank.now["wait_since"]) * 1e-9 > WAITS_IN_CIRCLE
-            and not rank.moved
-            and not rank.server
-        )
+        since = rank.now["wait_since"]
+        return since and (rank.now["at"] - since) * 1e-9 > WAITS_IN_CIRCLE and not rank.moved and not rank.server
 
     living = {rank.pid: rank for rank in job.ranks if rank.lives}
     for start in job.ranks:
@@ -80,12 +76,9 @@ def circle(job):
             rank = living.get(rank.now["waits_for"])
             if rank is start:
                 who = "all ranks" if len(numbers) == len(living) else ranks_named(numbers)
-                yield Verdict(
-                    "circle",
-                    numbers,
-                    f"{who} wait for one another, rank {numbers[0]} for rank {numbers[1 % len(numbers)]} and so "
-                    "on: they make different calls; end the job, and look at its order of collectives",
-                )
+                text = f"{who} wait for one another, rank {numbers[0]} for rank {numbers[1 % len(numbers)]} and so on"
+                then = "they make different calls; end the job, and look at its order of collectives"
+                yield Verdict("circle", numbers, f"{text}: {then}")
                 return
 
 
@@ -96,12 +89,9 @@ def stuck(job):
         works = rank.is_worker and not rank.now["wait_since"] and not rank.now["calls_others"]
         awaited = any(other.waits_for == rank.number for other in job.ranks)
         if works and not rank.moved and rank.seconds_since_progress > patience and (alone or awaited):
-            yield Verdict(
-                "stuck",
-                [rank.number],
-                f"rank {rank.number} has not moved for {human_seconds(rank.seconds_since_progress)}, in "
-                f"{doing(rank)}{'' if alone else ', and others wait for it'}; gdb -p {rank.pid} shows where it is",
-            )
+            text = f"rank {rank.number} has not moved for {human_seconds(rank.seconds_since_progress)}"
+            text += f", in {doing(rank)}{'' if alone else ', and others wait for it'}"
+            yield Verdict("stuck", [rank.number], f"{text}; gdb -p {rank.pid} shows where it is")
 
 
 def not_at_the_meeting(job):
@@ -110,16 +100,11 @@ def not_at_the_meeting(job):
     if len(missing) == len(job.ranks):
         yield Verdict("starting", missing, "no rank has used lockstep yet")
     elif missing and meeting:
-        yield Verdict(
-            "meeting",
-            missing,
-            f"{ranks_named(missing)} {'has' if len(missing) == 1 else 'have'} not come to the meeting yet; "
-            "the others wait there",
-        )
+        who = f"{ranks_named(missing)} {'has' if len(missing) == 1 else 'have'}"
+        yield Verdict("meeting", missing, f"{who} not come to the meeting yet; the others wait there")
     elif meeting:
-        yield Verdict(
-            "meeting", meeting, f"{ranks_named(meeting)} {'meets' if len(meeting) == 1 else 'meet'} the others"
-        )
+        who = f"{ranks_named(meeting)} {'meets' if len(meeting) == 1 else 'meet'}"
+        yield Verdict("meeting", meeting, f"{who} the others")
 
 
 # ---- Ranks that do it slowly
@@ -172,12 +157,8 @@ def busy_server(job):
     if worker := worker_that_holds_up_others(job):
         yield named_straggler(job, worker, max(each.shares["wait"] for each in workers_of(job)))
     else:
-        yield Verdict(
-            "server",
-            [server.number],
-            f"rank {server.number} is a server for which the workers wait {percent(server.awaited)} of "
-            f"their time; --servers {len(servers) + 1}",
-        )
+        text = f"rank {server.number} is a server for which the workers wait {percent(server.awaited)} of their time"
+        yield Verdict("server", [server.number], f"{text}; --servers {len(servers) + 1}")
 
 
 def straggler(job, late):
@@ -189,12 +170,8 @@ def straggler(job, late):
 
 
 def named_straggler(job, rank, awaited):
-    return Verdict(
-        "straggler",
-        [rank.number],
-        f"rank {rank.number} is the straggler: the others wait for it {percent(awaited)} of their "
-        f"time; {reason(job, rank)}",
-    )
+    text = f"rank {rank.number} is the straggler: the others wait for it {percent(awaited)} of their time"
+    return Verdict("straggler", [rank.number], f"{text}; {reason(job, rank)}")
 
 
 REASONS = {
@@ -229,22 +206,15 @@ def lack_of_cores(job):
     if ranks:
         numbers, most = [rank.number for rank in ranks], percent(max(rank.without_core for rank in ranks))
         gets = f"gets no core {most} of its time" if len(ranks) == 1 else f"get no core up to {most} of their time"
-        yield Verdict(
-            "cores",
-            numbers,
-            f"{ranks_named(numbers)} {gets}: fewer ranks or --threads, or see what else runs on these cores",
-        )
+        then = "fewer ranks or --threads, or see what else runs on these cores"
+        yield Verdict("cores", numbers, f"{ranks_named(numbers)} {gets}: {then}")
 
 
 def slow_exchange(job):
     most = max(rank.shares["exchange"] for rank in job.ranks)
     if job.now["machines"] > 1 and most >= SERVER_IS_BUSY:
-        yield Verdict(
-            "exchange",
-            [],
-            f"exchanging gradients between machines takes up to {percent(most)} of the time; a larger --batch-size, "
-            "--compression fp16, or --strategy averaging",
-        )
+        text = f"exchanging gradients between machines takes up to {percent(most)} of the time"
+        yield Verdict("exchange", [], f"{text}; a larger --batch-size, --compression fp16, or --strategy averaging")
 
 
 def well(job):
