@@ -3,8 +3,6 @@
 #include <iostream>
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 
 #include "bench/collectives/cases.h"
 #include "bench/collectives/systems.h"
@@ -13,6 +11,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/world.h"
+#include "tools/plan/measured_steps.h"
 
 namespace lockstep::bench {
 namespace {
@@ -25,11 +24,7 @@ class WorldRank final : public System {
 
   int rank() const override { return world_.rank(); }
   void barrier() override { world_.barrier(); }
-  double slowest(double seconds) override {
-    const at::Tensor all = at::full({1}, seconds, at::kDouble);
-    world_.all_reduce(all, ReduceOp::kMax);
-    return all.item<double>();
-  }
+  double slowest(double seconds) override { return plan::largest_of(world_, seconds); }
   std::function<void()> prepare(const Case& one) override;
 
  private:

@@ -24,6 +24,7 @@
 #include "lockstep/sampler.h"
 #include "lockstep/strategy.h"
 #include "lockstep/strategy/option_names.h"
+#include "tools/plan/measured_steps.h"
 
 namespace lockstep::bench {
 namespace {
@@ -99,12 +100,6 @@ double taken_mib(torch::Device device) {
   return static_cast<double>(memory.all - memory.free) / (1 << 20);
 }
 
-double reduced(const World& world, double value, ReduceOp op) {
-  const torch::Tensor tensor = torch::full({}, value, torch::kFloat64);
-  world.all_reduce(tensor, op);
-  return tensor.item<double>();
-}
-
 // Bytes per second that all ranks together read and write while each copies memory: what the machine can do at best.
 double copy_speed(const World& world) {
   const auto options = torch::TensorOptions(torch::kUInt8).device(world.device());
@@ -118,7 +113,7 @@ double copy_speed(const World& world) {
     else
       to.copy_(from);
     wait_for_device(world.device());
-    seconds.push_back(reduced(world, watch.seconds(), ReduceOp::kMax));
+    seconds.push_back(plan::largest_of(world, watch.seconds()));
   }
   return 2.0 * kCopied * world.size() / median(seconds);
 }
@@ -151,8 +146,10 @@ class RankTraining {
   // A step takes as long as on the slowest rank; who arrives last does not wait.
   Seconds medians() const {
     Seconds result;
-    for (const auto& [name, values] : seconds_)
-      result[name] = reduced(world_, median(values), name == "wait" ? ReduceOp::kMin : ReduceOp::kMax);
+    for (const auto& [name, values] : seconds_) {
+      const double sign = name == "wait" ? -1 : 1;
+      result[name] = sign * plan::largest_of(world_, sign * median(values));
+    }
     return result;
   }
 
@@ -186,14 +183,14 @@ class RankTraining {
 };
 
 Seconds train(const World& world, const StepCase& one, const StepRun& run) {
-  const double idle = reduced(world, taken_mib(world.device()), ReduceOp::kSum);
+  const double idle = plan::sum_of(world, taken_mib(world.device()));
   RankTraining training(world, one, run);
   for (int i = 0; i < run.warmup; ++i) training.step();
   training.forget();
   for (int i = 0; i < run.steps; ++i) training.step();
   Seconds result = training.medians();
   result["idle_mib"] = idle;
-  result["memory_mib"] = reduced(world, taken_mib(world.device()), ReduceOp::kSum);
+  result["memory_mib"] = plan::sum_of(world, taken_mib(world.device()));
   result["parameter_mib"] = training.parameter_mib();
   result["copy"] = copy_speed(world);
   return result;
