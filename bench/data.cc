@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// `lockstep bench data`: loading beside PyTorch's DataLoader and torchvision, and packed records beside the disk and the
-// page cache; in turn, medians.
+// `lockstep bench data`: loading beside PyTorch's DataLoader and torchvision, and shards of WebDataset beside the
+// disk and the page cache; in turn, medians.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -17,7 +17,7 @@
 #include "lockstep/cores.h"
 #include "lockstep/data/images/encoded_image.h"
 #include "lockstep/data/loader/random.h"
-#include "lockstep/data/packed/packed_records.h"
+#include "lockstep/data/webdataset/shards.h"
 #include "lockstep/datasets.h"
 #include "lockstep/deadline.h"
 #include "lockstep/images.h"
@@ -91,37 +91,37 @@ void write_photographs(const std::filesystem::path& folder, int count) {
   }
 }
 
-// FOLDER: packed records of 112 KiB, `bytes` in all.
-void write_records(const std::filesystem::path& folder, std::uint64_t bytes) {
+// FOLDER: shards of samples of 112 KiB, `bytes` in all.
+void write_shards(const std::filesystem::path& folder, std::uint64_t bytes) {
   std::vector<std::uint8_t> payload(std::size_t{112} << 10);
-  RecordWriter writer(folder);
+  ShardWriter writer(folder);
   for (std::uint64_t i = 0; i * payload.size() < bytes; ++i) {
     SampleRandom random(3, static_cast<std::int64_t>(i));
     for (std::uint8_t& byte : payload) byte = static_cast<std::uint8_t>(random());
     writer.add({.target = 0, .encoded = true, .payload = payload});
   }
-  writer.finish({.name = "records", .classes = 1});
+  writer.finish({.name = "shards", .classes = 1});
 }
 
 // Bytes per second of one thread; shuffled, with checksums. With `cold`, the files are dropped from the page cache first.
-double record_rate(const std::filesystem::path& folder, bool cold, std::uint64_t seed) {
+double shard_rate(const std::filesystem::path& folder, bool cold, std::uint64_t seed) {
   constexpr std::int64_t kWindow = 1024;
   constexpr std::int64_t kAhead = 64;
   if (cold) drop_from_page_cache(folder);
   const Stopwatch watch;
-  const RecordReader records(folder);
-  const auto order = window_order(records.shard_sizes(), kWindow)->draw(seed, 0);
+  const ShardReader samples(folder);
+  const auto order = window_order(samples.shard_sizes(), kWindow)->draw(seed, 0);
   std::uint64_t bytes = 0;
   std::vector<std::uint8_t> scratch;
   const auto part = [&](std::int64_t begin) {
-    const std::int64_t end = std::min(begin + kAhead, records.size());
+    const std::int64_t end = std::min(begin + kAhead, samples.size());
     std::vector<std::int64_t> batch(std::max<std::int64_t>(end - begin, 0));
     order(begin, batch);
     return batch;
   };
-  for (std::int64_t begin = 0; begin < records.size(); begin += kAhead) {
-    records.will_read(part(begin + kAhead));
-    for (const std::int64_t index : part(begin)) bytes += records.read(index, scratch).payload.size();
+  for (std::int64_t begin = 0; begin < samples.size(); begin += kAhead) {
+    samples.will_read(part(begin + kAhead));
+    for (const std::int64_t index : part(begin)) bytes += samples.read(index, scratch).payload.size();
   }
   return static_cast<double>(bytes) / watch.seconds();
 }
@@ -148,7 +148,7 @@ namespace fs = std::filesystem;
 
 struct DataOptions {
   int photographs = 512;
-  double packed_mib = 2048;
+  double shards_mib = 2048;
   bool with_pytorch = true;
   fs::path scratch = fs::temp_directory_path();
 };
@@ -226,22 +226,22 @@ void bench_jpeg(const DataOptions& options, const TemporaryFolder& scratch, Repo
   report.print("JPEG of 500 x 375, random-resized crop to 224, flip, normalise, batches of 32: images/s");
 }
 
-void bench_packed(const DataOptions& options, const TemporaryFolder& scratch, Report& report) {
-  const fs::path folder = scratch.file("packed");
-  write_records(folder, static_cast<std::uint64_t>(options.packed_mib * 1024 * 1024));
+void bench_shards(const DataOptions& options, const TemporaryFolder& scratch, Report& report) {
+  const fs::path folder = scratch.file("shards");
+  write_shards(folder, static_cast<std::uint64_t>(options.shards_mib * 1024 * 1024));
   for (const bool cold : {false, true}) {
     const std::string from = cold ? "disk" : "page cache";
     file_rate(folder, cold);  // fills the page cache
-    record_rate(folder, cold, 0);
-    const auto records = [&](int turn) {
-      return Turns{record_rate(folder, cold, static_cast<std::uint64_t>(turn) + 1)};
+    shard_rate(folder, cold, 0);
+    const auto samples = [&](int turn) {
+      return Turns{shard_rate(folder, cold, static_cast<std::uint64_t>(turn) + 1)};
     };
-    report.compare(concat("records, ", from),
+    report.compare(concat("shards, ", from),
                    {{concat("read() of the shards, ", from), [&](int) { return Turns{file_rate(folder, cold)}; }},
-                    {concat("records, shuffled, checksums compared, ", from), records}},
+                    {concat("samples, shuffled, checksums compared, ", from), samples}},
                    2, 1e9);
   }
-  report.print("Packed records of 112 KiB, one thread: GB/s");
+  report.print("Shards of WebDataset, samples of 112 KiB, one thread: GB/s");
 }
 
 }  // namespace
@@ -250,7 +250,7 @@ int bench_data(int argc, const char* const* argv) {
   DataOptions options;
   Program program("data", "Loading beside PyTorch's DataLoader and torchvision", 3);
   program.option("--photographs", options.photographs, "JPEG files to make")->check(CLI::Range(2, 1000000));
-  program.option("--packed-mib", options.packed_mib, "packed records to write")->check(CLI::Range(1.0, 1e7));
+  program.option("--shards-mib", options.shards_mib, "shards to write")->check(CLI::Range(1.0, 1e7));
   program.option("--scratch", options.scratch, "folder for them");
   return program.run(argc, argv, [&] {
     std::cout << machine() << '\n';
@@ -261,7 +261,7 @@ int bench_data(int argc, const char* const* argv) {
     const TemporaryFolder scratch(options.scratch);
     bench_fashion(options, report);
     bench_jpeg(options, scratch, report);
-    bench_packed(options, scratch, report);
+    bench_shards(options, scratch, report);
     report.save();
   });
 }

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// lockstep-data: `lockstep data pack` writes any dataset of --data as packed records, `lockstep data info` describes
-// them.
+// lockstep-data: `lockstep data pack` writes any dataset of --data as shards of WebDataset, `lockstep data info`
+// describes shards.
 #include <CLI/CLI.hpp>
 #include <filesystem>
 
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/data/images/encoded_image.h"
-#include "lockstep/data/packed/packed_records.h"
+#include "lockstep/data/webdataset/shards.h"
 #include "lockstep/datasets.h"
 #include "lockstep/deadline.h"
 
@@ -24,33 +24,33 @@ struct Arguments {
   PackOptions options;
 };
 
-std::string first_sample(const RecordReader& records) {
-  std::vector<std::uint8_t> scratch;
-  const Record first = first_good_record(records, scratch);
+std::string first_sample(const ShardReader& samples) {
+  const ShardSample& first = samples.first();
   if (!first.encoded) return concat(c10::toString(first.dtype), " (", join(first.shape, ", "), ")");
-  const ImageShape shape = encoded_shape(first.payload, records.folder().string());
+  const ImageShape shape = encoded_shape(first.payload, samples.info().name);
   return concat(is_jpeg(first.payload) ? "JPEG" : "PNG", " of ", shape.width, " x ", shape.height, ", ",
                 human_bytes(first.payload.size()));
 }
 
-void verify(const RecordReader& records) {
+void verify(const ShardReader& samples) {
   const Stopwatch watch;
   std::vector<std::uint8_t> scratch;
-  for (std::int64_t i = 0; i < records.size(); ++i) static_cast<void>(records.read(i, scratch));
-  std::cout << "  checksums    all match, read in " << human_seconds(watch.seconds()) << '\n';
+  for (std::int64_t i = 0; i < samples.size(); ++i) static_cast<void>(samples.read(i, scratch));
+  std::cout << "  verified     all samples, by the checksums that there are, in " << human_seconds(watch.seconds())
+            << '\n';
 }
 
 void describe(const fs::path& folder, bool check) {
-  const RecordReader records(folder);
-  const PackedInfo& info = records.info();
+  const ShardReader samples(folder);
+  const ShardInfo& info = samples.info();
   std::cout << folder.string() << '\n'
             << "  name         " << info.name << '\n'
-            << "  records      " << with_thousands(records.size()) << '\n'
-            << "  shards       " << records.shard_sizes().size() << ", " << human_bytes(records.bytes()) << '\n';
+            << "  samples      " << with_thousands(samples.size()) << '\n'
+            << "  shards       " << samples.shard_sizes().size() << ", " << human_bytes(samples.bytes()) << '\n';
   if (info.classes > 0) std::cout << "  classes      " << info.classes << '\n';
   if (!info.class_names.empty()) std::cout << "  class names  " << join(info.class_names, ", ") << '\n';
-  if (records.size() > 0) std::cout << "  a record     " << first_sample(records) << '\n';
-  if (check) verify(records);
+  std::cout << "  a sample     " << first_sample(samples) << '\n';
+  if (check) verify(samples);
 }
 
 // FOLDER itself, or its train and val.
@@ -78,7 +78,7 @@ int info_command(const Arguments& arguments) {
 }
 
 void add_pack(CLI::App& app, Arguments& arguments) {
-  CLI::App* pack = app.add_subcommand("pack", "writes a dataset as shards with an index and checksums");
+  CLI::App* pack = app.add_subcommand("pack", "writes a dataset as shards of WebDataset, with checksums");
   pack->add_option("--data", arguments.source.data, concat("KIND[:PATH][?OPTIONS]: ", join(dataset_kinds(), ", ")))
       ->required();
   pack->add_option("--data-dir", arguments.source.folder, "folder that holds the dataset");
@@ -89,13 +89,13 @@ void add_pack(CLI::App& app, Arguments& arguments) {
       ->check(CLI::Range(0, 65535));
   pack->add_option("--quality", arguments.options.quality, "of JPEG files that were resized")
       ->check(CLI::Range(1, 100));
-  pack->add_flag("--keep-order", arguments.options.keep_order, "do not shuffle the records");
+  pack->add_flag("--keep-order", arguments.options.keep_order, "do not shuffle the samples");
 }
 
 void add_info(CLI::App& app, Arguments& arguments) {
-  CLI::App* info = app.add_subcommand("info", "describes packed data");
-  info->add_option("folder", arguments.folder, "what lockstep data pack wrote")->required();
-  info->add_flag("--verify", arguments.verify, "read every record and compare its checksum");
+  CLI::App* info = app.add_subcommand("info", "describes shards of WebDataset");
+  info->add_option("folder", arguments.folder, "a folder of *.tar, one of them, or NAME-{000..012}.tar")->required();
+  info->add_flag("--verify", arguments.verify, "read every sample and compare its checksum");
 }
 
 int run(int argc, char** argv) {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// lockstep/datasets.h: the datasets that lockstep reads: Fashion-MNIST, CIFAR, NumPy, tokens, tensors, packed
-// records. Images in folders are in lockstep/images.h.
+// lockstep/datasets.h: the datasets that lockstep reads: Fashion-MNIST, CIFAR, NumPy, tokens, tensors, shards of
+// WebDataset. Images in folders are in lockstep/images.h.
 //
 // Flow:    files -> a Dataset -> lockstep/loader.h
 // Owns:    a dataset owns its samples: in the dtype they are stored in, or as an open file
 // Threads: datasets are const after construction; the functions may be called from any thread
-// Ranks:   no communication; every rank opens the same files. One process writes a folder of packed records
+// Ranks:   no communication; every rank opens the same files. One process writes a folder of shards
 #pragma once
 
 #include <torch/types.h>
@@ -32,7 +32,7 @@ struct DataSource {
   //
   //   fashion-mnist[:DIR] | mnist:DIR | cifar-10:DIR | cifar-100:DIR
   //   imagefolder:DIR     DIR/train and DIR/val, or DIR/CLASS/... alone
-  //   packed:DIR          DIR/train and DIR/val, or DIR alone, as lockstep data pack writes them
+  //   webdataset:DIR      DIR/train and DIR/val, or DIR alone; or TRAIN[,VALIDATION], such as t-{00..12}.tar
   //   csv:FILE    npy:DATA,TARGETS    text:FILE    synthetic:NxCxHxW
   std::string data;
   std::string folder{};   // the path where `data` has none
@@ -193,25 +193,17 @@ class TokenDataset : public Dataset {
   std::int64_t samples_ = 0;
 };
 
-// ---- Packed records: shards with an index and checksums, for data larger than memory (docs/data.md has the format)
-
-inline constexpr std::int64_t kPackedWindow = 16384;  // samples that are shuffled with each other
-
-// Images become an ImageDataset with these transforms; other arrays of one shape become a dataset that converts them as
-// TensorDataset does. Its shuffled order visits shards in random order and shuffles samples within windows of kPackedWindow;
-// LoaderOptions::order can be another window_order().
-// Throws DataError: not packed data, unfinished, a shard that is missing, cut or damaged, no readable record.
-std::shared_ptr<const Dataset> open_packed(const std::filesystem::path& folder, const ImageTransforms& transforms);
+// ---- Shards of WebDataset, for data larger than memory (docs/data.md says what they hold)
 
 struct PackOptions {
   std::uint64_t shard_bytes = std::uint64_t{256} << 20;
-  bool keep_order = false;  // false: records are written in random order, because folders list samples class by class
+  bool keep_order = false;  // false: samples are written in random order, because folders list samples class by class
   std::int64_t shorter_edge = 0;  // encoded images with a longer one are resized to it and stored as JPEG; 0: as is
   int quality = 90;               // of such a JPEG
 };
 
 // Writes every sample of images or tensors as it is stored, without transforms. Throws UsageError: another kind of
-// dataset, a folder that holds packed data already; SystemError: a full disk; what the dataset and the decoder throw.
+// dataset, a folder that holds shards already; SystemError: a full disk; what the dataset and the decoder throw.
 void pack(const Dataset& dataset, const std::filesystem::path& folder, const PackOptions& options = {});
 
 }  // namespace lockstep

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // lockstep/images.h: datasets of images: where their bytes come from, and what happens to them on the way into a batch.
 //
-// Flow:    ImageSource (memory, a folder, packed records) -> decode JPEG or PNG -> ImageTransforms, in one pass per
+// Flow:    ImageSource (memory, a folder, shards) -> decode JPEG or PNG -> ImageTransforms, in one pass per
 //          sample -> the batch's memory
 // Owns:    an ImageDataset shares its source; MemoryImages owns bytes and labels, ImageFolder a list of file names
 // Threads: everything is const after construction; the loader's workers call it at the same time

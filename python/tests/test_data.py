@@ -2,11 +2,14 @@
 """Readers, DataLoader and Sampler on small files made here:  python3 -m unittest discover -s python/tests"""
 
 import gzip
+import io
+import json
 import os
 import signal
 import struct
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
@@ -152,32 +155,58 @@ class Readers(WithFolder):
         expect(targets, torch.tensor([0, 0, 0, 1, 1, 1]))
         expect(all_of(data.ImageFolder(self.folder, classes=["dog", "cat"]))[1], torch.tensor([0, 0, 0, 1, 1, 1]))
 
-    def test_jpeg_files_give_what_packed_jpeg_records_give(self):
+    def test_jpeg_files_give_what_packed_jpeg_files_give(self):
         rows = torch.arange(32, dtype=torch.float32) * 6
         write_png(self.folder / "in/a/0.png", torch.stack([rows.repeat(32, 1), rows.repeat(32, 1).T, rows.repeat(32, 1)]).byte())
         data.pack(data.ImageFolder(self.folder / "in"), self.folder / "packed", shorter_edge=16)
-        packed, _ = all_of(data.PackedDataset(self.folder / "packed", transform="normalise:0:1"))
-        (shard,) = (self.folder / "packed").glob("*.lsr")
-        jpeg = shard.read_bytes()
-        jpeg = jpeg[jpeg.index(b"\xff\xd8\xff") : jpeg.index(b"\xff\xd9") + 2]
-        (self.folder / "out/a").mkdir(parents=True)
-        (self.folder / "out/a/0.jpg").write_bytes(jpeg)
+        packed, _ = all_of(data.WebDataset(self.folder / "packed", transform="normalise:0:1"))
+        with tarfile.open(self.folder / "packed/00000.tar") as shard:
+            self.assertEqual(shard.getnames(), ["000000.cls", "000000.jpg"])
+            self.assertEqual(shard.extractfile("000000.cls").read(), b"0")
+            shard.extract("000000.jpg", self.folder / "out/a")
         samples, _ = all_of(data.ImageFolder(self.folder / "out", transform="normalise:0:1"))
         self.assertEqual(samples.shape, (1, 3, 16, 16))
         expect(samples, packed)
         self.assertLess((samples[0, 0, 8] - torch.linspace(3, 183, 16) / 255).abs().max(), 0.03)
 
-    def test_packed_records_give_what_was_packed(self):
+    def test_shards_give_what_was_packed(self):
         images = write_images(self.folder / "in")
         data.pack(data.ImageFolder(self.folder / "in"), self.folder / "images", keep_order=True)
-        samples, targets = all_of(data.PackedDataset(self.folder / "images"))
+        samples, targets = all_of(data.WebDataset(self.folder / "images"))
         expect_close(samples, scaled(images, *PHOTOGRAPHS))
         expect(targets, torch.tensor([0, 0, 0, 1, 1, 1]))
         rows = torch.randn(7, 2, 3)
         data.pack(data.TensorDataset(rows, torch.arange(7)), self.folder / "rows")
-        samples, targets = all_of(data.PackedDataset(self.folder / "rows"))
+        samples, targets = all_of(data.WebDataset(self.folder / "rows"))
         self.assertEqual(sorted(targets.tolist()), list(range(7)))
         expect(samples, rows[targets])
+        with tarfile.open(self.folder / "rows/00000.tar") as shard:
+            for i, target in enumerate(targets.tolist()):
+                self.assertEqual(int(shard.extractfile(f"{i:06}.cls").read()), target)
+                expect(torch.from_numpy(np.load(io.BytesIO(shard.extractfile(f"{i:06}.npy").read()))), rows[target])
+        shards = json.loads((self.folder / "rows/shards.json").read_text())  # as wids, the reader beside WebDataset, takes it
+        self.assertEqual((shards["__kind__"], shards["wids_version"]), ("wids-shard-index-v1", 1))
+        self.assertEqual([(one["url"], one["nsamples"]) for one in shards["shardlist"]], [("00000.tar", 7)])
+
+    def test_shards_of_tarfile_give_its_images_in_each_format(self):
+        images = write_images(self.folder / "in")
+        files = [self.folder / f"in/{'cat' if i < 3 else 'dog'}/{i}.png" for i in range(6)]
+        for format in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+            for shard in range(2):
+                with tarfile.open(self.folder / f"train-{shard:03}.tar", "w", format=format) as tar:
+                    for i in range(3 * shard, 3 * shard + 3):
+                        key = f"{'d' * 90}/{'n' * (90 if format == tarfile.USTAR_FORMAT else 140)}{i}"
+                        tar.add(files[i], f"{key}.png")
+                        member = tarfile.TarInfo(f"{key}.cls")
+                        member.size = 1
+                        tar.addfile(member, io.BytesIO(str(shard).encode()))
+            with self.subTest(format=format):
+                samples, targets = all_of(data.WebDataset(self.folder / "train-{000..001}.tar"))
+                expect_close(samples, scaled(images, *PHOTOGRAPHS))
+                expect(targets, torch.tensor([0, 0, 0, 1, 1, 1]))
+        with tarfile.open(self.folder / "train-001.tar", "w:gz") as tar:
+            tar.add(files[0], "0.png")
+        self.assertRaisesRegex(lockstep.DataError, "gunzip", data.WebDataset, self.folder / "train-{000..001}.tar")
 
     def test_arrays_give_rows_or_images(self):
         rows, classes = np.random.default_rng(1).normal(size=(5, 3)), np.arange(5)

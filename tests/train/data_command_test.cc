@@ -18,7 +18,7 @@ Words train(const TempFolder& folder, const std::string& metrics, const Words& m
                  "--threads",
                  "1",
                  "--data",
-                 "packed:" + folder.file("p"),
+                 "webdataset:" + folder.file("p"),
                  "--augment",
                  "crop:2,flip",
                  "--epochs",
@@ -32,9 +32,9 @@ Words train(const TempFolder& folder, const std::string& metrics, const Words& m
   return words;
 }
 
-class PackedTraining : public ::testing::Test {
+class ShardTraining : public ::testing::Test {
  protected:
-  PackedTraining() {
+  ShardTraining() {
     packed = lockstep_command(
         {"data", "pack", "--data", "synthetic:240x1x28x28?val=0.2", "--to", folder.file("p"), "--shard-mib", "0.05"});
   }
@@ -42,17 +42,17 @@ class PackedTraining : public ::testing::Test {
   Ended packed;
 };
 
-TEST_F(PackedTraining, describes_what_was_packed) {
+TEST_F(ShardTraining, describes_what_was_packed) {
   ASSERT_EQ(packed.exit_code, 0) << packed.error;
   const Ended info = lockstep_command({"data", "info", folder.file("p"), "--verify"});
   EXPECT_EQ(info.exit_code, 0);
-  EXPECT_TRUE(contains(info.output, "records      192"));
-  EXPECT_TRUE(contains(info.output, "records      48"));
+  EXPECT_TRUE(contains(info.output, "samples      192"));
+  EXPECT_TRUE(contains(info.output, "samples      48"));
   EXPECT_TRUE(contains(info.output, "(1, 28, 28)"));
-  EXPECT_TRUE(contains(info.output, "all match"));
+  EXPECT_TRUE(contains(info.output, "verified     all samples"));
 }
 
-TEST_F(PackedTraining, gives_the_same_losses_with_other_ranks_workers_and_after_a_resume) {
+TEST_F(ShardTraining, gives_the_same_losses_with_other_ranks_workers_and_after_a_resume) {
   ASSERT_EQ(lockstep_command(train(folder, "one", {"--workers", "0"})).exit_code, 0);
   const Words stop = {"--ranks", "2", "--workers", "2", "--checkpoint-dir", folder.file("c"), "--checkpoint-every",
                       "1"};
@@ -69,7 +69,7 @@ TEST_F(PackedTraining, gives_the_same_losses_with_other_ranks_workers_and_after_
     EXPECT_NEAR(one[i].at("loss").get<double>(), two[i].at("loss").get<double>(), 1e-4) << i;
 }
 
-TEST_F(PackedTraining, reports_the_loading_in_the_metrics) {
+TEST_F(ShardTraining, reports_the_loading_in_the_metrics) {
   ASSERT_EQ(lockstep_command(train(folder, "m", {})).exit_code, 0);
   const nlohmann::json run = lines_of(folder / "m", "run").at(0);
   EXPECT_GT(run.at("data_read_seconds").get<double>(), 0);
@@ -77,15 +77,15 @@ TEST_F(PackedTraining, reports_the_loading_in_the_metrics) {
   EXPECT_EQ(run.at("data_skipped").get<int>(), 0);
 }
 
-TEST_F(PackedTraining, skips_damaged_records_if_told_to) {
-  const auto shard = folder / "p/train/00000.lsr";
+TEST_F(ShardTraining, skips_damaged_samples_if_told_to) {
+  const auto shard = folder / "p/train/00000.tar";
   std::string bytes = read_file(shard);
-  bytes[100] ^= 1;
+  bytes[1800] ^= 1;  // of the first image
   write_file(shard, bytes);
   const Ended strict = lockstep_command(train(folder, "m", {}));
   EXPECT_EQ(strict.exit_code, 1);
-  EXPECT_TRUE(contains(strict.error, "record 0: its checksum does not match"));
-  EXPECT_TRUE(contains(strict.error, "00000.lsr"));
+  EXPECT_TRUE(contains(strict.error, "a sample's checksum does not match"));
+  EXPECT_TRUE(contains(strict.error, "00000.tar"));
   EXPECT_EQ(lockstep_command(train(folder, "m", {"--skip-bad", "1"})).exit_code, 0);
   EXPECT_EQ(lines_of(folder / "m", "run").at(0).at("data_skipped").get<int>(), 2);  // once an epoch
 }
@@ -133,7 +133,7 @@ TEST(DataCommand, refuses_unknown_data_and_folders) {
   EXPECT_EQ(lockstep_command({"data"}).exit_code, 2);
   const Ended info = lockstep_command({"data", "info", "/no/such/folder"});
   EXPECT_EQ(info.exit_code, 1);
-  EXPECT_TRUE(contains(info.error, "no packed data in /no/such/folder"));
+  EXPECT_TRUE(contains(info.error, "can't read /no/such/folder"));
 }
 
 }  // namespace

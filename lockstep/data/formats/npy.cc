@@ -3,10 +3,10 @@
 
 #include <algorithm>
 #include <charconv>
-#include <map>
 #include <numeric>
 #include <vector>
 
+#include "lockstep/base/cache_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/data/formats/data_file.h"
@@ -18,6 +18,8 @@ namespace {
 // The format (NEP 1): "\x93NUMPY", version 1.0 to 3.0, the length of a header, the header as a Python dictionary
 // (descr, fortran_order, shape), then the values.
 constexpr std::string_view kMagic("\x93NUMPY", 6);
+constexpr std::size_t kMostDimensions = 16;
+constexpr std::size_t kBegin = 10;  // of version 1's dictionary
 
 DataError bad(const std::string& origin, const std::string& what) {
   return DataError({.what = concat("not a .npy array that can be read: ", what),
@@ -26,24 +28,25 @@ DataError bad(const std::string& origin, const std::string& what) {
                     .next = "save it again with numpy.save"});
 }
 
-// The text after `'key':` in the dictionary, without leading spaces.
+// The text after `key` and a colon in the dictionary, without leading spaces.
 std::string_view value_of(std::string_view header, std::string_view key, const std::string& origin) {
-  const std::size_t at = header.find(concat('\'', key, '\''));
+  const std::size_t at = header.find(key);
   const std::size_t colon = at == std::string_view::npos ? at : header.find(':', at);
   const std::size_t begin = colon == std::string_view::npos ? colon : header.find_first_not_of(' ', colon + 1);
   if (begin == std::string_view::npos) throw bad(origin, concat("its header has no ", key));
   return header.substr(begin);
 }
 
+using NpyType = std::pair<std::string_view, torch::ScalarType>;
+constexpr NpyType kTypes[] = {{"|b1", torch::kBool},  {"|u1", torch::kUInt8},   {"|i1", torch::kInt8},
+                              {"<i2", torch::kInt16}, {"<i4", torch::kInt32},   {"<i8", torch::kInt64},
+                              {"<f2", torch::kHalf},  {"<f4", torch::kFloat32}, {"<f8", torch::kFloat64}};
+
 torch::ScalarType dtype_of(std::string_view value, const std::string& origin) {
-  static const std::map<std::string_view, torch::ScalarType> kTypes = {
-      {"|b1", torch::kBool},  {"|u1", torch::kUInt8},   {"|i1", torch::kInt8},
-      {"<i2", torch::kInt16}, {"<i4", torch::kInt32},   {"<i8", torch::kInt64},
-      {"<f2", torch::kHalf},  {"<f4", torch::kFloat32}, {"<f8", torch::kFloat64}};
   const std::size_t end = value.size() > 1 && value[0] == '\'' ? value.find('\'', 1) : std::string_view::npos;
   if (end == std::string_view::npos) throw bad(origin, "it holds structures");
-  const auto found = kTypes.find(value.substr(1, end - 1));
-  if (found == kTypes.end())
+  const auto* const found = std::ranges::find(kTypes, value.substr(1, end - 1), &NpyType::first);
+  if (found == std::end(kTypes))
     throw bad(origin, concat("dtype ", value.substr(0, end + 1),
                              "; bool, uint8, int8 to int64 and float16 to float64 in "
                              "little-endian order are read"));
@@ -57,35 +60,29 @@ std::vector<std::int64_t> shape_of(std::string_view value, const std::string& or
   for (const char* at = value.data() + 1; at < value.data() + end;) {
     std::int64_t size = 0;
     const auto [stop, error] = std::from_chars(at, value.data() + end, size);
-    if (error != std::errc() || size < 0 || shape.size() == 16) throw bad(origin, "an impossible shape");
+    if (error != std::errc() || size < 0 || shape.size() == kMostDimensions) throw bad(origin, "an impossible shape");
     shape.push_back(size);
     for (at = stop; at < value.data() + end && (*at == ',' || *at == ' ');) ++at;
   }
   return shape;
 }
 
-struct Header {
-  torch::ScalarType dtype;
-  bool fortran;
-  std::vector<std::int64_t> shape;
-  std::size_t bytes;  // of the header: what follows are the values
-};
+}  // namespace
 
-// `start` holds at least the header of a file of `all` bytes.
-Header parse_header(std::span<const std::uint8_t> start, std::size_t all, const std::string& origin) {
+NpyHeader parse_npy(std::span<const std::uint8_t> start, std::size_t all, const std::string& origin) {
   const std::string_view text(reinterpret_cast<const char*>(start.data()), start.size());
   if (text.size() < 12 || text.substr(0, 6) != kMagic) throw bad(origin, "no magic number");
   const std::uint8_t version = start[6];
   if (version < 1 || version > 3) throw bad(origin, concat("version ", int{version}));
-  const std::size_t begin = version == 1 ? 10 : 12;
+  const std::size_t begin = version == 1 ? kBegin : 12;
   std::size_t length = start[8] | std::size_t{start[9]} << 8;
   if (version > 1) length |= std::size_t{start[10]} << 16 | std::size_t{start[11]} << 24;
   if (length > text.size() - begin) throw bad(origin, "cut in its header");
   const std::string_view header = text.substr(begin, length);
-  Header parsed{.dtype = dtype_of(value_of(header, "descr", origin), origin),
-                .fortran = value_of(header, "fortran_order", origin).starts_with("True"),
-                .shape = shape_of(value_of(header, "shape", origin), origin),
-                .bytes = begin + length};
+  NpyHeader parsed{.dtype = dtype_of(value_of(header, "'descr'", origin), origin),
+                   .fortran = value_of(header, "'fortran_order'", origin).starts_with("True"),
+                   .shape = shape_of(value_of(header, "'shape'", origin), origin),
+                   .bytes = begin + length};
   const auto expected = product(parsed.shape, static_cast<std::int64_t>(c10::elementSize(parsed.dtype)));
   if (!expected) throw bad(origin, "its shape has more bytes than 64 bits can count");
   if (all - parsed.bytes != to_size(*expected))
@@ -93,7 +90,17 @@ Header parse_header(std::span<const std::uint8_t> start, std::size_t all, const 
   return parsed;
 }
 
-}  // namespace
+std::string npy_header(torch::ScalarType dtype, std::span<const std::int64_t> shape) {
+  const auto* const type = std::ranges::find(kTypes + 1, std::end(kTypes), dtype, &NpyType::second);
+  if (type == std::end(kTypes) || shape.size() > kMostDimensions)
+    throw UsageError({.what = concat(c10::toString(dtype), " of ", shape.size(), " dimensions can't be packed")});
+  std::string sizes;
+  for (const std::int64_t size : shape) sizes += concat(size, ", ");
+  std::string text = concat("{'descr': '", type->first, "', 'fortran_order': False, 'shape': (", sizes, "), }");
+  text.resize(round_up(kBegin + text.size() + 1, std::size_t{64}) - kBegin - 1, ' ');
+  const auto length = static_cast<std::uint16_t>(text.size() + 1);
+  return concat(kMagic, '\1', '\0', static_cast<char>(length & 0xFF), static_cast<char>(length >> 8), text, '\n');
+}
 
 // A bool that is neither 0 nor 1 is undefined behaviour: they are read as bytes. Where the first dimension varies fastest, the
 // values are those of the transposed array in C order.
@@ -102,7 +109,7 @@ torch::Tensor read_npy(const std::filesystem::path& path) {
   const DataFile file(path);
   std::vector<std::uint8_t> start(std::min<std::size_t>(file.size(), kLongestHeader));
   file.read(0, start);
-  Header header = parse_header(start, file.size(), path.string());
+  NpyHeader header = parse_npy(start, file.size(), path.string());
   if (header.fortran) std::ranges::reverse(header.shape);
   const bool boolean = header.dtype == torch::kBool;
   torch::Tensor tensor = torch::empty(header.shape, boolean ? torch::kUInt8 : header.dtype);

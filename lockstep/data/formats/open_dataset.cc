@@ -7,7 +7,7 @@
 #include "lockstep/base/to_size.h"
 #include "lockstep/data/formats/readers.h"
 #include "lockstep/data/loader/random.h"
-#include "lockstep/data/packed/packed_records.h"
+#include "lockstep/data/webdataset/shards.h"
 
 namespace lockstep {
 namespace {
@@ -137,19 +137,22 @@ Datasets image_folder(Request& request) {
   return both;
 }
 
-Datasets packed_records(Request& request) {
-  if (!request.text("window", "").empty())
-    throw request.refuse("window was removed: pack in random order (without --keep-order) to mix all samples");
+Datasets webdataset(Request& request) {
   DataFacts facts;
-  Datasets both = in_folders(request.path(), [&](const fs::path& folder, Split split) {
-    auto records = std::make_shared<RecordReader>(folder);
-    if (facts.classes.empty()) facts.classes = records->info().class_names;
-    const Record first = first_good_record(*records);
+  std::int64_t classes = 0;
+  const auto open = [&](const fs::path& path, Split split) {
+    const auto samples = std::make_shared<ShardReader>(path, classes);
+    classes = samples->info().classes;  // validation has those of the training samples, too
+    if (facts.classes.empty()) facts.classes = samples->info().class_names;
+    const ShardSample& first = samples->first();
     const bool colour = first.encoded || (first.is_image() && first.shape[0] == 3);
     const ImageTransforms base = colour ? photographs() : ImageTransforms{.mean = {0.5F}, .deviation = {0.5F}};
     if (!first.is_image()) request.require_no_images();
-    return open_packed(std::move(records), request.transforms(base, split));
-  });
+    return dataset_of(samples, request.transforms(base, split));
+  };
+  const auto paths = split(request.path(), ',');
+  Datasets both = paths.size() != 2 ? in_folders(request.path(), open)
+                                    : Datasets{open(paths[0], Split::kTrain), open(paths[1], Split::kValidation)};
   both.facts = facts;
   return both;
 }
@@ -280,7 +283,7 @@ constexpr Kind kKinds[] = {{"fashion-mnist", both_splits},
                            {"cifar-10", both_splits},
                            {"cifar-100", both_splits},
                            {"imagefolder", image_folder},
-                           {"packed", packed_records},
+                           {"webdataset", webdataset},
                            {"csv", csv},
                            {"npy", npy},
                            {"text", text},

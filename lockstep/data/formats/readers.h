@@ -13,6 +13,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "lockstep/datasets.h"
 #include "lockstep/error.h"
@@ -49,6 +50,20 @@ inline std::optional<std::int64_t> product(std::span<const std::int64_t> sizes, 
     if (size < 0 || __builtin_mul_overflow(each, size, &each)) return std::nullopt;
   return each;
 }
+
+// The header of a .npy file.
+struct NpyHeader {
+  torch::ScalarType dtype;
+  bool fortran;
+  std::vector<std::int64_t> shape;
+  std::size_t bytes;  // of the header: what follows are the values
+};
+
+// `start` holds at least the header of a file of `all` bytes. Throws DataError, as read_npy does.
+NpyHeader parse_npy(std::span<const std::uint8_t> start, std::size_t all, const std::string& origin);
+
+// Throws UsageError: bool, a dtype that the format does not have, more than 16 dimensions.
+std::string npy_header(torch::ScalarType dtype, std::span<const std::int64_t> shape);
 
 // A token of so many bits; 0: there are none such, which TokenDataset refuses.
 inline int bytes_of_token(int bits) { return bits % 8 == 0 ? bits / 8 : 0; }

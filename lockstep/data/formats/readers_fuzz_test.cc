@@ -148,22 +148,22 @@ TEST(Fuzz, tokens) {
   });
 }
 
-class FuzzPack : public ::testing::Test {
+class FuzzShards : public ::testing::Test {
  protected:
-  FuzzPack() {
+  FuzzShards() {
     const TensorDataset original("numbers", torch::arange(40, torch::kInt32).reshape({20, 2}), torch::arange(20));
     pack(original, folder / "p");
   }
-  std::uint64_t read() const { return sum_of(*open_packed(folder / "p", {})); }
+  std::uint64_t read() const { return sum_of(*open_dataset({.data = "webdataset:" + folder.file("p")}).train); }
   TempFolder folder;
 };
 
-TEST_F(FuzzPack, shard) {
-  fuzz_file(folder, "p/00000.lsr", 500, [&] { return read(); });
+TEST_F(FuzzShards, shard) {
+  fuzz_file(folder, "p/00000.tar", 500, [&] { return read(); });
 }
 
-TEST_F(FuzzPack, description) {
-  fuzz_file(folder, "p/packed.json", 500, [&] { return read(); });
+TEST_F(FuzzShards, description) {
+  fuzz_file(folder, "p/shards.json", 500, [&] { return read(); });
 }
 
 // A whole epoch over a folder in which every image was mutated: all that is bad is left out.

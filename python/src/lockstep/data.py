@@ -46,10 +46,10 @@ __all__ = [
     "ImageFolder",
     "MNIST",
     "NpyDataset",
-    "PackedDataset",
     "Sampler",
     "TensorDataset",
     "TokenDataset",
+    "WebDataset",
     "open_dataset",
     "pack",
 ]
@@ -171,15 +171,16 @@ class ImageFolder(Dataset):
         return {name: index for index, name in enumerate(self.classes)}
 
 
-class PackedDataset(Dataset):
-    """Records that pack() or `lockstep data pack` wrote. root/train where there is one, else root.
+class WebDataset(Dataset):
+    """Shards of WebDataset: root/train where there is one, else root; or several files, "train-{000..012}.tar".
 
-    Images get transform and a batch as of ImageFolder; arrays become (B, ...) as of TensorDataset. Shuffling visits the shards
-    in random order and shuffles windows of 16,384 records. Checksums are compared at each read.
+    A sample is an image (.jpg, .jpeg, .png) or array (.npy), and its target (.cls). Images get transform and a batch as of
+    ImageFolder; arrays become (B, ...) as of TensorDataset. Shuffling visits the shards in random order and shuffles windows of
+    16,384 samples. Checksums that pack() wrote are compared at each read.
     """
 
     def __init__(self, root: _Path, transform: str = ""):
-        super().__init__(_native.open("packed", os.fspath(root), _text(transform))[0])
+        super().__init__(_native.open("webdataset", os.fspath(root), _text(transform))[0])
 
 
 class TensorDataset(Dataset):
@@ -233,10 +234,10 @@ def pack(
     shorter_edge: int = 0,
     quality: int = 90,
 ) -> None:
-    """Writes images or tensors as packed records, as they are stored, without transforms; in random order unless keep_order.
+    """Writes images or tensors as shards of WebDataset, as they are stored, without transforms; in random order unless keep_order.
 
     With shorter_edge, larger JPEG and PNG images are resized to it and stored as JPEG of that quality. Blocks until all is written.
-    Call it in one process. Raises UsageError if folder holds packed data already.
+    Call it in one process. Raises UsageError if folder holds shards already.
     """
     _require_ours(dataset, "give lockstep.data.TensorDataset or another of lockstep.data")
     _native.pack(dataset._native, folder, shard_bytes, keep_order, shorter_edge, quality)

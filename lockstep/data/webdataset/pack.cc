@@ -1,17 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cmath>
-#include <vector>
+#include <iomanip>
 
+#include <nlohmann/json.hpp>
+
+#include "lockstep/base/cache_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
+#include "lockstep/data/formats/readers.h"
 #include "lockstep/data/images/encoded_image.h"
 #include "lockstep/data/images/image_kernels.h"
-#include "lockstep/data/packed/packed_records.h"
-#include "lockstep/datasets.h"
-#include "lockstep/error.h"
+#include "lockstep/data/webdataset/shards.h"
+#include "lockstep/data/webdataset/tar.h"
 
 namespace lockstep {
 namespace {
+
+std::string shard_name(std::size_t number) { return concat(std::setfill('0'), std::setw(5), number, ".tar"); }
+
+template <class Content>
+std::string tar_member(const std::string& name, const Content& content) {
+  std::string bytes = tar_header(name, content.size());
+  bytes.append(content.begin(), content.end());
+  bytes.resize(round_up(bytes.size(), std::size_t{kTarBlock}));
+  return bytes;
+}
 
 constexpr std::uint64_t kShuffleSeed = 0x7061636BULL;
 
@@ -42,7 +55,7 @@ std::vector<std::uint8_t> shrunk(std::span<const std::uint8_t> file, const Image
   return encode_jpeg(pixels.data(), placement.height, placement.width, options.quality);
 }
 
-void pack_image(const ImageSource& source, std::int64_t index, const PackOptions& options, RecordWriter& writer) {
+void pack_image(const ImageSource& source, std::int64_t index, const PackOptions& options, ShardWriter& writer) {
   std::vector<std::uint8_t> scratch;
   const StoredImage image = source.read(index, scratch);
   if (!image.encoded)
@@ -56,7 +69,7 @@ void pack_image(const ImageSource& source, std::int64_t index, const PackOptions
 }
 
 void pack_images(const ImageSource& source, const std::vector<std::int64_t>& order, const PackOptions& options,
-                 RecordWriter& writer) {
+                 ShardWriter& writer) {
   for (const std::int64_t index : order) pack_image(source, index, options, writer);
   const auto* folder = dynamic_cast<const ImageFolder*>(&source);
   writer.finish({.name = source.name(),
@@ -64,7 +77,7 @@ void pack_images(const ImageSource& source, const std::vector<std::int64_t>& ord
                  .class_names = folder != nullptr ? folder->class_names() : std::vector<std::string>{}});
 }
 
-void pack_tensors(const TensorDataset& dataset, const std::vector<std::int64_t>& order, RecordWriter& writer) {
+void pack_tensors(const TensorDataset& dataset, const std::vector<std::int64_t>& order, ShardWriter& writer) {
   const torch::Tensor& data = dataset.data();
   if (dataset.target().is_floating_point() || dataset.target().dim() != 1)
     throw UsageError(
@@ -78,11 +91,64 @@ void pack_tensors(const TensorDataset& dataset, const std::vector<std::int64_t>&
                 .dtype = data.scalar_type(),
                 .shape = data.sizes().slice(1).vec(),
                 .payload = {rows + to_size(index) * bytes, bytes}});
-  const bool classes = targets.numel() > 0;
-  writer.finish({.name = dataset.name(), .classes = classes ? targets.max().item<std::int64_t>() + 1 : 0});
+  writer.finish({.name = dataset.name(), .classes = dataset.classes()});
 }
 
 }  // namespace
+
+ShardWriter::ShardWriter(std::filesystem::path folder, std::uint64_t shard_bytes)
+    : folder_(std::move(folder)), shard_bytes_(shard_bytes) {
+  std::error_code error;
+  std::filesystem::create_directories(folder_, error);
+  if (error) throw SystemError({.what = concat("can't make the folder ", folder_.string(), ": ", error.message())});
+  if (std::filesystem::exists(folder_ / kShardsFile) || !shards_in(folder_).empty())
+    throw UsageError({.what = concat(folder_.string(), " holds shards already"), .next = "name another folder"});
+}
+
+void ShardWriter::add(const ShardSample& sample) {
+  const std::string key = concat(std::setfill('0'), std::setw(6), samples_++);
+  const char* const extension = !sample.encoded ? ".npy" : is_jpeg(sample.payload) ? ".jpg" : ".png";
+  const std::string header = sample.encoded ? "" : npy_header(sample.dtype, sample.shape);
+  std::vector<std::uint8_t> content(header.begin(), header.end());
+  content.insert(content.end(), sample.payload.begin(), sample.payload.end());
+  const std::string bytes =
+      tar_member(key + ".cls", std::to_string(sample.target)) + tar_member(key + extension, content);
+  if (checksums_.empty()) write_file(folder_ / kShardsFile, "{}\n");  // not finished
+  if (!file_) {
+    file_.emplace(folder_ / shard_name(checksums_.size()));
+    written_ = 0;
+    checksums_.emplace_back();
+  }
+  file_->write(bytes.data(), bytes.size());
+  checksums_.back().push_back(checksum_of(content, sample.target));
+  written_ += bytes.size();
+  if (written_ >= shard_bytes_) close_shard();
+}
+
+void ShardWriter::close_shard() {
+  const std::string end(2 * kTarBlock, '\0');
+  file_->write(end.data(), end.size());
+  file_->commit();
+  file_.reset();
+}
+
+// wids, WebDataset's reader with an index, takes this file too.
+void ShardWriter::finish(const ShardInfo& info) {
+  using Json = nlohmann::ordered_json;
+  if (file_) close_shard();
+  Json shards = Json::array();
+  for (const auto& checksums : checksums_) {
+    const std::string name = shard_name(shards.size());
+    shards.push_back({{"url", name},
+                      {"nsamples", checksums.size()},
+                      {"filesize", std::filesystem::file_size(folder_ / name)},
+                      {"xxh3", checksums}});
+  }
+  const Json json = {
+      {"__kind__", "wids-shard-index-v1"}, {"wids_version", 1},  {"name", info.name}, {"classes", info.classes},
+      {"class_names", info.class_names},   {"shardlist", shards}};
+  write_file(folder_ / kShardsFile, json.dump() + "\n");
+}
 
 // Writes a part of another dataset from that dataset.
 void pack(const Dataset& dataset, const std::filesystem::path& folder, const PackOptions& options) {
@@ -94,7 +160,7 @@ void pack(const Dataset& dataset, const std::filesystem::path& folder, const Pac
     throw UsageError({.what = concat(dataset.name(), " can't be packed"),
                       .likely = "it is text, which is already one file, or packed already",
                       .next = "pack images, NumPy arrays or tables"});
-  RecordWriter writer(folder, options.shard_bytes);
+  ShardWriter writer(folder, options.shard_bytes);
   const auto order = order_of(dataset.size(), part != nullptr ? part->begin() : 0, options);
   if (images != nullptr) return pack_images(images->source(), order, options, writer);
   pack_tensors(*tensors, order, writer);

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// data/webdataset/shards.h: reads and writes shards of WebDataset: tar files in which the files of a sample follow each
+// other. docs/data.md says what they hold.
+//
+// Flow:    a dataset -> ShardWriter -> files -> ShardReader -> a dataset
+// Threads: ShardReader is const after construction; ShardWriter belongs to one thread
+// Ranks:   no communication; one process writes a folder
+#pragma once
+
+#include <torch/types.h>
+
+#include <filesystem>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "lockstep/base/files/file.h"
+#include "lockstep/data/formats/data_file.h"
+#include "lockstep/datasets.h"
+
+namespace lockstep {
+
+constexpr const char* kShardsFile = "shards.json";  // of ShardWriter: checksums, classes
+
+// A sample as it is stored.
+struct ShardSample {
+  std::int64_t target = 0;
+  bool encoded = false;                     // the payload is an image's file, and has no shape
+  torch::ScalarType dtype = torch::kUInt8;  // of an array
+  std::vector<std::int64_t> shape{};        // of an array
+  std::span<const std::uint8_t> payload{};  // valid until the memory that it was read into changes
+
+  bool is_image() const { return encoded || (dtype == torch::kUInt8 && shape.size() == 3); }
+};
+
+struct ShardInfo {
+  std::string name;
+  std::int64_t classes = 0;  // 0: the target is no class
+  std::vector<std::string> class_names{};
+};
+
+class ShardWriter {
+ public:
+  // Makes the folder if it is missing. A shard is closed once it has `shard_bytes`. Throws SystemError; UsageError:
+  // the folder holds shards already.
+  ShardWriter(std::filesystem::path folder, std::uint64_t shard_bytes = std::uint64_t{256} << 20);
+  void add(const ShardSample& sample);  // throws SystemError: a full disk
+  void finish(const ShardInfo& info);   // blocks until all is on the disk; without it readers refuse the folder
+
+ private:
+  void close_shard();
+
+  std::filesystem::path folder_;
+  std::uint64_t shard_bytes_;
+  std::optional<AtomicFile> file_;  // the last shard, while it is open
+  std::uint64_t written_ = 0;       // to it
+  std::int64_t samples_ = 0;
+  std::vector<std::vector<std::uint64_t>> checksums_;  // of each shard's samples
+};
+
+class ShardReader {
+ public:
+  // path: a folder, or files, as open_dataset takes them. Reads all headers and targets. There are at least `classes`
+  // classes. Throws DataError naming the file: not finished, missing, cut, damaged, compressed, two images of a sample, no
+  // sample that can be read.
+  explicit ShardReader(std::filesystem::path path, std::int64_t classes = 0);
+
+  const ShardInfo& info() const { return info_; }
+  const ShardSample& first() const { return first_; }  // that can be read: it says what the others are like
+  std::int64_t size() const { return std::ssize(entries_); }
+  std::uint64_t bytes() const;  // of all shards
+  std::vector<std::int64_t> shard_sizes() const;
+
+  // Reads it into `scratch`. Throws DataError naming shard and offset: no target, no image or array, damaged.
+  ShardSample read(std::int64_t index, std::vector<std::uint8_t>& scratch) const;
+  void will_read(std::span<const std::int64_t> indices) const;  // starts reading them from the disk
+  std::string origin(std::int64_t index) const;
+
+ private:
+  struct Entry {
+    std::size_t shard;
+    std::uint64_t offset;  // of a file of the sample: its image or array, if it has one
+    std::uint64_t bytes = 0;
+    std::uint64_t checksum = 0;  // 0: not known
+    std::optional<std::int64_t> target{};
+    enum { kNone, kImage, kArray } kind = kNone;
+  };
+  void open_folder(const std::filesystem::path& description);
+  void add_shard(const std::filesystem::path& path);
+
+  std::filesystem::path path_;
+  ShardInfo info_;
+  std::vector<DataFile> shards_;
+  std::vector<Entry> entries_;
+  std::vector<std::uint8_t> scratch_;  // of first_
+  ShardSample first_;
+};
+
+std::uint64_t checksum_of(std::span<const std::uint8_t> content, std::int64_t target);  // of an image or array
+std::vector<std::filesystem::path> shards_in(const std::filesystem::path& folder);      // by name
+
+std::shared_ptr<const Dataset> dataset_of(std::shared_ptr<const ShardReader> samples,
+                                          const ImageTransforms& transforms);
+
+}  // namespace lockstep
