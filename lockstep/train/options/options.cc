@@ -161,14 +161,32 @@ std::vector<Option> strategy_table(TrainOptions& o) {
   };
 }
 
-// A number that some optimizers have. --optimizer comes first in the table, so the parser has chosen one by then.
+// Giving it is an error where it would have no effect. is_used: asks options that stand before it in the table, which the
+// parser has read by then.
+Option needs(const std::string& what, std::function<bool()> is_used, Option option) {
+  option.add = [=, name = option.name, add = option.add](CLI::App& app) {
+    add(app);
+    app.get_option(name)->check([=](const std::string&) {
+      require(is_used(), name + " has no effect with these options", concat("it needs ", what, "; else leave it out"));
+      return std::string();
+    });
+  };
+  return option;
+}
+
+std::string optimizers_with(const std::string& key) {
+  std::vector<std::string> names = optimizer_names();
+  std::erase_if(names, [&](const auto& name) { return !values_of(optimizer_options(name)).contains(key); });
+  return "--optimizer " + join(names, " or ");
+}
+
+// A number that some optimizers have.
 template <class Value>
 Option of_optimizer(const std::string& name, const std::string& key, OptimizerOptions& optimizer,
                     const std::string& help, Limits limits = {}) {
-  const auto get = [&optimizer, key]() -> Json {
-    const OptionValues values = values_of(optimizer);
-    const auto found = values.find(key);
-    return found == values.end() ? Json() : Json(static_cast<Value>(found->second));
+  const auto is_used = [&optimizer, key] { return values_of(optimizer).contains(key); };
+  const auto get = [=, &optimizer] {
+    return is_used() ? Json(static_cast<Value>(values_of(optimizer).at(key))) : Json();
   };
   const auto set = [&optimizer, key](const Value& value) {
     OptionValues values = values_of(optimizer);
@@ -176,9 +194,10 @@ Option of_optimizer(const std::string& name, const std::string& key, OptimizerOp
     optimizer = optimizer_options(name_of(optimizer), values);
   };
   const Option row{.name = name, .help = help, .on_resume = kSame, .value = get, .limits = limits};
-  if constexpr (std::is_same_v<Value, bool>) return switched(row, set);
+  const std::string what = optimizers_with(key);
+  if constexpr (std::is_same_v<Value, bool>) return needs(what, is_used, switched(row, set));
   const Json now = get();
-  return typed<Value>(row, set, now.is_null() ? "" : now.dump());
+  return needs(what, is_used, typed<Value>(row, set, now.is_null() ? "" : now.dump()));
 }
 
 constexpr Limits kBelowOne{.at_least = 0, .below = 1, .next = "such as 0.9"};
@@ -190,6 +209,7 @@ std::vector<Option> update_table(TrainOptions& o) {
   const auto choose = [&optimizer](const std::string& name) {
     optimizer = optimizer_options(name, values_of(optimizer));  // with the options that both have
   };
+  const auto drops = [&rate] { return rate.schedule == ScheduleKind::kStep; };
   return {
       common(choice(
           "--optimizer", optimizer_names(), [&optimizer] { return name_of(optimizer); }, choose, kSame, "update rule")),
@@ -208,14 +228,19 @@ std::vector<Option> update_table(TrainOptions& o) {
       option("--ema-decay", s.ema_decay, kSame, "also keep a moving average of the weights; 0: off",
              {.at_least = 0, .below = 1, .next = "such as 0.999"}),
       option("--lr-scaling", rate.scaling, kSame, "how --lr grows with the batch"),
-      option("--lr-base-batch-size", rate.base_batch_size, kSame, "the batch size that --lr is for", kFromOne),
+      needs(
+          "--lr-scaling", [&rate] { return rate.scaling != LrScaling::kNone; },
+          option("--lr-base-batch-size", rate.base_batch_size, kSame, "the batch size that --lr is for", kFromOne)),
       common(option("--schedule", rate.schedule, kSame, "how --lr falls")),
-      option("--lr-floor", rate.floor, kSame, "schedules linear and cosine: the share of --lr at which they end",
-             {.at_least = 0, .below = 1, .next = "such as 0.01"}),
+      needs(
+          "--schedule linear or cosine", [&rate] { return depends_on_epochs(rate.schedule); },
+          option("--lr-floor", rate.floor, kSame, "schedules linear and cosine: the share of --lr at which they end",
+                 {.at_least = 0, .below = 1, .next = "such as 0.01"})),
       common(option("--warmup-epochs", rate.warmup_epochs, kSame, "linear rise of --lr at the start")),
-      option("--drop-every-epochs", rate.drop_every_epochs, kSame, "schedule step only",
-             {.at_least = std::numeric_limits<double>::min(), .next = "give epochs, such as 30"}),
-      option("--drop-factor", rate.drop_factor, kSame, "schedule step only"),
+      needs("--schedule step", drops,
+            option("--drop-every-epochs", rate.drop_every_epochs, kSame, "schedule step only",
+                   {.at_least = std::numeric_limits<double>::min(), .next = "give epochs, such as 30"})),
+      needs("--schedule step", drops, option("--drop-factor", rate.drop_factor, kSame, "schedule step only")),
   };
 }
 

@@ -49,6 +49,10 @@ const std::map<std::string, Words> kInUse = {
     {"--beta1", {"--optimizer", "adam"}},
     {"--beta2", {"--optimizer", "adam"}},
     {"--eps", {"--optimizer", "adam"}},
+    {"--lr-base-batch-size", {"--lr-scaling", "linear"}},
+    {"--lr-floor", {"--schedule", "linear"}},
+    {"--drop-every-epochs", {"--schedule", "step"}},
+    {"--drop-factor", {"--schedule", "step"}},
     {"--kvstore", {"--strategy", "kvstore"}},
     {"--adapt-to-delay", {"--strategy", "kvstore"}},
     {"--staleness", {"--strategy", "kvstore", "--kvstore", "dist_bounded"}},
@@ -134,6 +138,24 @@ TEST(Options, have_the_same_defaults_for_every_optimizer) {
   EXPECT_EQ(lars.lr, 0.05);
   EXPECT_EQ(lars.momentum, 0.9);
   EXPECT_EQ(lars.weight_decay, 0);
+}
+
+TEST(Options, that_would_have_no_effect_are_refused) {
+  const auto expect = [](const Words& words, const std::string& needed) {
+    const std::string message = message_of<UsageError>([&] { parsed(words); });
+    EXPECT_TRUE(contains(message, "has no effect")) << message;
+    EXPECT_TRUE(contains(message, "it needs " + needed + ";")) << message;
+  };
+  expect({"--beta1", "0.9"}, "--optimizer adam or adamw or lamb");
+  expect({"--beta2", "0.9", "--optimizer", "rmsprop"}, "--optimizer adam or adamw or lamb");
+  expect({"--eps", "1e-8"}, "--optimizer adam or adamw or lamb or rmsprop or adagrad");
+  expect({"--optimizer", "adam", "--momentum", "0.9"}, "--optimizer sgd or lars or rmsprop");
+  expect({"--nesterov", "--optimizer", "lars"}, "--optimizer sgd");
+  expect({"--lr-floor", "0"}, "--schedule linear or cosine");
+  expect({"--drop-every-epochs", "1", "--schedule", "cosine"}, "--schedule step");
+  expect({"--drop-factor", "0.1"}, "--schedule step");
+  expect({"--lr-base-batch-size", "256"}, "--lr-scaling");
+  EXPECT_NO_THROW(parsed({"--lr-floor", "0.1", "--schedule", "cosine", "--beta1", "0.9", "--optimizer", "lamb"}));
 }
 
 TEST(Options, leave_an_optimizer_what_only_it_has) {
