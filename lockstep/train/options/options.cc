@@ -207,13 +207,14 @@ std::vector<Option> update_table(TrainOptions& o) {
   OptimizerOptions& optimizer = s.optimizer;
   LearningRateOptions& rate = o.learning_rate;
   const auto choose = [&optimizer](const std::string& name) {
-    optimizer = optimizer_options(name, values_of(optimizer));  // with the options that both have
+    if (name != name_of(optimizer)) optimizer = optimizer_options(name);
   };
   const auto drops = [&rate] { return rate.schedule == ScheduleKind::kStep; };
   return {
       common(choice(
           "--optimizer", optimizer_names(), [&optimizer] { return name_of(optimizer); }, choose, kSame, "update rule")),
-      common(of_optimizer<double>("--lr", "lr", optimizer, "learning rate", from_zero("give one such as 0.05"))),
+      common(of_optimizer<double>("--lr", "lr", optimizer, "learning rate; each optimizer has a default of its own",
+                                  from_zero("give one such as 0.05"))),
       common(of_optimizer<double>("--momentum", "momentum", optimizer, "sgd, lars and rmsprop")),
       of_optimizer<bool>("--nesterov", "nesterov", optimizer, "sgd only"),
       of_optimizer<double>("--beta1", "beta1", optimizer, "adam, adamw and lamb: of the mean gradient", kBelowOne),
