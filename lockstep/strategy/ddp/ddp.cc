@@ -153,12 +153,17 @@ class DistributedDataParallel::Impl {
     is_writing_ = true;
     const std::shared_ptr<void> ends(nullptr, [this](void*) { is_writing_ = false; });
     std::optional<ParameterBlock::Copies> copies;
-    if (block_) copies.emplace(*block_);
-    {
+    try {
+      if (block_) copies.emplace(*block_);
       const torch::NoGradGuard no_grad;
       write();
+      if (copies) copies->require_unseen();
+    } catch (const MismatchError&) {  // the other ranks have it, too
+      throw;
+    } catch (const std::exception& error) {
+      world_.abandon(concat("write_parameters() failed: ", error.what()));
+      throw;
     }
-    if (copies) copies->require_unseen();
     // Steps wait in this memory, too: a rank that is in one is named at once.
     if (layout_ == StepLayout::kPublished) memory_->barrier(signature_of(StepPhase::kParametersWritten, 0));
     guards_.require_same_values();

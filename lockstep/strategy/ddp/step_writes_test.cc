@@ -314,16 +314,39 @@ TEST(WriteParameters, may_write_other_values_and_the_first_ones_again) {
   });
 }
 
-TEST(WriteParameters, changes_nothing_in_shared_parameters_where_it_throws) {
-  const auto halve_after_a_failure = [](Trainer& trainer) {
-    const auto fail = [&] {
+// Throws in the last rank's write_parameters(). Its shared parameters must have the values of before.
+void fail_to_write(Trainer& trainer) {
+  const auto before = trainer.values();
+  try {
+    trainer.ddp.write_parameters([&] {
       trainer.net->parameters()[1].fill_(9);
-      throw std::runtime_error("a file that is not there");
-    };
-    EXPECT_THROW(trainer.ddp.write_parameters(fail), std::runtime_error);
-    trainer.ddp.write_parameters([&] { halve(trainer.net->parameters()); });
-  };
-  expect_halved(halve_after_a_failure, kSharedInSomeWay);
+      if (trainer.world.rank() == trainer.world.size() - 1) throw std::runtime_error("a file that is not there");
+    });
+  } catch (const std::exception&) {
+    const auto after = trainer.values();
+    for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(torch::equal(after[i], before[i]));
+    throw;
+  }
+}
+
+TEST(WriteParameters, that_throws_on_one_rank_changes_nothing_and_ends_the_others_by_name) {
+  for (const Sharing sharing : kSharedInSomeWay) {
+    const auto refused = errors(3, [&](World& world) {
+      Trainer trainer(world, sharing);
+      trainer.train(1);
+      fail_to_write(trainer);
+    });
+    EXPECT_TRUE(contains(refused[2], "a file that is not there"));
+    for (const int rank : {0, 1})
+      EXPECT_TRUE(contains(refused[rank], "rank 2 failed: write_parameters() failed: a file that is not there"));
+  }
+}
+
+TEST(WriteParameters, that_throws_on_the_only_rank_lets_it_go_on) {
+  World single = World::single();
+  Trainer trainer(single, Sharing::kShared);
+  EXPECT_THROW(fail_to_write(trainer), std::runtime_error);
+  EXPECT_NO_THROW(trainer.train(1));
 }
 
 TEST(WriteParameters, refuses_values_that_differ_and_names_parameter_and_ranks) {

@@ -359,8 +359,8 @@ class DistributedDataParallel(nn.Module):
 
         Blocks until all ranks have written. Where ranks share parameters, each writes into copies, which write() may read, too:
         as many bytes for each rank as the parameters. A view of numpy's must not be kept. Where write() raises, shared parameters
-        have the values of before. Raises MismatchError on all ranks: a parameter's values differ; UsageError:
-        one was written by hand before, or through numpy's view from before."""
+        have the values of before, and the other ranks get PeerLost. Raises MismatchError on all ranks: a parameter's values
+        differ; UsageError: one was written by hand before, or through numpy's view from before."""
         results = []
         self._replica.write_parameters(lambda: results.append(write()))
         return results[0]
