@@ -109,6 +109,17 @@ class Towers(unittest.TestCase):
         towers.average(devices, blocks, [1, 2])
         expect(nets[0][0].weight, torch.full((9, 6), 4.5, dtype=torch.float64))
 
+    def test_blocks_keep_strides(self):
+        net = nn.Conv2d(3, 4, 5).to(memory_format=torch.channels_last)
+        before = net.weight.detach().clone()
+        blocks = towers.flat_blocks([net])
+        self.assertEqual(net.weight.stride(), before.stride())
+        expect(net.weight, before)
+        blocks[0].zero_()
+        self.assertTrue(net.weight.eq(0).all() and net.bias.eq(0).all())
+        net.weight.data = torch.ones(4, 3, 5, 10)[..., ::2]
+        expect_error(lockstep.UsageError, "gaps in memory", lambda: towers.flat_blocks([net]))
+
     def test_devices_have_threads_that_go_on_while_this_one_waits(self):
         devices = lockstep.Devices(2)
         meet = threading.Barrier(2, timeout=60)

@@ -187,16 +187,19 @@ def combine_gradients(towers: Sequence[Tower]) -> list[tuple[torch.Tensor, torch
 
 
 def flat_blocks(nets: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """Moves the trained parameters of each net into one block of shape (values), and returns the blocks. Names, shapes and values
-    stay. Raises UsageError: parameters of several dtypes, or of 16 bits."""
+    """Moves the trained parameters of each net into one block of shape (values), and returns the blocks. Names, shapes, strides and
+    values stay. Raises UsageError: parameters of several dtypes, of 16 bits, or with gaps in memory."""
     blocks = []
     for net in nets:
         parameters = _trained(net)
         if len(dtypes := {each.dtype for each in parameters}) != 1 or parameters[0].itemsize < 4:
             _C.usage_error(f"flat_blocks() of parameters of {len(dtypes)} dtypes, or of 16 bits", next="keep all in float32; torch.autocast computes in others")
-        blocks.append(torch.cat([each.detach().reshape(-1) for each in parameters]))
+        in_memory = [each.detach().permute(sorted(range(each.dim()), key=each.stride, reverse=True)) for each in parameters]
+        if not all(each.is_contiguous() for each in in_memory):
+            _C.usage_error("flat_blocks() of a parameter with gaps in memory", next="call .contiguous() on it before the module registers it")
+        blocks.append(torch.cat([each.reshape(-1) for each in in_memory]))
         for each, part in zip(parameters, blocks[-1].split([each.numel() for each in parameters])):
-            each.data = part.view(each.shape)
+            each.data = part.as_strided(each.shape, each.stride())
     return blocks
 
 
