@@ -40,8 +40,8 @@ struct PhaseTimes {
 
 enum class StrategyKind { kSingle, kDdp, kTowers, kDataParallel, kKVStore, kAveraging, kPipeline };
 
-// The dtype of forward and backward; parameters, gradients and the update stay in float32.
-enum class Precision { kFloat32, kBFloat16 };
+// The dtype of forward and backward; parameters, gradients and the update stay in float32. kFloat16: single and ddp.
+enum class Precision { kFloat32, kBFloat16, kFloat16 };
 
 struct DdpOptions {
   bool share_parameters = true;  // one copy per machine (lockstep/ddp.h)

@@ -16,7 +16,8 @@ namespace lockstep {
 
 template <>
 inline constexpr std::array kNames<Precision> = {Named{"float32", Precision::kFloat32},
-                                                 Named{"bfloat16", Precision::kBFloat16}};
+                                                 Named{"bfloat16", Precision::kBFloat16},
+                                                 Named{"float16", Precision::kFloat16}};
 
 template <>
 inline constexpr std::array kNames<std::optional<Layout>> = {

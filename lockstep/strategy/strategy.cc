@@ -100,19 +100,25 @@ Task recomputed(Task task, const StrategyOptions& options) {
   return task;
 }
 
-// Computes in bfloat16 while parameters, their gradients and the update stay in float32: matrix products and
-// convolutions take bfloat16; sums that need more take float32, as autocast's lists say (PyTorch's torch.amp); the
+// Computes in 16 bits while parameters, their gradients and the update stay in float32: matrix products and
+// convolutions take 16 bits; sums that need more take float32, as autocast's lists say (PyTorch's torch.amp); the
 // output becomes float32, so the loss is computed in it. Micikevicius et al., "Mixed Precision Training" (2018);
-// bfloat16 has float32's range and needs no loss scaling (Kalamkar et al., 2019).
+// bfloat16 has float32's range and needs no loss scaling (Kalamkar et al., 2019). With float16 the strategy scales the loss.
 Task in_precision(Task task, const StrategyOptions& options) {
   if (options.precision == Precision::kFloat32) return task;
   if (options.kind == StrategyKind::kPipeline)
     throw UsageError(
         {.what = "strategy pipeline runs the pieces of a model, which compute in the precision of their parameters",
          .next = "leave precision float32, or choose another strategy"});
-  task.forward = [forward = task.forward](torch::nn::Module& model, const torch::Tensor& data) {
+  if (options.precision == Precision::kFloat16 && options.kind != StrategyKind::kSingle &&
+      options.kind != StrategyKind::kDdp)
+    throw UsageError({.what = concat("--precision float16 with strategy ", strategy_info(options.kind).name),
+                      .likely = "it does not scale the loss, without which small gradients vanish",
+                      .next = "single and ddp do; bfloat16 needs no scale"});
+  const at::ScalarType dtype = options.precision == Precision::kFloat16 ? at::kHalf : at::kBFloat16;
+  task.forward = [forward = task.forward, dtype](torch::nn::Module& model, const torch::Tensor& data) {
     AutocastSetting setting = AutocastSetting::now();
-    setting.of_device[data.device().type()] = {true, at::kBFloat16};
+    setting.of_device[data.device().type()] = {true, dtype};
     const AutocastGuard guard(setting);
     return forward(model, data).to(torch::kFloat32);
   };

@@ -17,6 +17,7 @@ namespace {
 // The reason why no other strategy can do what was asked for.
 std::optional<std::string> why_ddp(const TrainOptions& options) {
   if (options.max_restarts > 0 || options.min_ranks > 0) return "lost ranks are to be replaced, so ranks are processes";
+  if (options.strategy.precision == Precision::kFloat16) return "not every strategy has --precision float16";
   if (options.strategy.ddp.virtual_shards > 0) return "--virtual-shards is an option of ddp";
   if (options.strategy.accumulate > 1 || !options.strategy.no_decay.empty())
     return "not every strategy has --accumulate and --no-decay";

@@ -146,6 +146,7 @@ class ResumingWith : public ::testing::TestWithParam<StrategyCase> {};
 INSTANTIATE_TEST_SUITE_P(
     Strategies, ResumingWith,
     ::testing::Values(
+        StrategyCase{"float16", [](auto& o) { o.precision = Precision::kFloat16; }},
         StrategyCase{"towers", [](auto& o) { o.kind = StrategyKind::kTowers, o.devices = 2; }},
         StrategyCase{"towers_updated_on_the_cpu",
                      [](auto& o) { o.kind = StrategyKind::kTowers, o.devices = 3, o.towers.update = UpdateOn::kCpu; }},

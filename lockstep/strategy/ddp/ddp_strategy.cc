@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // `ddp` and `single`: a replica of the model in every rank, kept equal by DistributedDataParallel (lockstep/ddp.h).
+#include <cstring>
 #include <optional>
 
 #include "lockstep/collective/gpus.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/ddp.h"
+#include "lockstep/gradient_scaler.h"
 #include "lockstep/sampler.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
 #include "lockstep/strategy/devices/thread_generator.h"
@@ -30,6 +32,11 @@ class DdpStrategy : public ReplicaStrategy {
               .virtual_shards = options.ddp.virtual_shards}) {
     seed_steps(options.seed, world.rank());  // dropout differs between ranks
     if (options.ddp.virtual_shards > 0) generator_.emplace(options.seed);
+    if (options.precision != Precision::kFloat16) return;
+    scaler_.emplace();
+    optimizer().set_loss_scale(scaler_->current_scale());  // now, for its error
+    scaler_state_ = torch::empty({std::ssize(scaler_->state())}, torch::kUInt8);
+    save_scaler();
   }
 
   BatchTotals forward_backward(const Batch& batch) override {
@@ -42,13 +49,24 @@ class DdpStrategy : public ReplicaStrategy {
   }
 
   void update() override {
-    in_phase(Phase::kUpdate, [&] { optimizer().step(); });
+    in_phase(Phase::kUpdate, [&] {
+      if (!scaler_)
+        optimizer().step();
+      else
+        scaler_->step(optimizer());
+    });
+    save_scaler();
     ++step_;
   }
 
   void restored(std::int64_t step) override {
     ddp_.parameters_written();
     step_ = step;
+    if (scaler_) scaler_->set_state({static_cast<const char*>(scaler_state_.const_data_ptr()), scaler_state_.nbytes()});
+  }
+
+  std::vector<NamedTensor> state() override {
+    return scaler_ ? std::vector<NamedTensor>{{"gradient_scaler", scaler_state_}} : std::vector<NamedTensor>();
   }
 
   std::vector<NamedTensor> own_state() override { return hook_ ? hook_->state() : std::vector<NamedTensor>(); }
@@ -57,12 +75,21 @@ class DdpStrategy : public ReplicaStrategy {
   }
 
   Report report() const override {
-    if (world_.size() == 1) return {};
+    Report report;
+    if (scaler_) report = {{"loss_scale", scaler_->current_scale()}};
+    if (world_.size() == 1) return report;
     const auto statistics = ddp_.statistics();
-    return {{"exchanged_bytes", statistics.bytes}, {"exchange_overlap", statistics.overlap()}};
+    report.insert(report.end(), {{"exchanged_bytes", statistics.bytes}, {"exchange_overlap", statistics.overlap()}});
+    return report;
   }
 
  private:
+  void save_scaler() {
+    if (!scaler_) return;
+    const std::string state = scaler_->state();
+    std::memcpy(scaler_state_.mutable_data_ptr(), state.data(), state.size());
+  }
+
   // This rank's shards one after another, each with random numbers that depend on nothing but seed, step and shard.
   void compute_shards(const Batch& batch) {
     const std::int64_t all = sum_over(world_, batch.size());
@@ -97,7 +124,7 @@ class DdpStrategy : public ReplicaStrategy {
       loss = in_phase(Phase::kForward, [&] { return task_.loss(forward(batch.data), batch.target); });
     }
     const Stopwatch watch;
-    ddp_.backward(loss, batch.size(), 1.0 / options_.accumulate);
+    ddp_.backward(loss, batch.size(), (scaler_ ? scaler_->current_scale() : 1) / options_.accumulate);
     phases_.backward += watch.seconds() - ddp_.exchange_seconds();
     phases_.exchange += ddp_.exchange_seconds();
   }
@@ -107,6 +134,8 @@ class DdpStrategy : public ReplicaStrategy {
   std::shared_ptr<CommunicationHook> hook_;  // null: gradients are not compressed
   DistributedDataParallel ddp_;
   std::optional<ThreadGenerator> generator_;  // with virtual shards: dropout depends on seed, step and shard alone
+  std::optional<GradientScaler> scaler_;      // with float16
+  torch::Tensor scaler_state_;                // of which checkpoints keep this
   std::int64_t step_ = 0;
 };
 

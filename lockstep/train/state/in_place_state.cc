@@ -45,7 +45,8 @@ SafetensorsReader own_state_of(const std::vector<JobMemory::Kept>& kept, int ran
 std::unique_ptr<InPlaceState> InPlaceState::of(JobMemory& memory, const World& world, Strategy& strategy,
                                                const TrainOptions& options) {
   const std::string manifest = strategy.optimizer().manifest();
-  if (!is_so_on_all(world, !manifest.empty())) return nullptr;
+  // publish() comes before the update, which changes the strategy's own state.
+  if (!is_so_on_all(world, !manifest.empty() && strategy.state().empty())) return nullptr;
   if (world.rank() == 0) {
     const UniqueFd fd(::memfd_create("lockstep manifest", MFD_CLOEXEC));
     if (!fd || !write_all(fd.get(), concat(program_identity(), "\n", manifest)))
