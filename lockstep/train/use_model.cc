@@ -21,12 +21,13 @@ namespace {
 
 // --from-step, else the best one that a run with --keep-best has, else the newest.
 LoadedCheckpoint checkpoint_to_use(const TrainOptions& options) {
-  if (options.from_step > 0) return find_checkpoint(options.checkpoint_dir, options.from_step);
-  LoadedCheckpoint newest = find_checkpoint(options.checkpoint_dir);
+  const std::string& path = options.checkpoint_dir;
+  if (options.from_step > 0) return find_checkpoint(path, options.from_step);
+  if (std::filesystem::is_regular_file(path)) return find_checkpoint(path);
+  const LoadedCheckpoint newest = find_checkpoint(path, std::nullopt, Checksum::kTrusted);
   const Position position = saved_run(newest.file.metadata()).position;
   const bool has_better = position.best_step >= 0 && position.best_step != position.step;
-  if (!has_better || std::filesystem::is_regular_file(options.checkpoint_dir)) return newest;
-  return find_checkpoint(options.checkpoint_dir, position.best_step);
+  return find_checkpoint(path, has_better ? std::optional(position.best_step) : std::nullopt);
 }
 
 // The data that was asked for, else that of the training.
