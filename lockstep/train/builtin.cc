@@ -44,13 +44,6 @@ Datasets synthetic(DataSource source, const Task& task) {
   return open_dataset(source);
 }
 
-Batch first_sample(const Dataset& dataset) try {
-  const std::array<std::int64_t, 1> first{0};
-  return dataset.make_batch(first);
-} catch (const DataError&) {
-  return {};  // a damaged one: the loader says so, or skips it
-}
-
 // The samples of datasets, which have been opened for a task.
 SampleShape shape_of(const Datasets& datasets, const Task& task) {
   const Batch first = first_sample(*datasets.train);
@@ -64,6 +57,13 @@ SampleShape shape_of(const Datasets& datasets, const Task& task) {
 }
 
 }  // namespace
+
+Batch first_sample(const Dataset& dataset) try {
+  const std::array<std::int64_t, 1> first{0};
+  return dataset.make_batch(first);
+} catch (const DataError&) {
+  return {};
+}
 
 Datasets load_datasets(DataSource source, const Task& task) {
   if (task.make_data) return task.make_data(source.folder);

@@ -18,6 +18,9 @@ namespace lockstep {
 // its images or does not say what it takes, else synthetic data. Throws UsageError naming the datasets there are; DataError.
 Datasets load_datasets(DataSource source, const Task& task);
 
+// A batch of one sample; without tensors where that is damaged: the loader says so, or skips it.
+Batch first_sample(const Dataset& dataset);
+
 // The task with a model for the samples of these datasets, and this many classes (0: as many as the data has). Throws UsageError:
 // the model takes other samples.
 Task fitted(const Task& task, const Datasets& datasets, std::int64_t classes);

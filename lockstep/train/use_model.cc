@@ -44,8 +44,8 @@ Datasets data_to_use(TrainOptions& options, const SavedRun& run, const Fit& fit,
 }
 
 void require_samples(const Dataset& dataset, const Task& task, bool needs_targets) {
-  const std::array<std::int64_t, 1> first{0};
-  const Batch sample = dataset.make_batch(first);
+  const Batch sample = first_sample(dataset);
+  if (!sample.data.defined()) return;
   const auto sizes = sample.data.sizes().slice(1);
   if (!task.sample.sizes.empty() && !task.sample.tokens && sizes != torch::IntArrayRef(task.sample.sizes))
     throw DataError(
