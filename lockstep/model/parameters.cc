@@ -3,7 +3,9 @@
 
 #include <torch/csrc/utils/tensor_flatten.h>
 #include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/normalization.h>
 
+#include <algorithm>
 #include <map>
 #include <unordered_set>
 
@@ -46,6 +48,13 @@ MismatchError models_differ(int other, const std::string& mine, const std::strin
                         .here = world.describe(),
                         .likely = "a model whose construction depends on the rank, or another version of the program",
                         .next = "build the same model on every rank"});
+}
+
+// Scale and shift of a normalisation are vectors, but for a LayerNorm over several dimensions.
+bool is_norm(const torch::nn::Module& module) {
+  const auto is_vector = [](const torch::Tensor& parameter) { return parameter.dim() <= 1; };
+  return dynamic_cast<const torch::nn::LayerNormImpl*>(&module) != nullptr ||
+         std::ranges::all_of(module.parameters(/*recurse=*/false), is_vector);
 }
 
 }  // namespace
@@ -100,9 +109,10 @@ std::vector<torch::Tensor> norms_and_biases(const torch::nn::Module& model, cons
       throw UsageError({.what = concat("--no-decay ", kinds), .next = "give norm, bias, or norm,bias"});
   std::vector<torch::Tensor> found;
   for (const auto& module : model.modules()) {
-    const bool is_norm = wanted.contains("norm") && module->name().find("Norm") != std::string::npos;
+    const bool is_spared = wanted.contains("norm") && is_norm(*module);
     for (const auto& parameter : module->named_parameters(/*recurse=*/false))
-      if (is_norm || (wanted.contains("bias") && parameter.key().ends_with("bias"))) found.push_back(parameter.value());
+      if (is_spared || (wanted.contains("bias") && parameter.key().ends_with("bias")))
+        found.push_back(parameter.value());
   }
   return found;
 }

@@ -36,8 +36,8 @@ std::vector<torch::Tensor> tensors_of(const torch::nn::Module& model);
 // gradients are sparse.
 std::set<std::string> sparse_parameters(const torch::nn::Module& model);
 
-// The parameters of normalisation layers if `kinds` has "norm", and those called bias if it has "bias": "norm,bias", or one of
-// them. Throws UsageError.
+// The parameters of normalisation layers (modules whose own parameters are vectors, and LayerNorm) if `kinds` has "norm", and those
+// called bias if it has "bias": "norm,bias", or one of them. Throws UsageError.
 std::vector<torch::Tensor> norms_and_biases(const torch::nn::Module& model, const std::string& kinds);
 
 // The values in memory order as one dimension, without a copy: two tensors of the same shape and strides agree element

@@ -57,21 +57,28 @@ TEST(Accumulated, parts_train_as_whole_batches_do_in_other_strategies) {
   }
 }
 
+// A norm whose type does not say so.
+struct ScaleImpl : torch::nn::Module {
+  torch::Tensor gain = register_parameter("gain", torch::ones({4}));
+  torch::Tensor forward(const torch::Tensor& x) { return x / x.square().mean(-1, true).sqrt() * gain; }
+};
+TORCH_MODULE(Scale);
+
 // After a step with gradients of zero.
 TEST(NoDecay, leaves_norms_and_biases_as_they_are) {
   Task task = testing::small_task();
   task.make_model = [] {
     torch::nn::Sequential net(torch::nn::Linear(6, 8), torch::nn::LayerNorm(torch::nn::LayerNormOptions({8})),
-                              torch::nn::Linear(8, 4));
+                              torch::nn::Linear(8, 4), Scale());
     net->to(torch::kFloat64);
     return net.ptr();
   };
   task.loss = [](const torch::Tensor& output, const torch::Tensor&) { return 0 * output.sum(); };
   const std::map<std::string, std::set<std::string>> cases = {
       {"", {}},
-      {"norm", {"1.weight", "1.bias"}},
+      {"norm", {"1.weight", "1.bias", "3.gain"}},
       {"bias", {"0.bias", "1.bias", "2.bias"}},
-      {"norm,bias", {"0.bias", "1.weight", "1.bias", "2.bias"}}};
+      {"norm,bias", {"0.bias", "1.weight", "1.bias", "2.bias", "3.gain"}}};
   for (const auto kind : {StrategyKind::kDdp, StrategyKind::kTowers, StrategyKind::kAveraging})
     for (const auto& [no_decay, spared] : cases)
       run_ranks(kind == StrategyKind::kDdp ? 2 : 1, [&](World& world) {
