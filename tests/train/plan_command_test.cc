@@ -83,6 +83,12 @@ TEST(PlanCommand, SaysWhatIsWrongBeforeItMeasures) {
   EXPECT_EQ(plan_lenet({"--link-mbit", "0", "--machines", "2"}).exit_code, 2);
   EXPECT_EQ(plan_lenet({"--trace", folder.file("t.txt")}).exit_code, 2);
   EXPECT_EQ(plan_lenet({"--of", "ddp"}).exit_code, 2);
+  for (const Words& words :
+       {Words{"--accumulate", "2"}, Words{"--checkpoint-activations"}, Words{"--precision", "float16"}}) {
+    const Ended ended = plan_lenet(words);
+    EXPECT_EQ(ended.exit_code, 2);
+    EXPECT_TRUE(contains(ended.error, "lockstep plan with --")) << ended.error;
+  }
   const Ended nowhere = plan_lenet({"--profile", folder.file("missing/profile.json")});
   EXPECT_EQ(nowhere.exit_code, 1);
   EXPECT_FALSE(contains(nowhere.error, "measuring")) << nowhere.error;

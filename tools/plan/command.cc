@@ -37,11 +37,24 @@ struct PlanOptions {
   bool inexact = false;
 };
 
+// Not every strategy has these, and a profile's steps are made without them.
+void require_forecast(const StrategyOptions& options) {
+  const char* const what = options.accumulate > 1                     ? "--accumulate"
+                           : options.checkpoint_activations           ? "--checkpoint-activations"
+                           : options.precision == Precision::kFloat16 ? "--precision float16"
+                                                                      : nullptr;
+  if (what != nullptr)
+    throw UsageError(
+        {.what = concat("lockstep plan with ", what), .next = "leave it out, and compare the strategies without it"});
+}
+
 // The options of `lockstep train` that change what a step takes.
 std::vector<Option> training_options(TrainOptions& options) {
   static const std::set<std::string> kTaken = {
-      "--model",     "--classes", "--data",      "--data-dir", "--augment",  "--epochs",       "--batch-size",
-      "--precision", "--layout",  "--optimizer", "--momentum", "--nesterov", "--weight-decay", "--clip-norm"};
+      "--model",        "--classes",   "--data",       "--data-dir",
+      "--augment",      "--epochs",    "--batch-size", "--precision",
+      "--layout",       "--optimizer", "--momentum",   "--nesterov",
+      "--weight-decay", "--clip-norm", "--accumulate", "--checkpoint-activations"};
   std::vector<Option> all = option_table(options, {.models = model_names(), .datasets = dataset_kinds()});
   std::erase_if(all, [](const Option& option) { return !kTaken.contains(option.name); });
   return all;
@@ -195,6 +208,7 @@ int run_plan(PlanOptions options) {
   target.link_latency = options.link_microseconds * 1e-6;
   require_possible(target);
   check_options(options.train);
+  require_forecast(options.train.strategy);
   const Profile profile = profile_for(options, model_task(options.train.model));
   const std::vector<Forecast> all = forecast_all(profile, target);
   if (!options.trace.empty())
