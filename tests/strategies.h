@@ -118,16 +118,45 @@ inline Batch batch_of(int step, std::int64_t samples = kBatch) {
           torch::randint(0, 4, {samples}, generator, torch::kInt64)};
 }
 
+// `keep` says which numbers of a sample count, `weight` how much the sample counts in the loss.
+inline Task weighted_task() {
+  Task task = small_task();
+  task.forward = [](torch::nn::Module& model, const Batch& batch) {
+    return dynamic_cast<torch::nn::SequentialImpl&>(model).forward(batch.data * batch["keep"]);
+  };
+  task.loss = [](const torch::Tensor& output, const Batch& batch) {
+    const torch::Tensor of_samples = torch::cross_entropy_loss(output, batch.target, {}, at::Reduction::None);
+    return (of_samples * batch["weight"]).mean();
+  };
+  task.stages = [](torch::nn::Module& model) {
+    std::vector<Piece> pieces = pieces_of(dynamic_cast<torch::nn::SequentialImpl&>(model));
+    pieces.insert(pieces.begin(), {"keep", {}, [](const Tensors& x) { return Tensors{x[0] * x[1]}; }});
+    return pieces;
+  };
+  const auto weight_of_right = [](const torch::Tensor& output, const Batch& batch) {
+    return (output.argmax(1).eq(batch.target) * batch["weight"]).sum();
+  };
+  task.metrics.push_back({.name = "weight_of_right", .sum = weight_of_right});
+  return task;
+}
+
+inline Batch weighted_batch(int step) {
+  Batch batch = batch_of(step);
+  const torch::Tensor numbers = torch::arange(kBatch * 6).view({kBatch, 6}) + step;
+  batch.more = {{"keep", numbers.remainder(5).ne(0)}, {"weight", numbers.select(1, 0).to(torch::kFloat64) / 10}};
+  return batch;
+}
+
 // A rank's part of the global batch, as the loader cuts it.
 inline Batch part_of(const Batch& batch, const World& world) {
   const Range mine = even_part(batch.size(), world.rank(), world.size());
-  return {batch.data.slice(0, mine.begin, mine.end), batch.target.slice(0, mine.begin, mine.end)};
+  return batch.rows(mine.begin, mine.end);
 }
 
 // The same where some ranks train on nothing; `workers`: those that do.
 inline Batch part_of(const Batch& batch, const Strategy& strategy, const World& workers) {
   if (strategy.ranks(workers).has_data) return part_of(batch, workers);
-  return {batch.data.slice(0, 0, 0), batch.target.slice(0, 0, 0)};
+  return batch.rows(0, 0);
 }
 
 // What comes out of a few steps of training.

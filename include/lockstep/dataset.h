@@ -7,8 +7,6 @@
 // Ranks:   every rank has the same dataset; the sampler decides which samples each rank takes
 #pragma once
 
-#include <torch/types.h>
-
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -18,18 +16,12 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/batch.h"
+
 namespace lockstep {
 
 class BatchMemory;
 struct SampleOrder;
-
-// A rank's part of a global batch. data: (B, ...), float for images and tables, int64 for tokens; target: (B) int64
-// where the dataset has classes. B may be 0: a rank without samples still takes part in the step.
-struct Batch {
-  torch::Tensor data;
-  torch::Tensor target;
-  std::int64_t size() const { return target.defined() ? target.size(0) : 0; }
-};
 
 // Seconds that one thread spent on a batch.
 struct BatchTimes {

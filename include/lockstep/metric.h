@@ -14,12 +14,14 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/batch.h"
+
 namespace lockstep {
 
 struct Metric {
   std::string name;  // such as "top5_accuracy"
-  // The model's output and (B, ...) target -> what the batch adds: a tensor of `sizes`, on any device.
-  std::function<torch::Tensor(const torch::Tensor& output, const torch::Tensor& target)> sum;
+  // The model's output and (B, ...) target, or the batch -> what the batch adds: a tensor of `sizes`, on any device.
+  OutputFunction sum;
   std::vector<std::int64_t> sizes = {};  // empty: a scalar
   // (sum over the dataset, float64 on the CPU; number of samples) -> the figure, of any sizes. Empty: their quotient.
   std::function<torch::Tensor(const torch::Tensor& sum, std::int64_t samples)> value = nullptr;

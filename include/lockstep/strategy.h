@@ -160,8 +160,8 @@ class Strategy {
 
   // Returns the output with the current parameters, for validation. It is undefined where another rank has it (a
   // pipeline of ranks: the last stage); then all ranks of StrategyRanks::step call it, those of a pipeline's replica
-  // with the same data.
-  virtual torch::Tensor forward(const torch::Tensor& data) = 0;
+  // with the same batch.
+  virtual torch::Tensor forward(const Batch& batch) = 0;
 
   // In a pipeline of ranks, parameters and buffers of other stages are meta tensors.
   virtual torch::nn::Module& model() = 0;

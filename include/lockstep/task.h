@@ -47,8 +47,14 @@ Piece on_tensor(std::size_t index, Piece piece);
 // A piece for each module that the Sequential holds; each has to take one tensor and return one.
 std::vector<Piece> pieces_of(torch::nn::SequentialImpl& model);
 
-// Runs `data` through all pieces; returns the first tensor of the last one's output.
-torch::Tensor run_pieces(const std::vector<Piece>& pieces, const torch::Tensor& data);
+// What the first piece takes: the data, then Batch::more in the order of the names.
+Tensors inputs_of(const Batch& batch);
+
+// Runs them through all pieces; returns the first tensor of the last one's output.
+torch::Tensor run_pieces(const std::vector<Piece>& pieces, const Batch& batch);
+inline torch::Tensor run_pieces(const std::vector<Piece>& pieces, const torch::Tensor& data) {
+  return run_pieces(pieces, Batch{data});
+}
 
 // The trained parameters of the pieces' modules, each once.
 std::vector<torch::Tensor> parameters_of(const std::vector<Piece>& pieces);
@@ -93,12 +99,12 @@ struct CheckpointEvent {
 struct Task {
   // A fresh model on the CPU. Called with torch's generator seeded, once per replica: modules can't be cloned in C++.
   std::function<ModulePtr()> make_model;
-  // (B, ...) on the model's device -> the model's output
-  std::function<torch::Tensor(torch::nn::Module& model, const torch::Tensor& data)> forward;
-  // output and (B, ...) target -> the mean loss over the B samples, a scalar
-  std::function<torch::Tensor(const torch::Tensor& output, const torch::Tensor& target)> loss;
+  // model and (B, ...) data on its device, or the batch -> the model's output
+  BatchFunction<torch::nn::Module&, &Batch::data> forward;
+  // output and (B, ...) target on its device, or the batch, whose data may be elsewhere -> the mean loss over the B samples, a scalar
+  OutputFunction loss;
   // Counts the samples that the output has right, a scalar; empty: no accuracy is reported.
-  std::function<torch::Tensor(const torch::Tensor& output, const torch::Tensor& target)> correct = nullptr;
+  OutputFunction correct = nullptr;
   std::vector<Metric> metrics = {};  // more figures of a dataset
   // The data to train on, from --data-dir; empty: --data chooses one of lockstep's.
   std::function<Datasets(const std::string& data_dir)> make_data = nullptr;

@@ -47,9 +47,11 @@ struct Replica {
   torch::Device device = torch::kCPU;
   std::shared_ptr<LocalGradients> combined{};  // where replicas share variables: the first one's optimizer reads them
 
-  // data: on any device.
-  torch::Tensor forward(const Task& task, const torch::Tensor& data) const {
-    return task.forward(*model, in_layout(data.to(device), layout));
+  // batch: on any device.
+  torch::Tensor forward(const Task& task, const Batch& batch) const {
+    Batch here = batch.to(device);
+    here.data = in_layout(here.data, layout);
+    return task.forward(*model, here);
   }
 };
 using Replicas = std::vector<Replica>;  // one per device

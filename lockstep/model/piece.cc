@@ -31,8 +31,14 @@ std::vector<Piece> pieces_of(torch::nn::SequentialImpl& model) {
   return pieces;
 }
 
-torch::Tensor run_pieces(const std::vector<Piece>& pieces, const torch::Tensor& data) {
-  Tensors tensors = {data};
+Tensors inputs_of(const Batch& batch) {
+  Tensors inputs = {batch.data};
+  for (const auto& [name, tensor] : batch.more) inputs.push_back(tensor);
+  return inputs;
+}
+
+torch::Tensor run_pieces(const std::vector<Piece>& pieces, const Batch& batch) {
+  Tensors tensors = inputs_of(batch);
   for (const Piece& piece : pieces) tensors = piece.forward(tensors);
   return tensors.at(0);
 }

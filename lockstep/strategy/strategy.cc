@@ -94,8 +94,8 @@ Task recomputed(Task task, const StrategyOptions& options) {
       piece.forward = [forward = piece.forward](const Tensors& inputs) { return checkpoint(forward, inputs); };
     return pieces;
   };
-  task.forward = [stages = task.stages](torch::nn::Module& model, const torch::Tensor& data) {
-    return run_pieces(stages(model), data);
+  task.forward = [stages = task.stages](torch::nn::Module& model, const Batch& batch) {
+    return run_pieces(stages(model), batch);
   };
   return task;
 }
@@ -116,11 +116,11 @@ Task in_precision(Task task, const StrategyOptions& options) {
                       .likely = "it does not scale the loss, without which small gradients vanish",
                       .next = "single and ddp do; bfloat16 needs no scale"});
   const at::ScalarType dtype = options.precision == Precision::kFloat16 ? at::kHalf : at::kBFloat16;
-  task.forward = [forward = task.forward, dtype](torch::nn::Module& model, const torch::Tensor& data) {
+  task.forward = [forward = task.forward, dtype](torch::nn::Module& model, const Batch& batch) {
     AutocastSetting setting = AutocastSetting::now();
-    setting.of_device[data.device().type()] = {true, dtype};
+    setting.of_device[batch.data.device().type()] = {true, dtype};
     const AutocastGuard guard(setting);
-    return forward(model, data).to(torch::kFloat32);
+    return forward(model, batch).to(torch::kFloat32);
   };
   return task;
 }

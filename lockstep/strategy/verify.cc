@@ -36,8 +36,7 @@ std::vector<NamedTensor> trained(int ranks, Task task, const BatchOf& batch_of, 
     if (options.strategy.ddp.virtual_shards == 0) strategy->model().eval();
     for (int step = 0; step < options.steps; ++step) {
       const Batch part = part_of(batch_of(step), world.rank(), world.size());
-      strategy->forward_backward(options.double_precision ? Batch{in_float64(part.data), in_float64(part.target)}
-                                                          : part);
+      strategy->forward_backward(options.double_precision ? part.map(in_float64) : part);
       strategy->update();
     }
     if (world.rank() == 0)

@@ -145,11 +145,11 @@ Task fitted(const Task& task, const Datasets& datasets, std::int64_t classes) {
 }
 
 Task with_named_targets(Task task) {
-  task.loss = [loss = std::move(task.loss)](const torch::Tensor& output, const torch::Tensor& target) {
+  task.loss = [loss = std::move(task.loss)](const torch::Tensor& output, const Batch& batch) {
     try {
-      return loss(output, target);
+      return loss(output, batch);
     } catch (const c10::Error&) {
-      require_classes(output, target);
+      require_classes(output, batch.target);
       throw;
     }
   };

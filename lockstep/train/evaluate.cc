@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "lockstep/observe/phase_scope.h"
+#include "lockstep/strategy/devices/replica.h"
 
 namespace lockstep {
 namespace {
@@ -26,7 +27,7 @@ class EvaluationMode {
   std::vector<bool> trained_;
 };
 
-using Forward = std::function<torch::Tensor(const torch::Tensor& data)>;
+using Forward = std::function<torch::Tensor(const Batch& batch)>;
 
 constexpr std::int64_t kTotals = 3;
 
@@ -38,14 +39,14 @@ torch::Tensor evaluate_part(const Task& task, const Forward& forward, Loader& lo
   for (const Batch& batch : loader.epoch(0)) {
     if (batch.size() == 0) continue;
     const auto samples = static_cast<double>(batch.size());
-    const torch::Tensor output = forward(batch.data);
+    const torch::Tensor output = forward(batch);
     if (!output.defined()) continue;  // another rank has it
-    const torch::Tensor target = batch.target.to(output.device());
-    const double loss = task.loss(output, target).item<double>() * samples;
-    const double correct = task.correct ? task.correct(output, target).item<double>() : std::nan("");
+    const Batch judged = judged_on(output.device(), batch);
+    const double loss = task.loss(output, judged).item<double>() * samples;
+    const double correct = task.correct ? task.correct(output, judged).item<double>() : std::nan("");
     Tensors parts = {torch::tensor({loss, correct, samples}, torch::kFloat64)};
     for (const Metric& metric : task.metrics)
-      parts.push_back(metric.sum(output, target).to(torch::kCPU, torch::kFloat64).reshape({-1}));
+      parts.push_back(metric.sum(output, judged).to(torch::kCPU, torch::kFloat64).reshape({-1}));
     sums += torch::cat(parts);
   }
   return sums;
@@ -80,7 +81,7 @@ Evaluation evaluate(const World& world, const Task& task, torch::nn::Module& mod
                     const std::shared_ptr<const Dataset>& dataset, LoaderOptions options) {
   const auto parameters = model.parameters();
   const torch::Device device = parameters.empty() ? world.device() : parameters.front().device();
-  const auto forward = [&](const torch::Tensor& data) { return task.forward(model, data.to(device)); };
+  const auto forward = [&](const Batch& batch) { return task.forward(model, batch.to(device)); };
   return evaluate_on(world, world, task, forward, model, dataset, std::move(options));
 }
 
@@ -88,7 +89,7 @@ Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
                     const std::shared_ptr<const Dataset>& dataset, LoaderOptions options) {
   const PhaseScope validating(Phase::kValidating);
   strategy.synchronise();
-  const auto forward = [&](const torch::Tensor& data) { return strategy.forward(data); };
+  const auto forward = [&](const Batch& batch) { return strategy.forward(batch); };
   return evaluate_on(strategy.ranks(world).validation, world, task, forward, strategy.model(), dataset,
                      std::move(options));
 }

@@ -125,11 +125,14 @@ void evaluate_model(const World& world, const TrainOptions& options, const Task&
 }
 
 // Returns no outputs, but in the right shape, where a rank has no samples of a batch.
-torch::Tensor outputs_of(const Task& task, torch::nn::Module& model, const torch::Tensor& data) {
-  if (data.size(0) > 0) return task.forward(model, data).contiguous();
-  std::vector<std::int64_t> one = data.sizes().vec();
-  one[0] = 1;
-  return task.forward(model, torch::zeros(one, data.options())).narrow(0, 0, 0);
+torch::Tensor outputs_of(const Task& task, torch::nn::Module& model, const Batch& batch) {
+  if (batch.size() > 0) return task.forward(model, batch).contiguous();
+  const Batch one = batch.map([](const torch::Tensor& none) {
+    std::vector<std::int64_t> sizes = none.sizes().vec();
+    sizes[0] = 1;
+    return torch::zeros(sizes, none.options());
+  });
+  return task.forward(model, one).narrow(0, 0, 0);
 }
 
 void predict(const World& world, const TrainOptions& options, const Task& task, torch::nn::Module& model,
@@ -146,7 +149,7 @@ void predict(const World& world, const TrainOptions& options, const Task& task, 
   if (world.rank() == 0)
     file.emplace(options.output, dataset->size(), in_classes ? task.sample.classes : 0, facts.classes);
   for (const Batch& batch : loader.epoch(0)) {
-    const torch::Tensor all = world.all_gather_rows(outputs_of(task, model, batch.data));
+    const torch::Tensor all = world.all_gather_rows(outputs_of(task, model, batch));
     if (file) file->add(all.to(torch::kCPU));
   }
   if (!file) return;

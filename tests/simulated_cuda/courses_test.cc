@@ -180,7 +180,7 @@ TEST_P(StagesOfOneProcess, validate_the_model_that_they_train) {
   strategy->synchronise();
   const torch::NoGradGuard no_grad;
   strategy->model().eval(), one->model().eval();
-  EXPECT_TRUE(torch::allclose(strategy->forward(batch.data).cpu(), one->forward(batch.data), 1e-9, 1e-9));
+  EXPECT_TRUE(torch::allclose(strategy->forward(batch).cpu(), one->forward(batch), 1e-9, 1e-9));
 }
 
 // ---- Stages that are processes

@@ -106,17 +106,17 @@ void measure_pieces_of(const Subject& subject, const Datasets& data, Profile& pr
   const ModulePtr model = subject.task.make_model();
   const Layout layout = subject.strategy.layout.value_or(preferred_layout(*model, torch::kCPU));
   set_layout(*model, layout);
-  const Batch batch = batch_of(data, samples);
-  const torch::Tensor input = in_layout(batch.data, layout);
+  Batch batch = batch_of(data, samples);
+  batch.data = in_layout(batch.data, layout);
   std::vector<Piece> pieces;
   try {
     pieces = pieces_of(subject.task, *model);
   } catch (const UsageError&) {
     return;
   }
-  Tensors tensors = {input};
+  Tensors tensors = inputs_of(batch);
   const std::vector<double> seconds = measure_pieces(pieces, *model, tensors);
-  tensors = {input};
+  tensors = inputs_of(batch);
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     tensors = as_leaves(pieces[i].forward(tensors));
     profile.pieces.push_back({.name = pieces[i].name,

@@ -28,7 +28,7 @@ CopiedBatch start_copy(Batch batch, const std::optional<c10::Stream>& stream) {
   const torch::Device device = stream->device();
   return on_device(device, [&] {
     const c10::StreamGuard guard(*stream);
-    CopiedBatch result{{batch.data.to(device, /*non_blocking=*/true), batch.target.to(device, /*non_blocking=*/true)},
+    CopiedBatch result{batch.map([&](const torch::Tensor& each) { return each.to(device, /*non_blocking=*/true); }),
                        std::make_shared<c10::Event>(device.type())};
     result.copied->record(*stream);
     return result;
@@ -41,9 +41,10 @@ Batch receive(CopiedBatch arriving) {
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   arriving.copied->block(stream);
   // The allocator must not hand the memory out again on the copying stream while the step still reads it.
-  arriving.batch.data.record_stream(stream);
-  arriving.batch.target.record_stream(stream);
-  return std::move(arriving.batch);
+  return arriving.batch.map([&](torch::Tensor each) {
+    each.record_stream(stream);
+    return each;
+  });
 }
 
 }  // namespace lockstep

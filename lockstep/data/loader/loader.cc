@@ -31,15 +31,6 @@ SamplerOptions sampler_options(const LoaderPlace& place, const Dataset& dataset,
           .order = options.order || !options.shuffle ? options.order : dataset.shuffled_order()};
 }
 
-Batch joined(const std::vector<Batch>& parts) {
-  std::vector<torch::Tensor> data, target;
-  for (const Batch& part : parts) {
-    data.push_back(part.data);
-    target.push_back(part.target);
-  }
-  return {torch::cat(data), torch::cat(target)};
-}
-
 }  // namespace
 
 void check_loader(const LoaderOptions& options) {
@@ -114,7 +105,7 @@ struct EpochBatches {
       }
     }
     request.indices = {};
-    return good.empty() ? dataset->assemble(request) : joined(good);
+    return good.empty() ? dataset->assemble(request) : concatenated(good);
   }
 
   void skip(const DataError& error) {

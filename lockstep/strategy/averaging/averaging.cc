@@ -105,8 +105,8 @@ class Averaging : public ReplicaStrategy {
                           [task = task_, most = std::int64_t{accumulate_}](const Replica& replica, const Batch& mine) {
                             torch::Tensor mean = torch::zeros({}, replica.device);
                             for (const Batch& part : parts_of(mine, to_int(std::min(most, mine.size())))) {
-                              const torch::Tensor loss = task.loss(replica.forward(task, part.data), part.target) *
-                                                         fraction(part.size(), mine.size());
+                              const torch::Tensor loss =
+                                  task.loss(replica.forward(task, part), part) * fraction(part.size(), mine.size());
                               loss.backward();
                               mean = mean + loss.detach();
                             }

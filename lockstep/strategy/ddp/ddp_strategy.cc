@@ -100,8 +100,7 @@ class DdpStrategy : public ReplicaStrategy {
       const std::uint64_t seed = mix_seed(mix_seed(options_.seed, step_), shard);
       generator_->seed(seed);
       if (!world_.device().is_cpu()) seed_gpu(world_.device(), seed);
-      forward_and_backward({batch.data.slice(0, part.begin - before_mine, part.end - before_mine),
-                            batch.target.slice(0, part.begin - before_mine, part.end - before_mine)});
+      forward_and_backward(batch.rows(part.begin - before_mine, part.end - before_mine));
     }
   }
 
@@ -119,9 +118,8 @@ class DdpStrategy : public ReplicaStrategy {
   void forward_and_backward(const Batch& batch) {
     torch::Tensor loss;
     if (batch.size() > 0) {
-      require_device(batch.data, world_.device(), "the batch");
-      require_device(batch.target, world_.device(), "the target");
-      loss = in_phase(Phase::kForward, [&] { return task_.loss(forward(batch.data), batch.target); });
+      require_device(batch, world_.device());
+      loss = in_phase(Phase::kForward, [&] { return task_.loss(forward(batch), batch); });
     }
     const Stopwatch watch;
     ddp_.backward(loss, batch.size(), (scaler_ ? scaler_->current_scale() : 1) / options_.accumulate);

@@ -31,11 +31,11 @@ struct Loss {
   torch::Tensor gradient;  // of the gathered outputs
 };
 
-Loss loss_on_device_0(Devices& devices, const Task& task, const torch::Tensor& gathered, const torch::Tensor& target) {
+Loss loss_on_device_0(Devices& devices, const Task& task, const torch::Tensor& gathered, const Batch& batch) {
   const auto found = std::make_shared<Loss>();
-  devices.run([found, task, gathered, target](Device& device) {
+  devices.run([found, task, gathered, batch](Device& device) {
     if (device.index() != 0) return;
-    const torch::Tensor loss = task.loss(gathered, target.to(device.where()));
+    const torch::Tensor loss = task.loss(gathered, judged_on(device.where(), batch));
     loss.backward();
     *found = {loss.item<double>(), gathered.grad()};
   });
@@ -55,10 +55,10 @@ class DataParallelStrategy : public ReplicaStrategy {
     const Loss loss = in_phase(Phase::kForward, [&] {
       outputs = run_replicas(
           *devices_, replicas_, parts_for_devices(batch),
-          [task = task_](const Replica& replica, const Batch& part) { return replica.forward(task, part.data); });
+          [task = task_](const Replica& replica, const Batch& part) { return replica.forward(task, part); });
       const torch::Tensor gathered = gather(outputs, devices_->where(0)).requires_grad_();
       gathered_bytes_ = std::max(gathered_bytes_, gathered.nbytes());
-      return loss_on_device_0(*devices_, task_, gathered, batch.target);
+      return loss_on_device_0(*devices_, task_, gathered, batch);
     });
     in_phase(Phase::kBackward, [&] { scatter_and_run_backward(*devices_, outputs, loss.gradient); });
     return {.samples = batch.size(), .mean_loss = loss.value};

@@ -21,18 +21,17 @@ class DataParallel::Impl {
 
   torch::nn::Module& module() const { return *replicas_.front().model; }
 
-  torch::Tensor forward(const torch::Tensor& data) {
-    if (data.size(0) == 0)
+  torch::Tensor forward(const Batch& batch) {
+    if (batch.size() == 0)
       throw UsageError({.what = "DataParallel::forward() of no samples", .next = "skip the batch"});
     replicate();
     const auto forward_as_caller = [task = task_, grad = at::GradMode::is_enabled()](const Replica& replica,
                                                                                      const Batch& part) {
       const torch::AutoGradMode mode(grad);
-      return replica.forward(task, part.data);
+      return replica.forward(task, part);
     };
-    const Tensors outputs =
-        run_replicas(devices_, replicas_, split_and_load(Batch{data, data}, devices_), forward_as_caller,
-                     /*clears_gradients=*/false);
+    const Tensors outputs = run_replicas(devices_, replicas_, split_and_load(batch, devices_), forward_as_caller,
+                                         /*clears_gradients=*/false);
     torch::Tensor gathered = gather(outputs, devices_.where(0));
     if (!at::GradMode::is_enabled()) return gathered;
     gathered.requires_grad_();
@@ -109,7 +108,7 @@ DataParallel::DataParallel(const Task& task, Devices& devices, std::uint64_t see
     : impl_(std::make_unique<Impl>(task, devices, seed)) {}
 DataParallel::~DataParallel() = default;
 torch::nn::Module& DataParallel::module() const { return impl_->module(); }
-torch::Tensor DataParallel::forward(const torch::Tensor& data) { return impl_->forward(data); }
+torch::Tensor DataParallel::forward(const Batch& batch) { return impl_->forward(batch); }
 void DataParallel::backward(const torch::Tensor& loss) { impl_->backward(loss); }
 
 }  // namespace lockstep

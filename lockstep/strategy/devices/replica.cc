@@ -177,13 +177,26 @@ void require_one_process(const World& world, const StrategyOptions& options) {
                     .next = "give --ranks without a launcher, or choose --strategy ddp or averaging"});
 }
 
+void require_device(const Batch& batch, torch::Device device) {
+  if (batch.data.defined()) require_device(batch.data, device, "the batch");
+  if (batch.target.defined()) require_device(batch.target, device, "the target");
+  for (const auto& [name, tensor] : batch.more) require_device(tensor, device, name);
+}
+
+Batch judged_on(torch::Device device, const Batch& batch) {
+  Batch judged = Batch{{}, batch.target, batch.more}.to(device);
+  judged.data = batch.data;
+  return judged;
+}
+
 torch::Tensor part_of(const torch::Tensor& tensor, int index, int parts) {
   const Range part = even_part(tensor.size(0), index, parts);
   return tensor.slice(0, part.begin, part.end);
 }
 
 Batch part_of(const Batch& batch, int index, int parts) {
-  return {part_of(batch.data, index, parts), part_of(batch.target, index, parts)};
+  const Range part = even_part(batch.size(), index, parts);
+  return batch.rows(part.begin, part.end);
 }
 
 std::vector<Batch> parts_of(const Batch& batch, int parts) {
@@ -196,7 +209,7 @@ std::vector<CopiedBatch> start_parts(const Devices& devices, const Batch& batch)
   std::vector<CopiedBatch> parts;
   for (int i = 0; i < devices.size(); ++i) {
     Batch part = part_of(batch, i, devices.size());
-    if (!devices.on_gpus()) part = {part.data.to(torch::kCPU), part.target.to(torch::kCPU)};
+    if (!devices.on_gpus()) part = part.to(torch::kCPU);
     const torch::Device where = devices.where(i);
     parts.push_back(start_copy(std::move(part), copy_stream(where)));
   }

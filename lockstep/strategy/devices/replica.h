@@ -92,6 +92,12 @@ std::vector<CopiedBatch> start_parts(const Devices& devices, const Batch& batch)
 // Returns parts that work may use which is queued from now on, on the GPUs' default streams.
 std::vector<Batch> receive_parts(std::vector<CopiedBatch> parts);
 
+// Throws DeviceError: one of the batch's tensors is elsewhere.
+void require_device(const Batch& batch, torch::Device device);
+
+// The batch for a loss on `device`; its data stays where it is.
+Batch judged_on(torch::Device device, const Batch& batch);
+
 // Part `index` of `parts`: contiguous in dimension 0, as even as possible, maybe empty; a view.
 torch::Tensor part_of(const torch::Tensor& tensor, int index, int parts);
 Batch part_of(const Batch& batch, int index, int parts);

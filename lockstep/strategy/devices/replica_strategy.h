@@ -34,7 +34,7 @@ inline std::unique_ptr<Devices> make_devices(const World& world, const StrategyO
 
 class ReplicaStrategy : public Strategy {
  public:
-  torch::Tensor forward(const torch::Tensor& data) override { return replicas_.front().forward(task_, data); }
+  torch::Tensor forward(const Batch& batch) override { return replicas_.front().forward(task_, batch); }
   torch::nn::Module& model() override { return *replicas_.front().model; }
   Optimizer& optimizer() override { return *replicas_.front().optimizer; }
   const PhaseTimes& phases() const override { return phases_; }

@@ -86,14 +86,14 @@ std::vector<Batch> split_and_load(const Batch& batch, const Devices& devices, Un
 
 Tensors split_and_load(const torch::Tensor& data, const Devices& devices, Uneven uneven) {
   Tensors parts;
-  for (const Batch& part : split_and_load({data, data}, devices, uneven)) parts.push_back(part.data);
+  for (const Batch& part : split_and_load(Batch{data}, devices, uneven)) parts.push_back(part.data);
   return parts;
 }
 
 Tensors tower_losses(Devices& devices, const Task& task, const Replicas& replicas, const std::vector<Batch>& shards,
                      bool clears_gradients) {
   const auto loss = [task](const Replica& replica, const Batch& shard) {
-    return task.loss(replica.forward(task, shard.data), shard.target);
+    return task.loss(replica.forward(task, shard), shard);
   };
   return run_replicas(devices, replicas, shards, loss, clears_gradients);
 }

@@ -189,7 +189,7 @@ TEST_P(TowersOfSize, split_a_tensor_and_give_the_sum_of_gradients) {
   const auto combined = combined_gradients(replicas);
   Replica one = make_replica(small_task(), towers(1));
   copy_model(*replicas[0].model, *one.model);
-  small_task().loss(one.forward(small_task(), batch.data), batch.target).backward();
+  small_task().loss(one.forward(small_task(), batch), batch.target).backward();
   ASSERT_EQ(combined.size(), one.model->parameters().size());
   for (std::size_t i = 0; i < combined.size(); ++i) {
     EXPECT_TRUE(combined[i].variable.is_same(replicas[0].model->parameters()[i]));

@@ -78,12 +78,12 @@ class LocalPipeline : public Pipeline {
   }
 
   // No GPU has the whole model: through all stages of the first replica.
-  torch::Tensor forward(const torch::Tensor& data) override {
-    if (!on_gpus()) return ReplicaStrategy::forward(data);
+  torch::Tensor forward(const Batch& batch) override {
+    if (!on_gpus()) return ReplicaStrategy::forward(batch);
     follow_mode();
     Tensors outputs;
-    for (const torch::Tensor& part : in_micro_batches(data)) {
-      Tensors tensors = {part.to(devices_->where(0))};
+    for (const Batch& part : in_micro_batches(batch)) {
+      Tensors tensors = inputs_of(part.to(devices_->where(0)));
       for (int device = 0; device < stages_; ++device)
         on_device(devices_->where(device),
                   [&] { tensors = through(pieces(device), received_on(devices_->where(device), tensors)); });
@@ -93,8 +93,8 @@ class LocalPipeline : public Pipeline {
   }
 
  protected:
-  std::vector<double> seconds_of_pieces(const torch::Tensor& first) override {
-    const auto tensors = std::make_shared<Tensors>(Tensors{first.to(devices_->where(0))});
+  std::vector<double> seconds_of_pieces(const Batch& first) override {
+    const auto tensors = std::make_shared<Tensors>(inputs_of(first.to(devices_->where(0))));
     const auto all = std::make_shared<std::vector<double>>();
     for (int stage = 0; stage < stages_; ++stage)  // one after the other
       devices_->run([=, part = parts_[stage], pieces = pieces(stage)](Device& device) {
@@ -135,8 +135,9 @@ class LocalPipeline : public Pipeline {
     const auto work = std::make_shared<IntVector<StageWork>>();
     for (int i = 0; i < devices_->size(); ++i) {
       const int replica = i / stages_;
-      const Batch part{copied[to_size(2 * replica)].data, copied[to_size(2 * replica + 1)].target};
-      work->push_back(work_of(replica, i % stages_, part, samples));
+      const Batch &first = copied[to_size(2 * replica)], &last = copied[to_size(2 * replica + 1)];
+      const int stage = i % stages_;
+      work->push_back(work_of(replica, stage, {first.data, last.target, (stage == 0 ? first : last).more}, samples));
       work->back().pieces = pieces(i);
       work->back().device = devices_->where(i);
       work->back().waits = true;
@@ -162,7 +163,7 @@ class LocalPipeline : public Pipeline {
     for (PlacedTensor& each : parameters_) each.whole.mutable_grad() = each.first().grad();
   }
 
-  // A device gets only what it needs: the first one of a replica the data, the last one the targets.
+  // A device gets only what it needs: the first one of a replica the data, the last one the targets, both what is more.
   std::vector<CopiedBatch> start_copies(const Batch& batch) const override {
     std::vector<CopiedBatch> copies;
     const auto copy = [&](int device, const Batch& part) {
@@ -171,8 +172,8 @@ class LocalPipeline : public Pipeline {
     };
     for (int replica = 0; replica < replica_count_; ++replica) {
       const Batch part = part_of(batch, replica, replica_count_);
-      copy(replica * stages_, {part.data, part.target.slice(0, 0, 0)});
-      copy((replica + 1) * stages_ - 1, {part.data.slice(0, 0, 0), part.target});
+      copy(replica * stages_, {part.data, part.target.slice(0, 0, 0), part.more});
+      copy((replica + 1) * stages_ - 1, {part.data.slice(0, 0, 0), part.target, part.more});
     }
     return copies;
   }

@@ -58,7 +58,9 @@ BatchTotals Pipeline::forward_backward(const Batch& batch) {
 void Pipeline::use_measured_cut(const Batch& batch) {
   const std::int64_t samples =
       std::max<std::int64_t>(1, batch.size() / (micro_batches_ * replica_count_ / of_stage_.size()));
-  const auto seconds = seconds_of_pieces(in_layout(batch.data.slice(0, 0, samples), replicas_.front().layout));
+  IntVector<Batch> first{batch.rows(0, samples)};
+  set_layouts(first);
+  const auto seconds = seconds_of_pieces(first[0]);
   const Cut measured = balanced_cut(seconds, stages_);
   cut_is_final_ = true;
   log_debug(concat("pipeline stages: ", to_string(measured)));
@@ -70,8 +72,7 @@ void Pipeline::use_measured_cut(const Batch& batch) {
 
 StageWork Pipeline::work_of(int replica, int stage, const Batch& part, std::int64_t samples) const {
   IntVector<Batch> micro_batches = micro_batches_of(part, micro_batches_);
-  if (stage == 0)
-    for (Batch& each : micro_batches) each.data = in_layout(each.data, replicas_.front().layout);
+  if (stage == 0) set_layouts(micro_batches);
   return {.micro_batches = micro_batches,
           .steps = steps_of_stage(options_.pipeline.schedule, stage, stages_, micro_batches.size()),
           .samples = samples,
@@ -89,9 +90,13 @@ void Pipeline::renew_optimizer(const OptimizerStates& states, const std::shared_
       if (!found->second.empty()) optimizer().set_state(parameter, found->second);
 }
 
-Tensors Pipeline::in_micro_batches(const torch::Tensor& data) const {
-  Tensors parts = data.tensor_split(std::min(data.size(0), micro_batches_ * replica_count_));
-  for (torch::Tensor& part : parts) part = in_layout(part, replicas_.front().layout);
+void Pipeline::set_layouts(IntVector<Batch>& batches) const {
+  for (Batch& each : batches) each.data = in_layout(each.data, replicas_.front().layout);
+}
+
+IntVector<Batch> Pipeline::in_micro_batches(const Batch& batch) const {
+  IntVector<Batch> parts = micro_batches_of(batch, micro_batches_ * replica_count_);
+  set_layouts(parts);
   return parts;
 }
 

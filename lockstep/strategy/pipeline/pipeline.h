@@ -48,7 +48,7 @@ class Pipeline : public ReplicaStrategy {
   void read_stages(int devices, const std::vector<Piece>& pieces);
 
   // Seconds of each piece. first: the first micro-batch.
-  virtual std::vector<double> seconds_of_pieces(const torch::Tensor& first) = 0;
+  virtual std::vector<double> seconds_of_pieces(const Batch& first) = 0;
   // Gives the stages their tensors of another cut, with the optimizer's state.
   virtual void move_to(const Cut& cut) = 0;
   virtual void begin_step() = 0;
@@ -63,8 +63,8 @@ class Pipeline : public ReplicaStrategy {
   // Makes a new optimizer of the parameters that this process holds. gradients: where it gets them; null: .grad
   void renew_optimizer(const OptimizerStates& states, const std::shared_ptr<GradientSource>& gradients = nullptr);
 
-  // Cuts data of validation into parts as small as micro-batches.
-  Tensors in_micro_batches(const torch::Tensor& data) const;
+  // Cuts a batch of validation into parts as small as micro-batches.
+  IntVector<Batch> in_micro_batches(const Batch& batch) const;
 
   StrategyOptions options_;
   World all_;
@@ -77,6 +77,7 @@ class Pipeline : public ReplicaStrategy {
  private:
   enum Usage { kBusy, kWall, kInFlight, kBytes, kUsages };  // of a device: seconds, and the most so far
 
+  void set_layouts(IntVector<Batch>& batches) const;
   void use_measured_cut(const Batch& batch);
   void record(const IntVector<StageResult>& results, double seconds);
 

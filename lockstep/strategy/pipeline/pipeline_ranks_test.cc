@@ -176,11 +176,11 @@ TEST_P(PipelineModel, begins_with_the_values_of_one_device_and_holds_its_own_pie
 
 TEST(PipelineRanks, have_the_output_on_the_last_stage) {
   const auto one = make_strategy(World::single(), small_task(), on_one(pipeline()));
-  const torch::Tensor expected = one->forward(batch_of(0).data);
+  const torch::Tensor expected = one->forward(batch_of(0));
   run_ranks(3, [&](World& world) {
     const auto strategy = make_strategy(world, small_task(), pipeline());
     const torch::NoGradGuard no_grad;
-    const torch::Tensor output = strategy->forward(batch_of(0).data);
+    const torch::Tensor output = strategy->forward(batch_of(0));
     ASSERT_EQ(output.defined(), world.rank() == 2);
     EXPECT_TRUE(!output.defined() || torch::allclose(output, expected, 1e-9, 1e-12));
   });

@@ -87,13 +87,13 @@ class RankPipeline : public Pipeline {
   // seen.
   void synchronise() override { broadcast_tensors(of_stage_, buffers_); }
 
-  // All ranks of a replica call it with the same data. The last stage returns the output.
-  torch::Tensor forward(const torch::Tensor& data) override {
+  // All ranks of a replica call it with the same batch. The last stage returns the output.
+  torch::Tensor forward(const Batch& batch) override {
     const StageLinks links = message_links(of_replica_, back_);
     const auto pieces = own_pieces();
     Tensors outputs;
-    for (const torch::Tensor& part : in_micro_batches(data)) {
-      const Tensors tensors = through(pieces, links.before ? links.before->receive() : Tensors{part});
+    for (const Batch& part : in_micro_batches(batch)) {
+      const Tensors tensors = through(pieces, links.before ? links.before->receive() : inputs_of(part));
       links.behind ? links.behind->send(tensors) : outputs.push_back(tensors.at(0));
     }
     if (links.behind) links.behind->finish();
@@ -102,11 +102,11 @@ class RankPipeline : public Pipeline {
 
  protected:
   // The stages of the first replica measure their pieces one after the other.
-  std::vector<double> seconds_of_pieces(const torch::Tensor& first) override {
+  std::vector<double> seconds_of_pieces(const Batch& first) override {
     const torch::Tensor seconds = torch::zeros({std::ssize(pieces_)}, torch::kFloat64);
     if (of_stage_.rank() == 0) {
       const StageLinks links = message_links(of_replica_, back_);
-      Tensors tensors = links.before ? links.before->receive() : Tensors{first};
+      Tensors tensors = links.before ? links.before->receive() : inputs_of(first);
       const auto own = measure_pieces(own_pieces(), model(), tensors);
       seconds.slice(0, cut_[stage()].begin, cut_[stage()].end).copy_(torch::tensor(own, torch::kFloat64));
       if (links.behind) {

@@ -114,7 +114,7 @@ class StageRun {
   void forward(int micro_batch) {
     InFlight& kept = in_flight_[micro_batch];
     result_.in_flight = std::max(result_.in_flight, to_int(in_flight_.size()));
-    kept.inputs = links_.before ? links_.before->receive() : Tensors{batch(micro_batch).data};
+    kept.inputs = links_.before ? links_.before->receive() : inputs_of(batch(micro_batch));
     const trace::Span span("forward", micro_batch);
     const Stopwatch watch;
     Tensors outputs = through_pieces(kept.inputs, micro_batch);
@@ -158,7 +158,7 @@ class StageRun {
   // The mean loss of the micro-batch, times its share of the whole batch.
   torch::Tensor loss_of(const Tensors& outputs, int micro_batch) {
     const double share = fraction(batch(micro_batch).size(), work_.samples);
-    const torch::Tensor loss = task_.loss(outputs.at(0), batch(micro_batch).target) * share;
+    const torch::Tensor loss = task_.loss(outputs.at(0), batch(micro_batch)) * share;
     if (work_.waits)  // Devices::run has the deadline, and names the stage that all others wait for
       wait_for_device(work_.device);
     else
@@ -181,8 +181,8 @@ class StageRun {
 
 StageResult run_stage(const Task& task, const StageWork& work, const StageLinks& links) {
   for (const Batch& each : work.micro_batches) {
-    if (!links.before) require_device(each.data, work.device, "the batch");
-    if (!links.behind) require_device(each.target, work.device, "the target");
+    if (!links.before) require_device(Batch{each.data, {}, each.more}, work.device);
+    if (!links.behind) require_device(Batch{{}, each.target, each.more}, work.device);
   }
   return StageRun(task, work, links).run();
 }
