@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -87,8 +88,9 @@ class CIFAR100 : public ImageDataset {
 
 class TensorDataset : public Dataset {
  public:
-  // data: (N, ...), target: (N, ...), on the CPU. Throws DataError: no rows, or not as many targets as rows.
-  TensorDataset(std::string name, const torch::Tensor& data, const torch::Tensor& target);
+  using More = std::map<std::string, torch::Tensor>;
+  // data, target and each of `more`: (N, ...), on the CPU. Throws DataError: no rows, or not as many of each.
+  TensorDataset(std::string name, const torch::Tensor& data, const torch::Tensor& target, More more = {});
 
   std::string name() const override { return name_; }
   std::int64_t size() const override { return data_.size(0); }
@@ -96,7 +98,8 @@ class TensorDataset : public Dataset {
   const torch::Tensor& data() const { return data_; }
   const torch::Tensor& target() const { return target_; }
 
-  // Floating-point numbers and bytes become float32, other whole numbers int64; bytes in targets become int64 too.
+  // Floating-point numbers and bytes become float32, other whole numbers int64; bytes in targets become int64 too. Those of
+  // `more` keep their dtype.
   Batch make_batch(std::span<const std::int64_t> indices) const override { return assemble({.indices = indices}); }
   Batch assemble(const BatchRequest& request) const override;
 
@@ -104,6 +107,7 @@ class TensorDataset : public Dataset {
   std::string name_;
   torch::Tensor data_;
   torch::Tensor target_;
+  More more_;
 };
 
 // Samples [begin, end) of another dataset.

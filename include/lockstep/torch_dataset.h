@@ -23,7 +23,8 @@
 
 namespace lockstep {
 
-// D: get_batch() returns examples of a tensor and a target, in a list or stacked, and size() is known.
+// D: get_batch() returns examples of a tensor and a target, in a list or stacked, and size() is known. An example may also be
+// a Batch of one sample's tensors.
 template <class D>
 class TorchDataset final : public Dataset {
  public:
@@ -36,22 +37,27 @@ class TorchDataset final : public Dataset {
   Batch make_batch(std::span<const std::int64_t> indices) const override {
     if (indices.empty() && size() > 0) {  // of the samples' shape
       const std::int64_t first = 0;
-      const Batch one = make_batch({&first, 1});
-      return {one.data.narrow(0, 0, 0), one.target.narrow(0, 0, 0)};
+      return make_batch({&first, 1}).rows(0, 0);
     }
     const std::vector<std::size_t> wanted(indices.begin(), indices.end());
     const std::lock_guard lock(state_->mutex);
     auto found = state_->dataset.get_batch(wanted);
     if constexpr (requires { found.target; }) {
-      return {found.data, found.target};
+      return batch_of(found);
     } else {
-      std::vector<torch::Tensor> data, targets;
-      for (const auto& example : found) data.push_back(example.data), targets.push_back(example.target);
-      return {torch::stack(data), torch::stack(targets)};
+      std::vector<Batch> samples;
+      for (const auto& example : found) samples.push_back(batch_of(example));
+      return stacked(samples);
     }
   }
 
  private:
+  static Batch batch_of(const Batch& batch) { return batch; }
+  template <class Example>
+  static Batch batch_of(const Example& example) {
+    return {example.data, example.target};
+  }
+
   struct State {
     explicit State(D given) : dataset(std::move(given)) {}
     std::mutex mutex;

@@ -35,14 +35,15 @@ torch::Tensor gathered(const torch::Tensor& rows, const BatchRequest& request, b
 
 }  // namespace
 
-TensorDataset::TensorDataset(std::string name, const torch::Tensor& data, const torch::Tensor& target)
-    : name_(std::move(name)), data_(data.contiguous()), target_(target.contiguous()) {
+TensorDataset::TensorDataset(std::string name, const torch::Tensor& data, const torch::Tensor& target, More more)
+    : name_(std::move(name)), data_(data.contiguous()), target_(target.contiguous()), more_(std::move(more)) {
   if (data_.dim() < 1 || data_.size(0) < 1)
     throw DataError({.what = concat(name_, " has no samples"), .likely = "an empty file"});
   if (target_.dim() < 1 || target_.size(0) != data_.size(0))
     throw DataError(
         {.what = concat(name_, " has data of shape ", data_.sizes(), ", but targets of shape ", target_.sizes()),
          .likely = "files of different datasets"});
+  static_cast<void>(Batch{data_, target_, more_}.rows(0, 0));  // throws
 }
 
 std::int64_t TensorDataset::classes() const {
@@ -52,7 +53,15 @@ std::int64_t TensorDataset::classes() const {
 
 Batch TensorDataset::assemble(const BatchRequest& request) const {
   const bool float_data = data_.is_floating_point() || data_.scalar_type() == torch::kUInt8;
-  return {gathered(data_, request, float_data), gathered(target_, request, target_.is_floating_point())};
+  Batch batch{gathered(data_, request, float_data), gathered(target_, request, target_.is_floating_point())};
+  for (const auto& [name, rows] : more_) {
+    std::vector<std::int64_t> sizes = rows.sizes().vec();
+    sizes[0] = std::ssize(request.indices);
+    torch::Tensor& chosen = batch.more[name] = allocate_for_batch(request.memory, sizes, rows.scalar_type());
+    const at::IntArrayRef indices(request.indices.data(), request.indices.size());
+    torch::index_select_out(chosen, rows, 0, torch::tensor(indices, torch::kInt64));
+  }
+  return batch;
 }
 
 SubsetDataset::SubsetDataset(std::shared_ptr<const Dataset> whole, std::int64_t begin, std::int64_t end)

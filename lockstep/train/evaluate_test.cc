@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lockstep/train/evaluate.h"
+
+#include <mutex>
+
+#include "lockstep/datasets.h"
+#include "tests/strategies.h"
+
+namespace lockstep {
+namespace {
+
+TEST(Evaluate, gives_loss_and_metrics_all_of_a_batch) {
+  const Batch all = testing::weighted_batch(0);
+  const auto dataset = std::make_shared<TensorDataset>("weighted", all.data, all.target, all.more);
+  Task task = testing::weighted_task();
+  task.make_model = [make = task.make_model] {
+    const ModulePtr model = make();
+    model->to(torch::kFloat32);  // as the dataset's data
+    return model;
+  };
+  std::vector<double> figures;
+  std::mutex mutex;
+  for (const int ranks : {1, 3})
+    run_ranks(ranks, [&](World& world) {
+      const auto strategy = make_strategy(world, task, {.seed = 4});
+      const Evaluation found = evaluate(world, task, *strategy, dataset, {.batch_size = 2});
+      const Evaluation same = evaluate(world, task, strategy->model(), dataset, {.batch_size = 3});
+      const std::lock_guard lock(mutex);
+      for (const Evaluation& each : {found, same})
+        figures.push_back(each.loss + each.metrics.at("weight_of_right").item<double>());
+    });
+  for (const double figure : figures) EXPECT_NEAR(figure, figures.front(), 1e-4);
+}
+
+}  // namespace
+}  // namespace lockstep
