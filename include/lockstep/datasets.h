@@ -96,6 +96,7 @@ class TensorDataset : public Dataset {
   std::int64_t size() const override { return data_.size(0); }
   std::int64_t classes() const override;  // the largest target + 1, of (N) whole numbers
   const torch::Tensor& data() const { return data_; }
+  const More& more() const { return more_; }
   const torch::Tensor& target() const { return target_; }
 
   // Floating-point numbers and bytes become float32, other whole numbers int64; bytes in targets become int64 too. Those of

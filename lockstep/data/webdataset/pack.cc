@@ -79,9 +79,9 @@ void pack_images(const ImageSource& source, const std::vector<std::int64_t>& ord
 
 void pack_tensors(const TensorDataset& dataset, const std::vector<std::int64_t>& order, ShardWriter& writer) {
   const torch::Tensor& data = dataset.data();
-  if (dataset.target().is_floating_point() || dataset.target().dim() != 1)
+  if (dataset.target().is_floating_point() || dataset.target().dim() != 1 || !dataset.more().empty())
     throw UsageError(
-        {.what = concat(dataset.name(), " has targets other than one whole number per sample, which can't be packed"),
+        {.what = concat(dataset.name(), " can't be packed: a packed sample has one whole number beside its data"),
          .next = "train on it directly"});
   const torch::Tensor targets = dataset.target().to(torch::kInt64);
   const std::size_t bytes = data.nbytes() / to_size(data.size(0));

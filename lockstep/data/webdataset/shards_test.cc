@@ -169,8 +169,11 @@ TEST_F(DamagedShard, is_never_overwritten) {
   std::filesystem::remove(folder / "p/shards.json");
   EXPECT_TRUE(contains(refused(), "holds shards already"));
   const TensorDataset floats("floats", torch::zeros({1, 1}), torch::zeros({1}));
-  EXPECT_TRUE(
-      contains(message_of<UsageError>([&] { pack(floats, folder / "f"); }), "targets that are not whole numbers"));
+  const TensorDataset masked("masked", torch::zeros({1, 1}), torch::zeros({1}, torch::kInt64),
+                             {{"mask", torch::ones({1})}});
+  for (const TensorDataset& each : {floats, masked})
+    EXPECT_TRUE(
+        contains(message_of<UsageError>([&] { pack(each, folder / "f"); }), "one whole number beside its data"));
 }
 
 TEST_F(DamagedShard, is_refused_if_packing_was_interrupted) {
