@@ -6,20 +6,12 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <set>
 
 #include "lockstep/base/process/host_name.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
-namespace {
-
-constexpr int kMostRanksOfMember = 1 << 16;
-
-bool is_port(int number) { return number >= 1 && number <= 65535; }
-
-}  // namespace
 
 const Member* Epoch::find(std::string_view id) const {
   const auto found = std::ranges::find(members, id, &Member::id);
@@ -60,47 +52,8 @@ std::string new_member_id() {
   if (::getrandom(&number, sizeof number, 0) != sizeof number) throw system_error("make", "random bytes");
   std::string host = host_name();
   std::ranges::replace_if(
-      host, [](char letter) { return letter <= ' ' || letter == ',' || letter == '/'; }, '_');
+      host, [](char letter) { return letter <= ' ' || letter == '/'; }, '_');
   return concat(host, "/", ::getpid(), "/", std::hex, number);
-}
-
-std::string to_text(const Member& member) {
-  return concat(member.id, ",", member.address, ",", member.master_ports[0], ",", member.master_ports[1], ",",
-                member.ranks);
-}
-
-std::string to_text(const Epoch& epoch) {
-  std::string text = concat(epoch.number, " ", epoch.restarts);
-  for (const Member& member : epoch.members) text += " " + to_text(member);
-  return text;
-}
-
-std::optional<Member> parse_member(std::string_view text) {
-  const auto parts = split(text, ',');
-  Member member;
-  if (parts.size() != 5 || parts[0].empty() || parts[1].empty()) return std::nullopt;
-  member.id = parts[0];
-  member.address = parts[1];
-  const bool read = parse_int(parts[2], member.master_ports[0]) && parse_int(parts[3], member.master_ports[1]) &&
-                    parse_int(parts[4], member.ranks);
-  const bool possible = read && is_port(member.master_ports[0]) && is_port(member.master_ports[1]) &&
-                        member.ranks >= 1 && member.ranks <= kMostRanksOfMember;
-  return possible ? std::optional(member) : std::nullopt;
-}
-
-std::optional<Epoch> parse_epoch(std::string_view text) {
-  const auto parts = split(text, ' ');
-  Epoch epoch;
-  if (parts.size() < 3 || !parse_int(parts[0], epoch.number) || !parse_int(parts[1], epoch.restarts) ||
-      epoch.number < 0 || epoch.restarts < 0)
-    return std::nullopt;
-  std::set<std::string> ids;
-  for (std::size_t i = 2; i < parts.size(); ++i) {
-    auto member = parse_member(parts[i]);
-    if (!member || !ids.insert(member->id).second) return std::nullopt;
-    epoch.members.push_back(std::move(*member));
-  }
-  return epoch;
 }
 
 }  // namespace lockstep

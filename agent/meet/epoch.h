@@ -6,7 +6,6 @@
 #pragma once
 
 #include <array>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -50,13 +49,5 @@ PlaceInJob place_of(const Epoch& epoch, const std::string& member);
 
 // An id for this process.
 std::string new_member_id();
-
-// One line, without blanks for a member.
-std::string to_text(const Member& member);
-std::string to_text(const Epoch& epoch);
-
-// Return nothing for another text, which a launcher of another version may have sent.
-std::optional<Member> parse_member(std::string_view text);
-std::optional<Epoch> parse_epoch(std::string_view text);
 
 }  // namespace lockstep

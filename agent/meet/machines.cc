@@ -44,7 +44,7 @@ RendezvousError begun_without(const Meeting& meeting, const Epoch& epoch) {
        .next = "start this one before the others begin, or raise MAX of --nnodes MIN:MAX"});
 }
 
-// The process that keeps in touch. It says to its launcher: epoch TEXT, say WORDS, ended WHY, failed KIND WHAT HERE PEER LIKELY NEXT; and
+// The process that keeps in touch. It says to its launcher: epoch RECORD, say WORDS, ended WHY, failed KIND WHAT HERE PEER LIKELY NEXT; and
 // hears of it: alive, restart, leave, finished, end WHY.
 class Contact {
  public:
@@ -149,7 +149,7 @@ class Contact {
     me_.epoch = epoch.number;
     me_.wants_restart = me_.has_finished = false;
     has_to_write_ = true;
-    tell({"epoch", to_text(epoch)});
+    tell({"epoch", to_text(JobRecord{epoch})});
   }
 
   void leave(const std::string& why) {
@@ -295,9 +295,9 @@ void Machines::hear(const Packet& packet) {
     over_ = texts.at(1).empty();
     if (!over_ && !end_) end_ = texts.at(1);
   }
-  auto epoch = what == "epoch" ? parse_epoch(texts.at(1)) : std::nullopt;
-  if (!epoch) return;
-  epoch_ = std::move(*epoch);
+  auto record = what == "epoch" ? parse_record(texts.at(1)) : std::nullopt;
+  if (!record) return;
+  epoch_ = std::move(record->epoch);
   has_news_ = true;
   has_finished_ = false;
 }

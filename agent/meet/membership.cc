@@ -2,14 +2,31 @@
 #include "agent/meet/membership.h"
 
 #include <algorithm>
+#include <set>
+
+#include <nlohmann/json.hpp>
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 
 namespace lockstep {
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Member, id, address, master_ports, ranks)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Epoch, number, restarts, members)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Presence, member, epoch, wants_restart, wants_to_leave, has_finished)
+
 namespace {
 
+using nlohmann::json;
+
+constexpr int kMostRanksOfMember = 1 << 16;
 constexpr milliseconds kSettles{100};  // machines that are lost together are noticed one after the other
+
+bool is_possible(const Member& member) {
+  const auto is_port = [](int number) { return number >= 1 && number <= 65535; };
+  return !member.id.empty() && !member.address.empty() && std::ranges::all_of(member.master_ports, is_port) &&
+         member.ranks >= 1 && member.ranks <= kMostRanksOfMember;
+}
 
 std::string hosts_of(const std::vector<Member>& members) {
   std::vector<std::string> hosts;
@@ -24,35 +41,32 @@ JobRecord ended(JobRecord record, std::string why) {
 
 }  // namespace
 
-// The epoch; on a second line, if the job has ended, why.
 std::string to_text(const JobRecord& record) {
-  return to_text(record.epoch) + (record.ended ? "\n" + *record.ended : "");
+  json text = record.epoch;
+  if (record.ended) text["ended"] = *record.ended;
+  return text.dump();
 }
 
-std::optional<JobRecord> parse_record(const std::string& text) {
-  const std::size_t end = std::min(text.find('\n'), text.size());
-  auto epoch = parse_epoch(std::string_view(text).substr(0, end));
-  if (!epoch) return std::nullopt;
-  return JobRecord{std::move(*epoch), end < text.size() ? std::optional(text.substr(end + 1)) : std::nullopt};
+std::optional<JobRecord> parse_record(const std::string& text) try {
+  const json record = json::parse(text);
+  JobRecord parsed{.epoch = record};
+  if (const auto ended = record.find("ended"); ended != record.end()) parsed.ended = ended->get<std::string>();
+  const Epoch& epoch = parsed.epoch;
+  std::set<std::string> ids;
+  const auto is_new = [&](const Member& member) { return is_possible(member) && ids.insert(member.id).second; };
+  const bool possible = epoch.number >= 0 && epoch.restarts >= 0 && !epoch.members.empty();
+  return possible && std::ranges::all_of(epoch.members, is_new) ? std::optional(parsed) : std::nullopt;
+} catch (const json::exception&) {
+  return std::nullopt;
 }
 
-// "MEMBER EPOCH WISHES"
-std::string to_text(const Presence& presence) {
-  return concat(to_text(presence.member), " ", presence.epoch, " ", presence.wants_restart ? "restart," : "",
-                presence.wants_to_leave ? "leave," : "", presence.has_finished ? "finished," : "");
-}
+std::string to_text(const Presence& presence) { return json(presence).dump(); }
 
-std::optional<Presence> parse_presence(const std::string& text) {
-  const auto parts = split(text, ' ');
-  Presence presence;
-  const auto member = parts.size() == 3 ? parse_member(parts[0]) : std::nullopt;
-  if (!member || !parse_int(parts[1], presence.epoch)) return std::nullopt;
-  presence.member = *member;
-  const auto wishes = split(parts[2], ',');
-  presence.wants_restart = std::ranges::find(wishes, "restart") != wishes.end();
-  presence.wants_to_leave = std::ranges::find(wishes, "leave") != wishes.end();
-  presence.has_finished = std::ranges::find(wishes, "finished") != wishes.end();
-  return presence;
+std::optional<Presence> parse_presence(const std::string& text) try {
+  const Presence presence = json::parse(text);
+  return is_possible(presence.member) ? std::optional(presence) : std::nullopt;
+} catch (const json::exception&) {
+  return std::nullopt;
 }
 
 JobView::JobView(const MembershipStore::Entries& entries) {

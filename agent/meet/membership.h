@@ -28,6 +28,8 @@ struct JobRecord {
   Epoch epoch{};
   std::optional<std::string> ended{};  // why the job has; "": all have succeeded
 };
+
+// As JSON. Nothing: another text, which a launcher of another version may have written.
 std::string to_text(const JobRecord& record);
 std::optional<JobRecord> parse_record(const std::string& text);
 

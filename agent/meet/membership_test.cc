@@ -261,6 +261,9 @@ TEST(Membership, texts_are_read_as_they_were_written) {
                          .ended = "two\nlines"};
   EXPECT_EQ(to_text(parse_record(to_text(record)).value()), to_text(record));
   EXPECT_FALSE(parse_record("3 1"));
+  EXPECT_FALSE(parse_record("{}"));
+  EXPECT_FALSE(parse_record(to_text(JobRecord{.epoch = {.members = {member("a"), member("a")}}}))) << "one twice";
+  EXPECT_FALSE(parse_record(to_text(JobRecord{.epoch = {.members = {{.id = "a", .address = "b"}}}}))) << "no ports";
   EXPECT_FALSE(parse_presence("a"));
   const Presence presence{.member = member("a"), .epoch = 2, .wants_to_leave = true};
   EXPECT_EQ(to_text(parse_presence(to_text(presence)).value()), to_text(presence));
