@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "agent/meet/packet_stream.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 
@@ -8,6 +9,8 @@ namespace lockstep {
 namespace {
 
 using Length = std::uint32_t;
+
+constexpr std::size_t kLongestMessage = std::size_t{1} << 14;  // of a local socket
 
 template <class Number>
 void put_number(std::string& bytes, Number number) {
@@ -42,7 +45,7 @@ std::string encode(const Packet& packet) {
 std::optional<Packet> decode(std::string_view body) {
   const auto kind = take_number<Packet::Kind>(body);
   const auto number = take_number<std::int64_t>(body);
-  if (!number || *kind < Packet::Kind::kHello || *kind > Packet::Kind::kRefused) return std::nullopt;
+  if (!number || *kind < Packet::Kind::kHello || *kind > Packet::Kind::kNext) return std::nullopt;
   Packet packet{*kind, *number, {}};
   while (!body.empty()) {
     const auto length = take_number<Length>(body);
@@ -51,6 +54,22 @@ std::optional<Packet> decode(std::string_view body) {
     body.remove_prefix(*length);
   }
   return packet;
+}
+
+bool send_packet(int socket, const Packet& packet, Deadline deadline, const std::vector<int>& descriptors) {
+  const std::string message = encode(packet);
+  return send_with_descriptors(socket, std::as_bytes(std::span(message)), descriptors, deadline);
+}
+
+Incoming receive_packet(int socket, Packet& packet, std::vector<UniqueFd>& descriptors) {
+  std::array<char, kLongestMessage> room;
+  const auto bytes = receive_with_descriptors(socket, std::as_writable_bytes(std::span(room)), descriptors, 0);
+  if (bytes < 0) return Incoming::kNothingYet;
+  std::string_view message(room.data(), std::min(static_cast<std::size_t>(bytes), room.size()));
+  auto received = take_number<Length>(message) == message.size() ? decode(message) : std::nullopt;
+  if (!received) return Incoming::kNoMessage;
+  packet = std::move(*received);
+  return Incoming::kMessage;
 }
 
 std::optional<std::uint32_t> PacketStream::length() const {

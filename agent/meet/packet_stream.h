@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// agent/meet/packet_stream.h: what a rank or launcher and the store say to each other, and how it goes through a channel.
+// agent/meet/packet_stream.h: what processes of a job say to one another: to a store, to a launcher's keeper, and a launcher to
+// its contact.
 //
-// Flow:    meeting_client.h, store_server.h -> here -> channel.h
+// Flow:    meeting_client.h, store_server.h, machines.cc -> here -> channel.h; agent/recover/ -> here -> a local socket
 // Owns:    the channel, and what has been read or is still to be written
 // Threads: one at a time
 #pragma once
@@ -14,6 +15,8 @@
 #include <vector>
 
 #include "agent/meet/channel.h"
+#include "lockstep/base/sockets/local_socket.h"
+#include "lockstep/deadline.h"
 
 namespace lockstep {
 
@@ -32,18 +35,27 @@ struct Packet {
     kList,  // asked by a client
     kDone,
     kMissing,
-    kRefused,  // answered by the store
+    kRefused,   // answered by the store
+    kKeep,      // local rank, name; with the descriptor of memory
+    kComplete,  // its memory holds all state: what is older may go
+    kFetch,     // answered by kKeep for all memory of the newest complete generation before, then kDone
+    kMet,       // seat: this rank has met the others
+    kNext,      // seat: this rank has lost another one; answered by kDone with its variables: name, value, ...
   };
   static constexpr std::size_t kMostTexts = std::size_t{1} << 17;  // a key of each rank
 
   Kind kind = Kind::kDone;
-  std::int64_t number = 0;
+  std::int64_t number = 0;  // to and from the keeper: the generation
   std::vector<std::string> texts{};
 };
 
 // Length, kind, number; then each text after its own length. All as the machine has them: x86-64 is the only one.
 std::string encode(const Packet& packet);
 std::optional<Packet> decode(std::string_view body);  // without the length; nothing: malformed
+
+// As one message of a local socket. As send_message() and receive_message().
+bool send_packet(int socket, const Packet& packet, Deadline deadline, const std::vector<int>& descriptors = {});
+Incoming receive_packet(int socket, Packet& packet, std::vector<UniqueFd>& descriptors);
 
 class PacketStream {
  public:

@@ -7,7 +7,6 @@
 #include <optional>
 
 #include "lockstep/base/process/environment_switch.h"
-#include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
@@ -19,14 +18,12 @@ constexpr const char* kAddress = "LOCKSTEP_KEEPER";
 constexpr std::chrono::seconds kToAnswer{60};  // the launcher answers at once, unless it was stopped
 
 // Returns nothing if the launcher is gone, or has not answered in time.
-std::optional<KeeperMessage> receive_from_keeper(int socket, std::vector<UniqueFd>& descriptors, Deadline deadline) {
-  KeeperMessage message;
-  for (;;) {
-    if (!wait_for(POLLIN, socket, deadline)) return {};
-    const Incoming incoming = receive_message(socket, message, descriptors);
-    if (incoming != Incoming::kNothingYet)
-      return incoming == Incoming::kMessage ? std::optional(message) : std::nullopt;
-  }
+std::optional<Packet> receive_from_keeper(int socket, std::vector<UniqueFd>& descriptors, Deadline deadline) {
+  Packet packet;
+  Incoming incoming = Incoming::kNothingYet;
+  while (incoming == Incoming::kNothingYet && wait_for(POLLIN, socket, deadline))
+    incoming = receive_packet(socket, packet, descriptors);
+  return incoming == Incoming::kMessage ? std::optional(packet) : std::nullopt;
 }
 
 SystemError keeper_lost(const std::string& what) {
@@ -43,12 +40,6 @@ UniqueFd connect_to_keeper(const std::string& address) {
     throw SystemError(
         {.what = "the launcher's socket belongs to another user", .here = kAddress, .next = "start the job again"});
   return socket;
-}
-
-void set_variables(const std::string& lines) {
-  for (const std::string& line : split(lines, '\n'))
-    if (const std::size_t equals = line.find('='); equals != std::string::npos)
-      ::setenv(line.substr(0, equals).c_str(), line.substr(equals + 1).c_str(), 1);
 }
 
 }  // namespace
@@ -73,47 +64,45 @@ JobMemory* JobMemory::get() {
   return instance->process_.is_here() ? instance : nullptr;
 }
 
-void JobMemory::send(KeeperMessage message, const std::vector<int>& descriptors) const {
-  message.seat = seat_;
-  message.local_rank = local_rank_;
-  message.generation = generation_;
-  if (!send_message(socket_.get(), message, Deadline::after(kToAnswer), descriptors))
+void JobMemory::send(Packet::Kind kind, std::vector<std::string> texts, const std::vector<int>& descriptors) const {
+  if (!send_packet(socket_.get(), {kind, generation_, std::move(texts)}, Deadline::after(kToAnswer), descriptors))
     throw keeper_lost("does not take this rank's messages");
 }
 
 void JobMemory::keep(const std::string& name, int fd) {
   const std::lock_guard lock(mutex_);
-  KeeperMessage message{.kind = KeeperMessage::kKeep};
-  message.set_text(name);
-  send(message, {fd});
+  send(Packet::Kind::kKeep, {concat(local_rank_), name}, {fd});
 }
 
 std::vector<JobMemory::Kept> JobMemory::previous() {
   const std::lock_guard lock(mutex_);
-  send({.kind = KeeperMessage::kFetch});
+  send(Packet::Kind::kFetch, {});
   const auto deadline = Deadline::after(kToAnswer);
   std::vector<Kept> all;
   for (;;) {
     std::vector<UniqueFd> descriptors;
-    const auto message = receive_from_keeper(socket_.get(), descriptors, deadline);
-    if (!message) throw keeper_lost("does not answer");
-    if (message->kind != KeeperMessage::kKept || descriptors.size() != 1) return all;
-    all.push_back({message->get_text(), message->local_rank, message->generation, std::move(descriptors.front())});
+    const auto packet = receive_from_keeper(socket_.get(), descriptors, deadline);
+    int local_rank = 0;
+    if (!packet) throw keeper_lost("does not answer");
+    if (packet->kind != Packet::Kind::kKeep || descriptors.size() != 1) return all;
+    if (parse_int(packet->texts.at(0), local_rank))
+      all.push_back({packet->texts.at(1), local_rank, std::move(descriptors.front())});
   }
 }
 
-void JobMemory::tell(KeeperMessage::Kind kind) {
+void JobMemory::tell(Packet::Kind kind) {
   const std::lock_guard lock(mutex_);
-  send({.kind = kind});
+  send(kind, {concat(seat_)});
 }
 
 bool JobMemory::next_generation(milliseconds timeout) {
   const std::lock_guard lock(mutex_);
-  send({.kind = KeeperMessage::kNext});
+  send(Packet::Kind::kNext, {concat(seat_)});
   std::vector<UniqueFd> none;
-  const auto message = receive_from_keeper(socket_.get(), none, Deadline::after(timeout));
-  if (!message || message->kind != KeeperMessage::kGeneration) return false;
-  set_variables(message->get_text());
+  const auto packet = receive_from_keeper(socket_.get(), none, Deadline::after(timeout));
+  if (!packet) return false;
+  for (std::size_t i = 0; i + 1 < packet->texts.size(); i += 2)
+    ::setenv(packet->texts[i].c_str(), packet->texts[i + 1].c_str(), 1);
   set_place();
   return true;
 }

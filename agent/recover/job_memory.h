@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "agent/recover/keeper_message.h"
+#include "agent/meet/packet_stream.h"
 #include "lockstep/base/files/unique_fd.h"
 #include "lockstep/base/process/own_process.h"
 
@@ -34,7 +34,6 @@ class JobMemory {
   struct Kept {
     std::string name;
     int local_rank;  // of the generation that kept it
-    int generation;
     UniqueFd fd;
   };
   // The memory of the newest complete generation before this one, of all ranks of this machine; empty: there is none.
@@ -43,10 +42,10 @@ class JobMemory {
 
   // This generation's memory holds all state: the launcher lets go of what is older. By one rank of a machine, once all of
   // its ranks have kept theirs.
-  void complete() { tell(KeeperMessage::kComplete); }
+  void complete() { tell(Packet::Kind::kComplete); }
 
   // This rank has met the others of its generation.
-  void met() { tell(KeeperMessage::kMet); }
+  void met() { tell(Packet::Kind::kMet); }
 
   // After PeerLost: blocks until the launcher has decided what comes next, at most for the timeout. Sets the variables of
   // this rank in the environment. False: there is no next generation; the job ends.
@@ -54,8 +53,8 @@ class JobMemory {
 
  private:
   explicit JobMemory(const std::string& address);  // "@NAME SEAT"
-  void send(KeeperMessage message, const std::vector<int>& descriptors = {}) const;
-  void tell(KeeperMessage::Kind kind);
+  void send(Packet::Kind kind, std::vector<std::string> texts, const std::vector<int>& descriptors = {}) const;
+  void tell(Packet::Kind kind);
   void set_place();
 
   OwnProcess process_;

@@ -14,12 +14,9 @@ namespace {
 // A rank takes an answer at once, unless it was stopped; then the launcher does not wait for it.
 constexpr milliseconds kToTakeAnswer{200};
 
-KeeperMessage generation_message(int generation, const Variables& variables) {
-  KeeperMessage message{.kind = KeeperMessage::kGeneration, .generation = generation};
-  std::string text;
-  for (const auto& [name, value] : variables) text += concat(name, "=", value, "\n");
-  message.set_text(text);
-  return message;
+int seat_in(const Packet& packet) {
+  int seat = -1;
+  return packet.texts.size() == 1 && parse_int(packet.texts[0], seat) ? seat : -1;
 }
 
 }  // namespace
@@ -51,14 +48,14 @@ void Keeper::accept_new() {
     if (is_own_user(socket.get())) clients_.push_back({.socket = std::move(socket)});
 }
 
-// Disconnects whoever says anything but a KeeperMessage.
+// Disconnects whoever says anything but a packet.
 bool Keeper::serve(Client& client) {
-  KeeperMessage message;
+  Packet packet;
   std::vector<UniqueFd> descriptors;
-  const Incoming incoming = receive_message(client.socket.get(), message, descriptors);
+  const Incoming incoming = receive_packet(client.socket.get(), packet, descriptors);
   if (incoming == Incoming::kNothingYet) return false;
   if (incoming == Incoming::kMessage)
-    handle(client, message, descriptors);
+    handle(client, packet, descriptors);
   else
     client.socket.reset();
   return true;
@@ -71,47 +68,45 @@ void Keeper::read_all() {
     }
 }
 
-void Keeper::handle(Client& client, const KeeperMessage& message, std::vector<UniqueFd>& descriptors) {
-  using enum KeeperMessage::Kind;
-  switch (message.kind) {
+void Keeper::handle(Client& client, const Packet& packet, std::vector<UniqueFd>& descriptors) {
+  using enum Packet::Kind;
+  const int generation = static_cast<int>(packet.number), seat = seat_in(packet);
+  switch (packet.kind) {
     case kKeep:
-      if (descriptors.size() == 1)
-        kept_[message.generation].push_back({message.get_text(), message.local_rank, std::move(descriptors.front())});
+      if (descriptors.size() == 1 && packet.texts.size() == 2)
+        kept_[generation].push_back({packet.texts, std::move(descriptors.front())});
       return;
     case kComplete:
-      complete_ = std::max(complete_, message.generation);
+      complete_ = std::max(complete_, generation);
       std::erase_if(kept_, [this](const auto& entry) { return entry.first < complete_; });
       return;
-    case kFetch: return send_kept(client, message.generation);
-    case kMet: return on_met_(message.seat, message.generation);
-    case kNext: client.waits_at = message.seat; return on_next_(message.seat, message.generation);
+    case kFetch: return send_kept(client, generation);
+    case kMet: return on_met_(seat, generation);
+    case kNext: client.waits_at = seat; return on_next_(seat, generation);
     default: client.socket.reset();
   }
 }
 
 void Keeper::send_kept(Client& client, int generation) {
-  KeeperMessage message{.kind = KeeperMessage::kKept};
   if (complete_ >= 0 && complete_ < generation)
-    for (const Kept& kept : kept_[complete_]) {
-      message.generation = complete_;
-      message.local_rank = kept.local_rank;
-      message.set_text(kept.name);
-      if (!send(client, message, {kept.fd.get()})) return;
-    }
-  send(client, {.kind = KeeperMessage::kNoMore});
+    for (const Kept& kept : kept_[complete_])
+      if (!send(client, {Packet::Kind::kKeep, complete_, kept.texts}, {kept.fd.get()})) return;
+  send(client, {});
 }
 
-bool Keeper::send(Client& client, const KeeperMessage& message, const std::vector<int>& descriptors) {
-  if (send_message(client.socket.get(), message, Deadline::after(kToTakeAnswer), descriptors)) return true;
+bool Keeper::send(Client& client, const Packet& packet, const std::vector<int>& descriptors) {
+  if (send_packet(client.socket.get(), packet, Deadline::after(kToTakeAnswer), descriptors)) return true;
   client.socket.reset();
   return false;
 }
 
 void Keeper::tell(int seat, int generation, const Variables& variables) {
+  Packet packet{.number = generation};
+  for (const auto& [name, value] : variables) packet.texts.insert(packet.texts.end(), {name, value});
   for (Client& client : clients_)
     if (client.waits_at == seat && client.socket) {
       client.waits_at = -1;
-      send(client, generation_message(generation, variables));
+      send(client, packet);
     }
 }
 

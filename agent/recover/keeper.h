@@ -11,19 +11,20 @@
 // Ranks:   none; only processes of the same user are listened to
 #pragma once
 
-#include <cstdint>
 #include <functional>
 #include <list>
 #include <map>
-#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "agent/recover/keeper_message.h"
+#include "agent/meet/packet_stream.h"
 #include "agent/start/events.h"
 #include "lockstep/base/files/unique_fd.h"
 
 namespace lockstep {
+
+using Variables = std::vector<std::pair<std::string, std::string>>;  // of the environment
 
 class Keeper {
  public:
@@ -48,16 +49,15 @@ class Keeper {
     int waits_at = -1;  // the seat that waits for a generation
   };
   struct Kept {
-    std::string name;
-    int local_rank;
+    std::vector<std::string> texts;  // of its kKeep
     UniqueFd fd;
   };
 
   void accept_new();
   bool serve(Client& client);  // false: it has sent nothing
-  void handle(Client& client, const KeeperMessage& message, std::vector<UniqueFd>& descriptors);
+  void handle(Client& client, const Packet& packet, std::vector<UniqueFd>& descriptors);
   void send_kept(Client& client, int generation);
-  static bool send(Client& client, const KeeperMessage& message, const std::vector<int>& descriptors = {});
+  static bool send(Client& client, const Packet& packet, const std::vector<int>& descriptors = {});
 
   Word on_met_;
   Word on_next_;
