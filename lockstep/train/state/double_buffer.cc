@@ -13,6 +13,7 @@
 
 #include "lockstep/base/files/unique_fd.h"
 #include "lockstep/base/process/cgroup.h"
+#include "lockstep/base/process/program_identity.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/checkpoint/file_image.h"
@@ -23,6 +24,7 @@ namespace {
 
 constexpr std::uint64_t kMagic = 0x3165746174736b6c;  // "lkstate1"
 constexpr std::size_t kHeadBytes = 4096;
+constexpr const char* kProgram = "lockstep.program";
 
 // The first page of a slot.
 struct SlotHead {
@@ -98,7 +100,9 @@ void DoubleBuffer::resize(std::size_t index, std::size_t bytes) {
   if (is_new) memory_.keep(slot_name(name_, index), fd.get());
 }
 
-void DoubleBuffer::write(std::int64_t step, const TensorFile& file) {
+void DoubleBuffer::write(std::int64_t step, TensorFile file) {
+  static const std::string program = program_identity();
+  file.metadata[kProgram] = program;
   const std::string head = safetensors_head(file);
   const std::size_t bytes = head.size() + tensor_bytes(file);
   const MappedMemory& memory = slots_[next_].memory;
@@ -137,7 +141,11 @@ const StateImage* image_of(const std::vector<StateImage>& images, std::int64_t s
 }
 
 SafetensorsReader reader_of(const MappedMemory& image) {
-  return {{.size = image.size, .mapped = image.begin}, "the state that the launcher keeps", Checksum::kTrusted};
+  SafetensorsReader reader({.size = image.size, .mapped = image.begin}, "the state that the launcher keeps",
+                           Checksum::kTrusted);
+  auto metadata = reader.metadata();
+  require_same_program(metadata[kProgram]);
+  return reader;
 }
 
 }  // namespace lockstep

@@ -54,8 +54,9 @@ class DoubleBuffer {
   // Takes room for images of that many bytes, now: the first copy into fresh memory takes three times as long.
   void reserve(std::size_t bytes);
 
-  // Blocks for a copy. Throws SystemError (no memory left), UsageError (a dtype that safetensors does not know).
-  void write(std::int64_t step, const TensorFile& file);
+  // Blocks for a copy, which says what program has made it. Throws SystemError (no memory left), UsageError (a dtype that
+  // safetensors does not know).
+  void write(std::int64_t step, TensorFile file);
 
  private:
   void resize(std::size_t index, std::size_t bytes);
@@ -84,6 +85,6 @@ std::vector<StateImage> images_in(const std::vector<JobMemory::Kept>& kept, cons
 // The image of a step: of this rank, else of the first one that has it. Null: there is none.
 const StateImage* image_of(const std::vector<StateImage>& images, std::int64_t step, std::optional<int> rank = {});
 
-SafetensorsReader reader_of(const MappedMemory& image);
+SafetensorsReader reader_of(const MappedMemory& image);  // throws CheckpointError: of another program
 
 }  // namespace lockstep

@@ -1,14 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/train/state/in_place_state.h"
 
-#include <sys/mman.h>  // memfd_create
-
 #include <map>
+#include <utility>
 #include <vector>
 
-#include "lockstep/base/files/file.h"
-#include "lockstep/base/files/write_all.h"
-#include "lockstep/base/process/program_identity.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
@@ -21,10 +17,10 @@ constexpr const char* kManifest = "manifest";
 constexpr const char* kArena = "arena";
 constexpr const char* kOwnState = "own state";
 
-std::map<int, MappedMemory> map_all(const std::vector<JobMemory::Kept>& kept, const std::string& name) {
+std::map<int, MappedMemory> map_arenas(const std::vector<JobMemory::Kept>& kept) {
   std::map<int, MappedMemory> of_ranks;
   for (const JobMemory::Kept& each : kept)
-    if (each.name == name)
+    if (each.name == kArena)
       if (MappedMemory memory = map_memory(each.fd); memory.size > 0)
         of_ranks.try_emplace(each.local_rank, std::move(memory));
   return of_ranks;
@@ -47,12 +43,7 @@ std::unique_ptr<InPlaceState> InPlaceState::of(JobMemory& memory, const World& w
   const std::string manifest = strategy.optimizer().manifest();
   // publish() comes before the update, which changes the strategy's own state.
   if (!is_so_on_all(world, !manifest.empty() && strategy.state().empty())) return nullptr;
-  if (world.rank() == 0) {
-    const UniqueFd fd(::memfd_create("lockstep manifest", MFD_CLOEXEC));
-    if (!fd || !write_all(fd.get(), concat(program_identity(), "\n", manifest)))
-      throw system_error("make shared memory for", "the manifest of the optimizer's state");
-    memory.keep(kManifest, fd.get());
-  }
+  if (world.rank() == 0) DoubleBuffer(memory, kManifest, world).write(0, {{}, {{kManifest, manifest}}});
   return std::unique_ptr<InPlaceState>(new InPlaceState(memory, world, strategy, options));
 }
 
@@ -61,10 +52,10 @@ InPlaceState::InPlaceState(JobMemory& memory, const World& world, Strategy& stra
 
 std::optional<Position> InPlaceState::take_over(std::string& last_step) {
   const std::vector<JobMemory::Kept> kept = memory_.previous();
-  const auto manifests = map_all(kept, kManifest);
+  const auto manifests = images_in(kept, kManifest);
   if (!is_so_on_all(world_, !manifests.empty())) return std::nullopt;
-  const auto& [begin, bytes] = manifests.begin()->second;
-  const auto arenas = map_all(kept, kArena);
+  const SafetensorsReader manifest = reader_of(manifests.front().bytes);
+  const auto arenas = map_arenas(kept);
   const auto find = [&](int rank, std::uint64_t offset, std::size_t size) {
     const auto found = arenas.find(rank);
     if (found == arenas.end() || offset + size > found->second.size)
@@ -72,10 +63,8 @@ std::optional<Position> InPlaceState::take_over(std::string& last_step) {
                              .next = "start the job again with --resume"});
     return found->second.begin.get() + offset;
   };
-  const std::string text(reinterpret_cast<const char*>(begin.get()), bytes);
-  const std::size_t line = text.find('\n');  // says which program wrote the memory
-  require_same_program(text.substr(0, line));
-  const auto updates = static_cast<std::int64_t>(strategy_.optimizer().take_over(text.substr(line + 1), find));
+  const std::string& text = manifest.metadata().at(kManifest);
+  const auto updates = static_cast<std::int64_t>(strategy_.optimizer().take_over(text, find));
   const SafetensorsReader own = own_state_of(kept, world_.rank(), updates);
   last_step = own.metadata().at(kLastStep);
   return restore_own_state(own, world_, strategy_, options_);
@@ -91,7 +80,7 @@ void InPlaceState::begin(const Position& position, const std::string& last_step)
 void InPlaceState::publish(const Position& position, const std::string& last_step) {
   TensorFile file = own_state(world_, strategy_, position, options_);
   file.metadata[kLastStep] = last_step;
-  own_.write(++updates_, file);
+  own_.write(++updates_, std::move(file));
 }
 
 }  // namespace lockstep

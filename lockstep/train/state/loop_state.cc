@@ -10,7 +10,6 @@
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/log.h"
-#include "lockstep/base/process/program_identity.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/checkpoint/file_image.h"
@@ -20,7 +19,6 @@ namespace {
 
 constexpr const char* kCommon = "state.common";
 constexpr const char* kOwn = "state.own";
-constexpr const char* kProgram = "lockstep.program";
 
 // The steps of which this machine has the common image and every rank's own.
 std::set<std::int64_t> whole_steps(const std::vector<StateImage>& common, const std::vector<StateImage>& own) {
@@ -106,7 +104,6 @@ void LoopState::find(bool in_parts) {
                  .ranks = ranks.item<int>()};
   for (const StateImage& image : own)
     if (image.step == newest) found_->here.push_back(reader_of(image.bytes));
-  require_same_program(found_->own.metadata().at(kProgram));
   const bool adopts_common = !keeps_common() || (all != nullptr && common_.adopt(kept, newest));
   const bool adopts_own = mine != nullptr && own_.adopt(kept, newest);
   goes_on_ = adopts_common && adopts_own && found_->ranks == world_.size();
@@ -144,9 +141,7 @@ void LoopState::keep(std::int64_t step, const TensorFile& common, const TensorFi
     cost_ = Stopwatch();
   }
   if (keeps_common()) common_.write(step, common);
-  TensorFile signed_own = own;
-  signed_own.metadata[kProgram] = program_identity();
-  own_.write(step, signed_own);
+  own_.write(step, own);
   const torch::Tensor between = torch::full({1}, steps_between(cost_.seconds()), torch::kInt64).to(world_.device());
   world_.all_reduce(between, ReduceOp::kMax);
   between_ = kept_ == 0 ? 1 : between.item<std::int64_t>();
