@@ -50,7 +50,6 @@ class Contact {
  public:
   Contact(const Meeting& meeting, UniqueFd launcher)
       : meeting_(meeting), launcher_(std::make_unique<Channel>(std::move(launcher))) {
-    launcher_.allow(PacketStream::kLongestPacket);
     me_.member = {.id = new_member_id(), .ranks = meeting.ranks};
   }
 
@@ -218,7 +217,6 @@ Machines::Machines(const Meeting& meeting, const OpenStore& open) : beat_(meetin
                       .next = concat("choose a name of one line, at most ", kLongestName, " characters, without /")});
   auto [ours, theirs] = connected_pair();
   stream_ = PacketStream(std::make_unique<Channel>(std::move(ours)));
-  stream_.allow(PacketStream::kLongestPacket);
   const auto contact = [&, &theirs = theirs] {
     Contact(meeting, std::move(theirs)).run(open);
     return 0;

@@ -17,9 +17,7 @@ namespace lockstep {
 
 class MeetingClient {
  public:
-  explicit MeetingClient(std::unique_ptr<Channel> channel) : stream_(std::move(channel)) {
-    stream_.allow(PacketStream::kLongestPacket);
-  }
+  explicit MeetingClient(std::unique_ptr<Channel> channel) : stream_(std::move(channel)) {}
 
   // Blocks until the store answers. Returns nothing: no answer before the deadline, or the connection is lost; then every later
   // request gets nothing, too.

@@ -62,7 +62,8 @@ class PacketStream {
   static constexpr std::size_t kLongestPacket = std::size_t{16} << 20;
   static constexpr std::size_t kLongestHello = 64;  // of somebody who is not known yet
 
-  explicit PacketStream(std::unique_ptr<Channel> channel) : channel_(std::move(channel)) {}
+  explicit PacketStream(std::unique_ptr<Channel> channel, std::size_t longest = kLongestPacket)
+      : channel_(std::move(channel)), longest_(longest) {}
 
   // Do not block. False: the peer is gone, or has sent what is no packet.
   bool read();
@@ -82,7 +83,7 @@ class PacketStream {
   bool has_packet() const;
 
   std::unique_ptr<Channel> channel_;
-  std::size_t longest_ = kLongestHello;
+  std::size_t longest_;
   std::string in_;
   std::string out_;
   std::size_t sent_ = 0;  // of it

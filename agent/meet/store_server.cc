@@ -29,7 +29,6 @@ MeetingServer::MeetingServer(UniqueFd listener, Admit admit)
   own_end_ = std::move(own[0]);
   connections_.push_back(
       {.stream = PacketStream(std::make_unique<Channel>(std::move(own[1]))), .number = ++numbers_, .known = true});
-  connections_.back().stream.allow(PacketStream::kLongestPacket);
   control_ = std::move(control[0]);
   wishes_ = std::move(control[1]);
   thread_ = std::thread([this] { serve(); });
@@ -104,7 +103,8 @@ void MeetingServer::accept_one() {
   if (fd || no_descriptors) make_room();
   if (!fd) return;
   if (auto channel = admit_(std::move(fd)))
-    connections_.push_back({.stream = PacketStream(std::move(channel)), .number = ++numbers_});
+    connections_.push_back(
+        {.stream = PacketStream(std::move(channel), PacketStream::kLongestHello), .number = ++numbers_});
 }
 
 // Connections are in the order in which they came.
