@@ -24,7 +24,7 @@ def of_mxnet(kind):
 
 def of_lockstep(kind):
     (home,) = SITE.glob("lockstep/torch*")
-    launcher = [] if kind == "local" else [home / "bin/lockstep", "run", "--servers", "1", "--workers", "2", "--"]
+    launcher = [] if kind == "local" else [home / "bin/lockstep", "run", "--servers", "1", "--nproc-per-node", "3", "--"]
     command = [*launcher, sys.executable, ROOT / "bench/peers" / SCRIPT, "lockstep", kind]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env={**os.environ, "PYTHONPATH": str(SITE)})
     lines = [line[line.index("[[") :] for line in done.stdout.splitlines() if "[[" in line]

@@ -196,10 +196,9 @@ void measure_on_one_machine(const PlanCase& one, int cores, const std::string& r
     const int worker = (number == nullptr ? 0 : std::atoi(number)) - servers;
     return train_rank(one, cores, worker < 0 ? Worker() : worker, results, {});
   };
-  const LaunchResult ended = launch({.ranks = servers + (one.has_device_threads() ? 1 : one.devices),
-                                     .servers = servers,
-                                     .output = RankOutput::kFirst},
-                                    rank);
+  const LaunchResult ended = launch(
+      {.ranks = servers + (one.has_device_threads() ? 1 : one.devices), .servers = servers, .first_is_plain = true},
+      rank);
   if (ended.exit_code != 0)
     throw SystemError({.what = concat(one.name(), ": a rank ended with code ", ended.exit_code)});
 }

@@ -209,7 +209,7 @@ Seconds run_lockstep_step(const StepCase& one, const StepRun& run) {
     if (world.rank() == 0) write_file(results, Json(seconds).dump());
     return 0;
   };
-  const LaunchResult ended = launch({.ranks = run.ranks, .output = RankOutput::kFirst}, rank);
+  const LaunchResult ended = launch({.ranks = run.ranks, .first_is_plain = true}, rank);
   if (ended.exit_code != 0)
     throw SystemError(
         {.what = concat("a rank of lockstep ended with code ", ended.exit_code), .likely = "its own message is above"});

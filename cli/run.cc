@@ -30,7 +30,6 @@ struct RendezvousArguments {
   std::string endpoint;  // HOST[:PORT][,HOST[:PORT]...]
   std::string id = "none";
   std::string config;  // KEY=VALUE,...
-  double silence_seconds = 3;
   bool standalone = false;
 };
 
@@ -38,7 +37,6 @@ struct RunArguments {
   std::string ranks = "1";
   RendezvousArguments meeting;
   std::string master_addr;
-  std::string output = "prefix";
   double grace_seconds = 5;
   double hang_seconds = std::chrono::duration<double>(HangOptions().timeout).count();
   std::string on_hang = name_of(HangOptions().then);
@@ -47,7 +45,6 @@ struct RunArguments {
   std::string hosts;
   std::string exports;
   bool is_called = false;
-  int workers = 0;
   std::string trace;
   LaunchOptions launch;  // the rest
 };
@@ -68,8 +65,7 @@ void add_job_options(CLI::App& app, RunArguments& arguments) {
   app.add_option("--nproc-per-node,--nproc_per_node", arguments.ranks,
                  "ranks on this machine; gpu: one per GPU; cpu: one per core; auto: gpu, or cpu where there is none")
       ->envname("PET_NPROC_PER_NODE");
-  app.add_option("--servers", launch.servers, "parameter servers on this machine: its first ranks");
-  app.add_option("--workers", arguments.workers, "ranks besides --servers; replaces --nproc-per-node")->default_str("");
+  app.add_option("--servers", launch.servers, "of these: parameter servers, the first ranks");
   app.add_flag("--workers-may-fail", launch.workers_may_fail, "go on when a worker fails, while others are left");
   app.add_option("--node-rank,--node_rank", launch.node_rank, "which machine this is, from 0")
       ->envname("PET_NODE_RANK");
@@ -95,12 +91,11 @@ void add_meeting_options(CLI::App& app, RendezvousArguments& meeting) {
       ->envname("PET_RDZV_ENDPOINT");
   app.add_option("--rdzv-id,--rdzv_id", meeting.id, "name of the job, the same on all machines")
       ->envname("PET_RDZV_ID");
-  app.add_option("--rdzv-conf,--rdzv_conf", meeting.config,
-                 "join_timeout=SECONDS,last_call_timeout=SECONDS; for etcd also "
-                 "cacert=FILE,cert=FILE,key=FILE,etcd_prefix=TEXT")
+  app.add_option(
+         "--rdzv-conf,--rdzv_conf", meeting.config,
+         "join_timeout=SECONDS,last_call_timeout=SECONDS,lost_after=SECONDS (until a silent machine is lost: 3); "
+         "for etcd also cacert=FILE,cert=FILE,key=FILE,etcd_prefix=TEXT")
       ->envname("PET_RDZV_CONF");
-  app.add_option("--lost-after", meeting.silence_seconds, "seconds until a silent machine counts as lost")
-      ->check(CLI::Range(0.5, 3600.0));
   app.add_flag("--standalone", meeting.standalone, "one machine, whatever the options above say")
       ->envname("PET_STANDALONE");
 }
@@ -123,9 +118,7 @@ void add_security_options(CLI::App& app, RunArguments& arguments) {
 
 void add_rank_options(CLI::App& app, RunArguments& arguments) {
   LaunchOptions& launch = arguments.launch;
-  app.add_option("--output", arguments.output, "prefix: [rank N] before each line; split: files in --log-dir")
-      ->check(CLI::IsMember({"prefix", "split"}));
-  app.add_option("--log-dir,--log_dir", launch.log_dir, "folder for rankN.out and rankN.err");
+  app.add_option("--log-dir,--log_dir", launch.log_dir, "folder: ranks write to rankN.out and rankN.err there");
   app.add_option("--max-restarts,--max_restarts", launch.max_restarts,
                  "how often failed ranks are replaced by new processes; 0: a failure ends the job")
       ->envname("PET_MAX_RESTARTS")
@@ -136,7 +129,6 @@ void add_rank_options(CLI::App& app, RunArguments& arguments) {
   app.add_option("--spares", launch.spares,
                  "with --max-restarts and Python: standby processes that replace lost ranks, with torch imported")
       ->check(CLI::NonNegativeNumber);
-  app.add_option("--threads-per-rank", launch.threads_per_rank, "OMP_NUM_THREADS; 0: cores / ranks");
   app.add_option("--trace", arguments.trace, "file (.json) for a timeline of all ranks, for ui.perfetto.dev");
   app.add_option("--stop-code", launch.stop_code,
                  "exit code of a rank that stops when a signal asks it to: not a failure; default 143")
@@ -219,11 +211,12 @@ void read_config(const std::string& text, Meeting& meeting) {
     if (text_of != nullptr) *text_of = value;
     milliseconds* const time_of = key == "last_call_timeout"                  ? &meeting.last_call
                                   : key == "join_timeout" || key == "timeout" ? &meeting.timeout
+                                  : key == "lost_after"                       ? &meeting.silence
                                                                               : nullptr;
     int seconds = 0;
     if (time_of == nullptr) continue;
-    if (!parse_int(value, seconds) || seconds < 0)
-      throw bad_option("--rdzv-conf", text, "give join_timeout=SECONDS,last_call_timeout=SECONDS");
+    if (!parse_int(value, seconds) || seconds < (time_of == &meeting.silence ? 1 : 0))
+      throw bad_option("--rdzv-conf", text, concat("give whole seconds: ", key, "=10"));
     *time_of = std::chrono::seconds(seconds);
   }
 }
@@ -241,8 +234,7 @@ void meet(const RendezvousArguments& arguments, const Nodes& nodes, LaunchOption
                   .least = nodes.least,
                   .most = nodes.most,
                   .ranks = options.ranks,
-                  .replaces = options.max_restarts > 0,
-                  .silence = in_milliseconds(arguments.silence_seconds)};
+                  .replaces = options.max_restarts > 0};
   for (const std::string& text : has_etcd ? split(arguments.endpoint, ',') : std::vector{arguments.endpoint}) {
     Endpoint& place = meeting.places.emplace_back(Endpoint{"", has_etcd ? kPortOfEtcd : kPortOfTorchrun});
     split_endpoint(text, place.host, place.port);
@@ -274,8 +266,7 @@ void number_by_options(const RunArguments& arguments, const Nodes& nodes, Launch
 
 LaunchOptions launch_options(const RunArguments& arguments) {
   LaunchOptions options = arguments.launch;
-  options.ranks = arguments.workers > 0 ? options.servers + arguments.workers : number_of_ranks(arguments.ranks);
-  options.output = arguments.output == "split" ? RankOutput::kSplit : RankOutput::kPrefix;
+  options.ranks = number_of_ranks(arguments.ranks);
   options.grace = in_milliseconds(arguments.grace_seconds);
   options.hang = {.timeout = in_milliseconds(arguments.hang_seconds),
                   .then = value_named<OnHang>(arguments.on_hang, "--on-hang")};

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A two-level parameter server in its kinds: lockstep run --servers 1 --workers 2 -- python examples/parameter_server.py
+"""A two-level parameter server in its kinds: lockstep run --servers 1 --nproc-per-node 3 -- python examples/parameter_server.py
 (examples/parameter_server.cc is the same in C++)"""
 
 import torch

@@ -28,7 +28,7 @@ namespace {
 using nlohmann::json;
 
 constexpr milliseconds kAskEtcdEvery{200};
-constexpr milliseconds kAnswersWithin{2000};  // each of etcd's members, or in a part of --lost-after
+constexpr milliseconds kAnswersWithin{2000};  // each of etcd's members, or in a part of lost_after
 constexpr milliseconds kLeastPatience{200};
 
 // The few parts of libcurl's stable binary interface that are used here.

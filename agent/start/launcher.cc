@@ -33,14 +33,10 @@ void check(const LaunchOptions& options) {
           "choose one from 1 to 65535, or 0 for any");
   require(options.nodes == 1 || options.master_port != 0, "several machines need a port they agree on",
           "choose a free port of the machine of rank 0 and give it to every machine");
-  require(options.threads_per_rank >= 0, concat(options.threads_per_rank, " threads per rank"),
-          "use at least 1, or 0 for an even share of the cores");
   require(options.max_restarts >= 0, concat(options.max_restarts, " restarts"), "use 0 or more");
   require(options.min_ranks >= 0 && options.min_ranks <= options.ranks,
           concat("at least ", options.min_ranks, " of ", options.ranks, " ranks"), "use at most the number of ranks");
   require(options.spares >= 0, concat(options.spares, " spare processes"), "use 0 or more");
-  require(options.output != RankOutput::kSplit || !options.log_dir.empty(), "output to files without a folder for them",
-          "give --log-dir");
 }
 
 // One launch: run() starts the ranks and returns when every one has ended. Destroyed, it has left no process behind.
@@ -242,9 +238,9 @@ std::string describe(const RankFailure& failure, const LaunchOptions& options) {
        .here = concat("rank ", failure.rank, " of ", place_of(options).world_size, ", pid ", failure.pid),
        .likely = hung ? "an endless loop, a deadlock, a stopped process, or a disk or device that does not answer"
                       : likely_cause(failure.signal),
-       .next = hung ? "read its stack above; if it only needs longer, raise --hang-timeout"
-               : options.output == RankOutput::kSplit ? "read " + log_path(options, failure.rank, ".err")
-                                                      : "look at its output above"});
+       .next = hung                       ? "read its stack above; if it only needs longer, raise --hang-timeout"
+               : !options.log_dir.empty() ? "read " + log_path(options, failure.rank, ".err")
+                                          : "look at its output above"});
   std::string text = error.what();
   if (!failure.last_lines.empty())
     text += concat("\n  last lines of its stderr:\n    ", join(failure.last_lines, "\n    "));

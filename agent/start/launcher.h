@@ -7,9 +7,8 @@
 // Ranks:   this is not a rank; it is the parent of the ranks of one machine
 //
 // The ranks get: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT (torchrun's
-// names), LOCKSTEP_JOB (on one machine: a name that no other job has), OMP_NUM_THREADS (threads_per_rank, else what is
-// set already, else cores / ranks), LOCKSTEP_PAGE (where they publish what they do: job_page.h), the cores of their share,
-// /dev/null as stdin.
+// names), LOCKSTEP_JOB (on one machine: a name that no other job has), OMP_NUM_THREADS (what is set already, else cores / ranks),
+// LOCKSTEP_PAGE (where they publish what they do: job_page.h), the cores of their share, /dev/null as stdin.
 #pragma once
 
 #include <chrono>
@@ -25,14 +24,6 @@ namespace lockstep {
 
 class Machines;
 struct PlaceInJob;
-
-// The way of the ranks' stdout and stderr.
-enum class RankOutput {
-  kPrefix,  // every line is passed on with "[rank 2] " before it
-  kFirst,   // rank 0's stdout is passed on as it is, and it writes to this process's stderr directly; the others as
-            // kPrefix, all to stderr
-  kSplit,   // into LOG_DIR/rank2.out and LOG_DIR/rank2.err
-};
 
 struct LaunchOptions {
   int ranks = 1;    // on this machine
@@ -51,11 +42,12 @@ struct LaunchOptions {
   // Then nodes, node_rank and the address do not count. Restarts are counted over all machines.
   std::shared_ptr<Machines> machines{};
   std::string master_addr = "127.0.0.1";
-  int master_port = 0;       // 0: a free one, kept reserved while the job runs; only with one node
-  int threads_per_rank = 0;  // 0: cores of this machine / ranks that are no servers, at least 1
-  bool pin = true;           // each rank to its own cores
-  RankOutput output = RankOutput::kPrefix;
-  std::string log_dir;                           // kSplit only; made if missing
+  int master_port = 0;  // 0: a free one, kept reserved while the job runs; only with one node
+  bool pin = true;      // each rank to its own cores
+  // Every line of the ranks is passed on with "[rank 2] " before it. But with first_is_plain rank 0's stdout is passed on as it is, it
+  // writes to this process's stderr directly, and the lines of the others all go to stderr.
+  bool first_is_plain = false;
+  std::string log_dir{};  // not "": instead into LOG_DIR/rank2.out and rank2.err; made if missing
   milliseconds grace = std::chrono::seconds(5);  // between SIGTERM and SIGKILL
 
   // Signals by which ranks are asked to stop in their own time: passed on, and no more. A second SIGINT kills the ranks.

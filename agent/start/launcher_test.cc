@@ -91,16 +91,12 @@ TEST(Launch, all_ranks_can_meet_at_the_reserved_port) {
   EXPECT_EQ(launch_probe({.ranks = 3}, {"meet"}).result.exit_code, 0);
 }
 
-TEST(Launch, sets_the_given_number_of_threads_or_keeps_the_users) {
+TEST(Launch, shares_out_the_cores_as_threads_or_keeps_the_users) {
   const std::vector<std::string> show = {"variables", "OMP_NUM_THREADS"};
   ::unsetenv("OMP_NUM_THREADS");
-  EXPECT_NE(launch_probe({.ranks = 1, .threads_per_rank = 3}, show).output.find("OMP_NUM_THREADS=3"),
-            std::string::npos);
   EXPECT_NE(launch_probe({.ranks = 100, .pin = false}, show).output.find("OMP_NUM_THREADS=1 "), std::string::npos);
   ::setenv("OMP_NUM_THREADS", "5", 1);
   EXPECT_NE(launch_probe({.ranks = 1}, show).output.find("OMP_NUM_THREADS=5"), std::string::npos);
-  EXPECT_NE(launch_probe({.ranks = 1, .threads_per_rank = 3}, show).output.find("OMP_NUM_THREADS=3"),
-            std::string::npos);
   ::unsetenv("OMP_NUM_THREADS");
 }
 
@@ -147,7 +143,7 @@ TEST(Launch, turns_a_signal_into_128_and_its_number) {
 }
 
 TEST(Launch, describes_a_failure) {
-  const LaunchOptions options{.ranks = 4, .output = RankOutput::kSplit, .log_dir = "logs"};
+  const LaunchOptions options{.ranks = 4, .log_dir = "logs"};
   const std::string text =
       describe({.rank = 2, .pid = 17, .exit_code = 0, .signal = SIGKILL, .last_lines = {"one", "two"}}, options);
   for (const char* part : {"rank 2", "signal 9", "rank 2 of 4", "pid 17", "logs/rank2.err", "    one\n    two"})
@@ -198,14 +194,13 @@ TEST(Launch, refuses_options_that_make_no_sense) {
   EXPECT_THROW(launch({.nodes = 2, .node_rank = 2, .master_port = 1}, command), UsageError);
   EXPECT_THROW(launch({.nodes = 2}, command), UsageError);
   EXPECT_THROW(launch({.master_port = 65536}, command), UsageError);
-  EXPECT_THROW(launch({.output = RankOutput::kSplit}, command), UsageError);
   EXPECT_THROW(launch({}, std::vector<std::string>{}), UsageError);
   expect_no_children();
 }
 
-TEST(Launch, split_output_goes_into_files) {
+TEST(Launch, output_goes_into_files_of_a_log_folder) {
   const TempFolder folder;
-  const LaunchOptions options{.ranks = 2, .output = RankOutput::kSplit, .log_dir = folder.file("new/logs")};
+  const LaunchOptions options{.ranks = 2, .log_dir = folder.file("new/logs")};
   const Launched launched = launch_probe(options, {"lines", "1"});
   EXPECT_EQ(launched.output + launched.error, "");
   EXPECT_EQ(read_file(folder.file("new/logs/rank1.out")), "line 0 of rank 1;\n");
@@ -241,7 +236,7 @@ TEST(Launch, binary_output_arrives) {
 }
 
 TEST(Launch, rank_0_can_write_to_this_process_output) {
-  const Launched launched = launch_probe({.ranks = 2, .output = RankOutput::kFirst}, {"lines", "1"});
+  const Launched launched = launch_probe({.ranks = 2, .first_is_plain = true}, {"lines", "1"});
   EXPECT_EQ(launched.output, "line 0 of rank 0;\n");
   EXPECT_EQ(launched.error, "[rank 1] line 0 of rank 1;\n");
 }

@@ -51,16 +51,16 @@ LocalRanks::LocalRanks(const LaunchOptions& options, const ProcessOptions& what,
       page_(make_page()),
       watch_(page_ ? &*page_ : nullptr, options.hang, sinks.err) {
   if (place_.master_port == 0) place_.master_port = port_.emplace().number();
-  if (options_.output == RankOutput::kSplit) make_folder(options_.log_dir);
+  if (!options_.log_dir.empty()) make_folder(options_.log_dir);
   if (keeper_ != nullptr) spares_.emplace(what_.command, groups_of_spares());
-  const bool first_only = options_.output == RankOutput::kFirst;
   for (int seat = 0; seat < options_.ranks; ++seat) {
     const int rank = place_.first_rank + seat;
     const std::string prefix = concat("[rank ", rank, "] ");
-    const bool other = first_only && rank != 0;
-    ranks_.push_back({.rank = rank,
-                      .output = {first_only && !other ? "" : prefix, other ? sinks_.err : sinks_.out},
-                      .error = {prefix, sinks_.err}});
+    const bool is_plain = options_.first_is_plain && rank == 0;
+    ranks_.push_back(
+        {.rank = rank,
+         .output = {is_plain ? "" : prefix, is_plain || !options_.first_is_plain ? sinks_.out : sinks_.err},
+         .error = {prefix, sinks_.err}});
   }
 }
 
@@ -161,16 +161,15 @@ Variables LocalRanks::variables(int seat) const {
     result.emplace_back("TORCHELASTIC_MAX_RESTARTS", concat(options_.max_restarts));
   }
   if (options_.servers > 0) result.emplace_back("LOCKSTEP_LOCAL_SERVERS", concat(options_.servers));
-  const int share = std::max(1, allotted_ / workers());
-  if (options_.threads_per_rank > 0 || std::getenv("OMP_NUM_THREADS") == nullptr)
-    result.emplace_back("OMP_NUM_THREADS", concat(options_.threads_per_rank > 0 ? options_.threads_per_rank : share));
+  if (std::getenv("OMP_NUM_THREADS") == nullptr)
+    result.emplace_back("OMP_NUM_THREADS", concat(std::max(1, allotted_ / workers())));
   return result;
 }
 
 // Returns nothing if the rank keeps this process's own stderr.
 UniqueFd LocalRanks::open_output(int rank, RankStream& stream, const std::string& suffix) const {
-  if (options_.output == RankOutput::kFirst && rank == 0 && suffix == ".err") return {};
-  if (options_.output != RankOutput::kSplit) return stream.open();
+  if (options_.first_is_plain && rank == 0 && suffix == ".err") return {};
+  if (options_.log_dir.empty()) return stream.open();
   const std::string path = log_path(options_, rank, suffix);
   const int start = generation_ == 0 ? O_TRUNC : 0;  // a replacement adds to what the rank before it wrote
   UniqueFd fd(::open(path.c_str(), O_WRONLY | O_CREAT | start | O_APPEND | O_CLOEXEC, 0644));
@@ -257,7 +256,7 @@ void LocalRanks::end_what_they_left() {
 }
 
 std::vector<std::string> LocalRanks::last_lines(const LocalRank& rank) const {
-  if (options_.output == RankOutput::kSplit) return last_lines_of_file(log_path(options_, rank.rank, ".err"));
+  if (!options_.log_dir.empty()) return last_lines_of_file(log_path(options_, rank.rank, ".err"));
   return {rank.error.last_lines().begin(), rank.error.last_lines().end()};
 }
 

@@ -52,7 +52,7 @@ struct Sinks {
   Sink err{STDERR_FILENO};
 };
 
-std::string log_path(const LaunchOptions& options, int rank, const std::string& suffix);  // of RankOutput::kSplit
+std::string log_path(const LaunchOptions& options, int rank, const std::string& suffix);  // in log_dir
 
 class LocalRanks {
  public:

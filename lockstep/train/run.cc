@@ -203,8 +203,7 @@ int start_ranks(const TrainOptions& options, const Program& program) {
       .max_restarts = options.max_restarts,
       .min_ranks = options.min_ranks,
       .workers_may_fail = servers > 0 && goes_on_without_workers(options.strategy.kvstore.kind),
-      .threads_per_rank = options.threads,
-      .output = RankOutput::kFirst,
+      .first_is_plain = true,
       .stop_signals = stop.signals,
       .stop_code = stop.code,
       .hang = options.hang};

@@ -283,7 +283,7 @@ class LocalStore(unittest.TestCase):
             store.pull("a", out=torch.zeros(2, 3))
             refused(store)
         expect_error(lockstep.UsageError, "lokal: there is no such value", lambda: lockstep.KVStore.create("lokal"))
-        expect_error(lockstep.UsageError, "--workers 2", lambda: lockstep.KVStore.create("dist_sync"))
+        expect_error(lockstep.UsageError, "--nproc-per-node 3", lambda: lockstep.KVStore.create("dist_sync"))
         with self.assertWarnsRegex(UserWarning, "amsgrad"):
             expect_error(lockstep.UsageError, "set_optimizer(AdamW)", lambda: store.set_optimizer(lockstep.AdamW, amsgrad=True))
         store.set_optimizer(lockstep.AdamW)
@@ -324,14 +324,14 @@ class DistStore(unittest.TestCase):
             run_ranks(3, thread_goes_on, folder, backend="gloo")
 
     def test_has_the_servers_of_lockstep_run(self):
-        command = [shutil.which("lockstep"), "run", "--servers", "2", "--workers", "2", "--", sys.executable, PROGRAM]
+        command = [shutil.which("lockstep"), "run", "--servers", "2", "--nproc-per-node", "4", "--", sys.executable, PROGRAM]
         ended = started(*command)
         self.assertEqual(ended.returncode, 0, ended.stdout)
         self.assertEqual(ended.stdout.count("is done"), 4, ended.stdout)
 
     def test_the_example(self):
         example = os.path.join(ROOT, "examples/parameter_server.py")
-        ended = started(shutil.which("lockstep"), "run", "--servers", "1", "--workers", "2", "--", sys.executable, example)
+        ended = started(shutil.which("lockstep"), "run", "--servers", "1", "--nproc-per-node", "3", "--", sys.executable, example)
         self.assertEqual(ended.returncode, 0, ended.stdout)
         self.assertEqual(ended.stdout.count("differs from one device by"), 2 + 2 + 3, ended.stdout)
 

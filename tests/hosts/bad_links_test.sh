@@ -15,9 +15,9 @@ train=("$program" --threads 1 --batch-size 36 --quiet --timeout 60 --max-steps "
 echo "SEED=$seed"
 
 start() {
-  on_host "$1" "$lockstep" run --log-dir "$work/$1" --nnodes 2:3 --nproc-per-node 1 --max-restarts 3 \
+  on_host "$1" "$lockstep" run --nnodes 2:3 --nproc-per-node 1 --max-restarts 3 \
     --rdzv-backend c10d --rdzv-endpoint n1:29400 --rdzv-conf last_call_timeout=20,join_timeout=60 -- \
-    "${train[@]}" --metrics "$work/many.jsonl" >"$work/$1.log" 2>&1 &
+    env AT="$1" "${train[@]}" --metrics "$work/many.jsonl" >"$work/$1.log" 2>&1 &
 }
 milliseconds() { echo $(($(date +%s%N) / 1000000)); }
 steps_done() { cat "$work/many.jsonl" 2>/dev/null | grep -c '"event":"step"' || true; }
@@ -44,7 +44,7 @@ echo "a step takes $((($(milliseconds) - begin) / (steps / 2 - 1))) ms"
 ! grep -h "generation [1-9]\|is lost\|PeerLost" "$work"/n?.log || fail "a machine was taken for lost"
 
 before=$(milliseconds)
-kill -9 "$(pgrep -o -f "^[^ ]*lockstep run --log-dir $work/n3 ")"
+kill -9 "$(pgrep -o -f "^[^ ]*lockstep run .* AT=n3 ")"
 for host in n1 n2; do
   until grep -q "generation 1: 2 machines" "$work/$host.log"; do
     [ $(($(milliseconds) - before)) -lt 30000 ] || fail "n3 is not missed: $(tail -n 20 "$work"/n?.log)"

@@ -15,8 +15,8 @@ train=("$lockstep" train --threads 1 --batch-size 36 --quiet --timeout 60 --max-
 
 declare -A pid
 start() {
-  on_host "$1" "$lockstep" run --log-dir "$work/$1" --nnodes 2:3 --nproc-per-node 1 --max-restarts 3 \
-    --rdzv-backend etcd --rdzv-id job --rdzv-endpoint 10.77.0.1 --rdzv-conf last_call_timeout=20,join_timeout=60 -- "${train[@]}" --metrics "$work/many.jsonl" >"$work/$1.log" 2>&1 &
+  on_host "$1" "$lockstep" run --nnodes 2:3 --nproc-per-node 1 --max-restarts 3 \
+    --rdzv-backend etcd --rdzv-id job --rdzv-endpoint 10.77.0.1 --rdzv-conf last_call_timeout=20,join_timeout=60 -- env AT="$1" "${train[@]}" --metrics "$work/many.jsonl" >"$work/$1.log" 2>&1 &
   pid[$1]=$!
 }
 milliseconds() { echo $(($(date +%s%N) / 1000000)); }
@@ -38,7 +38,7 @@ and_goes_on() {
 start_etcd
 for host in n1 n2 n3; do start "$host"; done
 until_steps 20
-kill -9 "$(pgrep -o -f "^[^ ]*lockstep run --log-dir $work/n1 ")"
+kill -9 "$(pgrep -o -f "^[^ ]*lockstep run .* AT=n1 ")"
 and_goes_on "machine 0 was killed"
 start n1
 until_steps 60

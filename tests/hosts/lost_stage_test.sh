@@ -25,9 +25,9 @@ start() {  # RANKS OPTION...: so many on each host
   local host keys=$((runs == 0 ? 1 : 2))  # the record of the run before, and n1, which gets rank 0 and the first stage
   runs=$((runs + 1))
   for host in n1 n2 n3; do
-    on_host "$host" "$lockstep" run --log-dir "$work/$host" --nnodes 2:3 --nproc-per-node "$ranks" --max-restarts 3 \
+    on_host "$host" "$lockstep" run --nnodes 2:3 --nproc-per-node "$ranks" --max-restarts 3 \
       --rdzv-backend etcd --rdzv-id job --rdzv-endpoint 10.77.0.1 --rdzv-conf last_call_timeout=20,join_timeout=60 -- \
-      "${train[@]}" "$@" >"$work/$host.log" 2>&1 &
+      env AT="$host" "${train[@]}" "$@" >"$work/$host.log" 2>&1 &
     pid[$host]=$!
     [ "$host" != n1 ] || until_etcd_has "$keys"
   done
@@ -39,7 +39,7 @@ until_it_has() {  # PATTERN FILE...
     sleep 0.02
   done
 }
-kill_n1() { kill -9 "$(pgrep -o -f "^[^ ]*lockstep run --log-dir $work/n1 ")"; }
+kill_n1() { kill -9 "$(pgrep -o -f "^[^ ]*lockstep run .* AT=n1 ")"; }
 
 LOCKSTEP_FAULT="rank=1,step=95,phase=between" start 1 --checkpoint-dir "$work/checkpoints" --checkpoint-every 50
 until_it_has '"event":"resume"' "$work/many.jsonl"

@@ -195,7 +195,7 @@ Words on_machine(const ReservedPort& port, const std::string& ranks, const Words
 TEST(LockstepRun, machines_that_meet_number_themselves) {
   const ReservedPort port;
   const Words options = {"--nnodes",  "2:3",   "--rdzv-backend", "c10d",
-                         "--rdzv_id", "a job", "--rdzv-conf",    "join_timeout=20,last_call_timeout=1"};
+                         "--rdzv_id", "a job", "--rdzv-conf",    "join_timeout=20,last_call_timeout=1,lost_after=5"};
   Words by_variables = {"env",
                         "PET_NNODES=2:3",
                         "PET_NPROC_PER_NODE=2",
@@ -340,6 +340,14 @@ TEST(LockstepRun, takes_143_for_a_failure_of_a_rank_that_nobody_asked_to_stop) {
   EXPECT_TRUE(contains(launcher.error(), "rank 0 exited with code 143")) << launcher.error();
 }
 
+TEST(LockstepRun, writes_output_into_the_log_folder) {
+  const TempFolder folder;
+  const Ended ended = run(lockstep_run({"--nproc_per_node", "2", "--log_dir", folder.file("logs")}, {"lines", "1"}));
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  EXPECT_EQ(ended.output + ended.error, "");
+  EXPECT_EQ(read_file(folder.file("logs/rank1.out")), "line 0 of rank 1;\n");
+}
+
 TEST(LockstepRun, passes_the_programs_own_options_on) {
   for (const Words& dashes : {Words{}, Words{"--"}}) {
     Words command = {LOCKSTEP_COMMAND, "run", "--no-pin"};
@@ -358,8 +366,10 @@ TEST(LockstepRun, wrong_options_exit_with_2) {
            {"--nproc-per-node", "0", "true"},
            {"--grace", "-1", "true"},
            {"--stop-code", "1", "true"},
-           {"--output", "nowhere", "true"},
            {"--output", "split", "true"},
+           {"--servers", "1", "--workers", "1", "true"},
+           {"--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "gpu-a", "--rdzv-conf", "lost_after=0",
+            "true"},
            {"--nnodes", "2", "--master-port", "29500", "true"},
            {"--nnodes", "1:2", "true"},
            {"--nnodes", "2:1", "true"},

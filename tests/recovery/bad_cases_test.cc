@@ -117,7 +117,7 @@ int make_and_end_groups() {
 
 TEST(BadCasesDeathTest, the_launcher_holds_no_memory_of_groups_that_have_ended) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");  // one with threads should not fork
-  const LaunchOptions options{.ranks = 2, .max_restarts = 1, .output = RankOutput::kFirst};
+  const LaunchOptions options{.ranks = 2, .max_restarts = 1, .first_is_plain = true};
   EXPECT_EXIT(std::exit(launch(options, make_and_end_groups).exit_code), ::testing::ExitedWithCode(0), "");
 }
 

@@ -137,7 +137,8 @@ struct Workers {
 class AsyncLeNet : public ::testing::TestWithParam<Workers> {
  protected:
   std::vector<nlohmann::json> metrics_of(const std::string& kind, bool one_slow) const {
-    const Words job = {LOCKSTEP_COMMAND, "run", "--servers", "1", "--workers", std::to_string(GetParam().count), "--"};
+    const Words job = {
+        LOCKSTEP_COMMAND, "run", "--servers", "1", "--nproc-per-node", std::to_string(GetParam().count + 1), "--"};
     const Words lenet = {SLOW_LENET,  "--threads", "1",       "--strategy", "kvstore",
                          "--kvstore", kind,        "--quiet", "--metrics",  folder_ / kind};
     const Words until = epochs_ > 0 ? Words{"--epochs", std::to_string(epochs_)} : Words{"--max-steps", "60"};
@@ -197,7 +198,7 @@ class KVStoreLoss : public ::testing::Test {
  protected:
   // One server, three workers.
   Words job(const std::string& kind, const Words& more) {
-    return Words{LOCKSTEP_COMMAND, "run", "--servers", "1", "--workers", "3", "--grace", "0.5"} +
+    return Words{LOCKSTEP_COMMAND, "run", "--servers", "1", "--nproc-per-node", "4", "--grace", "0.5"} +
            (kind == "dist_sync" ? Words{} : Words{"--workers-may-fail"}) + Words{"--"} + kvstore(kind) +
            Words{"--batch-size", "24", "--quiet", "--metrics", metrics()} + more;
   }

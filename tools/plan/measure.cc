@@ -48,7 +48,7 @@ Profile in_ranks(int ranks, const Profile& so_far, const std::function<void(cons
       throw system_error("write", "what was measured");
     return 0;
   };
-  const LaunchResult ended = launch({.ranks = ranks, .output = RankOutput::kFirst}, rank);
+  const LaunchResult ended = launch({.ranks = ranks, .first_is_plain = true}, rank);
   if (!ended.failure && ended.exit_code > 128) ::raise(ended.exit_code - 128);  // the signal that launch() has taken
   if (ended.exit_code != 0)
     throw SystemError({.what = concat("a process that measures has ended with code ", ended.exit_code),

@@ -73,7 +73,7 @@ void spawn(int ranks, const std::function<void(World&)>& fn, const WorldOptions&
     fn(world);
     return 0;
   };
-  const LaunchResult result = launch({.ranks = ranks, .output = RankOutput::kFirst}, rank_main);
+  const LaunchResult result = launch({.ranks = ranks, .first_is_plain = true}, rank_main);
   if (result.failure) throw lost_rank(*result.failure);
   if (result.exit_code != 0) throw PeerLost({.what = concat("spawn() was ended by signal ", result.exit_code - 128)});
 }

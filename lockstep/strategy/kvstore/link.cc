@@ -24,7 +24,7 @@ void find_roles(DistSetting& setting) {
     throw UsageError({.what = concat(setting.servers.size(), " servers and ", setting.workers.size(), " workers among ",
                                      world.size(), " ranks; rank 0 has to be a server"),
                       .here = world.describe(),
-                      .next = "start at least one server and one worker: lockstep run --servers 1 --workers 2"});
+                      .next = "start at least one server and one worker: lockstep run --servers 1 --nproc-per-node 3"});
   const std::vector<int>& alike = serves ? setting.servers : setting.workers;
   setting.number = index_of(alike, world.rank());
 }
