@@ -4,8 +4,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cstdlib>
 #include <filesystem>
+#include <map>
+#include <tuple>
 
 #include <CLI/CLI.hpp>
 
@@ -23,30 +26,24 @@
 namespace lockstep {
 namespace {
 
-// torchrun's names and meanings. Every option can also be given as PET_NAME in the environment, as Kubeflow does it.
-struct RendezvousArguments {
-  std::string nodes = "1";  // N or MIN:MAX
-  std::string backend = "static";
-  std::string endpoint;  // HOST[:PORT][,HOST[:PORT]...]
-  std::string id = "none";
-  std::string config;  // KEY=VALUE,...
-  bool standalone = false;
-};
+constexpr const char* kNoJob = "none";  // torchrun's default
 
 struct RunArguments {
   std::string ranks = "1";
-  RendezvousArguments meeting;
-  std::string master_addr;
-  double grace_seconds = 5;
-  double hang_seconds = std::chrono::duration<double>(HangOptions().timeout).count();
-  std::string on_hang = name_of(HangOptions().then);
-  bool no_pin = false;
+  std::string nodes = "1";  // N or MIN:MAX
+  std::string backend = "static";
+  std::string endpoint;  // HOST[:PORT][,HOST[:PORT]...]
+  std::string config;    // KEY=VALUE,...
+  bool standalone = false;
   bool insecure_network = false;
   std::string hosts;
   std::string exports;
   bool is_called = false;
   std::string trace;
-  LaunchOptions launch;  // the rest
+  StartOptions start;
+  PlaceOptions place;
+  FailureOptions failing{.stop_signals = {SIGUSR1, SIGUSR2}};  // not SIGTERM: a program may ignore it
+  Meeting meeting{.places = {}, .job = kNoJob};
 };
 
 // Names the program in the usage line, and of an option with two spellings only the first.
@@ -60,89 +57,80 @@ class HelpFormatter : public CLI::Formatter {
   }
 };
 
-void add_job_options(CLI::App& app, RunArguments& arguments) {
-  LaunchOptions& launch = arguments.launch;
-  app.add_option("--nproc-per-node,--nproc_per_node", arguments.ranks,
-                 "ranks on this machine; gpu: one per GPU; cpu: one per core; auto: gpu, or cpu where there is none")
-      ->envname("PET_NPROC_PER_NODE");
-  app.add_option("--servers", launch.servers, "of these: parameter servers, the first ranks");
-  app.add_flag("--workers-may-fail", launch.workers_may_fail, "go on when a worker fails, while others are left");
-  app.add_option("--node-rank,--node_rank", launch.node_rank, "which machine this is, from 0")
-      ->envname("PET_NODE_RANK");
-  app.add_option("--master-addr,--master_addr", arguments.master_addr, "the machine of rank 0")
-      ->envname("PET_MASTER_ADDR");
-  app.add_option("--master-port,--master_port", launch.master_port, "a free port there; 0: any, for one machine")
-      ->envname("PET_MASTER_PORT");
+// One of torchrun's, with its meaning: also with underscores, and as PET_NAME in the environment, as Kubeflow does it.
+template <class Value>
+CLI::Option* add_torchruns(CLI::App& app, const std::string& name, Value& value, const std::string& help) {
+  std::string other = name, variable = "PET_";
+  std::ranges::replace(other, '-', '_');
+  for (const char letter : other) variable += static_cast<char>(std::toupper(letter));
+  return app.add_option(concat("--", name, other == name ? "" : ",--" + other), value, help)->envname(variable);
 }
 
-void add_meeting_options(CLI::App& app, RendezvousArguments& meeting) {
-  app.add_option("--nnodes", meeting.nodes,
-                 "number of machines; with --rdzv-backend c10d or etcd MIN:MAX: as many as come")
-      ->envname("PET_NNODES");
-  app.add_option(
-         "--rdzv-backend,--rdzv_backend", meeting.backend,
-         "static: --node-rank numbers the machines; c10d: numbered as they come, and the one at --rdzv-endpoint "
-         "must stay up; "
-         "etcd: likewise, and any may fail")
-      ->check(CLI::IsMember({"static", "c10d", "etcd"}))
-      ->envname("PET_RDZV_BACKEND");
-  app.add_option("--rdzv-endpoint,--rdzv_endpoint", meeting.endpoint,
-                 "HOST:PORT where the machines meet; etcd: HOST:PORT,… of its members")
-      ->envname("PET_RDZV_ENDPOINT");
-  app.add_option("--rdzv-id,--rdzv_id", meeting.id, "name of the job, the same on all machines")
-      ->envname("PET_RDZV_ID");
-  app.add_option(
-         "--rdzv-conf,--rdzv_conf", meeting.config,
-         "join_timeout=SECONDS,last_call_timeout=SECONDS,lost_after=SECONDS (until a silent machine is lost: 3); "
-         "for etcd also cacert=FILE,cert=FILE,key=FILE,etcd_prefix=TEXT")
-      ->envname("PET_RDZV_CONF");
-  app.add_flag("--standalone", meeting.standalone, "one machine, whatever the options above say")
+void add_place_options(CLI::App& app, RunArguments& arguments) {
+  add_torchruns(app, "nproc-per-node", arguments.ranks,
+                "ranks on this machine; gpu: one per GPU; cpu: one per core; auto: gpu, or cpu where there is none");
+  app.add_option("--servers", arguments.start.servers, "of these: the first, as servers of a parameter server");
+  add_torchruns(app, "node-rank", arguments.place.node_rank, "which machine this is, from 0");
+  add_torchruns(app, "master-addr", arguments.place.master_addr, "the machine of rank 0");
+  add_torchruns(app, "master-port", arguments.place.master_port, "a free port there; 0: any, for one machine");
+  add_torchruns(app, "nnodes", arguments.nodes, "machines; MIN:MAX with --rdzv-backend c10d or etcd: as many as come");
+  add_torchruns(app, "rdzv-backend", arguments.backend,
+                "static: machines are numbered by --node-rank; c10d: by themselves, and the one at --rdzv-endpoint "
+                "has to live; etcd: likewise, and any may die")
+      ->check(CLI::IsMember({"static", "c10d", "etcd"}));
+  add_torchruns(app, "rdzv-endpoint", arguments.endpoint,
+                "HOST:PORT where the machines meet; of etcd's members, with commas");
+  add_torchruns(app, "rdzv-id", arguments.meeting.job, "name of the job, the same on its machines");
+  add_torchruns(
+      app, "rdzv-conf", arguments.config,
+      "join_timeout=SECONDS,last_call_timeout=SECONDS,lost_after=SECONDS (until a silent machine is lost: 3); "
+      "for etcd also cacert=FILE,cert=FILE,key=FILE,etcd_prefix=TEXT");
+  app.add_flag("--standalone", arguments.standalone, "one machine, whatever the options above say")
       ->envname("PET_STANDALONE");
-}
-
-// After the options that it replaces.
-void add_hosts_options(CLI::App& app, RunArguments& arguments) {
   CLI::Option* const hosts = app.add_option(
       "--hosts", arguments.hosts,
-      "start on these hosts over ssh: NAME:RANKS,… or mpirun's hostfile; RANKS defaults to --nproc-per-node");
+      "start on these over ssh: NAME:RANKS,… or mpirun's hostfile; without RANKS as many as --nproc-per-node says");
   for (const char* name : {"--nnodes", "--node-rank", "--master-addr", "--rdzv-backend", "--standalone"})
     hosts->excludes(app.get_option(name));
-  app.add_option("--export", arguments.exports, "variables passed to --hosts besides LOCKSTEP_… and OMP_…: NAME,…")
+  app.add_option("--export", arguments.exports, "variables for --hosts beside LOCKSTEP_… and OMP_…, with commas")
       ->needs(hosts);
   app.add_flag("--called", arguments.is_called)->group("");  // by --hosts of another machine
-}
-
-void add_security_options(CLI::App& app, RunArguments& arguments) {
-  app.add_flag("--insecure-network", arguments.insecure_network, "between machines: no job secret, no encryption");
+  app.add_flag("--insecure-network", arguments.insecure_network,
+               "between machines ask nobody for the job's secret, and encrypt nothing");
 }
 
 void add_rank_options(CLI::App& app, RunArguments& arguments) {
-  LaunchOptions& launch = arguments.launch;
-  app.add_option("--log-dir,--log_dir", launch.log_dir, "folder: ranks write to rankN.out and rankN.err there");
-  app.add_option("--max-restarts,--max_restarts", launch.max_restarts,
-                 "how often failed ranks are replaced by new processes; 0: a failure ends the job")
-      ->envname("PET_MAX_RESTARTS")
+  FailureOptions& failing = arguments.failing;
+  add_torchruns(app, "log-dir", arguments.start.log_dir, "folder: ranks write to rankN.out and rankN.err there");
+  add_torchruns(app, "max-restarts", failing.max_restarts,
+                "how often ranks that fail are replaced by new processes; 0: a failure ends the job")
       ->check(CLI::NonNegativeNumber);
-  app.add_option("--min-ranks", launch.min_ranks,
-                 "with no restart left, go on without failed ranks while at least this many remain; 0: end")
+  app.add_option("--min-ranks", failing.min_ranks,
+                 "with no restart left, go on without a failed rank while so many are left; 0: end")
       ->check(CLI::NonNegativeNumber);
-  app.add_option("--spares", launch.spares,
-                 "with --max-restarts and Python: standby processes that replace lost ranks, with torch imported")
+  app.add_flag("--workers-may-fail", failing.workers_may_fail, "go on when a worker fails, while others are left");
+  app.add_option(
+         "--spares", arguments.start.spares,
+         "of a Python program with --max-restarts: processes that have imported torch, and wait for a lost rank")
       ->check(CLI::NonNegativeNumber);
   app.add_option("--trace", arguments.trace, "file (.json) for a timeline of all ranks, for ui.perfetto.dev");
-  app.add_option("--stop-code", launch.stop_code,
-                 "exit code of a rank that stops when a signal asks it to: not a failure; default 143")
+  app.add_option("--stop-code", failing.stop_code,
+                 "exit code of ranks that stopped because a signal asked them to, which is no failure; else 143")
       ->check(CLI::Range(3, 255))
       ->default_str("");
-  app.add_flag("--no-pin", arguments.no_pin, "let every rank use every core");
-  app.add_option("--grace", arguments.grace_seconds, "seconds between SIGTERM and SIGKILL")
-      ->check(CLI::Range(0.0, 86400.0));
-  app.add_option("--hang-timeout", arguments.hang_seconds,
-                 "seconds without progress of any rank until stacks are shown; 0: never")
-      ->check(CLI::Range(0.0, 31536000.0));
-  app.add_option("--on-hang", arguments.on_hang,
-                 "then: restart (kill the rank that holds up the others; it counts as failed), end the job, or report")
-      ->check(CLI::IsMember(all_names<OnHang>()));
+  app.add_flag_callback(
+      "--no-pin", [&arguments] { arguments.start.pin = false; }, "let every rank use every core");
+  add_seconds(app, "--grace", failing.grace, 0, 86400, "seconds between SIGTERM and SIGKILL");
+  add_seconds(app, "--hang-timeout", failing.hang.timeout, 0, 31536000,
+              "seconds without progress of any rank after which their stacks are shown; 0: never");
+  const auto set_then = [&failing](const std::string& name) {
+    failing.hang.then = value_named<OnHang>(name, "--on-hang");
+  };
+  app.add_option_function<std::string>(
+         "--on-hang", set_then,
+         "then: restart (kill the rank that holds up the others; it counts as failed), end the job, or report")
+      ->check(CLI::IsMember(all_names<OnHang>()))
+      ->default_str(name_of(failing.hang.then));
 }
 
 // Counts what CUDA_VISIBLE_DEVICES names before the first that does not exist, as CUDA reads it.
@@ -173,18 +161,14 @@ UsageError bad_option(const std::string& name, const std::string& value, const s
   return UsageError({.what = concat(name, " is '", value, "'"), .next = next});
 }
 
-struct Nodes {
-  int least = 1;
-  int most = 1;
-};
-
-Nodes nodes_of(const std::string& text) {
+// The least and the most machines.
+std::pair<int, int> nodes_of(const std::string& text) {
   const auto parts = split(text, ':');
-  Nodes nodes;
-  if (parts.size() > 2 || !parse_int(parts.front(), nodes.least) || !parse_int(parts.back(), nodes.most) ||
-      nodes.least < 1 || nodes.most < nodes.least)
+  int least = 0, most = 0;
+  if (parts.size() > 2 || !parse_int(parts.front(), least) || !parse_int(parts.back(), most) || least < 1 ||
+      most < least)
     throw bad_option("--nnodes", text, "give a number of machines, or MIN:MAX");
-  return nodes;
+  return {least, most};
 }
 
 // "HOST:PORT", "[IPv6]:PORT" or "HOST".
@@ -199,95 +183,82 @@ void split_endpoint(const std::string& text, std::string& host, int& port) {
 
 // torchrun's names; its other keys are about its own stores.
 void read_config(const std::string& text, Meeting& meeting) {
+  const std::map<std::string, std::string*> texts = {{"cacert", &meeting.certificates},
+                                                     {"cert", &meeting.certificate},
+                                                     {"key", &meeting.key},
+                                                     {"etcd_prefix", &meeting.prefix}};
+  const std::map<std::string, milliseconds*> times = {{"join_timeout", &meeting.timeout},
+                                                      {"timeout", &meeting.timeout},
+                                                      {"last_call_timeout", &meeting.last_call},
+                                                      {"lost_after", &meeting.silence}};
   for (const std::string& pair : split(text, ',')) {
     const std::size_t equals = std::min(pair.find('='), pair.size());
     const std::string key = pair.substr(0, equals);
     const std::string value = pair.substr(std::min(equals + 1, pair.size()));
-    std::string* const text_of = key == "cacert"        ? &meeting.certificates
-                                 : key == "cert"        ? &meeting.certificate
-                                 : key == "key"         ? &meeting.key
-                                 : key == "etcd_prefix" ? &meeting.prefix
-                                                        : nullptr;
-    if (text_of != nullptr) *text_of = value;
-    milliseconds* const time_of = key == "last_call_timeout"                  ? &meeting.last_call
-                                  : key == "join_timeout" || key == "timeout" ? &meeting.timeout
-                                  : key == "lost_after"                       ? &meeting.silence
-                                                                              : nullptr;
+    if (texts.contains(key)) *texts.at(key) = value;
+    if (!times.contains(key)) continue;
     int seconds = 0;
-    if (time_of == nullptr) continue;
-    if (!parse_int(value, seconds) || seconds < (time_of == &meeting.silence ? 1 : 0))
+    if (!parse_int(value, seconds) || seconds < (key == "lost_after" ? 1 : 0))
       throw bad_option("--rdzv-conf", text, concat("give whole seconds: ", key, "=10"));
-    *time_of = std::chrono::seconds(seconds);
+    *times.at(key) = std::chrono::seconds(seconds);
   }
 }
 
 // The machines meet and number themselves, as with torchrun's c10d backend.
-void meet(const RendezvousArguments& arguments, const Nodes& nodes, LaunchOptions& options) {
+void meet(RunArguments& arguments) {
   constexpr int kPortOfTorchrun = 29400;
   constexpr int kPortOfEtcd = 2379;
   const bool has_etcd = arguments.backend == "etcd";
+  Meeting& meeting = arguments.meeting;
   if (arguments.endpoint.empty())
     throw UsageError(
         {.what = concat("--rdzv-backend ", arguments.backend, " without --rdzv-endpoint"),
          .next = "give every machine the same --rdzv-endpoint HOST:PORT: the address of one of them, or of etcd"});
-  Meeting meeting{.job = arguments.id,
-                  .least = nodes.least,
-                  .most = nodes.most,
-                  .ranks = options.ranks,
-                  .replaces = options.max_restarts > 0};
+  meeting.ranks = arguments.start.ranks;
+  meeting.replaces = arguments.failing.max_restarts > 0;
   for (const std::string& text : has_etcd ? split(arguments.endpoint, ',') : std::vector{arguments.endpoint}) {
     Endpoint& place = meeting.places.emplace_back(Endpoint{"", has_etcd ? kPortOfEtcd : kPortOfTorchrun});
     split_endpoint(text, place.host, place.port);
   }
   read_config(arguments.config, meeting);
-  if (has_etcd && arguments.id == RendezvousArguments().id)
+  if (has_etcd && meeting.job == kNoJob)
     throw UsageError({.what = "--rdzv-backend etcd without --rdzv-id",
                       .likely = "etcd serves many jobs, which its keys tell apart by their names",
                       .next = "give every machine the same --rdzv-id, which no other job has"});
   if (meeting.certificates.empty() && !(meeting.certificate + meeting.key).empty())
     throw bad_option("--rdzv-conf", arguments.config, "add cacert=FILE: without it there is no TLS");
-  options.machines = std::make_shared<Machines>(meeting, has_etcd ? open_etcd_store : open_first_machine_store);
+  arguments.place.machines = std::make_shared<Machines>(meeting, has_etcd ? open_etcd_store : open_first_machine_store);
 }
 
 // The machines were numbered by --node-rank.
-void number_by_options(const RunArguments& arguments, const Nodes& nodes, LaunchOptions& options) {
-  if (nodes.least != nodes.most)
-    throw bad_option("--nnodes", arguments.meeting.nodes, "add --rdzv-backend c10d and --rdzv-endpoint HOST:PORT");
-  options.nodes = nodes.most;
-  if (!arguments.master_addr.empty()) options.master_addr = arguments.master_addr;
-  if (!arguments.meeting.endpoint.empty())
-    split_endpoint(arguments.meeting.endpoint, options.master_addr, options.master_port);
-  else if (options.nodes > 1 && arguments.master_addr.empty())
+void number_by_options(RunArguments& arguments) {
+  PlaceOptions& place = arguments.place;
+  place.nodes = arguments.meeting.most;
+  if (arguments.meeting.least != place.nodes)
+    throw bad_option("--nnodes", arguments.nodes, "add --rdzv-backend c10d and --rdzv-endpoint HOST:PORT");
+  if (!arguments.endpoint.empty())
+    split_endpoint(arguments.endpoint, place.master_addr, place.master_port);
+  else if (place.nodes > 1 && place.master_addr.empty())
     throw UsageError(
         {.what = "several machines need an address at which they find each other",
-         .here = concat("--nnodes ", options.nodes),
+         .here = concat("--nnodes ", place.nodes),
          .next = "give every machine the same --master-addr HOST and --master-port PORT, those of rank 0"});
 }
 
-LaunchOptions launch_options(const RunArguments& arguments) {
-  LaunchOptions options = arguments.launch;
-  options.ranks = number_of_ranks(arguments.ranks);
-  options.grace = in_milliseconds(arguments.grace_seconds);
-  options.hang = {.timeout = in_milliseconds(arguments.hang_seconds),
-                  .then = value_named<OnHang>(arguments.on_hang, "--on-hang")};
-  options.pin = !arguments.no_pin;
-  options.stop_signals = {SIGUSR1, SIGUSR2};  // not SIGTERM: a program may ignore it
-  if (arguments.meeting.standalone) {
-    options.node_rank = options.master_port = 0;
-    return options;
+void find_place(RunArguments& arguments) {
+  if (arguments.standalone) {
+    arguments.place = {};
+    return;
   }
-  const Nodes nodes = nodes_of(arguments.meeting.nodes);
-  if (nodes.most > 1 && options.min_ranks > 0)
+  std::tie(arguments.meeting.least, arguments.meeting.most) = nodes_of(arguments.nodes);
+  const bool are_several = arguments.meeting.most > 1;
+  if (are_several && arguments.failing.min_ranks > 0)
     throw UsageError(
-        {.what = concat("--min-ranks ", options.min_ranks, " on several machines"),
-         .here = concat("--nnodes ", arguments.meeting.nodes),
+        {.what = concat("--min-ranks ", arguments.failing.min_ranks, " on several machines"),
+         .here = concat("--nnodes ", arguments.nodes),
          .likely = "ranks are counted on each machine, and the others would not know that one is gone",
          .next = "leave it out; --nnodes MIN:MAX with --max-restarts says with how few machines to go on"});
-  if (arguments.meeting.backend != "static" && nodes.most > 1)
-    meet(arguments.meeting, nodes, options);
-  else
-    number_by_options(arguments, nodes, options);
-  return options;
+  are_several&& arguments.backend != "static" ? meet(arguments) : number_by_options(arguments);
 }
 
 // PROGRAM and its arguments: what CLI11 has not parsed, with or without a leading "--".
@@ -309,11 +280,11 @@ int launch_on_hosts(const CLI::App& app, const RunArguments& arguments) {
       .command = {std::filesystem::read_symlink("/proc/self/exe"), "run", "--called", "--rdzv-backend=c10d"},
       .program = command_of(app),
       .exports = split(arguments.exports, ','),
-      .grace = in_milliseconds(arguments.grace_seconds),
-      .stop_code = arguments.launch.stop_code};
+      .grace = arguments.failing.grace,
+      .stop_code = arguments.failing.stop_code};
   const std::string& first = options.hosts.front().name;
   options.command.push_back(concat("--nnodes=", options.hosts.size()));
-  if (arguments.meeting.endpoint.empty())
+  if (arguments.endpoint.empty())
     options.command.push_back(
         concat("--rdzv-endpoint=", first.substr(first.find('@') + 1), ":", 20000 + ::getpid() % 10000));
   for (const CLI::Option* option : app.get_options())
@@ -327,14 +298,14 @@ int launch_on_hosts(const CLI::App& app, const RunArguments& arguments) {
 }
 
 // The ranks record (LOCKSTEP_TRACE); what they leave is put together here. Those of several machines need one folder.
-LaunchResult launch_traced(const LaunchOptions& options, const std::vector<std::string>& command, std::string file) {
-  if (file.empty()) return launch(options, command);
-  require_timeline_file(file);
-  file = std::filesystem::absolute(file);
-  const bool is_alone = place_of(options).nodes == 1;
+LaunchResult launch_traced(const RunArguments& arguments, const std::vector<std::string>& command, bool is_alone) {
+  const auto launch_here = [&] { return launch(arguments.start, command, arguments.failing, arguments.place); };
+  if (arguments.trace.empty()) return launch_here();
+  require_timeline_file(arguments.trace);
+  const std::string file = std::filesystem::absolute(arguments.trace);
   if (is_alone) remove_rings(file);
   ::setenv("LOCKSTEP_TRACE", file.c_str(), 1);
-  const LaunchResult result = launch(options, command);
+  const LaunchResult result = launch_here();
   if (is_alone) save_what_is_left(file, result.exit_code == 0);
   return result;
 }
@@ -342,7 +313,7 @@ LaunchResult launch_traced(const LaunchOptions& options, const std::vector<std::
 std::string describe_loss(const std::string& why) {
   return PeerLost({.what = "this machine ends its ranks: " + why,
                    .likely = "the others were killed, switched off or cut off, or one of them has ended the job",
-                   .next = "look at their output; a launcher started again joins a job that still runs, "
+                   .next = "look at their output; a launcher that is started again comes in where the job still runs, "
                            "else --resume goes on from the last checkpoint"})
       .what();
 }
@@ -363,22 +334,20 @@ int run_command(int argc, char** argv) {
   app.prefix_command();
   app.option_defaults()->always_capture_default();
   RunArguments arguments;
-  add_job_options(app, arguments);
-  add_meeting_options(app, arguments.meeting);
-  add_hosts_options(app, arguments);
+  add_place_options(app, arguments);
   add_rank_options(app, arguments);
-  add_security_options(app, arguments);
   return parse_and_run(app, argc, argv, [&] {
     if (!arguments.hosts.empty()) return launch_on_hosts(app, arguments);
     std::optional<RemoteStart> start;
     if (arguments.is_called) start.emplace();
     if (arguments.insecure_network) ::setenv("LOCKSTEP_INSECURE_NETWORK", "1", 1);
-    const LaunchOptions options = launch_options(arguments);
-    const PlaceInJob place = place_of(options);
+    arguments.start.ranks = number_of_ranks(arguments.ranks);
+    find_place(arguments);
+    const PlaceInJob place = place_of(arguments.place, arguments.start.ranks);
     if (place.nodes > 1 && place.node_rank == 0) say_where_the_secret_is();
-    const LaunchResult result = launch_traced(options, command_of(app), arguments.trace);
+    const LaunchResult result = launch_traced(arguments, command_of(app), place.nodes == 1);
     if (result.lost) std::cerr << describe_loss(*result.lost) << '\n';
-    if (result.failure) std::cerr << describe(*result.failure, options) << '\n';
+    if (result.failure) std::cerr << describe(*result.failure) << '\n';
     return result.exit_code;
   });
 }

@@ -14,9 +14,9 @@ constexpr milliseconds kLeavesWithin{500};  // a rank whose peers are gone
 
 }  // namespace
 
-Generations::Generations(const LaunchOptions& options, LocalRanks& ranks, Keeper* keeper)
-    : options_(options), ranks_(ranks), keeper_(keeper) {
-  if (options_.machines) number_by(options_.machines->epoch());
+Generations::Generations(const FailureOptions& options, Machines* machines, LocalRanks& ranks, Keeper* keeper)
+    : options_(options), machines_(machines), ranks_(ranks), keeper_(keeper) {
+  if (machines_) number_by(machines_->epoch());
 }
 
 void Generations::on_met(int seat, int generation) {
@@ -47,13 +47,13 @@ bool Generations::go_on_after(LocalRank& failed) {
 
 // One that belongs to an earlier generation has been lost with it.
 bool Generations::can_replace(const LocalRank& rank) const {
-  if (options_.machines && options_.machines->end()) return false;
+  if (machines_ && machines_->end()) return false;
   return restarts_ < options_.max_restarts || (restarts_ > 0 && rank.generation < ranks_.generation());
 }
 
 void Generations::replace(LocalRank& rank) {
   const bool is_first = rank.generation == ranks_.generation();  // of this generation that is lost
-  if (options_.machines && is_first) return options_.machines->want_restart();
+  if (machines_ && is_first) return machines_->want_restart();
   if (is_first) ++restarts_;
   log_warning(concat("rank ", rank.rank, " ", how_it_ended(*rank.end), "; a new process takes its place (restart ",
                      restarts_, " of ", options_.max_restarts, ")"));
@@ -80,7 +80,7 @@ void Generations::begin() {
   for (LocalRank& rank : ranks_) {
     if (rank.is_gone) continue;
     const bool has_failed = rank.end && rank.end->failed();
-    if (rank.is_waiting())
+    if (rank.waits)
       ranks_.admit(rank);
     else if (!has_failed && (rank.end || !rank.has_met))
       ranks_.restart(rank);
@@ -89,7 +89,7 @@ void Generations::begin() {
 
 void Generations::decide_without_a_loss() {
   const auto waits = [](const LocalRank& rank) { return rank.waits || rank.end; };
-  const bool all_wait = !options_.machines && std::ranges::all_of(ranks_, waits);  // else it may be another machine
+  const bool all_wait = !machines_ && std::ranges::all_of(ranks_, waits);  // else it may be another machine
   if (!decides_at_ || (!all_wait && !decides_at_->passed())) return;
   decides_at_.reset();
   for (const LocalRank& rank : ranks_) {
@@ -97,9 +97,9 @@ void Generations::decide_without_a_loss() {
     log_warning(concat("rank ", rank.rank, " is killed: others have waited for it for longer than their timeout"));
     rank.process->signal_group(SIGKILL);
   }
-  if (options_.machines && restarts_ == options_.max_restarts)
-    return options_.machines->end_job("the ranks have lost each other, and no restart is left");
-  if (options_.machines) return options_.machines->want_restart();
+  if (machines_ && restarts_ == options_.max_restarts)
+    return machines_->end_job("the ranks have lost each other, and no restart is left");
+  if (machines_) return machines_->want_restart();
   if (!all_wait || restarts_ == options_.max_restarts) return;
   ++restarts_;
   log_warning(
@@ -110,30 +110,30 @@ void Generations::decide_without_a_loss() {
 // ---- Several machines: an epoch of the machines is a generation of the ranks
 
 void Generations::follow_epochs() {
-  if (const auto epoch = options_.machines->take_news()) begin_as(*epoch);
+  if (const auto epoch = machines_->take_news()) begin_as(*epoch);
   if (leave_by_ && leave_by_->passed()) replace_those_that_stay();
 }
 
 void Generations::number_by(const Epoch& epoch) {
   members_ = epoch.members;
   restarts_ = epoch.restarts;
-  ranks_.begin_generation(epoch.number, place_of(epoch, options_.machines->me().id));
+  ranks_.begin_generation(epoch.number, place_of(epoch, machines_->me().id));
 }
 
 // Gives the last rank up if machines have only come: a rank comes by itself only where it has lost a peer.
 void Generations::begin_as(const Epoch& epoch) {
   const auto is_still_there = [&](const Member& member) { return epoch.has(member.id); };
   const bool is_lost = epoch.restarts != restarts_ || !std::ranges::all_of(members_, is_still_there);
-  const bool has_last = members_.back().id == options_.machines->me().id;
+  const bool has_last = members_.back().id == machines_->me().id;
   decides_at_.reset();
   if (keeper_ != nullptr) keeper_->read_all();
   number_by(epoch);
   log_warning(concat("generation ", epoch.number, ": ", epoch.members.size(), " machines, ", epoch.world_size(),
                      " ranks (restart ", restarts_, " of ", options_.max_restarts, "); this one is machine ",
-                     options_.machines->node_rank()));
+                     machines_->node_rank()));
   for (LocalRank& rank : ranks_) {
-    const bool is_given_up = !is_lost && has_last && ranks_.seat_of(rank) == options_.ranks - 1;
-    if (rank.is_waiting())
+    const bool is_given_up = !is_lost && has_last && &rank == &*std::prev(ranks_.end());
+    if (rank.waits)
       ranks_.admit(rank);
     else if (rank.end || !rank.has_met || is_given_up)
       ranks_.restart(rank);

@@ -21,8 +21,8 @@ namespace lockstep {
 
 class Generations {
  public:
-  // keeper: null where a loss ends the job.
-  Generations(const LaunchOptions& options, LocalRanks& ranks, Keeper* keeper);
+  // machines: null where they do not number themselves; keeper: where a loss ends the job.
+  Generations(const FailureOptions& options, Machines* machines, LocalRanks& ranks, Keeper* keeper);
 
   int restarts() const { return restarts_; }
 
@@ -49,7 +49,8 @@ class Generations {
   void begin_as(const Epoch& epoch);
   void replace_those_that_stay();
 
-  const LaunchOptions& options_;
+  const FailureOptions& options_;
+  Machines* machines_;
   LocalRanks& ranks_;
   Keeper* keeper_;
   int restarts_ = 0;

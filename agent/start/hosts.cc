@@ -8,8 +8,7 @@
 #include <regex>
 
 #include "agent/meet/job_secret.h"
-#include "agent/start/local_ranks.h"
-#include "agent/start/stopping.h"
+#include "agent/start/output.h"
 #include "lockstep/base/files/file.h"
 #include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/base/sockets/poll.h"
@@ -37,8 +36,6 @@ struct Remote {
   UniqueFd input{};  // leads to its stdin
   std::optional<Process> process{};
   std::optional<ExitStatus> end{};
-
-  int code() const { return end->signal != 0 ? kSignalBase + end->signal : end->exit_code; }
 };
 
 std::string quoted(const Words& words) {
@@ -70,9 +67,8 @@ void start_ssh(Remote& remote, const Words& command, ProcessOptions what = {}) {
 void wait_for_ssh(std::vector<Remote>& remotes, std::vector<Remote*>& ended, std::vector<Event> events,
                   std::optional<Deadline> deadline) {
   for (Remote& remote : remotes) {
-    for (RankStream* stream : {&remote.output, &remote.error})
-      if (stream->fd() >= 0 && !stream->sink().full())
-        events.push_back({stream->fd(), POLLIN, [stream] { stream->read_some(); }});
+    remote.output.add_events(events);
+    remote.error.add_events(events);
     const auto see_end = [&remote, &ended] {
       remote.end = remote.process->status();
       if (!remote.end) return;
@@ -128,7 +124,7 @@ std::string variables_for(const SshOptions& options) {
 bool blames_others(const Remote& remote) {
   const std::string text = join(remote.error.last_lines(), "\n");
   const std::size_t begin = text.find("RankFailed");  // other ranks' lines are before that
-  return remote.end->signal != 0 || remote.code() == kSignalBase + SIGTERM ||
+  return remote.end->signal != 0 || remote.end->code() == kSignalBase + SIGTERM ||
          text.find("PeerLost", begin == std::string::npos ? 0 : begin) != std::string::npos;
 }
 
@@ -146,10 +142,10 @@ class HostsJob {
     while (ended_.size() < remotes_.size()) wait_for_events();
     const Remote* const failed = first_failure();
     if (failed == nullptr) return 0;
-    if (failed->code() == options_.stop_code) return failed->code();
+    if (failed->end->code() == options_.stop_code) return failed->end->code();
     if (signal_ != 0) return kSignalBase + signal_;
     sinks_.err.add_line("lockstep: ", concat("host ", failed->host.name, " ", how_it_ended(*failed->end)));
-    return failed->code();
+    return failed->end->code();
   }
 
  private:
@@ -167,8 +163,7 @@ class HostsJob {
   // While the job runs, its end, signals and output wake this process.
   void wait_for_events() {
     std::vector<Event> events = {{signals_.fd(), POLLIN, [this] { on_signal(signals_.next()); }}};
-    for (Sink* sink : {&sinks_.out, &sinks_.err})
-      if (!sink->empty()) events.push_back({sink->fd(), POLLOUT, [sink] { sink->write_some(); }});
+    sinks_.add_events(events);
     wait_for_ssh(remotes_, ended_, std::move(events), is_ending_ ? kill_at_ : end_at_);
     if (!is_ending_) end_after_failures();
     if (kill_at_ && kill_at_->passed()) kill();
@@ -201,14 +196,16 @@ class HostsJob {
     kill_at_.reset();
   }
 
-  bool has_failed(const Remote& remote) const { return remote.code() != 0 && remote.code() != options_.stop_code; }
+  bool has_failed(const Remote& remote) const {
+    return remote.end->code() != 0 && remote.end->code() != options_.stop_code;
+  }
 
   // One that is nobody else's, if there is one.
   const Remote* first_failure() const {
     const Remote* first = nullptr;
     for (const Remote* remote : ended_) {
       if (has_failed(*remote) && !blames_others(*remote)) return remote;
-      if (first == nullptr && remote->code() != 0) first = remote;
+      if (first == nullptr && remote->end->code() != 0) first = remote;
     }
     return first;
   }
@@ -274,8 +271,7 @@ int run_on_hosts(const SshOptions& options) {
   require_hosts(options);
   Sinks sinks;
   const int code = HostsJob(options, sinks).run();
-  sinks.out.flush();
-  sinks.err.flush();
+  sinks.flush();
   return code;
 }
 

@@ -2,6 +2,7 @@
 #include "agent/start/launcher.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <iterator>
 
 #include "agent/meet/machines.h"
@@ -10,6 +11,7 @@
 #include "agent/start/generations.h"
 #include "agent/start/local_ranks.h"
 #include "agent/start/stopping.h"
+#include "lockstep/base/guarded.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
@@ -17,37 +19,45 @@
 namespace lockstep {
 namespace {
 
-constexpr int kUsageError = 2;  // the exit code of one; a new process would make the same one
+void require(bool holds, const std::string& what, const std::string& next) {
+  if (!holds) throw UsageError({.what = what, .next = next});
+}
 
-void check(const LaunchOptions& options) {
-  const auto require = [](bool holds, const std::string& what, const std::string& next) {
-    if (!holds) throw UsageError({.what = what, .next = next});
-  };
-  require(options.ranks >= 1, concat(options.ranks, " ranks on a machine"), "start at least 1");
-  require(options.servers >= 0 && (options.servers == 0 || options.servers < options.ranks),
-          concat(options.servers, " servers among ", options.ranks, " ranks"), "leave at least one rank for a worker");
-  require(options.nodes >= 1, concat(options.nodes, " machines"), "use at least 1");
-  require(options.node_rank >= 0 && options.node_rank < options.nodes,
-          concat("machine ", options.node_rank, " of ", options.nodes), "count machines from 0");
-  require(options.master_port >= 0 && options.master_port <= 65535, concat("port ", options.master_port),
+void check(const StartOptions& start, const FailureOptions& failing, const PlaceOptions& place) {
+  require(start.ranks >= 1, concat(start.ranks, " ranks on a machine make no job"), "start at least 1");
+  require(start.servers >= 0 && start.servers < start.ranks,
+          concat(start.servers, " servers among ", start.ranks, " ranks"), "leave at least one rank to be a worker");
+  require(place.node_rank >= 0 && place.node_rank < place.nodes,
+          concat("there is no machine ", place.node_rank, " among ", place.nodes), "count machines from 0");
+  require(place.master_port >= 0 && place.master_port <= 65535, concat("there is no port ", place.master_port),
           "choose one from 1 to 65535, or 0 for any");
-  require(options.nodes == 1 || options.master_port != 0, "several machines need a port they agree on",
+  require(place.nodes == 1 || place.master_port != 0, "several machines need a port they agree on",
           "choose a free port of the machine of rank 0 and give it to every machine");
-  require(options.max_restarts >= 0, concat(options.max_restarts, " restarts"), "use 0 or more");
-  require(options.min_ranks >= 0 && options.min_ranks <= options.ranks,
-          concat("at least ", options.min_ranks, " of ", options.ranks, " ranks"), "use at most the number of ranks");
-  require(options.spares >= 0, concat(options.spares, " spare processes"), "use 0 or more");
+  require(failing.min_ranks <= start.ranks, concat("at least ", failing.min_ranks, " of ", start.ranks, " ranks"),
+          "use a number of ranks that are there");
+}
+
+bool goes_on_after_a_loss(const FailureOptions& failing) { return failing.max_restarts > 0 || failing.min_ranks > 0; }
+
+// What all ranks have alike, as long as the job runs.
+Variables common_variables(const StartOptions& start, const FailureOptions& failing) {
+  Variables variables = {{"LOCKSTEP_MIN_RANKS", concat(failing.min_ranks)}};
+  if (goes_on_after_a_loss(failing)) variables.emplace_back("TORCHELASTIC_MAX_RESTARTS", concat(failing.max_restarts));
+  if (start.servers > 0) variables.emplace_back("LOCKSTEP_LOCAL_SERVERS", concat(start.servers));
+  if (std::getenv("OMP_NUM_THREADS") == nullptr)
+    variables.emplace_back("OMP_NUM_THREADS", concat(std::max(1, allotted_cores() / (start.ranks - start.servers))));
+  return variables;
 }
 
 // One launch: run() starts the ranks and returns when every one has ended. Destroyed, it has left no process behind.
 class Job {
  public:
-  Job(const LaunchOptions& options, const ProcessOptions& what, Sinks& sinks)
-      : options_(options),
-        keeper_(make_keeper()),
-        ranks_(options_, what, signals_, keeper_.get(), sinks),
-        stopping_(options_, ranks_),
-        generations_(options_, ranks_, keeper_.get()) {}
+  Job(const StartOptions& start, const FailureOptions& failing, const PlaceOptions& place, const ProcessOptions& what,
+      Sinks& sinks)
+      : servers_(start.servers),
+        failing_(failing),
+        machines_(place.machines.get()),
+        ranks_(start, place, failing.hang, what, signals_, keeper_.get(), sinks) {}
 
   LaunchResult run() {
     for (LocalRank& rank : ranks_) ranks_.start(rank);
@@ -58,7 +68,7 @@ class Job {
 
  private:
   std::unique_ptr<Keeper> make_keeper() {
-    if (options_.max_restarts == 0 && options_.min_ranks == 0) return {};
+    if (!goes_on_after_a_loss(failing_)) return {};
     const auto on_met = [this](int seat, int generation) {
       generations_.on_met(seat, generation);
       if (!stopping_.has_begun()) ranks_.start_spares();
@@ -68,23 +78,23 @@ class Job {
   }
 
   bool has_ended_everywhere() const {
-    if (!ranks_.all_have_ended()) return false;
-    if (!options_.machines) return true;
-    return stopping_.has_begun() ? stopping_.others_know() : options_.machines->all_done();
+    if (ranks_.count_alive() > 0) return false;
+    if (!machines_) return true;
+    return stopping_.has_begun() ? stopping_.others_know() : machines_->all_done();
   }
 
   void wait_for_events() {
     std::vector<LocalRank*> ended;
     std::vector<Event> events = {{signals_.fd(), POLLIN, [this] { stopping_.on_signal(signals_.next()); }}};
     if (keeper_) keeper_->add_events(events);
-    if (options_.machines) std::ranges::move(options_.machines->events(), std::back_inserter(events));
+    if (machines_) std::ranges::move(machines_->events(), std::back_inserter(events));
     ranks_.add_events(events, ended);
     poll_events(events, milliseconds_to_wait());
     on_ended(ended);
-    if (options_.machines) follow_machines();
+    if (machines_) follow_machines();
     if (!stopping_.has_begun()) generations_.decide_without_a_loss();
     stopping_.kill_when_due();
-    if (!stopping_.has_begun() && ranks_.kill_the_one_that_hangs() && options_.hang.then == OnHang::kEnd)
+    if (!stopping_.has_begun() && ranks_.kill_the_one_that_hangs() && failing_.hang.then == OnHang::kEnd)
       may_go_on_ = false;
   }
 
@@ -97,7 +107,7 @@ class Job {
     if (stopping_.kill_at()) at_most(stopping_.kill_at()->left());
     if (!stopping_.has_begun() && generations_.decides_at()) at_most(generations_.decides_at()->left());
     if (const auto next = ranks_.next_look(); next && !stopping_.has_begun()) at_most(*next);
-    if (options_.machines) at_most(Machines::longest_wait());
+    if (machines_) at_most(Machines::longest_wait());
     return wait ? static_cast<int>(wait->count()) : -1;
   }
 
@@ -110,7 +120,7 @@ class Job {
       if (!has_its_successor && !stopping_.has_begun() && !rank->is_gone) after_end_of(*rank);
     }
     // Once the servers have ended, the workers have little left to do; one that hangs is killed.
-    if (options_.workers_may_fail && servers_have_ended()) stopping_.give_the_grace_period();
+    if (failing_.workers_may_fail && servers_have_ended()) stopping_.give_the_grace_period();
   }
 
   void after_end_of(LocalRank& rank) {
@@ -125,85 +135,80 @@ class Job {
   }
 
   bool may_go_on_after(const ExitStatus& end) const {
-    return may_go_on_ && !stopping_.was_signalled() && end.exit_code != kUsageError;
+    return may_go_on_ && !stopping_.was_signalled() && end.exit_code != kUsage;
   }
 
   // The job continues without `rank`: other workers are running, or have succeeded.
   bool can_do_without(const LocalRank& rank) const {
-    if (!options_.workers_may_fail || !may_go_on_ || ranks_.is_server(rank)) return false;
-    return std::any_of(ranks_.begin() + options_.servers, ranks_.end(),
+    if (!failing_.workers_may_fail || !may_go_on_ || ranks_.is_server(rank)) return false;
+    return std::any_of(ranks_.begin() + servers_, ranks_.end(),
                        [](const LocalRank& other) { return !other.end || !other.end->failed(); });
   }
 
   bool servers_have_ended() const {
-    return options_.servers > 0 && std::all_of(ranks_.begin(), ranks_.begin() + options_.servers,
-                                               [](const LocalRank& server) { return server.end.has_value(); });
+    return servers_ > 0 && std::all_of(ranks_.begin(), ranks_.begin() + servers_,
+                                       [](const LocalRank& server) { return server.end.has_value(); });
   }
 
   void on_failed(const LocalRank& rank) {
-    if (options_.machines)
-      options_.machines->end_job(
-          concat("rank ", rank.rank, " on ", options_.machines->me().host(), " ", how_it_ended(*rank.end)));
+    if (machines_)
+      machines_->end_job(concat("rank ", rank.rank, " on ", machines_->me().host(), " ", how_it_ended(*rank.end)));
     failed_ = &rank;
     stopping_.after_failure();
   }
 
   void follow_machines() {
-    Machines& machines = *options_.machines;
-    machines.work();
-    for (const std::string& words : machines.take_words()) log_warning(words);
+    machines_->work();
+    for (const std::string& words : machines_->take_words()) log_warning(words);
     if (stopping_.has_begun()) return;
-    if ((lost_ = machines.end())) return stopping_.kill();
+    if ((lost_ = machines_->end())) return stopping_.kill();
     generations_.follow_epochs();
     const auto is_done = [this](const LocalRank& rank) {
       return rank.end && (!rank.end->failed() || stopping_.is_stop(*rank.end));
     };
-    if (std::ranges::all_of(ranks_, is_done)) machines.finish();
+    if (std::ranges::all_of(ranks_, is_done)) machines_->finish();
   }
 
   // When every rank has ended.
   LaunchResult result() const {
-    LaunchResult result{.restarts = generations_.restarts(), .exit_code = 0};
+    LaunchResult result{.restarts = generations_.restarts(), .lost = lost_};
     const auto has_stopped = [this](const LocalRank& rank) { return stopping_.is_stop(*rank.end); };
     if (lost_) {
-      result.exit_code = 1;
-      result.lost = lost_;
+      result.exit_code = kFailed;
     } else if (failed_ != nullptr) {
-      result.failure = RankFailure{.rank = failed_->rank,
-                                   .pid = failed_->process->pid(),
-                                   .exit_code = failed_->end->exit_code,
-                                   .signal = failed_->end->signal,
-                                   .hang = failed_->hang,
-                                   .last_lines = ranks_.last_lines(*failed_)};
-      result.exit_code = failed_->end->signal != 0 ? kSignalBase + failed_->end->signal : failed_->end->exit_code;
+      result.failure = ranks_.failure_of(*failed_);
+      result.exit_code = failed_->end->code();
     } else if (stopping_.caught_signal() != 0) {
-      const bool all_have_stopped = options_.stop_code && std::ranges::all_of(ranks_, has_stopped);
-      result.exit_code = all_have_stopped ? *options_.stop_code : kSignalBase + stopping_.caught_signal();
+      const bool all_have_stopped = failing_.stop_code && std::ranges::all_of(ranks_, has_stopped);
+      result.exit_code = all_have_stopped ? *failing_.stop_code : kSignalBase + stopping_.caught_signal();
     } else if (has_stopped_) {
-      result.exit_code = options_.stop_code.value_or(kSignalBase + SIGTERM);
+      result.exit_code = failing_.stop_code.value_or(kSignalBase + SIGTERM);
     }
     return result;
   }
 
-  const LaunchOptions options_;
-  const SignalReader signals_{options_.stop_signals};
-  std::unique_ptr<Keeper> keeper_;  // while lost ranks may be replaced
+  const int servers_;
+  const FailureOptions& failing_;
+  Machines* const machines_;  // null: they do not number themselves
+  const SignalReader signals_{failing_.stop_signals};
+  const std::unique_ptr<Keeper> keeper_ = make_keeper();  // while lost ranks may be replaced
   LocalRanks ranks_;
-  Stopping stopping_;
-  Generations generations_;
+  Stopping stopping_{failing_, machines_, ranks_};
+  Generations generations_{failing_, machines_, ranks_, keeper_.get()};
   bool may_go_on_ = true;              // after a loss
   bool has_stopped_ = false;           // a rank, because it was asked to
   const LocalRank* failed_ = nullptr;  // the first; none is started after it
   std::optional<std::string> lost_{};  // why this machine can't go on without others
 };
 
-LaunchResult launch(const LaunchOptions& options, const ProcessOptions& what) {
-  check(options);
+LaunchResult launch(const StartOptions& start, ProcessOptions what, const FailureOptions& failing,
+                    const PlaceOptions& place) {
+  check(start, failing, place);
   raise_descriptor_limit();
+  what.variables = common_variables(start, failing);
   Sinks sinks;
-  const LaunchResult result = Job(options, what, sinks).run();  // the job is gone before the rest
-  sinks.out.flush();  // blocks if the reader has stopped, but signals are back to normal
-  sinks.err.flush();
+  const LaunchResult result = Job(start, failing, place, what, sinks).run();  // the job is gone before the rest
+  sinks.flush();  // blocks if the reader has stopped, but signals are back to normal
   return result;
 }
 
@@ -220,27 +225,29 @@ std::string likely_cause(int signal) {
 
 }  // namespace
 
-LaunchResult launch(const LaunchOptions& options, const std::vector<std::string>& command) {
+LaunchResult launch(const StartOptions& start, const std::vector<std::string>& command, const FailureOptions& failing,
+                    const PlaceOptions& place) {
   if (command.empty()) throw UsageError({.what = "no program to start", .next = "name one, with its arguments"});
-  return launch(options, ProcessOptions{.command = command});
+  return launch(start, ProcessOptions{.command = command}, failing, place);
 }
 
-LaunchResult launch(const LaunchOptions& options, const std::function<int()>& body) {
-  return launch(options, ProcessOptions{.body = body});
+LaunchResult launch(const StartOptions& start, const std::function<int()>& body, const FailureOptions& failing,
+                    const PlaceOptions& place) {
+  return launch(start, ProcessOptions{.body = body}, failing, place);
 }
 
-std::string describe(const RankFailure& failure, const LaunchOptions& options) {
-  const std::string how = how_it_ended({.exit_code = failure.exit_code, .signal = failure.signal});
+std::string describe(const RankFailure& failure) {
   const bool hung = !failure.hang.empty();
   const Error error(
       "RankFailed",
-      {.what = hung ? concat(failure.hang, ", and was killed") : concat("rank ", failure.rank, " ", how),
-       .here = concat("rank ", failure.rank, " of ", place_of(options).world_size, ", pid ", failure.pid),
+      {.what = hung ? concat(failure.hang, ", and was killed")
+                    : concat("rank ", failure.rank, " ", how_it_ended(failure.end)),
+       .here = concat("rank ", failure.rank, " of ", failure.world_size, ", pid ", failure.pid),
        .likely = hung ? "an endless loop, a deadlock, a stopped process, or a disk or device that does not answer"
-                      : likely_cause(failure.signal),
-       .next = hung                       ? "read its stack above; if it only needs longer, raise --hang-timeout"
-               : !options.log_dir.empty() ? "read " + log_path(options, failure.rank, ".err")
-                                          : "look at its output above"});
+                      : likely_cause(failure.end.signal),
+       .next = hung                  ? "read its stack above; if it only needs longer, raise --hang-timeout"
+               : failure.log.empty() ? "look at its output above"
+                                     : "read " + failure.log});
   std::string text = error.what();
   if (!failure.last_lines.empty())
     text += concat("\n  last lines of its stderr:\n    ", join(failure.last_lines, "\n    "));

@@ -36,10 +36,11 @@ std::vector<std::string> probe(std::vector<std::string> arguments) {
 
 constexpr std::chrono::minutes kLong{5};
 
-Launched launch_probe(const LaunchOptions& options, const std::vector<std::string>& arguments) {
+Launched launch_probe(const StartOptions& options, const std::vector<std::string>& arguments,
+                      const FailureOptions& failing = {}, const PlaceOptions& place = {}) {
   ::testing::internal::CaptureStdout();
   ::testing::internal::CaptureStderr();
-  Launched launched{.result = launch(options, probe(arguments)), .output = "", .error = ""};
+  Launched launched{.result = launch(options, probe(arguments), failing, place), .output = "", .error = ""};
   launched.output = ::testing::internal::GetCapturedStdout();
   launched.error = ::testing::internal::GetCapturedStderr();
   return launched;
@@ -66,9 +67,10 @@ INSTANTIATE_TEST_SUITE_P(Launch, WorldSizes, ::testing::Values(1, 2, 3, 4, 7));
 
 TEST_P(WorldSizes, gives_every_rank_its_variables_and_cores) {
   const int ranks = GetParam();
-  const Launched launched = launch_probe({.ranks = ranks, .nodes = 2, .node_rank = 1, .master_port = 29500},
-                                         {"variables", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
-                                          "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"});
+  const Launched launched = launch_probe(
+      {.ranks = ranks},
+      {"variables", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"},
+      {}, {.nodes = 2, .node_rank = 1, .master_port = 29500});
   EXPECT_EQ(launched.result.exit_code, 0) << launched.error;
   std::vector<std::string> expected;
   for (int local = 0; local < ranks; ++local)
@@ -108,12 +110,12 @@ TEST(Launch, without_pinning_every_rank_has_every_core) {
 
 TEST(Launch, passes_on_the_exit_code_and_the_last_lines_of_the_failed_rank) {
   const Stopwatch watch;
-  const Launched launched = launch_probe({.ranks = 4, .grace = kLong}, {"fail", "3", "42", "30"});
+  const Launched launched = launch_probe({.ranks = 4}, {"fail", "3", "42", "30"}, {.grace = kLong});
   EXPECT_LT(watch.seconds(), testing::kAtOnce) << "waited for the grace period";
   EXPECT_EQ(launched.result.exit_code, 42);
   ASSERT_TRUE(launched.result.failure);
   EXPECT_EQ(launched.result.failure->rank, 3);
-  EXPECT_EQ(launched.result.failure->signal, 0);
+  EXPECT_EQ(launched.result.failure->end.signal, 0);
   ASSERT_EQ(launched.result.failure->last_lines.size(), 20U);
   EXPECT_EQ(launched.result.failure->last_lines.back(), "line 29");
   EXPECT_NE(launched.error.find("[rank 3] line 0\n"), std::string::npos);
@@ -121,10 +123,10 @@ TEST(Launch, passes_on_the_exit_code_and_the_last_lines_of_the_failed_rank) {
 }
 
 TEST(Launch, replaces_a_rank_that_fails_unless_it_was_used_in_a_wrong_way) {
-  const Launched failed = launch_probe({.ranks = 2, .max_restarts = 2}, {"fail", "1", "1", "0"});
+  const Launched failed = launch_probe({.ranks = 2}, {"fail", "1", "1", "0"}, {.max_restarts = 2});
   EXPECT_EQ(failed.result.exit_code, 1);
   EXPECT_EQ(failed.result.restarts, 2);
-  const Launched misused = launch_probe({.ranks = 2, .max_restarts = 2, .min_ranks = 1}, {"fail", "1", "2", "1"});
+  const Launched misused = launch_probe({.ranks = 2}, {"fail", "1", "2", "1"}, {.max_restarts = 2, .min_ranks = 1});
   EXPECT_EQ(misused.result.exit_code, 2);
   EXPECT_EQ(misused.result.restarts, 0);
   ASSERT_TRUE(misused.result.failure);
@@ -137,15 +139,18 @@ TEST(Launch, turns_a_signal_into_128_and_its_number) {
     const Launched launched = launch_probe({.ranks = 2}, {"end-by-signal", "1", concat(signal)});
     EXPECT_EQ(launched.result.exit_code, 128 + signal);
     ASSERT_TRUE(launched.result.failure);
-    EXPECT_EQ(launched.result.failure->signal, signal);
+    EXPECT_EQ(launched.result.failure->end.signal, signal);
     EXPECT_EQ(launched.result.failure->rank, 1);
   }
 }
 
 TEST(Launch, describes_a_failure) {
-  const LaunchOptions options{.ranks = 4, .log_dir = "logs"};
-  const std::string text =
-      describe({.rank = 2, .pid = 17, .exit_code = 0, .signal = SIGKILL, .last_lines = {"one", "two"}}, options);
+  const std::string text = describe({.rank = 2,
+                                     .world_size = 4,
+                                     .pid = 17,
+                                     .end = {.signal = SIGKILL},
+                                     .log = "logs/rank2.err",
+                                     .last_lines = {"one", "two"}});
   for (const char* part : {"rank 2", "signal 9", "rank 2 of 4", "pid 17", "logs/rank2.err", "    one\n    two"})
     EXPECT_NE(text.find(part), std::string::npos) << part << " not in\n" << text;
 }
@@ -155,7 +160,7 @@ TEST(Launch, kills_a_rank_that_ignores_sigterm_after_the_grace_period) {
   const std::string script = concat("if [ $RANK = 0 ]; then exec ", RANK_PROBE, " ignore-sigterm ", folder.path(),
                                     "; fi; ", "while [ ! -e ", folder.file("rank0"), " ]; do sleep 0.01; done; exit 5");
   const Stopwatch watch;
-  const LaunchResult result = launch({.ranks = 2, .grace = std::chrono::milliseconds(200)}, {"sh", "-c", script});
+  const LaunchResult result = launch({.ranks = 2}, {"sh", "-c", script}, {.grace = std::chrono::milliseconds(200)});
   EXPECT_EQ(result.exit_code, 5);
   EXPECT_GE(watch.seconds(), 0.2);
   EXPECT_FALSE(testing::is_running(testing::pid_in(folder, "rank0")));
@@ -169,8 +174,8 @@ TEST(Launch, ends_a_stopped_rank_at_once) {
       concat("until grep -q '^State:.T' /proc/$(cat ", file, ")/status; do sleep 0.01; done; exit 5");
   const Stopwatch watch;
   const LaunchResult result =
-      launch({.ranks = 2, .grace = kLong},
-             {"sh", "-c", concat("if [ $RANK = 0 ]; then ", stand_still, "; else ", fail, "; fi")});
+      launch({.ranks = 2}, {"sh", "-c", concat("if [ $RANK = 0 ]; then ", stand_still, "; else ", fail, "; fi")},
+             {.grace = kLong});
   EXPECT_EQ(result.exit_code, 5);
   EXPECT_LT(watch.seconds(), testing::kAtOnce) << "waited for the grace period";
   EXPECT_FALSE(testing::is_running(testing::pid_in(folder, "rank0")));
@@ -191,16 +196,18 @@ TEST(Launch, names_a_program_that_does_not_exist) {
 TEST(Launch, refuses_options_that_make_no_sense) {
   const std::vector<std::string> command = {"true"};
   EXPECT_THROW(launch({.ranks = 0}, command), UsageError);
-  EXPECT_THROW(launch({.nodes = 2, .node_rank = 2, .master_port = 1}, command), UsageError);
-  EXPECT_THROW(launch({.nodes = 2}, command), UsageError);
-  EXPECT_THROW(launch({.master_port = 65536}, command), UsageError);
+  EXPECT_THROW(launch({.servers = 1}, command), UsageError);
+  EXPECT_THROW(launch({}, command, {.min_ranks = 2}), UsageError);
+  EXPECT_THROW(launch({}, command, {}, {.nodes = 2, .node_rank = 2, .master_port = 1}), UsageError);
+  EXPECT_THROW(launch({}, command, {}, {.nodes = 2}), UsageError);
+  EXPECT_THROW(launch({}, command, {}, {.master_port = 65536}), UsageError);
   EXPECT_THROW(launch({}, std::vector<std::string>{}), UsageError);
   expect_no_children();
 }
 
 TEST(Launch, output_goes_into_files_of_a_log_folder) {
   const TempFolder folder;
-  const LaunchOptions options{.ranks = 2, .log_dir = folder.file("new/logs")};
+  const StartOptions options{.ranks = 2, .log_dir = folder.file("new/logs")};
   const Launched launched = launch_probe(options, {"lines", "1"});
   EXPECT_EQ(launched.output + launched.error, "");
   EXPECT_EQ(read_file(folder.file("new/logs/rank1.out")), "line 0 of rank 1;\n");
@@ -208,6 +215,7 @@ TEST(Launch, output_goes_into_files_of_a_log_folder) {
   const LaunchResult failed = launch(options, probe({"fail", "1", "3", "25"}));
   ASSERT_TRUE(failed.failure);
   EXPECT_EQ(failed.failure->last_lines.size(), 20U);
+  EXPECT_EQ(failed.failure->log, folder.file("new/logs/rank1.err"));
 }
 
 TEST(Launch, prefixed_output_has_whole_lines_only) {

@@ -15,12 +15,9 @@
 #include <vector>
 
 #include "agent/clusters/environment.h"
-#include "agent/meet/epoch.h"
 #include "agent/recover/keeper.h"
-#include "agent/start/events.h"
 #include "agent/start/launcher.h"
 #include "agent/start/output.h"
-#include "agent/start/process.h"
 #include "agent/start/spares.h"
 #include "agent/watch/hang_watch.h"
 #include "lockstep/base/int_vector.h"
@@ -31,6 +28,7 @@
 namespace lockstep {
 
 struct LocalRank {
+  int seat;  // on this machine, for as long as the job runs
   int rank;  // in the job, before ranks of this machine are gone
   RankStream output;
   RankStream error;
@@ -43,32 +41,21 @@ struct LocalRank {
   std::string hang{};    // why this process was killed
 
   bool is_alive() const { return !end; }
-  bool is_waiting() const { return waits && !end; }
 };
-
-// The ends at which this process passes the ranks' output on.
-struct Sinks {
-  Sink out{STDOUT_FILENO};
-  Sink err{STDERR_FILENO};
-};
-
-std::string log_path(const LaunchOptions& options, int rank, const std::string& suffix);  // in log_dir
 
 class LocalRanks {
  public:
-  // Starts none yet. The references, and `keeper` (null: lost ranks are not replaced), must outlive this.
-  LocalRanks(const LaunchOptions& options, const ProcessOptions& what, const SignalReader& signals, Keeper* keeper,
-             Sinks& sinks);
+  // Starts none yet. what: every rank runs, with the variables that all have alike. keeper: null where lost ranks are not replaced.
+  LocalRanks(const StartOptions& options, const PlaceOptions& place, const HangOptions& hang, ProcessOptions what,
+             const SignalReader& signals, Keeper* keeper, Sinks& sinks);
 
   auto begin() { return ranks_.begin(); }
   auto end() { return ranks_.end(); }
   auto begin() const { return ranks_.begin(); }
   auto end() const { return ranks_.end(); }
   LocalRank* find(int seat) { return seat >= 0 && seat < ranks_.size() ? &ranks_[seat] : nullptr; }
-  int seat_of(const LocalRank& rank) const { return static_cast<int>(&rank - &*ranks_.begin()); }
-  bool is_server(const LocalRank& rank) const { return seat_of(rank) < options_.servers; }
+  bool is_server(const LocalRank& rank) const { return rank.seat < options_.servers; }
   int count_alive() const;
-  bool all_have_ended() const { return count_alive() == 0; }
 
   // The life of a World, from one loss of a rank to the next. Ranks that are started or admitted from now on belong to it.
   int generation() const { return generation_; }
@@ -82,28 +69,26 @@ class LocalRanks {
   void signal_all(int signal) const;
   void end_what_they_left();  // processes of ranks that have ended, and what is still in their pipes
 
-  // Ends of ranks go to `ended`, in the same poll. A reader of the output that has stopped does not stop the ranks.
+  // For the next poll, in which ends of ranks go to `ended`.
   void add_events(std::vector<Event>& events, std::vector<LocalRank*>& ended);
 
   std::optional<milliseconds> next_look() const { return watch_.next_look(); }
   bool kill_the_one_that_hangs();  // false: none does. To be called at next_look()
 
-  std::vector<std::string> last_lines(const LocalRank& rank) const;  // of its stderr
+  RankFailure failure_of(const LocalRank& rank) const;  // which has ended
 
  private:
   std::optional<JobPage> make_page() const;
   std::string name_of_job() const;
   ProcessOptions process_of(const LocalRank& rank);
   Variables variables(int seat) const;
-  UniqueFd open_output(int rank, RankStream& stream, const std::string& suffix) const;
-  std::vector<std::atomic<pid_t>*> groups_of_spares();
+  std::string log_of(const LocalRank& rank, const char* suffix) const;  // "": there is none
+  UniqueFd open_output(const LocalRank& rank, RankStream& stream, const char* suffix) const;
   std::vector<int> descriptors() const;
-  // A quota of CPU time is no set of cores: others, with theirs, would be pinned to the same ones.
-  bool cores_are_ours() const { return allotted_ == static_cast<int>(cores_.size()); }
-  int workers() const { return options_.ranks - options_.servers; }
 
-  const LaunchOptions& options_;
-  ProcessOptions what_;  // every rank runs
+  const StartOptions& options_;
+  Machines* machines_;  // null: they do not number themselves
+  ProcessOptions what_;
   const SignalReader& signals_;
   Keeper* keeper_;
   Sinks& sinks_;
@@ -111,8 +96,7 @@ class LocalRanks {
   std::optional<ReservedPort> port_;
   PlaceInJob place_;
   int generation_ = 0;
-  CoreSet cores_ = usable_cores();
-  int allotted_ = allotted_cores();
+  CoreSet cores_;  // to pin ranks to; empty: they are not pinned
   std::optional<Spares> spares_;
   std::optional<JobPage> page_;
   HangWatch watch_;

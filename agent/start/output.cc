@@ -66,10 +66,10 @@ Sink::Sink(int fd) : fd_(fd) {
 
 void Sink::add(std::string_view text) {
   const bool fits = pending_.empty() || pending_.size() + text.size() <= kMostPending;
-  if (full() || (!(fits && read_ == filed_) && !add_to_file(text)))
-    tail_ += text;
-  else if (fits && read_ == filed_)
+  if (fits && read_ == filed_ && !full())
     pending_ += text;
+  else if (full() || !add_to_file(text))
+    tail_ += text;
 }
 
 // False: no room on the disk, or not within RLIMIT_FSIZE, beyond which a signal would end this process.
@@ -123,6 +123,16 @@ void Sink::flush() {
     if (::poll(&writable, 1, -1) > 0) write_some();
 }
 
+void Sinks::add_events(std::vector<Event>& events) {
+  for (Sink* sink : {&out, &err})
+    if (!sink->empty()) events.push_back({sink->fd(), POLLOUT, [sink] { sink->write_some(); }});
+}
+
+void Sinks::flush() {
+  out.flush();
+  err.flush();
+}
+
 UniqueFd RankStream::open() {
   Pipe pipe = make_pipe();
   pipe_ = std::move(pipe.out);
@@ -139,6 +149,10 @@ long RankStream::read_once() {
   if (prefix_.empty()) sink_->add({buffer.data(), to_size(bytes)});
   lines_.feed({buffer.data(), to_size(bytes)}, [this](std::string_view line) { pass_on(line); });
   return bytes;
+}
+
+void RankStream::add_events(std::vector<Event>& events) {
+  if (pipe_ && !sink_->full()) events.push_back({fd(), POLLIN, [this] { read_some(); }});
 }
 
 void RankStream::read_some() {

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "agent/start/events.h"
 #include "lockstep/base/files/unique_fd.h"
 
 namespace lockstep {
@@ -30,10 +31,9 @@ class LineSplitter {
   std::string rest_;
 };
 
-// Writes to a descriptor that it does not own. write_some() never blocks, so that the launcher handles signals even if
-// the reader of its output has stopped (Ctrl-S, a pager). What that reader does not take is kept: kMostPending bytes in
-// memory, the rest in a nameless file in the folder for temporary files. Lines of up to 4096 bytes stay whole when
-// programs share the descriptor.
+// Writes to a descriptor that it does not own. write_some() never blocks, so that signals are handled even if the reader has
+// stopped (Ctrl-S, a pager). What that reader does not take is kept: kMostPending bytes in memory, the rest in a nameless
+// temporary file. Lines of up to 4096 bytes stay whole when programs share the descriptor.
 class Sink {
  public:
   explicit Sink(int fd);
@@ -43,7 +43,7 @@ class Sink {
   void add(std::string_view text);
   void add_line(std::string_view prefix, std::string_view line);
   void write_some();  // call when poll says that fd() can be written to; throws SystemError
-  void flush();       // blocks until the reader has taken everything: without a deadline, as in any program
+  void flush();       // blocks until the reader has taken everything, without a deadline
 
  private:
   bool add_to_file(std::string_view text);
@@ -59,6 +59,15 @@ class Sink {
   std::string tail_;  // what comes after the file
 };
 
+// The ends at which this process passes the ranks' output on.
+struct Sinks {
+  Sink out{STDOUT_FILENO};
+  Sink err{STDERR_FILENO};
+
+  void add_events(std::vector<Event>& events);  // for the next poll_events()
+  void flush();
+};
+
 // The reading end of one stream of one rank. Without a prefix its bytes are passed on as they come, not line by line. A launcher on
 // host n1 prefixes already: "[n1] " makes "[n1 rank 2] " of its "[rank 2] ".
 class RankStream {
@@ -68,9 +77,9 @@ class RankStream {
 
   UniqueFd open();  // returns the end to write to; throws SystemError
   int fd() const { return pipe_.get(); }
-  const Sink& sink() const { return *sink_; }
-  void read_some();  // what is there now, up to 64 KiB; closes at the end
-  void drain();      // reads what a dead rank left, even if another process keeps the pipe open; then closes
+  void add_events(std::vector<Event>& events);  // for the next poll_events(): none while the sink is full
+  void read_some();                             // what is there now, up to 64 KiB; closes at the end
+  void drain();  // reads what a dead rank left, even if another process keeps the pipe open; then closes
   const std::deque<std::string>& last_lines() const { return last_lines_; }
 
  private:

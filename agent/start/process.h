@@ -35,19 +35,21 @@ struct ProcessOptions {
   milliseconds start_timeout = std::chrono::minutes(5);  // until its program or body begins
 };
 
+constexpr int kSignalBase = 128;  // a shell's exit code for a signal
+
 struct ExitStatus {
   int exit_code = 0;
   int signal = 0;  // 0: it exited by itself
 
-  bool failed() const { return exit_code != 0 || signal != 0; }
+  int code() const { return signal != 0 ? kSignalBase + signal : exit_code; }
+  bool failed() const { return code() != 0; }
 };
 std::string how_it_ended(const ExitStatus& end);  // "exited with code 2"
 
 class Process {
  public:
-  // Returns once the program or body is about to run. Throws SystemError: no such program, a core
-  // that may not be used, no processes left, not begun within start_timeout; then nothing is left behind, but for a
-  // process inside a disk call that can't be killed.
+  // Returns once the program or body is about to run. Throws SystemError: no such program, a core that may not be used, no
+  // processes left, not begun within start_timeout; then nothing is left behind, except in a disk call that can't be killed.
   explicit Process(const ProcessOptions& options);
   ~Process();
   Process(Process&& other) noexcept : pid_(std::exchange(other.pid_, -1)), pidfd_(std::move(other.pidfd_)) {}
@@ -67,20 +69,16 @@ class Process {
   UniqueFd pidfd_;
 };
 
-// A small process that kills a launcher's ranks, and what they started, if the launcher is killed.
-//
-// Each rank dies with the launcher by itself (PR_SET_PDEATHSIG), but what a rank started does not. The guardian waits
-// for the launcher's end on a pidfd, and reads the ranks' process groups from memory it shares with them.
-//
-// Owns: one process and one shared page; the destructor ends the process and waits for it
+// A small process that kills the process groups of a launcher's ranks if the launcher is killed. A rank dies with the launcher by
+// itself (PR_SET_PDEATHSIG), but what it started does not. The destructor ends it.
 class Guardian {
  public:
   explicit Guardian(int ranks);  // throws SystemError
   ~Guardian();
   Guardian& operator=(Guardian&&) = delete;
 
-  // The place where rank `index` writes its process group; 0 until then.
-  std::atomic<pid_t>* group(int index) { return &groups_[to_size(index)]; }
+  // The places where ranks write their process groups; 0 until then.
+  std::span<std::atomic<pid_t>> groups() const { return groups_; }
 
  private:
   std::span<std::atomic<pid_t>> groups_;  // shared with the guardian and the ranks

@@ -2,10 +2,8 @@
 #include "agent/start/spares.h"
 
 #include <fcntl.h>
-#include <sys/socket.h>
 
 #include <algorithm>
-#include <array>
 #include <filesystem>
 #include <utility>
 
@@ -32,13 +30,6 @@ lockstep.spare.wait_and_run())";
 constexpr const char* kCoresVariable = "LOCKSTEP_SPARE_CORES";
 constexpr const char* kChannelVariable = "LOCKSTEP_SPARE_CHANNEL";
 
-bool is_python(const std::string& program) {
-  return std::filesystem::path(program).filename().string().starts_with("python");
-}
-
-// Tells which of Python's own options have an argument of their own.
-bool has_argument(const std::string& option) { return option == "-W" || option == "-X"; }
-
 // A message of one piece: NAME=VALUE, each with a zero byte at its end.
 std::string message_for(const ProcessOptions& rank) {
   std::string text;
@@ -51,53 +42,45 @@ std::string message_for(const ProcessOptions& rank) {
 }  // namespace
 
 std::vector<std::string> spare_command(const std::vector<std::string>& program) {
-  if (program.size() < 2 || !is_python(program.front())) return {};
-  std::size_t first = 1;  // that is no option of Python's
-  while (first < program.size() && program[first].starts_with('-') && program[first] != "-m") {
-    if (program[first].size() > 1 && program[first][1] == 'c') return {};  // a text, which is too short to be worth it
-    if (program[first] == "-") return {};
-    first += has_argument(program[first]) ? 2 : 1;
+  if (program.empty() || !std::filesystem::path(program.front()).filename().string().starts_with("python")) return {};
+  auto first = program.begin() + 1;  // that is no option of Python's
+  for (; first != program.end() && first->starts_with('-') && *first != "-m"; ++first) {
+    if (*first == "-" || first->starts_with("-c")) return {};  // a text, which is too short to be worth it
+    const bool has_argument = *first == "-W" || *first == "-X";
+    if (has_argument && first + 1 != program.end()) ++first;
   }
-  if (first >= program.size()) return {};
-  std::vector<std::string> command(program.begin(), program.begin() + static_cast<std::ptrdiff_t>(first));
+  if (first == program.end()) return {};
+  std::vector<std::string> command(program.begin(), first);
   command.insert(command.end(), {"-c", kImportAndWait});
-  command.insert(command.end(), program.begin() + static_cast<std::ptrdiff_t>(first), program.end());
+  command.insert(command.end(), first, program.end());
   return command;
 }
 
-Spares::Spares(const std::vector<std::string>& program, std::vector<std::atomic<pid_t>*> groups)
-    : command_(spare_command(program)), groups_(std::move(groups)) {}
-
-void Spares::start(ProcessOptions what) {
-  if (command_.empty() || tried_in_vain_) return;
-  if (std::ranges::any_of(waiting_, [](const Spare& spare) { return spare.process.status().has_value(); })) {
-    tried_in_vain_ = true;
-    return log_info(concat("no spare process for a lost rank: `", command_.front(),
-                           " -c 'import lockstep'` fails, or runs out of memory"));
-  }
-  for (std::atomic<pid_t>* group : groups_) {
-    if (is_used(group)) continue;
-    what.group = group;
-    start_one(what);
-  }
+Spares::Spares(ProcessOptions what, std::span<std::atomic<pid_t>> groups) : what_(std::move(what)), groups_(groups) {
+  what_.command = spare_command(what_.command);
 }
 
-bool Spares::is_used(std::atomic<pid_t>* group) const {
-  return std::ranges::any_of(waiting_, [group](const Spare& spare) { return spare.group == group; });
+void Spares::start() {
+  if (what_.command.empty()) return;
+  if (std::ranges::any_of(waiting_, [](const Spare& spare) { return spare.process.status().has_value(); })) {
+    log_info(concat("no process waits to take the place of a lost rank: `", what_.command.front(),
+                    " -c 'import lockstep'` fails, or runs out of memory"));
+    return what_.command.clear();
+  }
+  for (std::atomic<pid_t>& group : groups_)
+    if (std::ranges::find(waiting_, &group, &Spare::group) == waiting_.end()) start_one(group);
 }
 
 // Until it is a rank it writes nothing.
-void Spares::start_one(ProcessOptions what) {
-  std::array<int, 2> ends{};
-  if (::socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends.data()) != 0) throw system_error("make", "a pair of sockets");
-  UniqueFd mine(ends[0]);
-  const UniqueFd theirs(ends[1]);
-  ::fcntl(mine.get(), F_SETFD, FD_CLOEXEC);
+void Spares::start_one(std::atomic<pid_t>& group) {
+  auto [ours, theirs] = connected_pair(SOCK_SEQPACKET);
+  ::fcntl(theirs.get(), F_SETFD, 0);  // the spare keeps it
   const UniqueFd nothing(::open("/dev/null", O_WRONLY | O_CLOEXEC));
+  ProcessOptions what = what_;
   what.output_fd = what.error_fd = nothing.get();
-  what.command = command_;
   what.variables.emplace_back(kChannelVariable, concat(theirs.get()));
-  waiting_.push_back({Process(what), std::move(mine), what.group});
+  what.group = &group;
+  waiting_.push_back({Process(what), std::move(ours), &group});
 }
 
 std::optional<Process> Spares::take(const ProcessOptions& rank) {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// agent/start/spares.h: processes that wait to become ranks: they have imported torch and lockstep, which takes a Python program two
-// seconds, and sleep.
+// agent/start/spares.h: processes that wait to become ranks, and have imported torch and lockstep, which takes two seconds.
 //
 // Flow:    the launcher's command -> start() -> `python -c ... PROGRAM ARGS`, which imports and waits -> take() -> a rank
 // Owns:    the waiting processes, until they are ranks or the launcher is gone
@@ -21,15 +20,14 @@ std::vector<std::string> spare_command(const std::vector<std::string>& program);
 
 class Spares {
  public:
-  // program: with its arguments. groups: where each spare writes its process group. Starts nothing yet.
-  Spares(const std::vector<std::string>& program, std::vector<std::atomic<pid_t>*> groups);
+  // what: of all ranks. groups: where each spare writes its process group. Starts nothing yet.
+  Spares(ProcessOptions what, std::span<std::atomic<pid_t>> groups);
 
-  // Starts those that are missing. what: with the variables and the signal mask that all ranks have in common. One that has
-  // ended by itself is not replaced: the program's Python has no lockstep. Throws SystemError.
-  void start(ProcessOptions what);
+  // Starts those that are missing. One that has ended by itself is not replaced: the program's Python has no lockstep. Throws
+  // SystemError.
+  void start();
 
-  // A process that becomes a rank now: it gets the variables, cores and output of `rank`, and runs the program. Nothing: none is
-  // there, and the rank is to be started as usual.
+  // A process that becomes a rank now, with its variables, cores and output, and runs the program. Nothing: none is there.
   std::optional<Process> take(const ProcessOptions& rank);
 
   std::vector<int> descriptors() const;  // that a forked child must close
@@ -40,13 +38,11 @@ class Spares {
     UniqueFd channel;
     std::atomic<pid_t>* group;
   };
-  bool is_used(std::atomic<pid_t>* group) const;
-  void start_one(ProcessOptions what);
+  void start_one(std::atomic<pid_t>& group);
 
-  std::vector<std::string> command_;
-  std::vector<std::atomic<pid_t>*> groups_;
+  ProcessOptions what_;  // without a command: there are no spares
+  std::span<std::atomic<pid_t>> groups_;
   std::list<Spare> waiting_;
-  bool tried_in_vain_ = false;
 };
 
 }  // namespace lockstep

@@ -21,9 +21,9 @@ void Stopping::on_signal(int signal) {
     return ranks_.signal_all(signal);
   }
   caught_signal_ = caught_signal_ == 0 ? signal : caught_signal_;
-  if (options_.machines) {
+  if (machines_) {
     if (!left_by_) left_by_ = Deadline::after(kOthersHearWithin);
-    options_.machines->want_to_leave();
+    machines_->want_to_leave();
   }
   again ? kill() : stop_all(signal);
 }
@@ -53,7 +53,7 @@ void Stopping::kill_when_due() {
   if (kill_at_ && kill_at_->passed()) kill();
 }
 
-bool Stopping::others_know() const { return !left_by_ || left_by_->passed() || options_.machines->end(); }
+bool Stopping::others_know() const { return !left_by_ || left_by_->passed() || machines_->end(); }
 
 bool Stopping::only_asks(int signal) const {
   return std::ranges::find(options_.stop_signals, signal) != options_.stop_signals.end();

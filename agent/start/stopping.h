@@ -14,14 +14,13 @@
 
 namespace lockstep {
 
-constexpr int kSignalBase = 128;  // a shell's exit code for a signal
-
 class Stopping {
  public:
-  Stopping(const LaunchOptions& options, const LocalRanks& ranks) : options_(options), ranks_(ranks) {}
+  // machines: null where they do not number themselves.
+  Stopping(const FailureOptions& options, Machines* machines, const LocalRanks& ranks)
+      : options_(options), machines_(machines), ranks_(ranks) {}
 
-  // Passes it on. One of stop_signals only asks the ranks, which stop in their own time; any other begins the grace period, and
-  // SIGINT while they are stopping already ends it.
+  // Passes it on. One of stop_signals only asks the ranks; any other begins the grace period, and another SIGINT ends it.
   void on_signal(int signal);
   void after_failure();
   void give_the_grace_period();
@@ -41,7 +40,8 @@ class Stopping {
   bool only_asks(int signal) const;
   void stop_all(int signal);
 
-  const LaunchOptions& options_;
+  const FailureOptions& options_;
+  Machines* machines_;
   const LocalRanks& ranks_;
   int caught_signal_ = 0;
   bool asked_ = false;        // by one of stop_signals

@@ -41,7 +41,7 @@ Watched launch_and_watch(int ranks, const std::vector<std::string>& probe, const
   ::testing::internal::CaptureStderr();
   const Stopwatch watch;
   const LaunchResult result =
-      launch({.ranks = ranks, .max_restarts = max_restarts, .pin = false, .hang = hang}, command);
+      launch({.ranks = ranks, .pin = false}, command, {.max_restarts = max_restarts, .hang = hang});
   return {result, ::testing::internal::GetCapturedStderr(), watch.seconds()};
 }
 
@@ -158,7 +158,7 @@ TEST(HangWatch, leaves_ranks_alone_that_take_steps) {
 
 TEST(HangWatch, leaves_programs_alone_that_publish_nothing) {
   const std::string sleep = concat("sleep ", std::chrono::duration<double>(kTimeout).count());
-  const LaunchResult result = launch({.ranks = 2, .hang = {.timeout = kTimeout / 20}}, {"sh", "-c", sleep});
+  const LaunchResult result = launch({.ranks = 2}, {"sh", "-c", sleep}, {.hang = {.timeout = kTimeout / 20}});
   EXPECT_EQ(result.exit_code, 0);
 }
 

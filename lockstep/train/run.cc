@@ -197,19 +197,18 @@ int start_ranks(const TrainOptions& options, const Program& program) {
   const int servers = server_count(options);
   StopPlan stop = stop_plan(options.preemption);
   stop.signals.push_back(SIGINT);
-  const LaunchOptions launching{
-      .ranks = ranks_to_start(options),
-      .servers = servers,
+  const FailureOptions failing{
       .max_restarts = options.max_restarts,
       .min_ranks = options.min_ranks,
       .workers_may_fail = servers > 0 && goes_on_without_workers(options.strategy.kvstore.kind),
-      .first_is_plain = true,
       .stop_signals = stop.signals,
       .stop_code = stop.code,
       .hang = options.hang};
   if (!options.trace.empty()) remove_rings(options.trace);
-  const LaunchResult result = launch(launching, [&] { return run_rank(options, program); });
-  if (result.failure) std::cerr << describe(*result.failure, launching) << std::endl;
+  const LaunchResult result = launch(
+      {.ranks = ranks_to_start(options), .servers = servers, .first_is_plain = true},
+      [&] { return run_rank(options, program); }, failing);
+  if (result.failure) std::cerr << describe(*result.failure) << std::endl;
   if (!options.trace.empty()) save_what_is_left(options.trace);
   return result.exit_code;
 }

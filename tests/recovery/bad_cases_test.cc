@@ -117,8 +117,9 @@ int make_and_end_groups() {
 
 TEST(BadCasesDeathTest, the_launcher_holds_no_memory_of_groups_that_have_ended) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");  // one with threads should not fork
-  const LaunchOptions options{.ranks = 2, .max_restarts = 1, .first_is_plain = true};
-  EXPECT_EXIT(std::exit(launch(options, make_and_end_groups).exit_code), ::testing::ExitedWithCode(0), "");
+  const StartOptions start{.ranks = 2, .first_is_plain = true};
+  const FailureOptions failing{.max_restarts = 1};
+  EXPECT_EXIT(std::exit(launch(start, make_and_end_groups, failing).exit_code), ::testing::ExitedWithCode(0), "");
 }
 
 TEST(BadCases, a_job_that_fewer_ranks_could_not_go_on_with_is_refused_at_the_start) {

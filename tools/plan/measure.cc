@@ -52,7 +52,7 @@ Profile in_ranks(int ranks, const Profile& so_far, const std::function<void(cons
   if (!ended.failure && ended.exit_code > 128) ::raise(ended.exit_code - 128);  // the signal that launch() has taken
   if (ended.exit_code != 0)
     throw SystemError({.what = concat("a process that measures has ended with code ", ended.exit_code),
-                       .likely = ended.failure ? describe(*ended.failure, {}) : "it was asked to stop",
+                       .likely = ended.failure ? describe(*ended.failure) : "it was asked to stop",
                        .next = "does `lockstep train` with the same options work?"});
   return profile_in(read_file(concat("/proc/self/fd/", result.get())), "what was measured");
 }

@@ -91,9 +91,9 @@ UniqueFd connect_locally(const std::string& address, int type, Deadline deadline
   return fd;
 }
 
-std::array<UniqueFd, 2> connected_pair() {
+std::array<UniqueFd, 2> connected_pair(int type) {
   std::array<int, 2> fds{};
-  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds.data()) != 0) throw system_error("make", "a socket");
+  if (::socketpair(AF_UNIX, type | SOCK_CLOEXEC, 0, fds.data()) != 0) throw system_error("make", "a socket");
   return {UniqueFd(fds[0]), UniqueFd(fds[1])};
 }
 

@@ -25,8 +25,7 @@ UniqueFd listen_locally(const std::string& address, int type = SOCK_SEQPACKET);
 UniqueFd connect_locally(const std::string& address, int type = SOCK_SEQPACKET,
                          Deadline deadline = Deadline::after({}));  // until then waits for room where many connect
 
-// Two ends of a stream, which exec closes.
-std::array<UniqueFd, 2> connected_pair();
+std::array<UniqueFd, 2> connected_pair(int type = SOCK_STREAM);  // two ends, which exec closes
 
 std::string new_local_address(const std::string& prefix);  // which nobody can guess, and listen there first
 // The names with this prefix at which processes of any user listen; none where the system does not list them.

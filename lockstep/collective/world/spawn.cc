@@ -21,8 +21,8 @@ namespace {
 PeerLost lost_rank(const RankFailure& failure) {
   std::string lines = join(failure.last_lines, "\n          ");
   return PeerLost({.what = concat("rank ", failure.rank, " of spawn() ",
-                                  failure.signal != 0 ? concat("was killed by signal ", failure.signal)
-                                                      : concat("ended with exit code ", failure.exit_code)),
+                                  failure.end.signal != 0 ? concat("was killed by signal ", failure.end.signal)
+                                                          : concat("ended with exit code ", failure.end.exit_code)),
                    .peer = concat("rank ", failure.rank, ", pid ", failure.pid),
                    .likely = lines.empty() ? "an exception, which that rank has printed" : std::move(lines),
                    .next = "repair what its last lines say"});
