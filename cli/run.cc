@@ -338,8 +338,7 @@ int run_command(int argc, char** argv) {
   add_rank_options(app, arguments);
   return parse_and_run(app, argc, argv, [&] {
     if (!arguments.hosts.empty()) return launch_on_hosts(app, arguments);
-    std::optional<RemoteStart> start;
-    if (arguments.is_called) start.emplace();
+    const UniqueFd secret = arguments.is_called ? start_remotely() : UniqueFd();
     if (arguments.insecure_network) ::setenv("LOCKSTEP_INSECURE_NETWORK", "1", 1);
     arguments.start.ranks = number_of_ranks(arguments.ranks);
     find_place(arguments);

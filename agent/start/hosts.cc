@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "agent/start/hosts.h"
 
+#include <fcntl.h>
 #include <sys/socket.h>
 
 #include <cstdlib>
@@ -222,27 +223,13 @@ class HostsJob {
   std::optional<Deadline> kill_at_{};
 };
 
-UniqueFd take_variables() {
-  const Deadline deadline = Deadline::after(kVariablesComeWithin);
-  std::string text;
-  for (char byte = 0; wait_for(POLLIN, STDIN_FILENO, deadline) && ::read(STDIN_FILENO, &byte, 1) == 1;) {
-    if (byte == '\0' && text.empty()) return tell_in_memory();
-    text.push_back(byte);
-    if (byte != '\0') continue;
-    const std::size_t equals = std::min(text.find('='), text.size() - 1);
-    ::setenv(text.substr(0, equals).c_str(), text.data() + equals + 1, 1);
-    text.clear();
-  }
-  throw EnvironmentError({.what = "the machine that starts the job sends no variables"});
-}
-
-// Waits without a deadline, and dies with its parent.
-ProcessOptions stdin_listener() {
-  const auto body = [launcher = ::getpid()] {
-    for (char byte = 0; ::read(STDIN_FILENO, &byte, 1) == 1;) continue;
-    return ::kill(launcher, SIGTERM);
-  };
-  return {.body = body, .input_fd = STDIN_FILENO};
+// From now on the end of stdin is a SIGTERM, also while this process waits for other machines.
+void end_with_stdin() {
+  if (::fcntl(STDIN_FILENO, F_SETOWN, ::getpid()) != 0 || ::fcntl(STDIN_FILENO, F_SETSIG, SIGTERM) != 0 ||
+      ::fcntl(STDIN_FILENO, F_SETFL, ::fcntl(STDIN_FILENO, F_GETFL) | O_ASYNC) != 0)
+    throw system_error("watch", "stdin");
+  pollfd ended = to_poll(STDIN_FILENO);  // before that
+  if (poll_for({&ended, 1}, {}) != 0) ::raise(SIGTERM);
 }
 
 }  // namespace
@@ -275,6 +262,21 @@ int run_on_hosts(const SshOptions& options) {
   return code;
 }
 
-RemoteStart::RemoteStart() : secret_(take_variables()), listener_(stdin_listener()) {}
+UniqueFd start_remotely() {
+  const Deadline deadline = Deadline::after(kVariablesComeWithin);
+  std::string text;
+  for (char byte = 0; wait_for(POLLIN, STDIN_FILENO, deadline) && ::read(STDIN_FILENO, &byte, 1) == 1;) {
+    if (byte == '\0' && text.empty()) {
+      end_with_stdin();
+      return tell_in_memory();
+    }
+    text.push_back(byte);
+    if (byte != '\0') continue;
+    const std::size_t equals = std::min(text.find('='), text.size() - 1);
+    ::setenv(text.substr(0, equals).c_str(), text.data() + equals + 1, 1);
+    text.clear();
+  }
+  throw EnvironmentError({.what = "no variables come from the machine that starts the job"});
+}
 
 }  // namespace lockstep

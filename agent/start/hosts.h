@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // agent/start/hosts.h: starts `lockstep run` on each host of a job over ssh, and ends all when one fails.
 //
-// Flow:    `lockstep run --hosts` -> here -> one ssh per host -> RemoteStart there -> launcher.h
+// Flow:    `lockstep run --hosts` -> here -> one ssh per host -> start_remotely() there -> launcher.h
 // Owns:    the ssh processes, until run_on_hosts() returns
 // Threads: as launcher.h
 //
@@ -38,14 +38,8 @@ struct SshOptions {
 // in place of ssh. Throws EnvironmentError: names the hosts that can't run it.
 int run_on_hosts(const SshOptions& options);
 
-// On a host takes what stdin brings. Make it first. Throws EnvironmentError: nothing comes.
-class RemoteStart {
- public:
-  RemoteStart();
-
- private:
-  UniqueFd secret_;
-  Process listener_;  // sends SIGTERM here when stdin ends
-};
+// On a host takes what stdin brings; when it ends, this process gets SIGTERM. Returns what has to stay open: the secret, in memory.
+// Throws EnvironmentError: nothing comes.
+[[nodiscard]] UniqueFd start_remotely();
 
 }  // namespace lockstep
