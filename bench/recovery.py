@@ -91,9 +91,9 @@ class Lockstep(Job):
 
 
 class LockstepPython(Job):
-    def __init__(self, folder, spares=1):
+    def __init__(self, folder, before=()):
         super().__init__(folder)
-        self.job = self.start(LOCKSTEP, "run", "--nproc-per-node", 2, "--max-restarts", 1000, "--spares", spares, "--",
+        self.job = self.start(LOCKSTEP, "run", "--nproc-per-node", 2, "--max-restarts", 1000, "--", *before,
                               sys.executable, ROOT / "bench/surviving_training.py", ENOUGH, self.lines,
                               env=python_with("pytorch", OMP_NUM_THREADS="1"))
 
@@ -201,7 +201,7 @@ def compare():
     kinds = {"lockstep": Lockstep, "torchrun": Torchrun, "torchft": Torchft}
     if importlib.util.find_spec("lockstep"):
         kinds |= {"lockstep, Python": LockstepPython,
-                  "lockstep, Python, no spare": lambda folder: LockstepPython(folder, spares=0)}
+                  "lockstep, Python, no spare": lambda folder: LockstepPython(folder, before=("env",))}
     found = take_turns(count, {name: lambda kind=kind: measure(kind) for name, kind in kinds.items()})
     base = median([one["seconds"] for one in found["lockstep"]])
     for name, runs in found.items():

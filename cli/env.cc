@@ -22,11 +22,10 @@ Setting variable(const std::string& name) {
 }
 
 Setting threads_per_rank(int allotted) {
-  const Setting threads = variable("OMP_NUM_THREADS");
-  if (threads.value.empty())
-    return {
-        .name = "threads_per_rank", .value = concat(allotted), .source = "cores_of_rank, a cgroup's quota or Slurm"};
-  return {.name = "threads_per_rank", .value = threads.value, .source = threads.source};
+  Setting threads = variable("OMP_NUM_THREADS");
+  if (threads.value.empty()) threads = {"", concat(allotted), "cores_of_rank, a cgroup's quota or Slurm"};
+  threads.name = "threads_per_rank";
+  return threads;
 }
 
 std::vector<Setting> all_settings() {

@@ -109,10 +109,6 @@ void add_rank_options(CLI::App& app, RunArguments& arguments) {
                  "with no restart left, go on without a failed rank while so many are left; 0: end")
       ->check(CLI::NonNegativeNumber);
   app.add_flag("--workers-may-fail", failing.workers_may_fail, "go on when a worker fails, while others are left");
-  app.add_option(
-         "--spares", arguments.start.spares,
-         "of a Python program with --max-restarts: processes that have imported torch, and wait for a lost rank")
-      ->check(CLI::NonNegativeNumber);
   app.add_option("--trace", arguments.trace, "file (.json) for a timeline of all ranks, for ui.perfetto.dev");
   app.add_option("--stop-code", failing.stop_code,
                  "exit code of ranks that stopped because a signal asked them to, which is no failure; else 143")
@@ -258,7 +254,10 @@ void find_place(RunArguments& arguments) {
          .here = concat("--nnodes ", arguments.nodes),
          .likely = "ranks are counted on each machine, and the others would not know that one is gone",
          .next = "leave it out; --nnodes MIN:MAX with --max-restarts says with how few machines to go on"});
-  are_several&& arguments.backend != "static" ? meet(arguments) : number_by_options(arguments);
+  if (are_several && arguments.backend != "static")
+    meet(arguments);
+  else
+    number_by_options(arguments);
 }
 
 // PROGRAM and its arguments: what CLI11 has not parsed, with or without a leading "--".

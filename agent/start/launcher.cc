@@ -71,7 +71,7 @@ class Job {
     if (!goes_on_after_a_loss(failing_)) return {};
     const auto on_met = [this](int seat, int generation) {
       generations_.on_met(seat, generation);
-      if (!stopping_.has_begun()) ranks_.start_spares();
+      if (!stopping_.has_begun()) ranks_.start_spare();
     };
     const auto on_next = [this](int seat, int generation) { generations_.on_next(seat, generation); };
     return std::make_unique<Keeper>(on_met, on_next);

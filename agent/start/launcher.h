@@ -25,7 +25,6 @@ class Machines;
 struct StartOptions {
   int ranks = 1;
   int servers = 0;  // the first of them: not pinned; every rank gets LOCKSTEP_LOCAL_SERVERS
-  int spares = 1;   // processes that wait to replace a lost rank of a Python program (spares.h)
   bool pin = true;  // each rank to its own cores
   // Lines of the ranks are passed on with "[rank 2] " before them. But with first_is_plain rank 0's stdout is passed on as it is, it
   // has this process's stderr, and lines of the others all go to stderr.

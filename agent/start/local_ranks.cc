@@ -46,7 +46,7 @@ LocalRanks::LocalRanks(const StartOptions& options, const PlaceOptions& place, c
       signals_(signals),
       keeper_(keeper),
       sinks_(sinks),
-      guardian_(options.ranks + options.spares),
+      guardian_(options.ranks + 1),
       place_(place_of(place, options.ranks)),
       cores_(options.pin ? own_cores() : CoreSet()),
       page_(make_page()),
@@ -54,7 +54,7 @@ LocalRanks::LocalRanks(const StartOptions& options, const PlaceOptions& place, c
   what_.signal_mask = signals.mask_before();
   if (place_.master_port == 0) place_.master_port = port_.emplace().number();
   if (!options_.log_dir.empty()) make_folder(options_.log_dir);
-  if (keeper_ != nullptr) spares_.emplace(what_, guardian_.groups().subspan(to_size(options_.ranks)));
+  if (keeper_ != nullptr) spare_.emplace(what_, guardian_.group(options_.ranks));
   for (int seat = 0; seat < options_.ranks; ++seat) {
     const int rank = place_.first_rank + seat;
     const std::string prefix = concat("[rank ", rank, "] ");
@@ -106,7 +106,7 @@ void LocalRanks::start(LocalRank& rank) {
   what.output_fd = output.get();
   what.error_fd = error.get();
   what.close_in_child.insert(what.close_in_child.end(), {output.get(), error.get()});
-  std::optional<Process> spare = spares_ ? spares_->take(what) : std::nullopt;
+  std::optional<Process> spare = spare_ ? spare_->take(what) : std::nullopt;
   spare ? rank.process.emplace(std::move(*spare)) : rank.process.emplace(what);
 }
 
@@ -132,7 +132,7 @@ ProcessOptions LocalRanks::process_of(const LocalRank& rank) {
   std::ranges::move(variables(rank.seat), std::back_inserter(what.variables));
   if (!cores_.empty() && !is_server(rank))
     what.cores = cores_of_rank(cores_, rank.seat - options_.servers, options_.ranks - options_.servers);
-  what.group = &guardian_.groups()[to_size(rank.seat)];
+  what.group = guardian_.group(rank.seat);
   what.close_in_child = descriptors();
   return what;
 }
@@ -175,9 +175,9 @@ UniqueFd LocalRanks::open_output(const LocalRank& rank, RankStream& stream, cons
   return fd;
 }
 
-void LocalRanks::start_spares() {
+void LocalRanks::start_spare() {
   const auto has_met = [](const LocalRank& rank) { return rank.has_met || rank.is_gone; };
-  if (spares_ && std::ranges::all_of(ranks_, has_met)) spares_->start();
+  if (spare_ && std::ranges::all_of(ranks_, has_met)) spare_->start();
 }
 
 // Descriptors that a forked child must close.
@@ -188,7 +188,7 @@ std::vector<int> LocalRanks::descriptors() const {
   if (machines_ != nullptr) std::ranges::copy(machines_->descriptors(), std::back_inserter(fds));
   if (page_) fds.push_back(page_->fd());
   std::ranges::copy(watch_.descriptors(), std::back_inserter(fds));
-  if (spares_) std::ranges::copy(spares_->descriptors(), std::back_inserter(fds));
+  if (spare_) std::ranges::copy(spare_->descriptors(), std::back_inserter(fds));
   for (const Sink* sink : {&sinks_.out, &sinks_.err})
     if (sink->fd() > STDERR_FILENO) fds.push_back(sink->fd());
   for (const LocalRank& rank : ranks_) {

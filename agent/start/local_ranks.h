@@ -2,7 +2,7 @@
 // agent/start/local_ranks.h: the ranks of this machine: their processes, what each of them gets, and what they print.
 //
 // Flow:    launcher.cc, and generations.h after a loss -> here -> one process per rank, or a spare that becomes one
-// Owns:    the processes, until it is destroyed; the page on which ranks publish what they do; spares; pipes
+// Owns:    the processes, until it is destroyed; the page on which ranks publish what they do; a spare; pipes
 // Threads: the launcher's only one
 //
 // A seat is the number of a rank on its machine, which it keeps. Its rank in the job may change when ranks are lost.
@@ -18,7 +18,7 @@
 #include "agent/recover/keeper.h"
 #include "agent/start/launcher.h"
 #include "agent/start/output.h"
-#include "agent/start/spares.h"
+#include "agent/start/spare.h"
 #include "agent/watch/hang_watch.h"
 #include "lockstep/base/int_vector.h"
 #include "lockstep/base/sockets/port.h"
@@ -65,7 +65,7 @@ class LocalRanks {
   void start(LocalRank& rank);    // throws SystemError
   void restart(LocalRank& rank);  // kills what is left of its process
   void admit(LocalRank& rank);    // which waits for the next generation: to this one
-  void start_spares();            // those that are missing, if all ranks have met: until then they need the cores
+  void start_spare();             // if there is none, and all ranks have met: until then they need the cores
   void signal_all(int signal) const;
   void end_what_they_left();  // processes of ranks that have ended, and what is still in their pipes
 
@@ -97,7 +97,7 @@ class LocalRanks {
   PlaceInJob place_;
   int generation_ = 0;
   CoreSet cores_;  // to pin ranks to; empty: they are not pinned
-  std::optional<Spares> spares_;
+  std::optional<Spare> spare_;
   std::optional<JobPage> page_;
   HangWatch watch_;
   IntVector<LocalRank> ranks_;

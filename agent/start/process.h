@@ -77,8 +77,8 @@ class Guardian {
   ~Guardian();
   Guardian& operator=(Guardian&&) = delete;
 
-  // The places where ranks write their process groups; 0 until then.
-  std::span<std::atomic<pid_t>> groups() const { return groups_; }
+  // The place where rank `index` writes its process group; 0 until then.
+  std::atomic<pid_t>* group(int index) { return &groups_[to_size(index)]; }
 
  private:
   std::span<std::atomic<pid_t>> groups_;  // shared with the guardian and the ranks

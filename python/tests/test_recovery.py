@@ -32,7 +32,7 @@ def die_at(place, step):
     """Where KILL says so: GENERATION:RANK:STEP:PLACE, several with commas."""
     here = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}:{os.environ['RANK']}:{step}:{place}"
     if here in os.environ.get("KILL", "").split(","):
-        if "SPARES" in os.environ:
+        if "SPARE" in os.environ:
             wait_for_spare()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -136,10 +136,11 @@ def note_ids(epoch, step, ids):
 # ---- The tests
 
 
-def run(optimizer="sgd", loader="lockstep", group="none", ranks=2, restarts=3, spares=0, options=(), **variables):
+def run(optimizer="sgd", loader="lockstep", group="none", ranks=2, restarts=3, spare=False, options=(), **variables):
     """What the program prints, without what the launcher says."""
     lockstep_run = [shutil.which("lockstep"), "run", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
-    command = [*lockstep_run, "--spares", str(spares), *options, "--", sys.executable, PROGRAM, optimizer, loader, group]
+    python = [sys.executable] if spare else ["env", sys.executable]
+    command = [*lockstep_run, *options, "--", *python, PROGRAM, optimizer, loader, group]
     environment = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LATE)
     return ended
@@ -179,7 +180,7 @@ class Recovers(unittest.TestCase):
         self.assertTrue(self.undisturbed["scaled", "lockstep", "none"].endswith(", 1024.0"))  # 4, doubled 8 times in 26 steps
 
     def test_a_spare_takes_the_place(self):
-        self.expect_same("0:1:5:forward,1:0:9:forward", spares=1, SPARES="1")
+        self.expect_same("0:1:5:forward,1:0:9:forward", spare=True, SPARE="1")
 
     def expect_every_sample_once(self, **how):
         with tempfile.TemporaryDirectory() as folder:

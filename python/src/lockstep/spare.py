@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of a process that waits to become a rank (lockstep run --spares): lockstep and torch are imported, the program is not.
+"""The program of a process that waits to become a rank (lockstep run --max-restarts): lockstep and torch are imported, the program is not.
 
 The launcher sends one message over a socket: the rank's variables, its cores, and where its output goes."""
 

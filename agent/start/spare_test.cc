@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "agent/start/spares.h"
+#include "agent/start/spare.h"
 
 #include <gtest/gtest.h>
 
@@ -16,7 +16,7 @@ std::pair<Command, Command> around_the_wait(const Command& program) {
   return {{command.begin(), option}, {option + 2, command.end()}};
 }
 
-TEST(Spares, keep_options_of_python_and_arguments_of_the_program) {
+TEST(Spare, keeps_options_of_python_and_arguments_of_the_program) {
   using Parts = std::pair<Command, Command>;
   EXPECT_EQ(around_the_wait({"python", "train.py", "--lr", "0.1"}), (Parts{{"python"}, {"train.py", "--lr", "0.1"}}));
   EXPECT_EQ(around_the_wait({"/usr/bin/python3.11", "-u", "-W", "ignore", "train.py", "-c"}),
@@ -25,14 +25,14 @@ TEST(Spares, keep_options_of_python_and_arguments_of_the_program) {
             (Parts{{"python3", "-X", "dev"}, {"-m", "package.train", "x"}}));
 }
 
-TEST(Spares, are_for_python_programs_with_a_file_or_a_module) {
+TEST(Spare, is_for_python_programs_with_a_file_or_a_module) {
   for (const Command& other : std::vector<Command>{{},
                                                    {"python"},
                                                    {"./train", "x"},
                                                    {"python", "-c", "print(1)"},
                                                    {"python", "-"},
                                                    {"python", "-u"},
-                                                   {"bash", "train.py"}})
+                                                   {"env", "python", "train.py"}})
     EXPECT_TRUE(spare_command(other).empty());
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "agent/start/spares.h"
+#include "agent/start/spare.h"
 
 #include <fcntl.h>
 
@@ -56,54 +56,46 @@ std::vector<std::string> spare_command(const std::vector<std::string>& program) 
   return command;
 }
 
-Spares::Spares(ProcessOptions what, std::span<std::atomic<pid_t>> groups) : what_(std::move(what)), groups_(groups) {
+Spare::Spare(ProcessOptions what, std::atomic<pid_t>* group) : what_(std::move(what)) {
   what_.command = spare_command(what_.command);
+  what_.group = group;
 }
 
-void Spares::start() {
-  if (what_.command.empty()) return;
-  if (std::ranges::any_of(waiting_, [](const Spare& spare) { return spare.process.status().has_value(); })) {
+// Until it is a rank it writes nothing.
+void Spare::start() {
+  if (what_.command.empty() || (process_ && !process_->status())) return;
+  if (process_) {
     log_info(concat("no process waits to take the place of a lost rank: `", what_.command.front(),
                     " -c 'import lockstep'` fails, or runs out of memory"));
     return what_.command.clear();
   }
-  for (std::atomic<pid_t>& group : groups_)
-    if (std::ranges::find(waiting_, &group, &Spare::group) == waiting_.end()) start_one(group);
-}
-
-// Until it is a rank it writes nothing.
-void Spares::start_one(std::atomic<pid_t>& group) {
   auto [ours, theirs] = connected_pair(SOCK_SEQPACKET);
   ::fcntl(theirs.get(), F_SETFD, 0);  // the spare keeps it
   const UniqueFd nothing(::open("/dev/null", O_WRONLY | O_CLOEXEC));
   ProcessOptions what = what_;
   what.output_fd = what.error_fd = nothing.get();
   what.variables.emplace_back(kChannelVariable, concat(theirs.get()));
-  what.group = &group;
-  waiting_.push_back({Process(what), std::move(ours), &group});
+  process_.emplace(what);
+  channel_ = std::move(ours);
 }
 
-std::optional<Process> Spares::take(const ProcessOptions& rank) {
-  while (!waiting_.empty()) {
-    Spare spare = std::move(waiting_.front());
-    waiting_.pop_front();
-    const std::vector<int> outputs{rank.output_fd >= 0 ? rank.output_fd : STDOUT_FILENO,
-                                   rank.error_fd >= 0 ? rank.error_fd : STDERR_FILENO};
-    const std::string message = message_for(rank);
-    if (spare.process.status() ||
-        !send_with_descriptors(spare.channel.get(), std::as_bytes(std::span(message)), outputs, Deadline::after({})))
-      continue;
-    if (rank.group != nullptr) rank.group->store(spare.process.pid());
-    spare.group->store(0);
-    return std::optional<Process>(std::move(spare.process));
-  }
-  return {};
+std::optional<Process> Spare::take(const ProcessOptions& rank) {
+  std::optional<Process> process = std::move(process_);
+  process_.reset();
+  const std::vector<int> outputs{rank.output_fd >= 0 ? rank.output_fd : STDOUT_FILENO,
+                                 rank.error_fd >= 0 ? rank.error_fd : STDERR_FILENO};
+  const std::string message = message_for(rank);
+  if (!process || process->status() ||
+      !send_with_descriptors(channel_.get(), std::as_bytes(std::span(message)), outputs, Deadline::after({})))
+    return {};
+  rank.group->store(process->pid());
+  what_.group->store(0);
+  return process;
 }
 
-std::vector<int> Spares::descriptors() const {
-  std::vector<int> fds;
-  for (const Spare& spare : waiting_) fds.insert(fds.end(), {spare.channel.get(), spare.process.pidfd()});
-  return fds;
+std::vector<int> Spare::descriptors() const {
+  if (!process_) return {};
+  return {channel_.get(), process_->pidfd()};
 }
 
 }  // namespace lockstep
