@@ -69,18 +69,19 @@ CLI::Option* add_torchruns(CLI::App& app, const std::string& name, Value& value,
 void add_place_options(CLI::App& app, RunArguments& arguments) {
   add_torchruns(app, "nproc-per-node", arguments.ranks,
                 "ranks on this machine; gpu: one per GPU; cpu: one per core; auto: gpu, or cpu where there is none");
-  app.add_option("--servers", arguments.start.servers, "of these: the first, as servers of a parameter server");
+  app.add_option("--servers", arguments.start.servers, "of these: parameter servers, the first ranks");
   add_torchruns(app, "node-rank", arguments.place.node_rank, "which machine this is, from 0");
   add_torchruns(app, "master-addr", arguments.place.master_addr, "the machine of rank 0");
   add_torchruns(app, "master-port", arguments.place.master_port, "a free port there; 0: any, for one machine");
-  add_torchruns(app, "nnodes", arguments.nodes, "machines; MIN:MAX with --rdzv-backend c10d or etcd: as many as come");
+  add_torchruns(app, "nnodes", arguments.nodes,
+                "number of machines; with --rdzv-backend c10d or etcd MIN:MAX: as many as come");
   add_torchruns(app, "rdzv-backend", arguments.backend,
-                "static: machines are numbered by --node-rank; c10d: by themselves, and the one at --rdzv-endpoint "
-                "has to live; etcd: likewise, and any may die")
+                "static: --node-rank numbers the machines; c10d: numbered as they come, and the one at --rdzv-endpoint "
+                "must stay up; etcd: likewise, and any may fail")
       ->check(CLI::IsMember({"static", "c10d", "etcd"}));
   add_torchruns(app, "rdzv-endpoint", arguments.endpoint,
-                "HOST:PORT where the machines meet; of etcd's members, with commas");
-  add_torchruns(app, "rdzv-id", arguments.meeting.job, "name of the job, the same on its machines");
+                "HOST:PORT where the machines meet; etcd: HOST:PORT,… of its members");
+  add_torchruns(app, "rdzv-id", arguments.meeting.job, "name of the job, the same on all machines");
   add_torchruns(
       app, "rdzv-conf", arguments.config,
       "join_timeout=SECONDS,last_call_timeout=SECONDS,lost_after=SECONDS (until a silent machine is lost: 3); "
@@ -89,36 +90,35 @@ void add_place_options(CLI::App& app, RunArguments& arguments) {
       ->envname("PET_STANDALONE");
   CLI::Option* const hosts = app.add_option(
       "--hosts", arguments.hosts,
-      "start on these over ssh: NAME:RANKS,… or mpirun's hostfile; without RANKS as many as --nproc-per-node says");
+      "start on these hosts over ssh: NAME:RANKS,… or mpirun's hostfile; RANKS defaults to --nproc-per-node");
   for (const char* name : {"--nnodes", "--node-rank", "--master-addr", "--rdzv-backend", "--standalone"})
     hosts->excludes(app.get_option(name));
-  app.add_option("--export", arguments.exports, "variables for --hosts beside LOCKSTEP_… and OMP_…, with commas")
+  app.add_option("--export", arguments.exports, "variables passed to --hosts besides LOCKSTEP_… and OMP_…: NAME,…")
       ->needs(hosts);
   app.add_flag("--called", arguments.is_called)->group("");  // by --hosts of another machine
-  app.add_flag("--insecure-network", arguments.insecure_network,
-               "between machines ask nobody for the job's secret, and encrypt nothing");
+  app.add_flag("--insecure-network", arguments.insecure_network, "between machines: no job secret, no encryption");
 }
 
 void add_rank_options(CLI::App& app, RunArguments& arguments) {
   FailureOptions& failing = arguments.failing;
   add_torchruns(app, "log-dir", arguments.start.log_dir, "folder: ranks write to rankN.out and rankN.err there");
   add_torchruns(app, "max-restarts", failing.max_restarts,
-                "how often ranks that fail are replaced by new processes; 0: a failure ends the job")
+                "how often failed ranks are replaced by new processes; 0: a failure ends the job")
       ->check(CLI::NonNegativeNumber);
   app.add_option("--min-ranks", failing.min_ranks,
-                 "with no restart left, go on without a failed rank while so many are left; 0: end")
+                 "with no restart left, go on without failed ranks while at least this many remain; 0: end")
       ->check(CLI::NonNegativeNumber);
   app.add_flag("--workers-may-fail", failing.workers_may_fail, "go on when a worker fails, while others are left");
   app.add_option("--trace", arguments.trace, "file (.json) for a timeline of all ranks, for ui.perfetto.dev");
   app.add_option("--stop-code", failing.stop_code,
-                 "exit code of ranks that stopped because a signal asked them to, which is no failure; else 143")
+                 "exit code of a rank that stops when a signal asks it to: not a failure; default 143")
       ->check(CLI::Range(3, 255))
       ->default_str("");
   app.add_flag_callback(
       "--no-pin", [&arguments] { arguments.start.pin = false; }, "let every rank use every core");
   add_seconds(app, "--grace", failing.grace, 0, 86400, "seconds between SIGTERM and SIGKILL");
   add_seconds(app, "--hang-timeout", failing.hang.timeout, 0, 31536000,
-              "seconds without progress of any rank after which their stacks are shown; 0: never");
+              "seconds without progress of any rank until stacks are shown; 0: never");
   const auto set_then = [&failing](const std::string& name) {
     failing.hang.then = value_named<OnHang>(name, "--on-hang");
   };
@@ -312,8 +312,8 @@ LaunchResult launch_traced(const RunArguments& arguments, const std::vector<std:
 std::string describe_loss(const std::string& why) {
   return PeerLost({.what = "this machine ends its ranks: " + why,
                    .likely = "the others were killed, switched off or cut off, or one of them has ended the job",
-                   .next = "look at their output; a launcher that is started again comes in where the job still runs, "
-                           "else --resume goes on from the last checkpoint"})
+                   .next = "look at their output; a launcher started again joins a job that still runs, else --resume "
+                           "goes on from the last checkpoint"})
       .what();
 }
 

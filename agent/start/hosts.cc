@@ -276,7 +276,7 @@ UniqueFd start_remotely() {
     ::setenv(text.substr(0, equals).c_str(), text.data() + equals + 1, 1);
     text.clear();
   }
-  throw EnvironmentError({.what = "no variables come from the machine that starts the job"});
+  throw EnvironmentError({.what = "the machine that starts the job sends no variables"});
 }
 
 }  // namespace lockstep

@@ -24,17 +24,17 @@ void require(bool holds, const std::string& what, const std::string& next) {
 }
 
 void check(const StartOptions& start, const FailureOptions& failing, const PlaceOptions& place) {
-  require(start.ranks >= 1, concat(start.ranks, " ranks on a machine make no job"), "start at least 1");
+  require(start.ranks >= 1, concat(start.ranks, " ranks on a machine"), "start at least 1");
   require(start.servers >= 0 && start.servers < start.ranks,
-          concat(start.servers, " servers among ", start.ranks, " ranks"), "leave at least one rank to be a worker");
+          concat(start.servers, " servers among ", start.ranks, " ranks"), "leave at least one rank for a worker");
   require(place.node_rank >= 0 && place.node_rank < place.nodes,
-          concat("there is no machine ", place.node_rank, " among ", place.nodes), "count machines from 0");
-  require(place.master_port >= 0 && place.master_port <= 65535, concat("there is no port ", place.master_port),
+          concat("machine ", place.node_rank, " of ", place.nodes), "count machines from 0");
+  require(place.master_port >= 0 && place.master_port <= 65535, concat("port ", place.master_port),
           "choose one from 1 to 65535, or 0 for any");
   require(place.nodes == 1 || place.master_port != 0, "several machines need a port they agree on",
           "choose a free port of the machine of rank 0 and give it to every machine");
   require(failing.min_ranks <= start.ranks, concat("at least ", failing.min_ranks, " of ", start.ranks, " ranks"),
-          "use a number of ranks that are there");
+          "use at most the number of ranks");
 }
 
 bool goes_on_after_a_loss(const FailureOptions& failing) { return failing.max_restarts > 0 || failing.min_ranks > 0; }

@@ -65,7 +65,7 @@ Spare::Spare(ProcessOptions what, std::atomic<pid_t>* group) : what_(std::move(w
 void Spare::start() {
   if (what_.command.empty() || (process_ && !process_->status())) return;
   if (process_) {
-    log_info(concat("no process waits to take the place of a lost rank: `", what_.command.front(),
+    log_info(concat("no spare process for a lost rank: `", what_.command.front(),
                     " -c 'import lockstep'` fails, or runs out of memory"));
     return what_.command.clear();
   }
