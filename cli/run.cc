@@ -272,12 +272,12 @@ std::vector<std::string> command_of(const CLI::App& app) {
 }
 
 // They meet at the first host, each job of this machine at another port.
-int launch_on_hosts(const CLI::App& app, const RunArguments& arguments) {
+int launch_on_hosts(const CLI::App& app, const RunArguments& arguments, const std::vector<std::string>& command) {
   SshOptions options{
       .hosts = read_hosts(arguments.hosts),
       .version = "lockstep " LOCKSTEP_VERSION,
       .command = {std::filesystem::read_symlink("/proc/self/exe"), "run", "--called", "--rdzv-backend=c10d"},
-      .program = command_of(app),
+      .program = command,
       .exports = split(arguments.exports, ','),
       .grace = arguments.failing.grace,
       .stop_code = arguments.failing.stop_code};
@@ -336,14 +336,15 @@ int run_command(int argc, char** argv) {
   add_place_options(app, arguments);
   add_rank_options(app, arguments);
   return parse_and_run(app, argc, argv, [&] {
-    if (!arguments.hosts.empty()) return launch_on_hosts(app, arguments);
+    const std::vector<std::string> command = command_of(app);
+    if (!arguments.hosts.empty()) return launch_on_hosts(app, arguments, command);
     const UniqueFd secret = arguments.is_called ? start_remotely() : UniqueFd();
     if (arguments.insecure_network) ::setenv("LOCKSTEP_INSECURE_NETWORK", "1", 1);
     arguments.start.ranks = number_of_ranks(arguments.ranks);
     find_place(arguments);
     const PlaceInJob place = place_of(arguments.place, arguments.start.ranks);
     if (place.nodes > 1 && place.node_rank == 0) say_where_the_secret_is();
-    const LaunchResult result = launch_traced(arguments, command_of(app), place.nodes == 1);
+    const LaunchResult result = launch_traced(arguments, command, place.nodes == 1);
     if (result.lost) std::cerr << describe_loss(*result.lost) << '\n';
     if (result.failure) std::cerr << describe(*result.failure) << '\n';
     return result.exit_code;
