@@ -48,7 +48,7 @@ def add_missing_libraries(site_packages):
     """Writes the libraries beside those that are there; torch's own run path finds them."""
     torch = sorted((site_packages / "torch/lib").glob("lib*.so"))
     folder = site_packages / "nvidia/cu13/lib"
-    needed = {name for line in lines("readelf", "-d", *torch) for name in re.findall(r"NEEDED.*\[(lib(?:cu|nccl|nvshmem).*)\]", line)}
+    needed = {name for line in lines("readelf", "-d", *torch) for name in re.findall(r"NEEDED.*\[(lib(?:cu|nccl|nvrtc|nvshmem).*)\]", line)}
     missing = {name for name in needed if not (folder / name).exists()}
     functions = defaultdict(set)  # by library and version
     for line in lines("nm", "-D", "--undefined-only", *torch):

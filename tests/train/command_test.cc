@@ -2,6 +2,7 @@
 // Starts `lockstep train` and a user's program: what they print, how they end, and the errors for common mistakes.
 
 #include <signal.h>
+#include <unistd.h>
 
 #include <nlohmann/json.hpp>
 
@@ -81,7 +82,8 @@ TEST_F(StartedRanks, smooth_labels_where_the_loss_is_cross_entropy) {
 
 // Not even root can write there.
 TEST_F(StartedRanks, need_no_folder_in_which_they_can_write) {
-  const Words as_root = {"unshare", "--mount", "--user", "--map-root-user"};
+  Words as_root = {"unshare", "--mount"};
+  if (::geteuid() != 0) as_root = as_root + Words{"--user", "--map-root-user"};
   const Words read_only = {"sh", "-c",
                            "mount --rbind /tmp /tmp && mount --options-mode=ignore --options-source=disable "
                            "-o \"remount,bind,$(findmnt -no VFS-OPTIONS /tmp | tail -1),ro\" /tmp && exec \"$@\"",

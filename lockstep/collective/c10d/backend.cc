@@ -141,7 +141,7 @@ WorkPtr C10dBackend::start(OpType type, Body body, Tensors results, bool async) 
   return work;
 }
 
-Member C10dBackend::member() const { return {rank_, size_}; }
+GroupRank C10dBackend::member() const { return {rank_, size_}; }
 
 template <class CallOptions>
 TensorCall C10dBackend::call_of(Operation operation, const Tensors& inputs, const Tensors& outputs,

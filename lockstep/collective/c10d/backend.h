@@ -47,7 +47,7 @@ struct TensorCall;
 class MessageGroup;
 
 namespace backend {
-struct Member;
+struct GroupRank;
 }
 std::string this_machine();  // transport/connect.h
 
@@ -122,7 +122,7 @@ class C10dBackend final : public c10d::Backend {
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
  private:
-  backend::Member member() const;
+  backend::GroupRank member() const;
   // The reduction and the root are those of `options`, where it has them.
   template <class CallOptions>
   TensorCall call_of(Operation operation, const Tensors& inputs, const Tensors& outputs,

@@ -92,7 +92,7 @@ void check_part(const Tensor& part, std::size_t count) {
        .next = "give tensors that fit: the whole has the elements of all parts"});
 }
 
-void set_counts(Call& call, Member member, const Tensors& inputs, const Tensors& outputs) {
+void set_counts(Call& call, GroupRank member, const Tensors& inputs, const Tensors& outputs) {
   if (call.operation == Operation::kAllToAll) return;
   const bool gathers = call.operation == Operation::kAllGather || call.operation == Operation::kGather;
   const Tensor& part = gathers || outputs.empty() ? inputs.front() : outputs.front();
@@ -107,7 +107,7 @@ void set_counts(Call& call, Member member, const Tensors& inputs, const Tensors&
   call.counts = std::move(counts);
 }
 
-TensorCall call_on(Member member, Call call, const Tensors& inputs, const Tensors& outputs, Unit unit) {
+TensorCall call_on(GroupRank member, Call call, const Tensors& inputs, const Tensors& outputs, Unit unit) {
   set_counts(call, member, inputs, outputs);
   call.dtype = unit.dtype;
   call.count *= unit.each;
@@ -133,13 +133,13 @@ void require_apart(const Tensors& outputs) {
 
 }  // namespace
 
-TensorCall call_to_move(Member member, Call call, const Tensors& inputs, const Tensors& outputs) {
+TensorCall call_to_move(GroupRank member, Call call, const Tensors& inputs, const Tensors& outputs) {
   const Unit unit = unit_to_move(checked(inputs, outputs));
   require_apart(outputs);
   return call_on(member, std::move(call), inputs, outputs, unit);
 }
 
-TensorCall call_to_reduce(Member member, Call call, const Tensors& inputs, const Tensors& outputs,
+TensorCall call_to_reduce(GroupRank member, Call call, const Tensors& inputs, const Tensors& outputs,
                           const c10d::ReduceOp& op) {
   const Unit unit = unit_to_reduce(checked(inputs, outputs), op);
   call.op = to_reduce_op(op);

@@ -22,7 +22,7 @@
 namespace lockstep::backend {
 
 // A rank of a group, and the group's size.
-struct Member {
+struct GroupRank {
   int rank;
   int size;
 };
@@ -30,10 +30,10 @@ struct Member {
 // `call` has operation, root, peer and tag, and the counts of an all_to_all in elements; the other counts come from the
 // tensors. A whole of several parts is a tensor per rank, or one tensor for all. Dtypes that the core does not know move
 // as bytes. Throw UsageError, DeviceError.
-TensorCall call_to_move(Member member, Call call, const Tensors& inputs, const Tensors& outputs);
+TensorCall call_to_move(GroupRank member, Call call, const Tensors& inputs, const Tensors& outputs);
 
 // Complex numbers are reduced as pairs. For PREMUL_SUM the inputs are multiplied here.
-TensorCall call_to_reduce(Member member, Call call, const Tensors& inputs, const Tensors& outputs,
+TensorCall call_to_reduce(GroupRank member, Call call, const Tensors& inputs, const Tensors& outputs,
                           const c10d::ReduceOp& op);
 
 // Blocks: fills an input that is a copy, makes the call, copies the output back.
@@ -60,7 +60,7 @@ const T& only_one(const std::vector<T>& list, std::string_view what) {
 // of sparse dimensions and dtype, and any numbers of entries. Each rank receives all entries of all ranks. Throws UsageError
 // at once: not a sum; a tensor that is not on the CPU. The function: MismatchError on all ranks, after which the group is as
 // before; PeerLost.
-std::function<void(Transport&)> sparse_all_reduce(Member member, const torch::Tensor& tensor,
+std::function<void(Transport&)> sparse_all_reduce(GroupRank member, const torch::Tensor& tensor,
                                                   const c10d::AllreduceOptions& options);
 
 // ---- A barrier that can say which ranks did not come (monitored_barrier.cc): all report to rank 0, which then lets them go.

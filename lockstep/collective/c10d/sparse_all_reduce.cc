@@ -20,7 +20,7 @@ using torch::Tensor;
 
 class SparseSum {
  public:
-  SparseSum(Member member, Transport& transport, milliseconds timeout)
+  SparseSum(GroupRank member, Transport& transport, milliseconds timeout)
       : member_(member), transport_(transport), timeout_(timeout) {}
 
   Tensor of(const Tensor& tensor) {
@@ -72,14 +72,14 @@ class SparseSum {
                          .next = "give tensors of one dtype and shape on all ranks"});
   }
 
-  Member member_;
+  GroupRank member_;
   Transport& transport_;
   milliseconds timeout_;
 };
 
 }  // namespace
 
-std::function<void(Transport&)> sparse_all_reduce(Member member, const Tensor& tensor,
+std::function<void(Transport&)> sparse_all_reduce(GroupRank member, const Tensor& tensor,
                                                   const c10d::AllreduceOptions& options) {
   if (options.reduceOp.op_ != c10d::ReduceOp::SUM)
     throw UsageError({.what = "all_reduce of a sparse tensor by another reduction than SUM",
