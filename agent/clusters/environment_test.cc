@@ -14,16 +14,16 @@
 namespace lockstep {
 namespace {
 
-using Variables = std::map<std::string, std::string>;
+using VariableMap = std::map<std::string, std::string>;
 
-JobEnvironment read(const Variables& variables) {
+JobEnvironment read(const VariableMap& variables) {
   return read_job_environment([&variables](const std::string& name) -> std::optional<std::string> {
     const auto found = variables.find(name);
     return found == variables.end() ? std::nullopt : std::optional(found->second);
   });
 }
 
-std::string error_of(const Variables& variables) {
+std::string error_of(const VariableMap& variables) {
   try {
     read(variables);
   } catch (const EnvironmentError& error) {
@@ -38,51 +38,51 @@ std::string source_of(const JobEnvironment& job, const std::string& name) {
   return "not recorded";
 }
 
-Variables with(Variables variables, const Variables& changes) {
+VariableMap with(VariableMap variables, const VariableMap& changes) {
   for (const auto& [name, value] : changes) variables[name] = value;
   return variables;
 }
 
-Variables without(Variables variables, const std::vector<std::string>& names) {
+VariableMap without(VariableMap variables, const std::vector<std::string>& names) {
   for (const std::string& name : names) variables.erase(name);
   return variables;
 }
 
-void expect_error(const Variables& variables, const std::vector<std::string>& parts) {
+void expect_error(const VariableMap& variables, const std::vector<std::string>& parts) {
   const std::string message = error_of(variables);
   for (const std::string& part : parts)
     EXPECT_NE(message.find(part), std::string::npos) << part << " not in\n" << message;
 }
 
-const Variables kTorchrun = {{"RANK", "5"},
-                             {"WORLD_SIZE", "8"},
-                             {"LOCAL_RANK", "1"},
-                             {"GROUP_RANK", "1"},
-                             {"LOCAL_WORLD_SIZE", "4"},
-                             {"MASTER_ADDR", "gpu-a"},
-                             {"MASTER_PORT", "29500"},
-                             {"TORCHELASTIC_RUN_ID", "none"}};
+const VariableMap kTorchrun = {{"RANK", "5"},
+                               {"WORLD_SIZE", "8"},
+                               {"LOCAL_RANK", "1"},
+                               {"GROUP_RANK", "1"},
+                               {"LOCAL_WORLD_SIZE", "4"},
+                               {"MASTER_ADDR", "gpu-a"},
+                               {"MASTER_PORT", "29500"},
+                               {"TORCHELASTIC_RUN_ID", "none"}};
 
-const Variables kSlurm = {{"SLURM_PROCID", "3"},
-                          {"SLURM_NTASKS", "5"},
-                          {"SLURM_LOCALID", "1"},
-                          {"SLURM_NODEID", "1"},
-                          {"SLURM_JOB_ID", "77"},
-                          {"SLURM_STEP_ID", "2"},
-                          {"SLURM_TASKS_PER_NODE", "2(x2),1"},
-                          {"MASTER_ADDR", "gpu-a"},
-                          {"MASTER_PORT", "29500"}};
+const VariableMap kSlurm = {{"SLURM_PROCID", "3"},
+                            {"SLURM_NTASKS", "5"},
+                            {"SLURM_LOCALID", "1"},
+                            {"SLURM_NODEID", "1"},
+                            {"SLURM_JOB_ID", "77"},
+                            {"SLURM_STEP_ID", "2"},
+                            {"SLURM_TASKS_PER_NODE", "2(x2),1"},
+                            {"MASTER_ADDR", "gpu-a"},
+                            {"MASTER_PORT", "29500"}};
 
-const Variables kOpenMpi = {{"OMPI_COMM_WORLD_RANK", "1"},       {"OMPI_COMM_WORLD_SIZE", "2"},
-                            {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
-                            {"OMPI_COMM_WORLD_NODE_RANK", "1"},  {"PMIX_NAMESPACE", "2101477377"}};
+const VariableMap kOpenMpi = {{"OMPI_COMM_WORLD_RANK", "1"},       {"OMPI_COMM_WORLD_SIZE", "2"},
+                              {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                              {"OMPI_COMM_WORLD_NODE_RANK", "1"},  {"PMIX_NAMESPACE", "2101477377"}};
 
-const Variables kMpich = {{"PMI_RANK", "1"},
-                          {"PMI_SIZE", "2"},
-                          {"MPI_LOCALRANKID", "1"},
-                          {"MPI_LOCALNRANKS", "2"},
-                          {"MASTER_ADDR", "127.0.0.1"},
-                          {"MASTER_PORT", "29500"}};
+const VariableMap kMpich = {{"PMI_RANK", "1"},
+                            {"PMI_SIZE", "2"},
+                            {"MPI_LOCALRANKID", "1"},
+                            {"MPI_LOCALNRANKS", "2"},
+                            {"MASTER_ADDR", "127.0.0.1"},
+                            {"MASTER_PORT", "29500"}};
 
 TEST(Environment, is_one_rank_without_a_launcher) {
   const JobEnvironment job = read({});
@@ -195,7 +195,7 @@ TEST(Environment, reads_open_mpi) {
 }
 
 TEST(Environment, the_machine_of_an_open_mpi_rank_is_that_of_its_daemon) {
-  const Variables two_machines =
+  const VariableMap two_machines =
       with(kOpenMpi, {{"OMPI_COMM_WORLD_SIZE", "4"}, {"MASTER_ADDR", "gpu-a"}, {"MASTER_PORT", "1"}});
   const char* uri = "2101477376.1;tcp://192.0.2.2:52235";
   EXPECT_EQ(read(with(two_machines, {{"OMPI_MCA_orte_local_daemon_uri", uri}})).node_rank, 1);
@@ -216,7 +216,7 @@ TEST(Environment, an_mpich_job_is_named_after_the_process_behind_its_socket) {
   ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends.data()), 0);
   const UniqueFd one(ends[0]);
   const UniqueFd other(ends[1]);
-  const Variables variables = with(without(kMpich, {"MASTER_ADDR", "MASTER_PORT"}), {{"PMI_FD", concat(one.get())}});
+  const VariableMap variables = with(without(kMpich, {"MASTER_ADDR", "MASTER_PORT"}), {{"PMI_FD", concat(one.get())}});
   EXPECT_TRUE(read(variables).job_id.starts_with(concat(::getpid(), "-"))) << read(variables).job_id;
 }
 
@@ -229,7 +229,7 @@ TEST(Environment, uneven_machines_without_index_are_an_error) {
 }
 
 TEST(Environment, a_step_of_slurm_on_several_nodes_finds_its_address_by_itself) {
-  const Variables by_hand =
+  const VariableMap by_hand =
       with(without(kSlurm, {"MASTER_ADDR", "MASTER_PORT"}), {{"SLURM_STEP_NODELIST", "node[01-02,07]"}});
   const JobEnvironment job = read(by_hand);
   EXPECT_EQ(job.master_addr, "node01");
@@ -251,7 +251,7 @@ TEST(Environment, a_requeued_job_of_slurm_has_another_id) {
 }
 
 TEST(Environment, an_unreadable_list_of_nodes_is_named) {
-  const Variables step = without(kSlurm, {"MASTER_ADDR", "MASTER_PORT"});
+  const VariableMap step = without(kSlurm, {"MASTER_ADDR", "MASTER_PORT"});
   expect_error(with(step, {{"SLURM_STEP_NODELIST", "n[1-"}}), {"SLURM_STEP_NODELIST", "\"n[1-\"", "node[01-04,07]"});
   expect_error(step, {"SLURM_JOB_NODELIST", "incomplete"});
   expect_error(with(step, {{"SLURM_JOB_NODELIST", "n1"}, {"MASTER_PORT", "0"}}), {"MASTER_PORT", "\"0\""});
@@ -283,7 +283,7 @@ TEST(Environment, ranks_of_an_mpirun_on_several_machines_need_no_address) {
 }
 
 TEST(Environment, an_address_is_honoured_with_every_launcher) {
-  const Variables address = {{"MASTER_ADDR", "gpu-a"}, {"MASTER_PORT", "29500"}};
+  const VariableMap address = {{"MASTER_ADDR", "gpu-a"}, {"MASTER_PORT", "29500"}};
   EXPECT_EQ(read(with(kOpenMpi, address)).master_addr, "gpu-a");
   EXPECT_EQ(read(with(kMpich, address)).master_port, 29500);
   expect_error(with(kOpenMpi, {{"MASTER_ADDR", "gpu-a"}}), {"missing: MASTER_PORT"});

@@ -101,7 +101,7 @@ ShardWriter::ShardWriter(std::filesystem::path folder, std::uint64_t shard_bytes
   std::error_code error;
   std::filesystem::create_directories(folder_, error);
   if (error) throw SystemError({.what = concat("can't make the folder ", folder_.string(), ": ", error.message())});
-  if (std::filesystem::exists(folder_ / kShardsFile) || !shards_in(folder_).empty())
+  if (std::filesystem::exists(folder_ / kShardsFile) || !tars_in(folder_).empty())
     throw UsageError({.what = concat(folder_.string(), " holds shards already"), .next = "name another folder"});
 }
 

@@ -57,7 +57,7 @@ std::uint64_t checksum_of(std::span<const std::uint8_t> content, std::int64_t ta
 }
 
 // Compressed ones are listed too, to be refused.
-std::vector<fs::path> shards_in(const fs::path& folder) {
+std::vector<fs::path> tars_in(const fs::path& folder) {
   std::vector<fs::path> shards;
   std::error_code error;
   for (const auto& entry : fs::directory_iterator(folder, error)) {
@@ -76,7 +76,7 @@ ShardReader::ShardReader(fs::path path, std::int64_t classes) : path_(std::move(
     open_folder(description);
   } else {
     info_.name = (path_.has_filename() ? path_ : path_.parent_path()).filename().string();
-    const auto found = fs::is_directory(path_) ? shards_in(path_) : expanded(path_.string());
+    const auto found = fs::is_directory(path_) ? tars_in(path_) : expanded(path_.string());
     std::ranges::for_each(found, [&](const fs::path& shard) { add_shard(shard); });
     for (const Entry& entry : entries_)
       if (entry.target.value_or(kMostClasses) < kMostClasses) classes = std::max(classes, *entry.target + 1);
