@@ -21,6 +21,7 @@ class OfShards : public Interface {
 
   std::string name() const override { return samples_->info().name; }
   std::int64_t size() const override { return samples_->size(); }
+  std::int64_t classes() const override { return samples_->info().classes; }
   void will_read(std::span<const std::int64_t> indices) const override { samples_->will_read(indices); }
   std::shared_ptr<const SampleOrder> shuffled_order() const override { return order_; }
 
@@ -71,7 +72,6 @@ class ShardTensors : public OfShards<Dataset> {
 class ShardImages : public OfShards<ImageSource> {
  public:
   using OfShards::OfShards;
-  std::int64_t classes() const override { return samples_->info().classes; }
   ImageShape common_shape() const override { return shape_of(samples_->first()); }
   std::string origin(std::int64_t index) const override { return samples_->origin(index); }
 

@@ -236,6 +236,7 @@ TEST_F(ForeignShards, are_grouped_by_the_name_up_to_the_first_dot) {
   EXPECT_EQ(targets_in(path), (std::vector<std::int64_t>{4, -2}));
   EXPECT_EQ(ShardReader(path).info().classes, 5);
   EXPECT_EQ(ShardReader(path, 7).info().classes, 7);
+  EXPECT_EQ(open(path)->classes(), 5);
 }
 
 TEST_F(ForeignShards, may_have_long_names) {
