@@ -66,7 +66,8 @@ Incoming receive_packet(int socket, Packet& packet, std::vector<UniqueFd>& descr
   const auto bytes = receive_with_descriptors(socket, std::as_writable_bytes(std::span(room)), descriptors, 0);
   if (bytes < 0) return Incoming::kNothingYet;
   std::string_view message(room.data(), std::min(static_cast<std::size_t>(bytes), room.size()));
-  auto received = take_number<Length>(message) == message.size() ? decode(message) : std::nullopt;
+  const auto length = take_number<Length>(message);
+  auto received = length == message.size() ? decode(message) : std::nullopt;
   if (!received) return Incoming::kNoMessage;
   packet = std::move(*received);
   return Incoming::kMessage;
