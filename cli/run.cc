@@ -263,11 +263,12 @@ void find_place(RunArguments& arguments) {
 // PROGRAM and its arguments: what CLI11 has not parsed, with or without a leading "--".
 std::vector<std::string> command_of(const CLI::App& app) {
   std::vector<std::string> command = app.remaining();
-  if (command.empty()) return command;
-  if (command.front() == "--") return {command.begin() + 1, command.end()};
-  if (command.front().starts_with('-'))
+  if (!command.empty() && command.front() == "--")
+    command.erase(command.begin());
+  else if (!command.empty() && command.front().starts_with('-'))
     throw UsageError({.what = concat("lockstep run has no option ", command.front()),
                       .next = "see lockstep run --help; put -- before a program whose name starts with a dash"});
+  if (command.empty()) throw UsageError({.what = "no program to start", .next = "name one, with its arguments"});
   return command;
 }
 

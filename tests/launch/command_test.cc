@@ -383,6 +383,8 @@ TEST(LockstepRun, wrong_options_exit_with_2) {
            {"--hosts", "gpu-a:0", "true"},
            {"--hosts", "gpu-a", "--nnodes", "2", "true"},
            {"--export", "PATH", "true"},
+           {"--hosts", "gpu-a", "--"},
+           {"--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"},
            {}}) {
     Words command = {LOCKSTEP_COMMAND, "run"};
     command.insert(command.end(), options.begin(), options.end());
