@@ -24,7 +24,7 @@ namespace fs = std::filesystem;
 
 // "train-{000..012}.tar" -> train-000.tar, train-001.tar, ..., as a shell does
 std::vector<fs::path> expanded(const std::string& pattern) {
-  static const std::regex kRange(R"((.*)\{(\d{1,6})\.\.(\d{1,6})\}(.*))");
+  static const std::regex kRange(R"((.*?)\{(\d{1,6})\.\.(\d{1,6})\}(.*))");
   std::smatch parts;
   if (!std::regex_match(pattern, parts, kRange)) return {pattern};
   std::vector<fs::path> all;

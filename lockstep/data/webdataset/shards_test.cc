@@ -277,6 +277,9 @@ TEST_F(ForeignShards, are_named_by_braces_and_in_two_parts) {
     write(concat("t-", i < 10 ? "0" : "", i, ".tar"), member("a.npy", number(1)) + member("a.cls", std::to_string(i)));
   EXPECT_EQ(targets_in(folder / "t-{09..11}.tar"), (std::vector<std::int64_t>{9, 10, 11}));
   EXPECT_TRUE(contains(message_of<DataError>([&] { open(folder / "t-{09..12}.tar"); }), "t-12.tar: No such file"));
+  for (const char* target : {"00", "01", "10", "11"})
+    write(concat("s", target[0], "-", target[1], ".tar"), member("a.npy", number(1)) + member("a.cls", target));
+  EXPECT_EQ(targets_in(folder / "s{0..1}-{0..1}.tar"), (std::vector<std::int64_t>{0, 1, 10, 11}));
   const std::string both = concat("webdataset:", (folder / "t-{08..10}.tar").string(), ",", folder.file("t-11.tar"));
   const Datasets data = open_dataset({.data = both});
   EXPECT_EQ(data.train->size(), 3);
