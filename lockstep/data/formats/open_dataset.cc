@@ -151,8 +151,9 @@ Datasets webdataset(Request& request) {
     return dataset_of(samples, request.transforms(base, split));
   };
   const auto paths = split(request.path(), ',');
-  Datasets both = paths.size() != 2 ? in_folders(request.path(), open)
-                                    : Datasets{open(paths[0], Split::kTrain), open(paths[1], Split::kValidation)};
+  const bool is_one = paths.size() != 2 || fs::exists(request.path());  // a folder may have a comma in its name
+  Datasets both = is_one ? in_folders(request.path(), open)
+                         : Datasets{open(paths[0], Split::kTrain), open(paths[1], Split::kValidation)};
   both.facts = facts;
   return both;
 }

@@ -285,6 +285,9 @@ TEST_F(ForeignShards, are_named_by_braces_and_in_two_parts) {
   EXPECT_EQ(data.train->size(), 3);
   ASSERT_NE(data.validation, nullptr);
   EXPECT_EQ(data.validation->size(), 1);
+  std::filesystem::create_directory(folder / "a,b");
+  write("a,b/0.tar", member("a.npy", number(1)) + member("a.cls", "1"));
+  EXPECT_EQ(open_dataset({.data = "webdataset:" + folder.file("a,b")}).train->size(), 1);
 }
 
 }  // namespace
