@@ -8,6 +8,7 @@
 #include <iterator>
 
 #include "agent/meet/machines.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
@@ -175,9 +176,13 @@ UniqueFd LocalRanks::open_output(const LocalRank& rank, RankStream& stream, cons
   return fd;
 }
 
-void LocalRanks::start_spare() {
+// A job that runs does not end because it has no room for one more process.
+void LocalRanks::start_spare() try {
   const auto has_met = [](const LocalRank& rank) { return rank.has_met || rank.is_gone; };
   if (spare_ && std::ranges::all_of(ranks_, has_met)) spare_->start();
+} catch (const SystemError& error) {
+  log_info(concat("no spare process for a lost rank: ", error.text().what));
+  spare_.reset();
 }
 
 // Descriptors that a forked child must close.
