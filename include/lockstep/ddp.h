@@ -169,10 +169,10 @@ class DistributedDataParallel {
 
   // Calls write(), without autograd, in which every rank writes the same values into parameters. Blocks until all have.
   // Parameters that the ranks of a machine share are copies of this rank's own meanwhile, also for tensors that share their
-  // storage, so that write() may read them, too. Where it throws, they have the values of before, and the other ranks get
-  // PeerLost. With LOCKSTEP_CHECK set (docs/correctness.md) they can be written in no other way. Throws MismatchError on all
-  // ranks, naming a parameter whose values differ; UsageError: parameters were written by hand before, or through a pointer
-  // from before.
+  // storage, so that write() may read them, too. Where it throws, they have the values of before, the other ranks get PeerLost,
+  // and the world can't be used after that. With LOCKSTEP_CHECK set (docs/correctness.md) they can be written in no other way.
+  // Throws MismatchError on all ranks, naming a parameter whose values differ; UsageError: parameters were written by hand
+  // before, or through a pointer from before.
   void write_parameters(const std::function<void()>& write);
 
  private:

@@ -352,15 +352,26 @@ class DistributedDataParallel(nn.Module):
         """As nn.Module's. Every rank calls it with the same values. Blocks until all ranks have loaded."""
         if assign:
             _C.usage_error("load_state_dict(assign=True) on parameters that ranks share", next="leave assign out")
-        return self.write_parameters(lambda: super(DistributedDataParallel, self).load_state_dict(state_dict, strict))
+        errors = []
+
+        def load():
+            try:
+                return super(DistributedDataParallel, self).load_state_dict(state_dict, strict)
+            except RuntimeError as error:  # on every rank, and all that fits is loaded: a program may go on
+                errors.append(error)
+
+        result = self.write_parameters(load)
+        if errors:
+            raise errors[0]
+        return result
 
     def write_parameters(self, write: Callable[[], Any]) -> Any:
         """Calls write(), in which every rank writes the same values into parameters, and returns what it returns.
 
         Blocks until all ranks have written. Where ranks share parameters, each writes into copies, which write() may read, too:
         as many bytes for each rank as the parameters. A view of numpy's must not be kept. Where write() raises, shared parameters
-        have the values of before, and the other ranks get PeerLost. Raises MismatchError on all ranks: a parameter's values
-        differ; UsageError: one was written by hand before, or through numpy's view from before."""
+        have the values of before, the other ranks get PeerLost, and the ranks can't go on together. Raises MismatchError on all
+        ranks: a parameter's values differ; UsageError: one was written by hand before, or through numpy's view from before."""
         results = []
         self._replica.write_parameters(lambda: results.append(write()))
         return results[0]
