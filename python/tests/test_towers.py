@@ -117,6 +117,7 @@ class Towers(unittest.TestCase):
         expect(net.weight, before)
         blocks[0].zero_()
         self.assertTrue(net.weight.eq(0).all() and net.bias.eq(0).all())
+        expect_error(lockstep.UsageError, "strides differ", lambda: towers.flat_blocks([net, nn.Conv2d(3, 4, 5)]))
         net.weight.data = torch.ones(4, 3, 5, 10)[..., ::2]
         expect_error(lockstep.UsageError, "gaps in memory", lambda: towers.flat_blocks([net]))
 
