@@ -85,6 +85,7 @@ class BatchFunction {
     return (*this)(first, batch);
   }
   explicit operator bool() const { return of_tensor_ || of_batch_; }
+  bool takes_batch() const { return static_cast<bool>(of_batch_); }
 
   // As std::function::target(), of a function that takes a tensor.
   template <class F>

@@ -111,7 +111,7 @@ struct Task {
   std::string name = "task";  // for tables and metrics
   SampleShape sample = {};
   // The model as pieces, as small as it allows, from which a pipeline's stages are made. Empty: a model that is a
-  // torch::nn::Sequential is cut between its modules; another one can't be cut.
+  // torch::nn::Sequential, whose forward takes the data alone, is cut between its modules; another one can't be cut.
   std::function<std::vector<Piece>(torch::nn::Module& model)> stages = nullptr;
   // The same task for other samples, such as images of another size. Throws UsageError: the model can't take them. Empty: the
   // model takes those of `sample` alone.

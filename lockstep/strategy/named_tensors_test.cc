@@ -84,6 +84,14 @@ TEST(NamedTensors, reach_the_replicas_of_a_data_parallel_module) {
   EXPECT_TRUE(torch::allclose(net.forward(batch), expected, 1e-12, 1e-12));
 }
 
+TEST(NamedTensors, are_not_left_out_where_a_sequential_is_cut) {
+  Task task = weighted_task();
+  task.stages = nullptr;
+  const StrategyOptions options{.kind = StrategyKind::kPipeline, .devices = 2};
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { make_strategy(World::single(), task, options); }),
+                       "whose forward() takes the batch"));
+}
+
 TEST(NamedTensors, are_cut_with_their_samples) {
   const Batch batch = weighted_batch(0);
   const std::vector<Batch> parts = parts_of(batch, 4);

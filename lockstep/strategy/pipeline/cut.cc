@@ -75,9 +75,12 @@ double seconds_of(const Piece& piece, Tensors& tensors) {
 
 std::vector<Piece> pieces_of(const Task& task, torch::nn::Module& model) {
   if (task.stages) return task.stages(model);
-  if (auto* sequential = dynamic_cast<torch::nn::SequentialImpl*>(&model)) return pieces_of(*sequential);
+  auto* const sequential = dynamic_cast<torch::nn::SequentialImpl*>(&model);
+  if (sequential != nullptr && !task.forward.takes_batch()) return pieces_of(*sequential);
   throw UsageError({.what = concat("the model of ", task.name, " can't be cut into pieces"),
-                    .likely = "a model that is not a torch::nn::Sequential, and a task without stages()",
+                    .likely = sequential != nullptr
+                                  ? "a task without stages() whose forward() takes the batch, not its data alone"
+                                  : "a model that is not a torch::nn::Sequential, and a task without stages()",
                     .next = "set Task::stages, or do without --strategy pipeline and --checkpoint-activations"});
 }
 
