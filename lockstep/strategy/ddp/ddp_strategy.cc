@@ -31,7 +31,6 @@ class DdpStrategy : public ReplicaStrategy {
               .algorithm = options.algorithm,
               .virtual_shards = options.ddp.virtual_shards}) {
     seed_steps(options.seed, world.rank());  // dropout differs between ranks
-    if (options.ddp.virtual_shards > 0) generator_.emplace(options.seed);
     if (options.precision != Precision::kFloat16) return;
     scaler_.emplace();
     optimizer().set_loss_scale(scaler_->current_scale());  // now, for its error
@@ -98,7 +97,7 @@ class DdpStrategy : public ReplicaStrategy {
     for (int shard = world_.rank() * shards; shard < (world_.rank() + 1) * shards; ++shard) {
       const Range part = even_part(all, shard, options_.ddp.virtual_shards);
       const std::uint64_t seed = mix_seed(mix_seed(options_.seed, step_), shard);
-      generator_->seed(seed);
+      const ThreadGenerator generator(seed);  // no longer than that: between steps, torch::manual_seed() decides
       if (!world_.device().is_cpu()) seed_gpu(world_.device(), seed);
       forward_and_backward(batch.rows(part.begin - before_mine, part.end - before_mine));
     }
@@ -131,9 +130,8 @@ class DdpStrategy : public ReplicaStrategy {
   StrategyOptions options_;
   std::shared_ptr<CommunicationHook> hook_;  // null: gradients are not compressed
   DistributedDataParallel ddp_;
-  std::optional<ThreadGenerator> generator_;  // with virtual shards: dropout depends on seed, step and shard alone
-  std::optional<GradientScaler> scaler_;      // with float16
-  torch::Tensor scaler_state_;                // of which checkpoints keep this
+  std::optional<GradientScaler> scaler_;  // with float16
+  torch::Tensor scaler_state_;            // of which checkpoints keep this
   std::int64_t step_ = 0;
 };
 
