@@ -34,8 +34,9 @@ void name_generator(const c10::OperatorHandle& function, c10::DispatchKeySet key
 }
 
 // torch looks for a kernel of BackendSelect before that of the CPU. Random functions of tensors have none of torch's.
-void stand_before_torchs_random_functions() {
-  if (is_switched_off("LOCKSTEP_THREAD_GENERATORS")) return;
+// Returns false where that is switched off.
+bool stand_before_torchs_random_functions() {
+  if (is_switched_off("LOCKSTEP_THREAD_GENERATORS")) return false;
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto function = c10::Dispatcher::singleton().findSchema(name);
@@ -45,18 +46,27 @@ void stand_before_torchs_random_functions() {
     if (std::ranges::any_of(function->schema().arguments(), takes_generator))
       library.impl(toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&name_generator>());
   }
+  return true;
+}
+
+bool thread_generators_are_used() {
+  static const bool are_used = stand_before_torchs_random_functions();
+  return are_used;
 }
 
 }  // namespace
 
 ThreadGenerator::ThreadGenerator(std::uint64_t seed) {
-  [[maybe_unused]] static const bool once = (stand_before_torchs_random_functions(), true);
+  static_cast<void>(thread_generators_are_used());
   this_threads_generator = at::make_generator<at::CPUGeneratorImpl>(seed);
 }
 
 ThreadGenerator::~ThreadGenerator() { this_threads_generator.reset(); }
 
-std::optional<at::Generator> ThreadGenerator::current() { return this_threads_generator; }
+std::optional<at::Generator> ThreadGenerator::current() {
+  if (!this_threads_generator || !thread_generators_are_used()) return std::nullopt;
+  return this_threads_generator;
+}
 
 void ThreadGenerator::seed(std::uint64_t seed) { this_threads_generator->set_current_seed(seed); }
 

@@ -28,7 +28,7 @@ class ThreadGenerator {
   ~ThreadGenerator();
   ThreadGenerator& operator=(ThreadGenerator&&) = delete;
 
-  static std::optional<at::Generator> current();  // of the calling thread, if it has one
+  static std::optional<at::Generator> current();  // that the calling thread draws from, if it is not torch's
   static void seed(std::uint64_t seed);  // restarts the sequence of the calling thread, which must have a generator
 };
 
