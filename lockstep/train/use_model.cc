@@ -19,15 +19,23 @@
 namespace lockstep {
 namespace {
 
+// Of the best checkpoint, where it is another one.
+std::optional<std::int64_t> better_step(const LoadedCheckpoint& newest) {
+  const Position position = saved_run(newest.file.metadata()).position;
+  const bool has_better = position.best_step >= 0 && position.best_step != position.step;
+  return has_better ? std::optional<std::int64_t>(position.best_step) : std::nullopt;
+}
+
 // --from-step, else the best one that a run with --keep-best has, else the newest.
 LoadedCheckpoint checkpoint_to_use(const TrainOptions& options) {
   const std::string& path = options.checkpoint_dir;
   if (options.from_step > 0) return find_checkpoint(path, options.from_step);
   if (std::filesystem::is_regular_file(path)) return find_checkpoint(path);
-  const LoadedCheckpoint newest = find_checkpoint(path, std::nullopt, Checksum::kTrusted);
-  const Position position = saved_run(newest.file.metadata()).position;
-  const bool has_better = position.best_step >= 0 && position.best_step != position.step;
-  return find_checkpoint(path, has_better ? std::optional(position.best_step) : std::nullopt);
+  if (const auto better = better_step(find_checkpoint(path, std::nullopt, Checksum::kTrusted)))
+    return find_checkpoint(path, better);
+  LoadedCheckpoint newest = find_checkpoint(path);  // an older one, if the newest is damaged
+  if (const auto better = better_step(newest)) return find_checkpoint(path, better);
+  return newest;
 }
 
 // The data that was asked for, else that of the training.
