@@ -171,9 +171,9 @@ class LocalPipeline : public Pipeline {
       copies.push_back(on_device(where, [&] { return start_copy(part, copy_stream(where)); }));
     };
     for (int replica = 0; replica < replica_count_; ++replica) {
-      const Batch part = part_of(batch, replica, replica_count_);
-      copy(replica * stages_, {part.data, part.target.slice(0, 0, 0), part.more});
-      copy((replica + 1) * stages_ - 1, {part.data.slice(0, 0, 0), part.target, part.more});
+      const Batch part = part_of(batch, replica, replica_count_), none = part.rows(0, 0);
+      copy(replica * stages_, {part.data, none.target, part.more});
+      copy((replica + 1) * stages_ - 1, {none.data, part.target, part.more});
     }
     return copies;
   }
