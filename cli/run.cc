@@ -101,7 +101,8 @@ void add_place_options(CLI::App& app, RunArguments& arguments) {
 
 void add_rank_options(CLI::App& app, RunArguments& arguments) {
   FailureOptions& failing = arguments.failing;
-  add_torchruns(app, "log-dir", arguments.start.log_dir, "folder: ranks write to rankN.out and rankN.err there");
+  app.add_option("--log-dir,--log_dir", arguments.start.log_dir,
+                 "folder: ranks write to rankN.out and rankN.err there");
   add_torchruns(app, "max-restarts", failing.max_restarts,
                 "how often failed ranks are replaced by new processes; 0: a failure ends the job")
       ->check(CLI::NonNegativeNumber);
