@@ -35,7 +35,7 @@ struct Entry {
 constexpr Entry kEntries[] = {
     {{StrategyKind::kSingle, "single", "one device, nothing to exchange"}, make_single, bytes_of_single},
     {{StrategyKind::kDdp, "ddp", "gradients exchanged after or during backward"}, make_ddp, bytes_of_ddp},
-    {{StrategyKind::kTowers, "towers", "replicas as threads of a process; --algorithm, --update", true},
+    {{StrategyKind::kTowers, "towers", "replicas as threads; --algorithm, --update", true},
      make_towers,
      bytes_of_towers},
     {{StrategyKind::kDataParallel, "data_parallel", "outputs, loss and gradients meet on device 0", true},
