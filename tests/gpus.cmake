@@ -6,7 +6,7 @@ if(LOCKSTEP_SANITIZE)
 endif()
 
 # Tests of strategies that run on cores, once more: 20 steps in float64 on 1 to 4 GPUs, compared with one core.
-set(gpu_tests "Sizes/DevicesOfSize.reduce*" "Devices.refuse*" "Devices.disagree*" "DevicePlace.*" "Sizes/TowersOfSize.*"
+set(gpu_tests "Sizes/DevicesOfSize.reduce*" "Devices.refuse*" "Devices.that_call_different*" "DevicePlace.*" "Sizes/TowersOfSize.*"
   "Towers.train*" "Sizes/DataParallelOfSize.*" "DataParallel.trains*" "Sizes/DataParallelOn.*" "AverageNets.*"
   "Sizes/AveragingOfSize.*" "Averaging.*" "Kinds/LocalKindOfSize.*" "Sizes/DistSyncOfSize.*" "DistSync.trains*"
   "DistAsync.with_one*" "Sizes/PipelineOfSize.*" "Pipeline.trains*" "Pipeline.passes*" "Pipeline.cuts*" "Pipeline.draws*")
