@@ -15,7 +15,7 @@ shift
 
 readonly system=${DEBIAN:-$(mktemp -d)}
 finish() {
-  for folder in dev/shm dev/pts sys proc; do
+  for folder in dev/shm dev/pts sys proc .; do
     mountpoint --quiet "$system/$folder" && umount --lazy "$system/$folder"
   done
   [ -n "${DEBIAN:-}" ] || rm -rf "$system"
@@ -25,6 +25,7 @@ trap finish EXIT
 if [ ! -e "$system/etc/debian_version" ]; then
   debootstrap --variant=minbase --include=ca-certificates,git,make "$suite" "$system" "${MIRROR:-http://deb.debian.org/debian}" >&2
 fi
+mount --bind "$system" "$system" # so that its / is a mount point, which unshare wants
 mount -t proc proc "$system/proc"
 mount -t sysfs sys "$system/sys"
 mkdir -p "$system/dev/shm" "$system/dev/pts"
