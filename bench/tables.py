@@ -13,6 +13,7 @@ Lines are those that a user types.
 import argparse
 import gzip
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -137,11 +138,10 @@ def run(system, text, folder, lockstep):
     command = ["bash", "-e", "-c", text.strip().replace("lockstep ", f"{lockstep} ")] if system == "lockstep" else [sys.executable, "-c", text]
     start = time.monotonic()
     done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=900)
-    seconds, words = time.monotonic() - start, done.stdout.split()
+    seconds = time.monotonic() - start
     if system != "lockstep":
-        return seconds, float(words[-1])
-    named = dict(zip(words, words[1:]))
-    return seconds, next(float(named[name]) for name in ("accuracy", "r_squared", "val_accuracy") if name in named)
+        return seconds, float(done.stdout.split()[-1])
+    return seconds, float(re.findall(r"(?:^  (?:accuracy|r_squared) +|validation accuracy )(\S+)", done.stdout, re.MULTILINE)[-1])
 
 
 def compare(name, texts, folder, arguments):
