@@ -286,7 +286,8 @@ TEST(CompareCommand, leaves_a_folder_that_is_not_its_own_alone) {
     EXPECT_EQ(read_file(folder / file), content);
   };
   refuses("notes.txt", "mine", "holds other files, and no comparison");
-  refuses("comparison.json", "{\"lockstep_comparison\": 1, \"sett", "is not a comparison that this lockstep can continue");
+  refuses("comparison.json", "{\"lockstep_comparison\": 1, \"sett",
+          "is not a comparison that this lockstep can continue");
   refuses("comparison.json", "{\"lockstep_comparison\": 2}", "is not a comparison that this lockstep can continue");
   EXPECT_EQ(names_in(folder.path()), (Words{"comparison.json", "notes.txt"}));
 }

@@ -98,7 +98,7 @@ class ShardReader {
 };
 
 std::uint64_t checksum_of(std::span<const std::uint8_t> content, std::int64_t target);  // of an image or array
-std::vector<std::filesystem::path> tars_in(const std::filesystem::path& folder);      // by name
+std::vector<std::filesystem::path> tars_in(const std::filesystem::path& folder);        // by name
 
 std::shared_ptr<const Dataset> dataset_of(std::shared_ptr<const ShardReader> samples,
                                           const ImageTransforms& transforms);
