@@ -7,15 +7,24 @@
 #include <cmath>
 #include <cstdint>
 #include <filesystem>
+#include <numeric>
 #include <string>
 #include <vector>
 
 #include "lockstep/base/files/file.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/data/images/encoded_image.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/error.h"
 
 namespace lockstep::testing {
+
+// 0, 1, ..., count - 1
+inline std::vector<std::int64_t> first_indices(std::int64_t count) {
+  std::vector<std::int64_t> indices(to_size(count));
+  std::iota(indices.begin(), indices.end(), 0);
+  return indices;
+}
 
 // RGB pixels (height, width, 3): waves that a JPEG keeps well, different for each seed.
 inline std::vector<std::uint8_t> smooth_pixels(std::int64_t height, std::int64_t width, std::uint64_t seed) {

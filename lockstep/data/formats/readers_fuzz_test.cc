@@ -55,9 +55,7 @@ std::uint64_t sum_of(const torch::Tensor& tensor) {
 }
 
 std::uint64_t sum_of(const Dataset& dataset) {
-  std::vector<std::int64_t> indices(to_size(std::min<std::int64_t>(dataset.size(), 8)));
-  std::iota(indices.begin(), indices.end(), 0);
-  const Batch batch = dataset.make_batch(indices);
+  const Batch batch = dataset.make_batch(testing::first_indices(std::min<std::int64_t>(dataset.size(), 8)));
   return sum_of(batch.data) + sum_of(batch.target);
 }
 

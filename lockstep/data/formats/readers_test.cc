@@ -14,15 +14,10 @@ namespace lockstep {
 namespace {
 
 using testing::contains;
+using testing::first_indices;
 using testing::message_of;
 using testing::npy_text;
 using testing::TempFolder;
-
-std::vector<std::int64_t> first(std::int64_t count) {
-  std::vector<std::int64_t> indices(to_size(count));
-  std::iota(indices.begin(), indices.end(), 0);
-  return indices;
-}
 
 std::string cifar_record(const std::string& labels, int red) {
   return labels + std::string(1024, static_cast<char>(red)) + std::string(1024, '\x01') + std::string(1024, '\x02');
@@ -35,14 +30,14 @@ TEST(CIFAR, reads_both_versions) {
   const ImageTransforms plain{.deviation = {1.0F / 255}};
   const CIFAR10 ten(folder.path(), Split::kTrain, plain);
   ASSERT_EQ(ten.size(), 5);
-  const Batch batch = ten.make_batch(first(5));
+  const Batch batch = ten.make_batch(first_indices(5));
   EXPECT_TRUE(torch::equal(batch.target, torch::tensor({1, 2, 3, 4, 5}, torch::kInt64)));
   EXPECT_FLOAT_EQ(batch.data[2][0][31][31].item<float>(), 30);
   EXPECT_FLOAT_EQ(batch.data[2][2][0][0].item<float>(), 2);
 
   write_file(folder / "test.bin", cifar_record({7, 99}, 5));
   const CIFAR100 hundred(folder.path(), Split::kValidation, plain);
-  EXPECT_EQ(hundred.make_batch(first(1)).target.item<std::int64_t>(), 99);
+  EXPECT_EQ(hundred.make_batch(first_indices(1)).target.item<std::int64_t>(), 99);
 }
 
 TEST(CIFAR, refuses_cut_files_and_wrong_labels) {
@@ -109,17 +104,17 @@ TEST(TokenDataset, cuts_text_into_blocks_with_the_next_token_as_target) {
   EXPECT_TRUE(torch::equal(batch.target, torch::tensor({{'h', 'i', 'j'}, {'b', 'c', 'd'}}, torch::kInt64)));
   write_file(folder / "t.bin", std::string("\x01\x02\x03\x00\xFF\xFF", 6));
   const TokenDataset words(folder / "t.bin", {.block = 2, .token_bytes = 2});
-  EXPECT_TRUE(torch::equal(words.make_batch(first(1)).target, torch::tensor({{3, 65535}}, torch::kInt64)));
+  EXPECT_TRUE(torch::equal(words.make_batch(first_indices(1)).target, torch::tensor({{3, 65535}}, torch::kInt64)));
 }
 
 TEST(TokenDataset, refuses_a_file_that_becomes_shorter_while_it_is_in_use) {
   const TempFolder folder;
   write_file(folder / "t.txt", std::string(10000, 'x'));
   const TokenDataset data(folder / "t.txt", {.block = 99});
-  data.make_batch(first(100));
+  data.make_batch(first_indices(100));
   std::filesystem::resize_file(folder / "t.txt", 5000);
-  EXPECT_EQ(data.make_batch(first(50)).size(), 50);
-  const std::string message = message_of<DataError>([&] { data.make_batch(first(51)); });
+  EXPECT_EQ(data.make_batch(first_indices(50)).size(), 50);
+  const std::string message = message_of<DataError>([&] { data.make_batch(first_indices(51)); });
   EXPECT_TRUE(contains(message, "it became shorter while it was in use"));
   EXPECT_TRUE(contains(message, "t.txt, offset 5000"));
 }
@@ -128,7 +123,7 @@ TEST(TokenDataset, refuses_files_that_do_not_hold_such_tokens) {
   const TempFolder folder;
   write_file(folder / "t.bin", std::string("\x01\x02\x03\x00\xFF\xFF", 6));
   const auto refusal = [&](const TokenOptions& options) {
-    return message_of<DataError>([&] { TokenDataset(folder / "t.bin", options).make_batch(first(1)); });
+    return message_of<DataError>([&] { TokenDataset(folder / "t.bin", options).make_batch(first_indices(1)); });
   };
   EXPECT_TRUE(contains(refusal({.block = 1, .token_bytes = 4}), "6 bytes, not a whole number of tokens of 4"));
   EXPECT_TRUE(contains(refusal({.block = 9}), "6 tokens, a sample needs 10"));
@@ -147,11 +142,13 @@ TEST(OpenDataset, opens_every_kind_and_holds_a_part_out) {
   const auto both = open("npy:" + folder.file("x.npy") + "," + folder.file("y.npy") + "?val=0.25", "flip");
   EXPECT_EQ(both.train->size(), 3);
   EXPECT_EQ(both.validation->size(), 1);
-  EXPECT_EQ(both.validation->make_batch(first(1)).target.item<std::int64_t>(), 1);
-  EXPECT_EQ(
-      open("npy:" + folder.file("rows.npy") + "," + folder.file("y.npy")).train->make_batch(first(4)).data.size(1), 2);
+  EXPECT_EQ(both.validation->make_batch(first_indices(1)).target.item<std::int64_t>(), 1);
+  EXPECT_EQ(open("npy:" + folder.file("rows.npy") + "," + folder.file("y.npy"))
+                .train->make_batch(first_indices(4))
+                .data.size(1),
+            2);
   EXPECT_EQ(open("text:" + folder.file("t.txt") + "?block=9&val=0.2").validation->size(), 2);
-  EXPECT_EQ(open("synthetic:12x1x8x8?classes=3").train->make_batch(first(12)).target.max().item<int>(), 2);
+  EXPECT_EQ(open("synthetic:12x1x8x8?classes=3").train->make_batch(first_indices(12)).target.max().item<int>(), 2);
 }
 
 class CsvFile : public ::testing::Test {

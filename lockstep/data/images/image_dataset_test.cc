@@ -10,24 +10,20 @@
 #include "lockstep/data/images/image_kernels.h"
 #include "lockstep/data/images/image_transforms.h"
 #include "lockstep/loader.h"
+#include "tests/data/files.h"
 #include "tests/support.h"
 
 namespace lockstep {
 namespace {
 
 using testing::contains;
+using testing::first_indices;
 using testing::message_of;
 
 std::shared_ptr<const ImageSource> random_images(std::int64_t count, const ImageShape& shape, int classes = 10) {
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(4));
   const auto images = torch::randint(256, {count, shape.channels, shape.height, shape.width}, generator, torch::kUInt8);
   return std::make_shared<MemoryImages>("random", images, torch::arange(count).remainder(classes), classes, "memory");
-}
-
-std::vector<std::int64_t> first_indices(std::int64_t count) {
-  std::vector<std::int64_t> indices(to_size(count));
-  std::iota(indices.begin(), indices.end(), 0);
-  return indices;
 }
 
 const torch::Tensor& pixels_of(const ImageDataset& data) {

@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/data/webdataset/shards.h"
-#include "lockstep/base/to_size.h"
-#include "lockstep/data/formats/readers.h"
-#include "lockstep/data/webdataset/tar.h"
 
 #include <algorithm>
 #include <iomanip>
-#include <numeric>
 #include <random>
 
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/text.h"
+#include "lockstep/data/formats/readers.h"
+#include "lockstep/data/webdataset/tar.h"
 #include "lockstep/images.h"
 #include "lockstep/loader.h"
 #include "tests/data/files.h"
@@ -20,16 +18,13 @@ namespace lockstep {
 namespace {
 
 using testing::contains;
+using testing::first_indices;
 using testing::message_of;
 using testing::npy_text;
 using testing::TempFolder;
 using testing::write_image_folder;
 
-std::vector<std::int64_t> all_of(const Dataset& dataset) {
-  std::vector<std::int64_t> indices(to_size(dataset.size()));
-  std::iota(indices.begin(), indices.end(), 0);
-  return indices;
-}
+std::vector<std::int64_t> all_of(const Dataset& dataset) { return first_indices(dataset.size()); }
 
 std::shared_ptr<const Dataset> open(const std::filesystem::path& path, const ImageTransforms& transforms = {}) {
   return dataset_of(std::make_shared<ShardReader>(path), transforms);
