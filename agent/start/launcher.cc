@@ -39,7 +39,7 @@ void check(const StartOptions& start, const FailureOptions& failing, const Place
 
 bool goes_on_after_a_loss(const FailureOptions& failing) { return failing.max_restarts > 0 || failing.min_ranks > 0; }
 
-// What all ranks have alike, as long as the job runs.
+// The variables that all ranks have alike, as long as the job runs.
 Variables common_variables(const StartOptions& start, const FailureOptions& failing) {
   Variables variables = {{"LOCKSTEP_MIN_RANKS", concat(failing.min_ranks)}};
   if (goes_on_after_a_loss(failing)) variables.emplace_back("TORCHELASTIC_MAX_RESTARTS", concat(failing.max_restarts));

@@ -21,7 +21,7 @@ namespace lockstep {
 
 class Machines;
 
-// What is started on this machine.
+// The ranks that are started on this machine.
 struct StartOptions {
   int ranks = 1;
   int servers = 0;  // the first of them: not pinned; every rank gets LOCKSTEP_LOCAL_SERVERS
@@ -32,7 +32,7 @@ struct StartOptions {
   std::string log_dir{};  // not "": instead into LOG_DIR/rank2.out and rank2.err; made if missing
 };
 
-// Where the ranks of all machines meet.
+// The place of this machine in the job, and where the ranks of all machines meet.
 struct PlaceOptions {
   int nodes = 1;
   int node_rank = 0;
@@ -43,7 +43,7 @@ struct PlaceOptions {
 };
 PlaceInJob place_of(const PlaceOptions& place, int ranks);
 
-// What happens when a rank fails, hangs, or is told to stop.
+// Rules for a rank that fails, hangs, or is told to stop.
 struct FailureOptions {
   // How often ranks that fail may be replaced by new processes; ranks that fail together count once, as torchrun counts.
   // 0: a failure ends the job.

@@ -138,7 +138,7 @@ ProcessOptions LocalRanks::process_of(const LocalRank& rank) {
   return what;
 }
 
-// What may change with each generation. Ranks that are gone have left no gap in the numbers.
+// The variables that may change with each generation. Ranks that are gone have left no gap in the numbers.
 Variables LocalRanks::variables(int seat) const {
   const auto gone_before = [this](int end) {
     const auto is_gone = [end](const LocalRank& rank) { return rank.is_gone && rank.seat < end; };

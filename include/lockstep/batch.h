@@ -98,7 +98,7 @@ class BatchFunction {
   OfBatch of_batch_;
 };
 
-// Of a model's output: a loss, or a figure.
+// A function of a model's output: a loss, or a figure.
 using OutputFunction = BatchFunction<const torch::Tensor&, &Batch::target>;
 
 }  // namespace lockstep

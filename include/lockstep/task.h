@@ -47,7 +47,7 @@ Piece on_tensor(std::size_t index, Piece piece);
 // A piece for each module that the Sequential holds; each has to take one tensor and return one.
 std::vector<Piece> pieces_of(torch::nn::SequentialImpl& model);
 
-// What the first piece takes: the data, then Batch::more in the order of the names.
+// The input of the first piece: the data, then Batch::more in the order of the names.
 Tensors inputs_of(const Batch& batch);
 
 // Runs them through all pieces; returns the first tensor of the last one's output.

@@ -13,7 +13,7 @@ std::string names_in(const Batch& batch) {
   return names.empty() ? "none" : join(names, ", ");
 }
 
-// Where a sample begins in the sizes of its tensors: `from`.
+// from: the first dimension of a sample, behind those of the batch.
 void require_alike(const std::string& name, const torch::Tensor& one, const torch::Tensor& first, std::size_t from) {
   if (one.defined() == first.defined() &&
       (!one.defined() || (one.dim() == first.dim() && one.sizes().slice(from) == first.sizes().slice(from))))
