@@ -38,6 +38,14 @@ TEST(Layout, changes_strides_and_not_values) {
   EXPECT_TRUE(torch::allclose(net(in_layout(images, Layout::kChannelsLast)), before, 1e-12, 1e-12));
 }
 
+// The strides of both an image and a weight with one channel fit either order.
+TEST(Layout, channels_last_reaches_a_convolution_of_one_channel) {
+  torch::nn::Conv2d conv(1, 20, 3);
+  set_layout(*conv, Layout::kChannelsLast);
+  const torch::Tensor images = in_layout(torch::rand({4, 1, 28, 28}), Layout::kChannelsLast);
+  EXPECT_TRUE(conv(images).is_contiguous(torch::MemoryFormat::ChannelsLast));
+}
+
 TEST(Layout, prefers_channels_last_for_convolutions_on_a_cpu) {
   EXPECT_EQ(preferred_layout(*LeNet(), torch::kCPU), Layout::kChannelsLast);
   EXPECT_EQ(preferred_layout(*LeNet(), torch::kCUDA), Layout::kContiguous);
