@@ -23,7 +23,7 @@ struct BatchWeight {
 
   std::int64_t samples;
   Kind kind;
-  double size = NAN;  // with kAlike; compared for a warning. NaN: not known
+  double size = NAN;  // in examples, for reports; with kAlike also compared for a warning. NaN: not known
 };
 
 }  // namespace lockstep

@@ -51,6 +51,7 @@ struct PushOptions {
   std::int64_t samples = 1;  // that the gradient is the mean of: its weight; 0: it does not count
   double loss = 0;           // their mean loss, for the servers' reports
   double learning_rate = std::numeric_limits<double>::quiet_NaN();  // from this update on; NaN: as before
+  std::int64_t examples = 0;  // that the samples are counted in, for reports; 0: as many as samples
 };
 
 // The optimizer of a store. Sent to servers as raw bytes.

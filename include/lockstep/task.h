@@ -103,7 +103,11 @@ struct Task {
   BatchFunction<torch::nn::Module&, &Batch::data> forward;
   // output and (B, ...) target on its device, or the batch, whose data may be elsewhere -> the mean loss over the B samples, a scalar
   OutputFunction loss;
-  // Counts the samples that the output has right, a scalar; empty: no accuracy is reported.
+  // Counts what the loss is the mean over where that is not the B samples, such as tokens or boxes that are not masked.
+  // The counts of a batch's parts add up to its own. A part that counts 0 is left out, whatever its loss would be. Where
+  // the batch is on a GPU, a count from its tensors waits for them. Not with SyncBatchNorm on several ranks. Empty: B.
+  std::function<std::int64_t(const Batch& batch)> samples = nullptr;
+  // Counts the samples that the output has right, a scalar, in what `samples` counts; empty: no accuracy is reported.
   OutputFunction correct = nullptr;
   std::vector<Metric> metrics = {};  // more figures of a dataset
   // The data to train on, from --data-dir; empty: --data chooses one of lockstep's.

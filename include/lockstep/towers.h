@@ -12,6 +12,7 @@
 // multi-tower CIFAR-10 example.
 //
 // The gradient is the mean over all samples of the batch: the mean loss of a device with m of n samples has weight m/n.
+// Where Task::samples counts them, give backward() the task.
 //
 // Flow:    Task + Batch -> here -> lockstep/devices.h, step/update/
 // Owns:    nothing; copies of a Replica share its model and optimizer
@@ -78,15 +79,15 @@ std::vector<Batch> split_and_load(const Batch& batch, const Devices& devices, Un
 std::vector<torch::Tensor> split_and_load(const torch::Tensor& data, const Devices& devices,
                                           Uneven uneven = Uneven::kSplit);
 
-// Forward: a mean loss per device; undefined where a device has no samples. Clears the gradients of the last step, unless
-// shards are a further part of the batch.
+// Forward: a mean loss per device; undefined where a device has no samples that count. Clears the gradients of the last
+// step, unless shards are a further part of the batch.
 std::vector<torch::Tensor> tower_losses(Devices& devices, const Task& task, const Replicas& replicas,
                                         const std::vector<Batch>& shards, bool clears_gradients = true);
 
 // Backward on each device, its loss weighted by its share of the samples. samples: of all parts of the batch; 0: there is
-// one part.
+// one part. task: counts them.
 void backward(Devices& devices, const std::vector<torch::Tensor>& losses, const std::vector<Batch>& shards,
-              std::int64_t samples = 0);
+              std::int64_t samples = 0, const Task& task = {});
 
 // Sums each parameter's gradient over the devices, on every device. A missing gradient counts as zero; a parameter
 // without a gradient on any device keeps none. Sets of cores copy nothing: each reads the others' memory.

@@ -4,6 +4,7 @@
 
 #include "lockstep/data_parallel.h"
 #include "lockstep/strategy/devices/replica.h"
+#include "lockstep/sync_batch_norm.h"
 #include "tests/strategies.h"
 #include "tests/support.h"
 
@@ -20,8 +21,10 @@ struct MaskedCase {
   StrategyOptions options;
 };
 
+using GlobalBatch = Batch (*)(int step);
+
 // The losses of all steps, then the outputs for another batch.
-torch::Tensor losses_and_outputs(int ranks, StrategyOptions options) {
+torch::Tensor losses_and_outputs(const Task& task, GlobalBatch global_batch, int ranks, StrategyOptions options) {
   options.optimizer = SGDOptions{.lr = 0.1};
   options.seed = 4;
   torch::Tensor found;
@@ -29,16 +32,20 @@ torch::Tensor losses_and_outputs(int ranks, StrategyOptions options) {
   run_ranks(ranks, [&](World& world) {
     StrategyOptions mine = options;
     if (strategy_info(options.kind).threads && ranks == 1) mine.places = test_places(options.devices);
-    const auto strategy = make_strategy(world, weighted_task(), mine);
+    const auto strategy = make_strategy(world, task, mine);
     const World share = strategy->ranks(world).data;
     std::vector<double> losses;
     for (int step = 0; step < kStepsWithMasks; ++step) {
-      losses.push_back(strategy->forward_backward(part_of(weighted_batch(step), *strategy, share)).mean_loss);
+      const Batch batch = global_batch(step);
+      const BatchTotals totals = strategy->forward_backward(part_of(batch, *strategy, share));
+      EXPECT_EQ(totals.samples, task.samples ? task.samples(batch) : kBatch);
+      EXPECT_EQ(totals.examples, kBatch);
+      losses.push_back(totals.mean_loss);
       strategy->update();
     }
     strategy->synchronise();
     const torch::NoGradGuard no_grad;
-    const torch::Tensor output = strategy->forward(weighted_batch(kStepsWithMasks));
+    const torch::Tensor output = strategy->forward(global_batch(kStepsWithMasks));
     {
       const std::lock_guard lock(mutex);
       if (output.defined()) found = torch::cat({torch::tensor(losses, torch::kFloat64), output.flatten().cpu()});
@@ -70,9 +77,25 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& test) { return test.param.name; });
 
 TEST_P(NamedTensorsIn, train_as_on_one_device) {
-  const torch::Tensor one = losses_and_outputs(1, {.kind = StrategyKind::kSingle});
-  const torch::Tensor many = losses_and_outputs(GetParam().ranks, GetParam().options);
+  const auto& [name, ranks, options] = GetParam();
+  const torch::Tensor one = losses_and_outputs(weighted_task(), weighted_batch, 1, {.kind = StrategyKind::kSingle});
+  const torch::Tensor many = losses_and_outputs(weighted_task(), weighted_batch, ranks, options);
   EXPECT_TRUE(torch::allclose(many, one, 1e-9, 1e-9));
+}
+
+TEST_P(NamedTensorsIn, weigh_by_what_the_task_counts) {
+  const auto& [name, ranks, options] = GetParam();
+  const torch::Tensor one = losses_and_outputs(counted_task(), counted_batch, 1, {.kind = StrategyKind::kSingle});
+  const torch::Tensor many = losses_and_outputs(counted_task(), counted_batch, ranks, options);
+  EXPECT_TRUE(torch::allclose(many, one, 1e-9, 1e-9)) << many << one;
+}
+
+TEST(NamedTensors, are_not_counted_below_zero) {
+  Task task = counted_task();
+  task.samples = [](const Batch&) { return -1; };
+  const auto strategy = make_strategy(World::single(), task, {.kind = StrategyKind::kSingle});
+  EXPECT_TRUE(contains(message_of<UsageError>([&] { strategy->forward_backward(counted_batch(0)); }),
+                       "Task::samples of small counts -1 in a batch of 10"));
 }
 
 TEST(NamedTensors, reach_the_replicas_of_a_data_parallel_module) {
@@ -113,6 +136,17 @@ TEST(NamedTensors, are_named_where_a_function_misses_one) {
   const ModulePtr model = weighted_task().make_model();
   EXPECT_TRUE(contains(message_of<UsageError>([&] { weighted_task().forward(*model, batch_of(0).data); }),
                        "no tensor keep; it has: none"));
+}
+
+TEST(NamedTensors, are_not_counted_where_normalisation_counts_rows) {
+  run_ranks(2, [](World& world) {
+    const SyncBatchNorm norm(world, SyncBatchNormOptions{.features = 6});
+    Task task = counted_task();
+    task.make_model = [norm] { return torch::nn::Sequential(norm).ptr(); };
+    EXPECT_TRUE(contains(message_of<UsageError>([&] { make_strategy(world, task, {}); }),
+                         "Task::samples of small, whose model has a SyncBatchNorm"));
+    world.barrier();
+  });
 }
 
 }  // namespace

@@ -64,6 +64,13 @@ TEST(Verify, finds_a_task_that_can_be_trained_on_many_ranks) {
   EXPECT_EQ(report.differences.size(), 8);
 }
 
+TEST(Verify, finds_that_a_mean_over_what_the_task_counts_is_one_of_all_ranks) {
+  Task task = testing::counted_task();
+  EXPECT_TRUE(verify(task, testing::counted_batch, {.ranks = 3, .steps = 2}).equal);
+  task.samples = nullptr;
+  EXPECT_FALSE(verify(task, testing::counted_batch, {.ranks = 3, .steps = 2}).equal);
+}
+
 TEST(Verify, names_the_first_parameter_that_differs) {
   Task task = small_task();
   task.loss = [](const torch::Tensor& output, const torch::Tensor& target) {  // a sum, not a mean: wrong on many ranks

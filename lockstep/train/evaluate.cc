@@ -38,10 +38,11 @@ torch::Tensor evaluate_part(const Task& task, const Forward& forward, Loader& lo
   torch::Tensor sums = torch::zeros(numbers, torch::kFloat64);
   for (const Batch& batch : loader.epoch(0)) {
     if (batch.size() == 0) continue;
-    const auto samples = static_cast<double>(batch.size());
     const torch::Tensor output = forward(batch);
     if (!output.defined()) continue;  // another rank has it
     const Batch judged = judged_on(output.device(), batch);
+    const auto samples = static_cast<double>(samples_of(task, judged));
+    if (samples == 0) continue;  // the loss may be NaN
     const double loss = task.loss(output, judged).item<double>() * samples;
     const double correct = task.correct ? task.correct(output, judged).item<double>() : std::nan("");
     Tensors parts = {torch::tensor({loss, correct, samples}, torch::kFloat64)};

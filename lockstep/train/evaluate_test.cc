@@ -9,10 +9,9 @@
 namespace lockstep {
 namespace {
 
-TEST(Evaluate, gives_loss_and_metrics_all_of_a_batch) {
-  const Batch all = testing::weighted_batch(0);
+// Compares what several ranks find, in batches of several sizes.
+void expect_the_same_figures(Task task, const Batch& all) {
   const auto dataset = std::make_shared<TensorDataset>("weighted", all.data, all.target, all.more);
-  Task task = testing::weighted_task();
   task.make_model = [make = task.make_model] {
     const ModulePtr model = make();
     model->to(torch::kFloat32);  // as the dataset's data
@@ -30,6 +29,14 @@ TEST(Evaluate, gives_loss_and_metrics_all_of_a_batch) {
         figures.push_back(each.loss + each.metrics.at("weight_of_right").item<double>());
     });
   for (const double figure : figures) EXPECT_NEAR(figure, figures.front(), 1e-4);
+}
+
+TEST(Evaluate, gives_loss_and_metrics_all_of_a_batch) {
+  expect_the_same_figures(testing::weighted_task(), testing::weighted_batch(0));
+}
+
+TEST(Evaluate, gives_means_over_what_the_task_counts) {
+  expect_the_same_figures(testing::counted_task(), testing::counted_batch(0));
 }
 
 }  // namespace

@@ -208,25 +208,26 @@ double TrainingLoop::learning_rate(std::int64_t step) const {
 }
 
 Json TrainingLoop::step_event(const BatchTotals& totals, double seconds) const {
-  return {{"event", "step"},           {"epoch", position_.epoch},
+  return {{"event", "step"},            {"epoch", position_.epoch},
           {"step", position_.step},  // since the start of the run, from 0
-          {"loss", totals.mean_loss},  {"seconds", seconds},
-          {"samples", totals.samples}, {"learning_rate", learning_rate(position_.step)}};
+          {"loss", totals.mean_loss},   {"seconds", seconds},
+          {"samples", totals.examples}, {"learning_rate", learning_rate(position_.step)}};
 }
 
 Position TrainingLoop::after_step(const BatchTotals& totals, double seconds) const {
   Position next = position_;
   ++next.step;
   ++next.step_in_epoch;
-  next.samples += totals.samples;
+  next.samples += totals.examples;
   next.epoch_loss += totals.mean_loss * static_cast<double>(totals.samples);
-  next.epoch_samples += totals.samples;
+  next.epoch_samples += totals.examples;
+  next.epoch_surplus += totals.samples - totals.examples;
   next.epoch_seconds += seconds;
   return next;
 }
 
 void TrainingLoop::record_step(const BatchTotals& totals, const Json& event) {
-  observe::finish_step(totals.samples, totals.mean_loss);
+  observe::finish_step(totals.examples, totals.mean_loss);
   metrics_.write(event);
   position_ = after_step(totals, event["seconds"]);
   progress_.step(position_, totals.mean_loss);
@@ -235,7 +236,7 @@ void TrainingLoop::record_step(const BatchTotals& totals, const Json& event) {
                    .epoch = event["epoch"],
                    .loss = totals.mean_loss,
                    .learning_rate = event["learning_rate"],
-                   .samples = totals.samples,
+                   .samples = totals.examples,
                    .seconds = event["seconds"]},
                   strategy_.model());
 }
@@ -305,12 +306,13 @@ void TrainingLoop::finish_epoch() {
 
 Json TrainingLoop::epoch_event(const Evaluation& found) const {
   const auto samples = static_cast<double>(position_.epoch_samples);
+  const auto surplus = static_cast<double>(position_.epoch_surplus);
   Json event = {{"event", "epoch"},
                 {"epoch", position_.epoch},
                 {"seconds", position_.epoch_seconds},  // training alone, without validation
                 {"samples", position_.epoch_samples},
                 {"samples_per_second", samples / position_.epoch_seconds},
-                {"train_loss", position_.epoch_loss / samples}};
+                {"train_loss", position_.epoch_loss / (samples + surplus)}};
   add_evaluation(event, "val_", found);
   return event;
 }

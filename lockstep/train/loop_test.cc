@@ -618,6 +618,28 @@ TEST(Callbacks, end_the_run_on_all_ranks_with_what_one_throws) {
   EXPECT_LE(steps[0], 4);
 }
 
+// Samples of class 1 alone count. The rate is so low that the model stays what it was.
+TEST(Callbacks, hear_of_means_over_what_the_task_counts) {
+  TrainOptions options = small_options();
+  options.epochs = 1;
+  options.strategy.optimizer = SGDOptions{.lr = 1e-12};
+  Task task = dropout_task();
+  task.forward = [](torch::nn::Module& model, const torch::Tensor& data) {
+    return dynamic_cast<torch::nn::LinearImpl&>(model).forward(data);
+  };
+  task.loss = [](const torch::Tensor& output, const torch::Tensor& target) {
+    return torch::cross_entropy_loss(output, target, {}, at::Reduction::Mean, /*ignore_index=*/0);
+  };
+  task.samples = [](const Batch& batch) { return batch.target.sum().item<std::int64_t>(); };
+  task.on_epoch = [](const EpochEvent& event, torch::nn::Module&) {
+    EXPECT_EQ(event.samples, 50);
+    EXPECT_LT(event.validation.samples, 50);
+    EXPECT_NEAR(event.loss, event.validation.loss, 1e-5);
+  };
+  const Datasets twice{.train = std::make_shared<Points>(50), .validation = std::make_shared<Points>(50)};
+  EXPECT_EQ(run_alone(options, twice, task).metrics["samples"], 50);
+}
+
 TEST(Callbacks, hear_of_shards_by_their_index) {
   const TempFolder folder;
   TrainOptions options = small_options();

@@ -103,18 +103,21 @@ class Averaging : public ReplicaStrategy {
     const auto losses = in_phase(Phase::kBackward, [&] {
       return run_replicas(*devices_, replicas_, parts,
                           [task = task_, most = std::int64_t{accumulate_}](const Replica& replica, const Batch& mine) {
+                            const std::int64_t samples = samples_of(task, mine);
+                            if (samples == 0) return torch::Tensor();
                             torch::Tensor mean = torch::zeros({}, replica.device);
                             for (const Batch& part : parts_of(mine, to_int(std::min(most, mine.size())))) {
-                              const torch::Tensor loss =
-                                  task.loss(replica.forward(task, part), part) * fraction(part.size(), mine.size());
+                              const double share = fraction(samples_of(task, part), samples);
+                              if (share == 0) continue;
+                              const torch::Tensor loss = task.loss(replica.forward(task, part), part) * share;
                               loss.backward();
                               mean = mean + loss.detach();
                             }
                             return mean;
                           });
     });
-    for (std::size_t i = 0; i < parts.size(); ++i) samples_[i] += parts[i].size();
-    const BatchTotals mine = mean_of(losses, parts);
+    for (std::size_t i = 0; i < parts.size(); ++i) samples_[i] += samples_of(task_, parts[i]);
+    const BatchTotals mine = mean_of(losses, parts, task_);
     return world_.size() == 1 ? mine : sum_totals(world_, mine);
   }
 

@@ -113,9 +113,9 @@ class DistributedDataParallel::Impl {
   //               then the all-gather of parameters. Own parameters: nothing.
   //
   // After a plain loss.backward() on published gradients, step() begins with the waits of backward().
-  void backward(const torch::Tensor& loss, std::int64_t samples, double scale) {
-    const double factor = begin_backward(samples, loss);
-    if (samples > 0) run_begun_backward(loss, factor * scale);
+  void backward(const torch::Tensor& loss, const BatchWeight& batch, double scale) {
+    const double factor = begin_backward(batch, loss);
+    if (batch.samples > 0) run_begun_backward(loss, factor * scale);
     end_backward();
   }
 
@@ -219,7 +219,7 @@ class DistributedDataParallel::Impl {
       exchange_->finish();
     }
     statistics_.waiting_seconds += exchange_seconds_;
-    // Ranks that count alike count as if all had batches of the size of this one.
+    // Of ranks that tell the sizes of their batches, all count as if theirs had the size of this one.
     const double size = std::exchange(size_, 0) * world_.size();
     observe::finish_step(std::isnan(size) ? last_batch_.samples : static_cast<std::int64_t>(size),
                          last_batch_.mean_loss);
@@ -291,7 +291,7 @@ class DistributedDataParallel::Impl {
     std::int64_t samples = 0;
     bool exchanges = true;
   } begun_;                                   // by begin_backward()
-  double size_ = 0;                           // of the batches since the last exchange; NaN: they count by samples
+  double size_ = 0;                           // of the batches since the last exchange; NaN: not all are known
   std::optional<PhaseScope> backward_phase_;  // from begin_backward() to the exchange
   ShardBuffers shard_buffers_;
   BatchTotals last_batch_;
@@ -310,7 +310,7 @@ DistributedDataParallel::DistributedDataParallel(World world, torch::nn::Module&
 
 DistributedDataParallel::~DistributedDataParallel() = default;
 
-void DistributedDataParallel::backward(const torch::Tensor& loss, std::int64_t samples, double scale) {
+void DistributedDataParallel::backward(const torch::Tensor& loss, const BatchWeight& samples, double scale) {
   impl_->backward(loss, samples, scale);
 }
 double DistributedDataParallel::begin_backward(const BatchWeight& batch) { return impl_->begin_backward(batch); }

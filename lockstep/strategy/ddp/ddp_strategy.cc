@@ -1,16 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // `ddp` and `single`: a replica of the model in every rank, kept equal by DistributedDataParallel (lockstep/ddp.h).
+#include <algorithm>
 #include <cstring>
 #include <optional>
 
+#include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/ddp.h"
+#include "lockstep/error.h"
 #include "lockstep/gradient_scaler.h"
 #include "lockstep/sampler.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
 #include "lockstep/strategy/devices/thread_generator.h"
 #include "lockstep/strategy/strategies.h"
+#include "lockstep/sync_batch_norm.h"
 
 namespace lockstep {
 namespace {
@@ -30,6 +34,7 @@ class DdpStrategy : public ReplicaStrategy {
               .hook = hook_,
               .algorithm = options.algorithm,
               .virtual_shards = options.ddp.virtual_shards}) {
+    if (task.samples && world.size() > 1) refuse_sync_batch_norm();
     seed_steps(options.seed, world.rank());  // dropout differs between ranks
     if (options.precision != Precision::kFloat16) return;
     scaler_.emplace();
@@ -44,7 +49,10 @@ class DdpStrategy : public ReplicaStrategy {
       compute_shards(batch);
     else
       compute_parts(batch);
-    return ddp_.last_batch();
+    BatchTotals totals = ddp_.last_batch();
+    totals.examples = sum_examples(world_, task_, batch, totals.samples);
+    if (totals.samples == 0) totals.mean_loss = 0;  // of all ranks: the step changes nothing
+    return totals;
   }
 
   void update() override {
@@ -83,6 +91,14 @@ class DdpStrategy : public ReplicaStrategy {
   }
 
  private:
+  // It weighs the ranks' gradients by rows, and waits for a rank that leaves a part out.
+  void refuse_sync_batch_norm() {
+    for (const auto& module : model().modules())
+      if (dynamic_cast<const SyncBatchNormImpl*>(module.get()) != nullptr)
+        throw UsageError({.what = concat("Task::samples of ", task_.name, ", whose model has a SyncBatchNorm"),
+                          .next = "take another normalisation, such as GroupNorm, or leave one of the two out"});
+  }
+
   void save_scaler() {
     if (!scaler_) return;
     const std::string state = scaler_->state();
@@ -103,25 +119,29 @@ class DdpStrategy : public ReplicaStrategy {
     }
   }
 
-  // From the last part to the first: of few samples others may be empty, and DistributedDataParallel counts backward() from
-  // the first with samples on.
+  // First the parts that count: DistributedDataParallel counts backward() from the first with samples on.
   void compute_parts(const Batch& batch) {
-    const int parts = batch.size() > 0 ? options_.accumulate : 1;
+    if (options_.accumulate == 1 || batch.size() == 0) return forward_and_backward(batch);
+    std::vector<Batch> parts = parts_of(batch, options_.accumulate);
+    std::ranges::reverse(parts);
+    std::ranges::stable_partition(parts, [this](const Batch& part) { return samples_of(task_, part) > 0; });
     {
       const auto only_add = ddp_.no_sync();
-      for (int part = parts - 1; part > 0; --part) forward_and_backward(part_of(batch, part, parts));
+      for (std::size_t i = 0; i + 1 < parts.size(); ++i) forward_and_backward(parts[i]);
     }
-    forward_and_backward(parts > 1 ? part_of(batch, 0, parts) : batch);
+    forward_and_backward(parts.back());
   }
 
   void forward_and_backward(const Batch& batch) {
+    BatchWeight weight = samples_of(task_, batch);
+    if (task_.samples) weight.size = static_cast<double>(batch.size());
     torch::Tensor loss;
-    if (batch.size() > 0) {
+    if (weight.samples > 0) {
       require_device(batch, world_.device());
       loss = in_phase(Phase::kForward, [&] { return task_.loss(forward(batch), batch); });
     }
     const Stopwatch watch;
-    ddp_.backward(loss, batch.size(), (scaler_ ? scaler_->current_scale() : 1) / options_.accumulate);
+    ddp_.backward(loss, weight, (scaler_ ? scaler_->current_scale() : 1) / options_.accumulate);
     phases_.backward += watch.seconds() - ddp_.exchange_seconds();
     phases_.exchange += ddp_.exchange_seconds();
   }

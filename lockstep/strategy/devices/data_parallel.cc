@@ -51,6 +51,11 @@ class DataParallelStrategy : public ReplicaStrategy {
   }
 
   BatchTotals forward_backward(const Batch& batch) override {
+    const std::int64_t samples = samples_of(task_, batch);
+    if (samples == 0) {  // the loss may be NaN
+      for (const Replica& replica : replicas_) replica.optimizer->zero_grad();
+      return {.examples = batch.size()};
+    }
     Tensors outputs;
     const Loss loss = in_phase(Phase::kForward, [&] {
       outputs = run_replicas(
@@ -61,7 +66,7 @@ class DataParallelStrategy : public ReplicaStrategy {
       return loss_on_device_0(*devices_, task_, gathered, batch);
     });
     in_phase(Phase::kBackward, [&] { scatter_and_run_backward(*devices_, outputs, loss.gradient); });
-    return {.samples = batch.size(), .mean_loss = loss.value};
+    return {.samples = samples, .mean_loss = loss.value, .examples = batch.size()};
   }
 
   // Device 0's parameters, in one pass that also sums the devices' gradients, on the cores of all of them. GPUs: the

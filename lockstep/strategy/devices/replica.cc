@@ -177,6 +177,16 @@ void require_one_process(const World& world, const StrategyOptions& options) {
                     .next = "give --ranks without a launcher, or choose --strategy ddp or averaging"});
 }
 
+std::int64_t samples_of(const Task& task, const Batch& batch) {
+  if (batch.size() == 0 || !task.samples) return batch.size();
+  const std::int64_t samples = task.samples(batch);
+  if (samples < 0)
+    throw UsageError(
+        {.what = concat("Task::samples of ", task.name, " counts ", samples, " in a batch of ", batch.size()),
+         .next = "return at least 0, such as mask.sum().item<std::int64_t>()"});
+  return samples;
+}
+
 void require_device(const Batch& batch, torch::Device device) {
   if (batch.data.defined()) require_device(batch.data, device, "the batch");
   if (batch.target.defined()) require_device(batch.target, device, "the target");
@@ -250,11 +260,13 @@ void scatter_and_run_backward(Devices& devices, const Tensors& outputs, const to
   });
 }
 
-BatchTotals mean_of(const Tensors& losses, const std::vector<Batch>& parts) {
+BatchTotals mean_of(const Tensors& losses, const std::vector<Batch>& parts, const Task& task) {
   BatchTotals mean;
-  for (std::size_t i = 0; i < losses.size(); ++i)
+  for (std::size_t i = 0; i < losses.size(); ++i) {
+    mean.examples += parts[i].size();
     if (losses[i].defined())
-      mean.add(parts[i].size(), on_device(losses[i].device(), [&] { return losses[i].item<double>(); }));
+      on_device(losses[i].device(), [&] { mean.add(samples_of(task, parts[i]), losses[i].item<double>()); });
+  }
   return mean;
 }
 

@@ -85,6 +85,9 @@ DeviceTensors gradients_of(const DeviceTensors& all);
 
 // ---- Batches and losses
 
+// How much a batch counts in a mean: by Task::samples, else its size. Throws UsageError: less than 0.
+std::int64_t samples_of(const Task& task, const Batch& batch);
+
 // A part for every device, on its way to it on a stream of its own. Does not block where the batch lies in pinned
 // memory.
 std::vector<CopiedBatch> start_parts(const Devices& devices, const Batch& batch);
@@ -122,7 +125,7 @@ torch::Tensor gather(const Tensors& outputs, torch::Device device);
 // gradient: of the gathered outputs; each device takes its part. Blocks.
 void scatter_and_run_backward(Devices& devices, const Tensors& outputs, const torch::Tensor& gradient);
 
-// The mean loss over all parts. losses: undefined where a part is empty.
-BatchTotals mean_of(const Tensors& losses, const std::vector<Batch>& parts);
+// The totals of all parts. losses: undefined where a part counts 0.
+BatchTotals mean_of(const Tensors& losses, const std::vector<Batch>& parts, const Task& task = {});
 
 }  // namespace lockstep

@@ -73,9 +73,10 @@ class ReplicaStrategy : public Strategy {
     return work();
   }
 
-  // Forward and backward on every device, as tower_losses() and backward() do them. Returns the mean loss.
+  // Forward and backward on every device, as tower_losses() and backward() do them. Returns the totals.
   BatchTotals train_towers(const Batch& batch) {
     require_even(batch.size(), *devices_, uneven_);
+    const std::int64_t samples = samples_of(task_, batch);
     const auto shards = parts_for_devices(batch);
     Tensors losses;
     std::vector<Batch> parts;
@@ -84,11 +85,11 @@ class ReplicaStrategy : public Strategy {
       for (const Batch& shard : shards) now.push_back(part_of(shard, i, accumulate_));
       const auto found =
           in_phase(Phase::kForward, [&] { return tower_losses(*devices_, task_, replicas_, now, i == 0); });
-      in_phase(Phase::kBackward, [&] { backward(*devices_, found, now, batch.size()); });
+      in_phase(Phase::kBackward, [&] { backward(*devices_, found, now, samples, task_); });
       losses.insert(losses.end(), found.begin(), found.end());
       parts.insert(parts.end(), now.begin(), now.end());
     }
-    return mean_of(losses, parts);
+    return mean_of(losses, parts, task_);
   }
 
   // Every device updates its own replica. Schedules change the learning rate of the first one alone.
@@ -133,18 +134,26 @@ Number sum_over(const World& world, Number number) {
   return sum.item<Number>();
 }
 
+// The same of examples, asked for only where `task` counts samples that are not examples.
+inline std::int64_t sum_examples(const World& world, const Task& task, const Batch& batch, std::int64_t samples) {
+  return task.samples ? sum_over(world, batch.size()) : samples;
+}
+
 // Totals of a batch over all ranks of `world`, in one all-reduce; more: further numbers, which become their sums. All
 // ranks agree to stop if one was asked to.
 inline BatchTotals sum_totals(const World& world, const BatchTotals& own, std::vector<double>* more = nullptr) {
   const auto samples = static_cast<double>(own.samples);
-  std::vector<double> values{samples, own.mean_loss * samples, wants_to_stop() ? 1.0 : 0.0};
+  std::vector<double> values{samples, own.mean_loss * samples, wants_to_stop() ? 1.0 : 0.0,
+                             static_cast<double>(own.examples)};
   if (more != nullptr) values.insert(values.end(), more->begin(), more->end());
   const torch::Tensor sums = torch::tensor(values, torch::kFloat64);
   world.all_reduce(sums);
   const auto* sum = sums.const_data_ptr<double>();
   if (sum[2] > 0) agree_to_stop();
-  if (more != nullptr) std::copy_n(sum + 3, more->size(), more->begin());
-  return {.samples = static_cast<std::int64_t>(sum[0]), .mean_loss = sum[1] / sum[0]};
+  if (more != nullptr) std::copy_n(sum + 4, more->size(), more->begin());
+  return {.samples = static_cast<std::int64_t>(sum[0]),
+          .mean_loss = sum[0] > 0 ? sum[1] / sum[0] : 0,
+          .examples = static_cast<std::int64_t>(sum[3])};
 }
 
 }  // namespace lockstep

@@ -93,18 +93,19 @@ Tensors split_and_load(const torch::Tensor& data, const Devices& devices, Uneven
 Tensors tower_losses(Devices& devices, const Task& task, const Replicas& replicas, const std::vector<Batch>& shards,
                      bool clears_gradients) {
   const auto loss = [task](const Replica& replica, const Batch& shard) {
-    return task.loss(replica.forward(task, shard), shard);
+    return samples_of(task, shard) > 0 ? task.loss(replica.forward(task, shard), shard) : torch::Tensor();
   };
   return run_replicas(devices, replicas, shards, loss, clears_gradients);
 }
 
-void backward(Devices& devices, const Tensors& losses, const std::vector<Batch>& shards, std::int64_t samples) {
+void backward(Devices& devices, const Tensors& losses, const std::vector<Batch>& shards, std::int64_t samples,
+              const Task& task) {
   if (samples == 0)
-    for (const Batch& shard : shards) samples += shard.size();
-  devices.run([losses, shards, samples](Device& device) {
+    for (const Batch& shard : shards) samples += samples_of(task, shard);
+  devices.run([losses, shards, samples, task](Device& device) {
     const torch::Tensor& loss = for_device(losses, device);
     if (!loss.defined()) return;
-    loss.backward(torch::full_like(loss, fraction(for_device(shards, device).size(), samples)));
+    loss.backward(torch::full_like(loss, fraction(samples_of(task, for_device(shards, device)), samples)));
   });
 }
 
@@ -138,10 +139,10 @@ BatchTotals train_batch(Devices& devices, const Task& task, const Replicas& repl
                         const TrainBatchOptions& options) {
   const auto shards = split_and_load(batch, devices, options.uneven);
   const auto losses = tower_losses(devices, task, replicas, shards);
-  backward(devices, losses, shards);
+  backward(devices, losses, shards, /*samples=*/0, task);
   all_reduce_gradients(devices, replicas, options.algorithm);
   update(devices, replicas);
-  return mean_of(losses, shards);
+  return mean_of(losses, shards, task);
 }
 
 }  // namespace lockstep

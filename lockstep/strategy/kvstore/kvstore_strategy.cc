@@ -56,7 +56,10 @@ class StoreStrategy : public ReplicaStrategy {
   // A key has a gradient on every device, or on none.
   void update() override {
     in_phase(Phase::kExchange, [&] {
-      const PushOptions options{.samples = last_.samples, .loss = last_.mean_loss, .learning_rate = learning_rate()};
+      const PushOptions options{.samples = last_.samples,
+                                .loss = last_.mean_loss,
+                                .learning_rate = learning_rate(),
+                                .examples = last_.examples};
       before_push(options);
       static_cast<void>(with_gradients(parameters_));
       const DeviceTensors gradients = gradients_of(parameters_);
@@ -146,8 +149,8 @@ class LocalStrategy : public StoreStrategy {
   }
 
   BatchTotals over_workers(const BatchTotals& totals) override {
-    statistics_.add_gradient(totals.samples, std::ssize(replicas_), /*delay=*/0);
-    statistics_.add_update(totals.samples);
+    statistics_.add_gradient(totals.examples, std::ssize(replicas_), /*delay=*/0);
+    statistics_.add_update(totals.examples);
     return totals;
   }
 

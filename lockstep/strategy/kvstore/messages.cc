@@ -43,6 +43,7 @@ void check(const Received& sender, const RequestHeader& request, const BlockLayo
   check_flag(sender, request.trained, "a flag");
   check_flag(sender, request.stopping, "a flag");
   sender.in(request.push.samples, 0, kMostSamples, "the number of samples");
+  sender.in(request.push.examples, 0, kMostSamples, "the number of examples");
   sender.in(request.devices, 0, kMostSamples, "the number of devices");
   sender.require(!std::isinf(request.push.learning_rate), "a learning rate that is infinite");
   sender.require(request.threshold == 0 || (compressed && request.threshold > 0 && std::isfinite(request.threshold)),

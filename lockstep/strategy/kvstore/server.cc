@@ -294,21 +294,21 @@ class ThreadedServer final : public KVServer {
   }
 
   // dist_sync: merges those of the slices that every worker has pushed now. Once every worker's gradient is complete, all
-  // their parts are merged: then it counts as one update of all their samples.
+  // their parts are merged: then it counts as one update of all their examples.
   void merge(const RequestHeader& request, SliceRange slices) {
     const ServerTable::Workers all(0, workers());
     IntVector<std::int64_t> delays;
     for (const int worker : all) delays.push_back(table_.delay(worker, slices));  // before the update: it adds one
     table_.merge(slices, all, {request.push.learning_rate});
     if (std::ranges::any_of(all, [this](int worker) { return clients_[worker].pending == 0; })) return;
-    std::int64_t samples = 0;
+    std::int64_t examples = 0;
     for (const int worker : all) {
       const RequestHeader& last = clients_[worker].last_push;
-      statistics_.add_gradient(last.push.samples, last.devices, delays[worker]);
-      samples += last.push.samples;
+      statistics_.add_gradient(last.push.examples, last.devices, delays[worker]);
+      examples += last.push.examples;
       count_push(worker);
     }
-    statistics_.add_update(samples);
+    statistics_.add_update(examples);
   }
 
   // dist_async and dist_bounded: this worker's push by itself. dist_bounded first lets gradients go that this update would
@@ -322,8 +322,8 @@ class ThreadedServer final : public KVServer {
     if (request.trained && request.push.samples > 0) {
       wait(lock, "older gradients", [&] { return gate_.may_update(worker); });
       if (request.slices.size() > 0) {  // else other servers have these keys
-        statistics_.add_gradient(request.push.samples, request.devices, table_.delay(worker, request.slices));
-        statistics_.add_update(request.push.samples);
+        statistics_.add_gradient(request.push.examples, request.devices, table_.delay(worker, request.slices));
+        statistics_.add_update(request.push.examples);
       }
       gate_.update(worker);
     }
@@ -348,7 +348,10 @@ class ThreadedServer final : public KVServer {
   void count_push(int worker) {
     Client& by = clients_[worker];
     --by.pending;
-    totals_[++by.pushes].add(by.last_push.push.samples, by.last_push.push.loss);
+    const PushOptions& push = by.last_push.push;
+    BatchTotals& totals = totals_[++by.pushes];
+    totals.add(push.samples, push.loss);
+    totals.examples += push.examples;
     if (by.last_push.stopping) last_push_ = std::min(last_push_, by.pushes);
   }
 

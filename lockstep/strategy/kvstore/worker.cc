@@ -157,11 +157,13 @@ class KVWorker : public Store {
     const bool trained = any_trained(keys);
     const CompressionOptions& compression = setting_.options.compression;
     const double threshold = compression.amount == 0 ? 0.5 : compression.amount;
+    PushOptions known = options;
+    if (known.examples == 0) known.examples = known.samples;
     return {.keys = keys,
             .values = sum(on_host(values, keys.first), keys.first),
             .header = {.request = request,
                        .trained = trained,
-                       .push = options,
+                       .push = known,
                        .devices = std::ssize(values),
                        .threshold = trained && compression.kind == Compression::kTwoBit ? threshold : 0,
                        .stopping = has_agreed_to_stop()}};

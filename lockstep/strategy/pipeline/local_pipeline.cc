@@ -142,8 +142,7 @@ class LocalPipeline : public Pipeline {
       work->back().device = devices_->where(i);
       work->back().waits = true;
     }
-    // The last replica has the most micro-batches.
-    const auto links = thread_links(devices_->size(), stages_, work->back().micro_batches.elements().size());
+    const auto links = thread_links(devices_->size(), stages_, to_size(micro_batches_));
     const auto results = std::make_shared<IntVector<StageResult>>(devices_->size());
     // `parts` keeps alive what the pieces point to, should a device be left behind.
     devices_->run([work, links, results, task = task_, parts = parts_](Device& device) {

@@ -45,7 +45,8 @@ void Pipeline::read_stages(int devices, const std::vector<Piece>& pieces) {
 BatchTotals Pipeline::forward_backward(const Batch& batch) {
   if (!cut_is_final_) use_measured_cut(batch);
   begin_step();
-  BatchTotals totals{.samples = sum_over(of_stage_, batch.size())};
+  BatchTotals totals{.samples = sum_over(of_stage_, samples_of(task_, batch))};
+  totals.examples = sum_examples(of_stage_, task_, batch, totals.samples);
   const Stopwatch watch;
   const auto results = run_stages(batch, totals.samples);
   ++step_;
@@ -72,6 +73,7 @@ void Pipeline::use_measured_cut(const Batch& batch) {
 
 StageWork Pipeline::work_of(int replica, int stage, const Batch& part, std::int64_t samples) const {
   IntVector<Batch> micro_batches = micro_batches_of(part, micro_batches_);
+  std::erase_if(micro_batches, [this](const Batch& each) { return samples_of(task_, each) == 0; });  // on all stages
   if (stage == 0) set_layouts(micro_batches);
   return {.micro_batches = micro_batches,
           .steps = steps_of_stage(options_.pipeline.schedule, stage, stages_, micro_batches.size()),

@@ -24,6 +24,7 @@ struct Position {
   // The current epoch so far:
   double epoch_loss = 0;  // sum over samples
   std::int64_t epoch_samples = 0;
+  std::int64_t epoch_surplus = 0;  // by which Task::samples counts more than these; may be negative
   double epoch_seconds = 0;
   // The epoch with the lowest validation loss; -1: there is none yet.
   std::int64_t best_epoch = -1;

@@ -22,7 +22,8 @@
 namespace lockstep {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Position, epoch, step_in_epoch, step, samples, epoch_loss,
-                                                epoch_samples, epoch_seconds, best_epoch, best_step, best_loss)
+                                                epoch_samples, epoch_surplus, epoch_seconds, best_epoch, best_step,
+                                                best_loss)
 
 namespace {
 
