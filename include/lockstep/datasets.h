@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// lockstep/datasets.h: the datasets that lockstep reads: Fashion-MNIST, CIFAR, NumPy, tokens, tensors, shards of
-// WebDataset. Images in folders are in lockstep/images.h.
+// lockstep/datasets.h: the datasets that lockstep reads: Fashion-MNIST, CIFAR, NumPy, tokens, tensors, streams, shards
+// of WebDataset. Images in folders are in lockstep/images.h.
 //
 // Flow:    files -> a Dataset -> lockstep/loader.h
 // Owns:    a dataset owns its samples: in the dtype they are stored in, or as an open file
@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -21,6 +22,7 @@
 
 #include "lockstep/dataset.h"
 #include "lockstep/images.h"
+#include "lockstep/sampler.h"
 
 namespace lockstep {
 
@@ -196,6 +198,34 @@ class TokenDataset : public Dataset {
   TokenOptions options_;
   std::int64_t first_ = 0;  // this dataset's first token
   std::int64_t samples_ = 0;
+};
+
+// ---- Streams
+
+// Samples that can't be asked for by number, such as those of a socket, a decoder or a simulation. They are read one
+// after another; those that other ranks and workers take, or that came before a resume, are dropped. The order is the
+// stream's: the loader does not shuffle it.
+class IterableDataset : public Dataset {
+ public:
+  // Returns the next sample, whose tensors have no dimension B; nothing at the end. Used by one thread at a time.
+  using Stream = std::function<std::optional<Batch>()>;
+  // Returns a new stream from an epoch's first sample on, the same on every rank. Several threads may call it.
+  using Open = std::function<Stream(std::int64_t epoch)>;
+
+  // samples: of an epoch; what a stream has beyond them is not read. Throws UsageError: none, or no `open`.
+  IterableDataset(std::string name, std::int64_t samples, Open open);
+
+  std::string name() const override;
+  std::int64_t size() const override;
+  std::shared_ptr<const SampleOrder> shuffled_order() const override;
+
+  // Throws DataError: the stream ends too early, or samples differ in shape; UsageError: indices that do not rise.
+  Batch make_batch(std::span<const std::int64_t> indices) const override { return assemble({.indices = indices}); }
+  Batch assemble(const BatchRequest& request) const override;
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
 };
 
 // ---- Shards of WebDataset, for data larger than memory (docs/data.md says what they hold)

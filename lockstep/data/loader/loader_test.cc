@@ -13,6 +13,7 @@
 #include "lockstep/data/loader/batch_memory.h"
 #include "lockstep/data/loader/loading_hint.h"
 #include "lockstep/data/loader/prefetch.h"
+#include "lockstep/datasets.h"
 #include "lockstep/deadline.h"
 #include "lockstep/stop_all.h"
 #include "tests/support.h"
@@ -62,13 +63,13 @@ struct Part {
   Order order;
   LoaderPosition end;
 };
-Part run_part(int ranks, std::int64_t samples, const LoaderOptions& options, const LoaderPosition& from,
-              std::int64_t steps) {
+Part run_part(int ranks, const std::shared_ptr<const Dataset>& dataset, const LoaderOptions& options,
+              const LoaderPosition& from, std::int64_t steps) {
   std::mutex mutex;
   std::vector<std::vector<Order>> batches(to_size(ranks));
   Part part{.end = from};
   run_ranks(ranks, [&](World& world) {
-    Loader loader = make_loader(world, Numbers(samples), options);
+    Loader loader(world, dataset, options);
     std::vector<Order> mine;
     if (steps > 0)
       for (const Batch& batch : loader.resume(from)) {
@@ -85,6 +86,8 @@ Part run_part(int ranks, std::int64_t samples, const LoaderOptions& options, con
   return part;
 }
 
+constexpr std::int64_t kAll = 1 << 20;  // steps
+
 LoaderOptions random_options(std::mt19937& random) {
   return {.batch_size = 7 + static_cast<std::int64_t>(random() % 20),
           .workers = static_cast<int>(random() % 4),
@@ -92,14 +95,14 @@ LoaderOptions random_options(std::mt19937& random) {
 }
 
 TEST(Loader, gives_every_sample_once_in_the_same_order_for_any_ranks_and_workers) {
-  constexpr std::int64_t kAll = 1 << 20;
   std::mt19937 random(17);
   for (int round = 25 + rounds("LOCKSTEP_FUZZ_ROUNDS", 0) / 20; round > 0; --round) {
     const auto samples = static_cast<std::int64_t>(1 + random() % 400);
     LoaderOptions options = random_options(random);
     options.seed = random();
     const LoaderPosition start{.epoch = static_cast<std::int64_t>(random() % 9)};
-    const Order uninterrupted = run_part(1, samples, options, start, kAll).order;
+    const auto dataset = std::make_shared<Numbers>(samples);
+    const Order uninterrupted = run_part(1, dataset, options, start, kAll).order;
     ASSERT_EQ(std::ssize(uninterrupted), samples);
 
     Order order;
@@ -108,7 +111,7 @@ TEST(Loader, gives_every_sample_once_in_the_same_order_for_any_ranks_and_workers
       LoaderOptions now = random_options(random);
       now.seed = options.seed;
       const auto ranks = static_cast<int>(1 + random() % 7);
-      const Part part = run_part(ranks, samples, now, position, 1 + static_cast<std::int64_t>(random() % 8));
+      const Part part = run_part(ranks, dataset, now, position, 1 + static_cast<std::int64_t>(random() % 8));
       order.insert(order.end(), part.order.begin(), part.order.end());
       position = part.end;
     }
@@ -127,6 +130,54 @@ TEST(Loader, resumes_in_the_middle_of_an_epoch) {
   std::size_t step = 2;
   for (const Batch& batch : loader.epoch(1, 2)) EXPECT_EQ(samples_of(batch), all[step++]);
   EXPECT_EQ(step, 4U);
+}
+
+// A stream of 0, 1, ... length - 1 in epoch 0; later ones begin with 1000, 2000, ...
+std::shared_ptr<const Dataset> counting(std::int64_t samples, std::int64_t length) {
+  return std::make_shared<IterableDataset>("counting", samples, [length](std::int64_t epoch) {
+    return [length, epoch, next = std::int64_t{0}]() mutable -> std::optional<Batch> {
+      if (next == length) return std::nullopt;
+      return Batch{torch::zeros({3}), torch::tensor(1000 * epoch + next++)};
+    };
+  });
+}
+
+Order numbers_from(std::int64_t first, std::int64_t count) {
+  Order numbers(to_size(count));
+  std::iota(numbers.begin(), numbers.end(), first);
+  return numbers;
+}
+
+TEST(IterableDataset, gives_every_sample_once_on_any_ranks_and_workers) {
+  for (const int ranks : {1, 2, 3})
+    for (const int workers : {0, 1, 3}) {
+      const auto dataset = counting(40, 45);
+      const LoaderOptions options{.batch_size = 7, .workers = workers};
+      for (const std::int64_t epoch : {0, 1})
+        EXPECT_EQ(run_part(ranks, dataset, options, {.epoch = epoch}, kAll).order, numbers_from(1000 * epoch, 40));
+    }
+}
+
+TEST(IterableDataset, resumes_in_the_middle_of_an_epoch) {
+  const Part first = run_part(2, counting(40, 40), {.batch_size = 6}, {.epoch = 1}, 3);
+  EXPECT_EQ(first.order, numbers_from(1000, 18));
+  EXPECT_EQ(run_part(3, counting(40, 40), {.batch_size = 5, .workers = 2}, first.end, kAll).order,
+            numbers_from(1018, 22));
+}
+
+TEST(IterableDataset, refuses_a_stream_that_is_too_short_and_another_order) {
+  const auto error_of = [](std::int64_t length, const LoaderOptions& options) {
+    Loader loader(World::single(), counting(20, length), options);
+    try {
+      for (const Batch& batch : loader.epoch(0)) EXPECT_EQ(batch.size(), 5);
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  EXPECT_TRUE(contains(error_of(12, {.batch_size = 5}), "counting ended after 12 of 20 samples"));
+  EXPECT_TRUE(contains(error_of(20, {.batch_size = 5, .order = random_order(20)}), "leave the order to the stream"));
+  EXPECT_THROW(counting(0, 20), UsageError);
 }
 
 TEST(Loader, never_writes_into_a_batch_that_is_still_held) {
