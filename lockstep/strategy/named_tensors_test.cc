@@ -59,8 +59,12 @@ class NamedTensorsIn : public ::testing::TestWithParam<MaskedCase> {};
 INSTANTIATE_TEST_SUITE_P(
     Strategies, NamedTensorsIn,
     ::testing::Values(
+        MaskedCase{"single_in_parts", 1, {.kind = StrategyKind::kSingle, .accumulate = 4}},
         MaskedCase{"ddp", 3, {.kind = StrategyKind::kDdp}},
         MaskedCase{"ddp_in_parts", 2, {.kind = StrategyKind::kDdp, .accumulate = 3}},
+        MaskedCase{"ddp_through_buckets",
+                   3,
+                   {.kind = StrategyKind::kDdp, .accumulate = 2, .ddp = {.share_parameters = false}}},
         MaskedCase{"ddp_in_shards", 2, {.kind = StrategyKind::kDdp, .ddp = {.virtual_shards = 4}}},
         MaskedCase{"recomputed", 1, {.kind = StrategyKind::kSingle, .checkpoint_activations = true}},
         MaskedCase{"towers", 1, {.kind = StrategyKind::kTowers, .devices = 3}},
