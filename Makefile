@@ -53,12 +53,12 @@ docs: setup-docs  ## makes the documentation as a site in build/docs/html/
 plots: setup-docs  ## draws README's and docs' plots; COMPARISONS="FOLDER..." those of `lockstep compare`, and copies their tables
 	cmake --preset release
 	cmake --build --preset release --target lockstep_command -j $(JOBS)
-	tools/plots.py build/release/bin/lockstep $(COMPARISONS)
+	docs/site/plots.py build/release/bin/lockstep $(COMPARISONS)
 
 hops: setup-test  ## shows the functions that a step and an all-reduce enter, and checks the walks in HACKING.md
 	cmake --preset hops
 	cmake --build --preset hops -j $(JOBS)
-	tools/hops.py --check HACKING.md
+	tests/hops.py --check HACKING.md
 
 # One more at a time than there are cores: many tests wait for others.
 test: setup-test  ## builds and runs what every change has to pass; the rest is `make check`
@@ -72,7 +72,7 @@ check: setup-check test-tsan wheel deb  ## the rest: wheel, users' projects, hos
 	$(call run_tests,release,check,-L check)
 
 versions:  ## `make test` with older releases of torch, each in a fresh clone: an hour
-	tools/versions.sh 2.11.0 2.13.0 2.14.1
+	tests/versions.sh 2.11.0 2.13.0 2.14.1
 
 frameworks: setup-check  ## all programs of python/tests/programs/, over lockstep and over Gloo: ten minutes
 	cmake --preset release

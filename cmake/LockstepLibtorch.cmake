@@ -37,7 +37,7 @@ elseif(LOCKSTEP_TORCH_VERSION VERSION_LESS 2.11)
   message(FATAL_ERROR "lockstep: needs torch 2.11 or later; ${LOCKSTEP_TORCH_DIR} has ${LOCKSTEP_TORCH_VERSION}.\n"
     "  next: pip install torch, or set -DLOCKSTEP_TORCH_DIR=<site-packages>/torch")
 elseif(LOCKSTEP_TORCH_VERSION VERSION_GREATER 2.15)
-  message(WARNING "lockstep: torch ${LOCKSTEP_TORCH_VERSION} is newer than any that was tried. tools/versions.sh ${LOCKSTEP_TORCH_VERSION} tries it")
+  message(WARNING "lockstep: torch ${LOCKSTEP_TORCH_VERSION} is newer than any that was tried. tests/versions.sh ${LOCKSTEP_TORCH_VERSION} tries it")
 endif()
 
 # The CUDA libraries that the wheel depends on stand beside it; the linker looks through them, programs find them

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes one step, or one all-reduce, of two ranks between hops_begin() and hops_end(), where tools/hops.py looks on.
+// Makes one step, or one all-reduce, of two ranks between hops_begin() and hops_end(), where tests/hops.py looks on.
 #include <string>
 
 #include <lockstep/lockstep.h>

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # The tests of strategies on the GPUs of this machine; where there is one, each device of a test is on it. A machine without a
-# GPU only builds them; tools/gpu_kit.sh carries them to one that has.
+# GPU only builds them; tests/gpu_kit.sh carries them to one that has.
 add_executable(gpu_command_test train/gpu_command_test.cc launch/child.cc)
 target_link_libraries(gpu_command_test PRIVATE lockstep_core nlohmann_json::nlohmann_json GTest::gtest_main)
 add_dependencies(gpu_command_test lockstep_command lockstep_train lockstep_gpus)
@@ -45,7 +45,7 @@ if(gpu_count GREATER 1)
   string(APPEND command_tests ":GpuCommand.trains_on_one_gpu:GpuCommand.trains_with_a_process_per_gpu*:GpuCommand.trains_a_pipeline*")
 endif()
 
-# For tools/gpu_kit.sh.
+# For tests/gpu_kit.sh.
 file(CONFIGURE OUTPUT ${CMAKE_BINARY_DIR}/gpu_filters.json CONTENT [[{
   "strategy_test": "@gpu_filter@-@not_on_gpus@",
   "step_fuzz": "@in_turn@",

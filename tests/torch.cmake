@@ -59,7 +59,7 @@ lockstep_torch_test(step_fuzz_defects step_fuzz.defects SHARDS 2 TIMEOUT 1200 CH
   SOURCES ${step_fuzz_sources} step_fuzz/step_fuzz_defects_test.cc ${sources_with_defects})
 lockstep_has_defects(step_fuzz_defects)
 
-# The program that tools/hops.py walks through.
+# The program that tests/hops.py walks through.
 add_executable(hops EXCLUDE_FROM_ALL hops.cc)
 target_precompile_headers(hops REUSE_FROM lockstep_pch)
 target_link_libraries(hops PRIVATE lockstep)

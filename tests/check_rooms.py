@@ -117,7 +117,7 @@ def check_rooms():
             continue
         room, text = room_of(path), read(path)
         if not room:
-            complain(path, "belongs to no room: it is neither in a folder of HACKING.md nor in PUBLIC of tools/check_rooms.py")
+            complain(path, "belongs to no room: it is neither in a folder of HACKING.md nor in PUBLIC of tests/check_rooms.py")
             continue
         check_includes(path, room, text)
         if path.suffix == ".h":

@@ -3,7 +3,7 @@
 # Tries lockstep with releases of torch: `make test` for each, in a fresh clone of what is committed. Its last lines are rows for
 # docs/design/tested.md. Fails if one fails.
 #
-#   tools/versions.sh RELEASE...      such as 2.11.0; the logs stay in build/versions/
+#   tests/versions.sh RELEASE...      such as 2.11.0; the logs stay in build/versions/
 set -euo pipefail
 cd "$(dirname "$0")/.."
 readonly logs=$PWD/build/versions

@@ -3,7 +3,7 @@
 # Tries a wheel or a source package with releases of Python: for each a fresh virtual environment with torch, the package, and two
 # ranks that train examples/pytorch_training.py. Prints a row for docs/install.md for each. Fails if one fails.
 #
-#   tools/try_package.sh FILE RELEASE PYTHON...      such as dist/torch_lockstep-*.whl 2.15.0 python3.12 python3.13
+#   tests/try_package.sh FILE RELEASE PYTHON...      such as dist/torch_lockstep-*.whl 2.15.0 python3.12 python3.13
 set -euo pipefail
 [ $# -gt 2 ] || { sed -n '3,/^$/s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 package=$(realpath "$1")

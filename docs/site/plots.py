@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the plots of README.md and docs/ with `lockstep report` and headless Chromium, and copies the tables of comparisons.
 
-  tools/plots.py COMMAND [COMPARISON...]
+  docs/site/plots.py COMMAND [COMPARISON...]
 
 Draws docs/images/step-time.png out of bench/results, and docs/images/compare-EXPERIMENT.png out of each folder that `lockstep
 compare` has written. Where a page of docs/ has the lines <!-- compare EXPERIMENT --> and <!-- end -->, the command, the machine, the date
@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 from docs_test import Browser  # noqa: E402
 

@@ -3,7 +3,7 @@
 # Packs what tries lockstep on GPUs into one folder of at most 50 MiB, build/gpu-kit: for a machine without registries that
 # has a GPU, python3 with torch and CUDA, and perhaps g++ (the Python module is compiled there). Its run.py does the rest.
 #
-#   tools/gpu_kit.sh        after `cmake --preset cuda`, which `make cuda` calls, for the release of torch of that machine
+#   tests/gpu_kit.sh        after `cmake --preset cuda`, which `make cuda` calls, for the release of torch of that machine
 set -euo pipefail
 cd "$(dirname "$0")/.."
 readonly build=build/cuda kit=build/gpu-kit
@@ -12,7 +12,7 @@ readonly programs=(strategy_test step_fuzz gpu_command_test lockstep_command loc
 cmake --build "$build" -j "$(nproc)" --target "${programs[@]}"
 rm -rf "$kit"
 mkdir -p "$kit"/{bin,lib,debian,libexec/lockstep,python,source/python}
-cp tools/gpu_kit/* "$kit"
+cp tests/gpu_kit/* "$kit"
 cp "$build"/gpu_filters.json "$kit/filters.json"
 cp "$build"/bin/{lockstep,strategy_test,step_fuzz,gpu_command_test} "$kit/bin"
 cp "$build"/libexec/lockstep/lockstep-{bench,train,gpus} "$kit/libexec/lockstep"

@@ -3,7 +3,7 @@
 # Runs a command in a checkout of what is committed, on a bare Debian: a fresh one in a folder, with nothing but git, make and
 # certificates. Also dist/ is there, as it is here. Root only; debootstrap has to be installed.
 #
-#   tools/bare_debian.sh SUITE COMMAND...      such as trixie make demo
+#   tests/bare_debian.sh SUITE COMMAND...      such as trixie make demo
 #
 # DEBIAN=FOLDER before it keeps the system there for the next time; MIRROR=URL takes Debian from elsewhere. The network and pip's
 # index are this machine's.

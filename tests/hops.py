@@ -3,8 +3,8 @@
 """Shows the functions of lockstep that one of two ranks enters in a plain step, or in one all-reduce.
 
     make hops                           # builds, and checks HACKING.md
-    tools/hops.py                       # shows both walks
-    tools/hops.py --check HACKING.md    # fails where a numbered walk there names a function or file that is not on it
+    tests/hops.py                       # shows both walks
+    tests/hops.py --check HACKING.md    # fails where a numbered walk there names a function or file that is not on it
 
 gdb stops at each function of the library, lambdas included, when rank 0's thread enters it for the first time (tests/hops.cc, built
 without inlining). Each is shown once, at its depth; what its body fits on one line is left out. A `*` marks the hops: functions
