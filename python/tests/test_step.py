@@ -508,10 +508,12 @@ def several_backwards(group):
 
 def hooks_of_parameters(group):
     """The program's own hooks are called, whether they came before the wrapping or after it, and batches of different
-    sizes add up as without them."""
+    sizes add up as without them, in tied weights too."""
 
     def trained(early, wrap, batches_of):
-        net = make_model()
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        net[2].weight = net[0].weight
         optimizer = lockstep.SGD(net.parameters(), lr=0.1)
         add_hooks = lambda: [parameter.register_hook(lambda gradient: 2 * gradient) for parameter in net.parameters()]
         if early:

@@ -7,10 +7,21 @@
 #include <pybind11/stl/filesystem.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
+#include <utility>
+
 namespace lockstep::python {
 
 namespace py = pybind11;
 using Release = py::call_guard<py::gil_scoped_release>;  // other Python threads run meanwhile
+
+// May be copied and let go without the GIL.
+inline std::shared_ptr<py::object> held(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* last) {
+            const py::gil_scoped_acquire gil;
+            delete last;
+          }};
+}
 
 void bind_errors(py::module_& module);  // lockstep's errors as Python exceptions
 void bind_data(py::module_& module);    // datasets, loader and sampler

@@ -37,10 +37,7 @@ DevicesPtr make_devices(int count, const std::string& places, std::chrono::milli
 // Calls function(i) on the thread of each device i, under this thread's no_grad() and autocast(), with random numbers
 // that torch.manual_seed() decides. What it raises first is raised here.
 void run(Devices& devices, const py::function& function) {
-  const std::shared_ptr<py::function> body(new py::function(function), [](py::function* last) {
-    const py::gil_scoped_acquire gil;
-    delete last;
-  });
+  const auto body = held(function);
   const py::gil_scoped_release others_run;
   devices.run([body, here = at::ThreadLocalState(), seed = draw_seed()](Device& device) {
     const at::ThreadLocalStateGuard as_here(here);
@@ -70,7 +67,6 @@ void bind_devices(py::module_& module) {
       .def(py::init(&make_devices))
       .def_property_readonly("size", &Devices::size)
       .def("where", &Devices::where)
-      .def_property_readonly("names", &Devices::names)
       .def("run", &run)
       .def("all_reduce", &all_reduce, Release())
       .def("average", &average, Release());

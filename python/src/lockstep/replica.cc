@@ -36,6 +36,7 @@
 #include "lockstep/base/torch_version.h"
 #include "lockstep/ddp.h"
 #include "lockstep/error.h"
+#include "lockstep/model/parameters.h"
 #include "lockstep/observe/phase_scope.h"
 #include "lockstep/optimizer.h"
 #include "lockstep/strategy/option_names.h"
@@ -76,13 +77,6 @@ std::shared_ptr<torch::nn::Module> tree_of(const NamedTensors& parameters, const
   return tree;
 }
 
-std::vector<torch::Tensor> trained(const NamedTensors& parameters) {
-  std::vector<torch::Tensor> tensors;
-  for (const auto& [name, tensor] : parameters)
-    if (tensor.requires_grad()) tensors.push_back(tensor);
-  return tensors;
-}
-
 UsageError unknown_batch(const World& world) {
   return UsageError({.what = "the number of samples of a batch is not known",
                      .here = world.describe(),
@@ -104,7 +98,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
         ddp_(optimizer_ ? DistributedDataParallel(world, *module_, *optimizer_, options)
                         : DistributedDataParallel(world, *module_, options)),
         by_samples_(by_samples),
-        parameters_(trained(parameters)) {}
+        parameters_(tensors_of(trainable(named_parameters(*module_)))) {}
   ~Replica() {
     for (const auto& [accumulator, hook] : on_gradient_)
       std::erase_if(accumulator->pre_hooks(), [hook = hook](const auto& each) { return each.get() == hook; });
@@ -294,7 +288,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
   DistributedDataParallel ddp_;
   std::optional<PhaseScope> forward_;
   bool by_samples_;
-  std::vector<torch::Tensor> parameters_;
+  std::vector<torch::Tensor> parameters_;  // that are trained; each once, or two hooks would scale its gradient twice
   std::vector<std::weak_ptr<const Output>> outputs_;  // of forwards whose graph still exists
   std::optional<std::int64_t> given_samples_;
   NoSyncGuard no_sync_;
@@ -319,13 +313,6 @@ class PythonHook : public CommunicationHook {
   }
 
  private:
-  static std::shared_ptr<py::object> held(py::object object) {
-    return {new py::object(std::move(object)), [](py::object* last) {
-              const py::gil_scoped_acquire gil;
-              delete last;
-            }};
-  }
-
   std::shared_ptr<py::object> start_;
 };
 
