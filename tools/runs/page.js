@@ -135,7 +135,7 @@ function chart(parent, title, type, sets, x, y, options = {}) {
   const made = new Chart(canvas, {
     type, data: { labels: options.labels, datasets: sets },
     options: {
-      animation: false, responsive: true, maintainAspectRatio: false, normalized: true, indexAxis: along,
+      animation: false, maintainAspectRatio: false, normalized: true, indexAxis: along,
       interaction: { mode: type === "line" && !options.labels ? "nearest" : "index", axis: along, intersect: false },
       scales: { x, y },
       plugins: {
@@ -167,8 +167,7 @@ for (const [event, prints] of [["beforeprint", true], ["afterprint", false]])
 
 const settings = run => run.start?.settings || {};
 const fact = (run, key) => run.run?.[key] ?? settings(run)[key] ?? run.case?.[key];
-const ranksOf = run => run.trace?.ranks || [];
-const stepping = run => ranksOf(run).filter(rank => rank.steps > 0);
+const stepping = run => (run.trace?.ranks || []).filter(rank => rank.steps > 0);
 const finite = values => (values || []).filter(given);
 const caseOf = run => run.case ? [run.case.contender || run.case.strategy, ...Object.entries(run.case.varied || {}).map(([key, value]) => `${key} ${value}`)].join(", ") : run.name;
 const cases = [...new Set(data.runs.map(caseOf))];
@@ -227,9 +226,9 @@ function differingSettings() {
 
 function header() {
   const many = data.runs.length;
-  document.title = many === 1 ? `${data.runs[0].name}: lockstep report` : `lockstep report of ${many} runs`;
-  if (!many) return void element(page, "h1", "Benchmarks");
-  element(page, "h1", data.comparison ? `Comparison: ${data.comparison.experiment}` : many === 1 ? data.runs[0].name : `${many} runs`);
+  const title = data.comparison ? `Comparison: ${data.comparison.experiment}` : many === 1 ? data.runs[0].name : many ? `${many} runs` : "Benchmarks";
+  document.title = `${title}: lockstep report`;
+  element(page, "h1", title);
   const partial = data.runs.filter(run => run.partial.length).length;
   if (partial) element(page, "p", `${many === 1 ? "This run is" : `${partial} of ${many} runs are`} partial: the table says what is missing.`, "warning");
   for (const text of data.warnings) element(page, "p", text, "warning");
@@ -429,11 +428,6 @@ function barsOfRanks(place, run, ranks, sets, title, format, height, stacked = t
   chart(place, run.name, "bar", sets.map((set, hue) => ({ hue, ...set })), axis(title, format, { stacked, beginAtZero: true }), axis("", null, { stacked }),
     { labels: ranks.map(rankName), indexAxis: "y", format, height: 110 + height * ranks.length, legend: true });
 }
-// points(rank): [x of each, y of each]
-function linesOfRanks(place, title, ranks, points, x, y, options) {
-  const { stepped } = options, look = stepped ? { pointRadius: 0 } : {};
-  chart(place, title, "line", ranks.map((rank, hue) => ({ ...lineOf(...points(rank)), label: rankName(rank), hue, stepped, ...look })), x, y, options);
-}
 
 function whereTimeGoes() {
   perRun(run => phasesOf(run).length, "Where a step's time goes", data.runs.some(run => stepping(run).length) ? "Out of the trace, where a run has one: the mean of the traced steps, by the thread of the training loop. Waiting is for other ranks."
@@ -447,7 +441,8 @@ function whereTimeGoes() {
 
 function balance() {
   perRun(run => stepping(run).length > 1, "Balance between ranks", "A step's time without waiting for other ranks: the slowest sets the pace of all.", (run, place, made) => {
-    linesOfRanks(place, run.name, stepping(run), rank => [rank.busy.step, rank.busy.ms], axis("step", number, { type: "linear" }), axis("ms", number, { beginAtZero: true }), {});
+    const sets = stepping(run).map((rank, hue) => ({ ...lineOf(rank.busy.step, rank.busy.ms), label: rankName(rank), hue }));
+    chart(place, run.name, "line", sets, axis("step", number, { type: "linear" }), axis("ms", number, { beginAtZero: true }));
     waits(made, run);
   });
 }
@@ -488,18 +483,6 @@ function memoryOfRanks() {
   });
 }
 
-const COUNTERS = { memory: ["Memory over time", bytes], "batches ready": ["Batches ready", number], staleness: ["Staleness, in updates", number] };
-
-function counters() {
-  perRun(run => ranksOf(run).some(rank => Object.keys(rank.counters).length), "Counters of the trace", "Of each rank, against the time since the trace began.", (run, place) => {
-    for (const name of new Set(ranksOf(run).flatMap(rank => Object.keys(rank.counters)))) {
-      const [title, format] = COUNTERS[name] || [name, number];
-      linesOfRanks(place, `${run.name}: ${title}`, ranksOf(run).filter(rank => rank.counters[name]), rank => [rank.counters[name].seconds, rank.counters[name].value],
-        axis("", duration, { type: "linear" }), axis("", format, { beginAtZero: true }), { format, legend: true, stepped: true });
-    }
-  });
-}
-
 function repeat() {
   if (!data.runs.length) return;
   const made = section("To repeat it");
@@ -518,4 +501,4 @@ function repeat() {
 
 page.textContent = "";
 Chart.defaults.font.family = "system-ui, sans-serif";
-for (const part of [header, benchmarks, table, comparison, curves, confusion, whereTimeGoes, balance, delays, bytesMoved, memoryOfRanks, counters, repeat]) part();
+for (const part of [header, benchmarks, table, comparison, curves, confusion, whereTimeGoes, balance, delays, bytesMoved, memoryOfRanks, repeat]) part();

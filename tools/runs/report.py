@@ -101,14 +101,11 @@ def read_benchmark(path):
     if not path.is_file() or path.suffix != ".json" or is_trace(path):
         return None
     found = parse(read(path))
-    models = found.get("models") if isinstance(found, dict) else None
-
-    def step_of(model):
-        ours = model.get("lockstep") if isinstance(model, dict) else None
-        return number(ours.get("step")) if isinstance(ours, dict) else None
-
-    is_one = isinstance(models, dict) and models and None not in map(step_of, models.values())
-    return found if is_one else None
+    try:
+        steps = [number(model["lockstep"]["step"]) for model in found["models"].values()]
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return found if steps and None not in steps else None
 
 
 # ---- All

@@ -7,9 +7,7 @@ from itertools import groupby
 from statistics import median
 
 from common import count
-from metrics import metrics_in, summed
-
-MOST_EPOCHS = 10  # columns
+from metrics import metrics_in
 
 
 class Result:
@@ -26,12 +24,9 @@ class Result:
     def epoch_seconds(self):
         return median(event["seconds"] for event in self.epochs) if self.epochs else None
 
-    def accuracy(self, epoch=-1):
-        """After this epoch; None: it did not come so far, or there are no validation data."""
-        return self.epochs[epoch].get("val_accuracy") if self.epochs and epoch < len(self.epochs) else None
-
-    def seconds_until(self, epoch):
-        return summed(self.epochs[: epoch + 1], "seconds") if epoch < len(self.epochs) else None
+    def accuracy(self):
+        """None: no epoch has ended, or there are no validation data."""
+        return self.epochs[-1].get("val_accuracy") if self.epochs else None
 
 
 COLUMNS = [  # head, value, unit, digits
@@ -115,20 +110,6 @@ def results(settings, groups):
     return table(["", "runs", "speed-up", "ideal step ms", *(head for head, *_ in COLUMNS)], rows)
 
 
-def epochs(groups):
-    """Accuracy after each epoch and the seconds of training up to there."""
-
-    def cell_of(group, epoch):
-        accuracies = values_of(group, lambda result: result.accuracy(epoch))
-        seconds = values_of(group, lambda result: result.seconds_until(epoch))
-        return f"{cell(accuracies, 1, 3)} at {cell(seconds, 1, 1)} s" if accuracies else ""
-
-    rows = [[group[0].run.group, *(cell_of(group, epoch) for epoch in range(MOST_EPOCHS))] for group in groups]
-    if not any(row[2] for row in rows):
-        return ""
-    return "\n" + table(["", *(f"accuracy after epoch {epoch + 1}" for epoch in range(MOST_EPOCHS))], rows)
-
-
 def formulas(settings, groups):
     rings = [group[0].metrics.bytes_per_step() for group in groups if group[0].run.contender.strategy == "ddp"]
     gradient, megabits = next(filter(None, rings), None), settings["megabits_per_second"]
@@ -160,7 +141,7 @@ def summary(settings, machine, folder, runs):
         text = f"""{settings["experiment"]}: {model}{count(settings["threads"], "thread")} per device; {machine}
 The number in a name is that of devices. Medians over the seeds, ± half of the range.
 
-{results(settings, groups)}{epochs(groups)}{formulas(settings, groups)}"""
+{results(settings, groups)}{formulas(settings, groups)}"""
     failures = [
         f"- failed: {run.name}: {folder.entries[run.name].get('why', '')}; {folder.of(run)}/output.txt says more\n"
         for run in runs

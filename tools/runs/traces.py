@@ -22,6 +22,10 @@ RING = re.compile(r"(.*\.json)\.rank\d+")
 Span = namedtuple("Span", "name number thread begin end bytes")  # microseconds; "step 7": its name is "step"
 
 
+def is_step(span):
+    return span.name == "step" and span.number
+
+
 def kind_of(span):
     return next((kind for start, kind in KINDS.items() if span.name.startswith(start)), None)
 
@@ -30,15 +34,13 @@ class Rank:
     """One rank, and what it did."""
 
     def __init__(self):
-        self.name, self.spans, self.counters = "", [], defaultdict(list)  # a counter: [(time, value)]
+        self.name, self.spans = "", []
 
     def add(self, event):
         kind, name, args = event.get("ph"), event.get("name", ""), event.get("args") or {}
         at, lasts = number(event.get("ts")), number(event.get("dur"))
         if kind == "M" and name == "process_name":
             self.name = args.get("name", "")
-        elif kind == "C" and None not in (at, number(args.get("value"))):
-            self.counters[name].append((at, args["value"]))
         elif kind == "X" and None not in (at, lasts):
             name, which = re.fullmatch(r"(.+?)(?: (\d+))?", name, re.DOTALL).groups() if name else ("", None)
             self.spans.append(Span(name, which, event.get("tid"), at, at + lasts, number(args.get("bytes"))))
@@ -46,14 +48,13 @@ class Rank:
     def facts(self, rank):
         """Means of a step. `ms`: what the thread of the loop did, by kind; `waits_for`: by the rank that had not
         come; `bytes`: of all threads; `busy`: the time of some steps without waiting."""
-        counters = {name: points(each) for name, each in self.counters.items()}
-        facts = {"rank": rank, "name": self.name, "steps": 0, "counters": counters}
-        numbered = [span for span in self.spans if span.name == "step" and span.number]
-        if not numbered:
+        facts = {"rank": rank, "name": self.name, "steps": 0}
+        first = next(filter(is_step, self.spans), None)
+        if first is None:
             return facts  # a server
-        spans = [span for span in self.spans if span.thread == numbered[0].thread]
+        spans = [span for span in self.spans if span.thread == first.thread]
         spans.sort(key=lambda span: (span.begin, -span.end))
-        steps = [span for span in spans if span.name == "step" and span.number]
+        steps = list(filter(is_step, spans))
         waits, moved = defaultdict(float), defaultdict(float)
         for span in spans:
             if span.name == "wait for rank":
@@ -61,49 +62,35 @@ class Rank:
         for span in self.spans:
             if span.bytes is not None and span.name != "send bucket":  # which are the bytes that machines then exchange
                 moved[span.name] += span.bytes / len(steps)
-        times = {kind: time / 1e3 / len(steps) for kind, time in time_by_kind(spans).items()}
-        facts |= {"steps": len(steps), "ms": times, "waits_for": waits, "bytes": moved}
-        return facts | {"busy": busy(steps, spans)}
+        times, busy = times_of(spans)
+        parts = chunks(list(zip(steps, busy)), MOST_POINTS)
+        points = {
+            "step": [int(part[-1][0].number) for part in parts],
+            "ms": [sum(time for _, time in part) / 1e3 / len(part) for part in parts],
+        }
+        times = {kind: time / 1e3 / len(steps) for kind, time in times.items()}
+        return facts | {"steps": len(steps), "ms": times, "waits_for": waits, "bytes": moved, "busy": points}
 
 
-def time_by_kind(spans):
-    """A span's time is its kind's, less that of the spans within it. Outer spans come first."""
-    times, open_spans = defaultdict(float), []
+def times_of(spans):
+    """Returns the time of each kind, and that of each step without waiting. A span's time is its kind's, less that of
+    the spans within it. Outer spans come first."""
+    times, busy, open_spans, end_of_step = defaultdict(float), [], [], 0
     for span in spans:
         while open_spans and open_spans[-1][0].end <= span.begin:
             open_spans.pop()
-        around = open_spans[-1][1] if open_spans else "other"
+        lasts, around = span.end - span.begin, open_spans[-1][1] if open_spans else "other"
         kind = kind_of(span) or around
         if open_spans:
-            times[around] -= span.end - span.begin
-        times[kind] += span.end - span.begin
+            times[around] -= lasts
+        times[kind] += lasts
+        if is_step(span):
+            busy.append(lasts)
+            end_of_step = span.end
+        elif kind == "waiting" and around != "waiting" and span.begin < end_of_step:
+            busy[-1] -= lasts
         open_spans.append((span, kind))
-    return times
-
-
-def busy(steps, spans):
-    """Waits lie one after the other within steps: one that lies within another is counted already."""
-    waits, until = [], 0
-    for span in spans:
-        if kind_of(span) == "waiting" and span.begin >= until:
-            waits.append(span)
-            until = span.end
-    result, at = {"step": [], "ms": []}, 0
-    for part in chunks(steps, MOST_POINTS):
-        time = sum(step.end - step.begin for step in part)
-        for step in part:
-            while at < len(waits) and waits[at].begin < step.end:
-                time -= waits[at].end - waits[at].begin if waits[at].begin >= step.begin else 0
-                at += 1
-        result["step"].append(int(part[-1].number))
-        result["ms"].append(time / 1e3 / len(part))
-    return result
-
-
-def points(counts):
-    """The greatest of each few, where there are many."""
-    most = [max(part, key=lambda count: count[1]) for part in chunks(sorted(counts), MOST_POINTS)]
-    return {"seconds": [time / 1e6 for time, _ in most], "value": [value for _, value in most]}
+    return times, busy
 
 
 def is_trace(path):

@@ -444,13 +444,9 @@ def _check_arguments_of_pytorch(module, given):
         "device_ids": (None, []) if device.index is None else (None, [], [device], [device.index]),
         "output_device": (None, device, device.index),
         "dim": (0,),
-        "init_sync": (True, False),  # the ranks' parameters are those of rank 0 in any case
-        "check_reduction": (True, False),
-        "skip_all_reduce_unused_params": (True, False),
-        "delay_all_reduce_named_params": (None,),
-        "param_to_hook_all_reduce": (None,),
-        "mixed_precision": (None,),
-        "device_mesh": (None,),
+        # With init_sync, too: the ranks' parameters are those of rank 0 in any case.
+        **dict.fromkeys(("init_sync", "check_reduction", "skip_all_reduce_unused_params"), (True, False)),
+        **dict.fromkeys(("delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision", "device_mesh"), (None,)),
     }
     for name, value in given.items():
         if name not in accepted:
