@@ -282,7 +282,7 @@ def look_at_runs(screen):
     assert screen.background() == "rgb(13, 17, 23)"
     screen.open("runs.html", 1200, "dark", "print")
     assert screen.background() == "rgb(255, 255, 255)"
-    assert screen.ask("LIGHT.includes(charts[0].data.datasets[0].borderColor)"), "a printed curve has colours for the dark"
+    assert screen.ask("LIGHT.sets.includes(charts[0].data.datasets[0].borderColor)"), "a printed curve has colours for the dark"
     assert len(screen.driver.execute_cdp_cmd("Page.printToPDF", {})["data"]) > 10000
     screen.open("runs.html", 360, "dark")
     screen.open("runs.html", 360, "light")

@@ -70,7 +70,7 @@ class Folder:
 
     def missing(self, run):
         return {
-            **{key: getattr(run, key) for key in ("name", "number", "group", "devices", "seed")},
+            **{key: getattr(run, key) for key in ("name", "number", "devices", "seed")},
             "folder": f"runs/{run.name}",
             "contender": run.case,
             "strategy": run.contender.strategy,

@@ -5,8 +5,9 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const page = document.getElementById("page");
 const dark = matchMedia("screen and (prefers-color-scheme: dark)");
-const LIGHT = ["#0550ae", "#bc4c00", "#1a7f37", "#8250df", "#bf3989", "#0a7c86", "#7d6608", "#57606a"];
-const DARK = ["#58a6ff", "#f0883e", "#56d364", "#bc8cff", "#ff7bc0", "#4dd4d9", "#e3c341", "#a8b1bb"];
+// Text and lines have the colours of page.css.
+const LIGHT = { text: "#1f2328", line: "#d1d9e0", sets: ["#0550ae", "#bc4c00", "#1a7f37", "#8250df", "#bf3989", "#0a7c86", "#7d6608", "#57606a"] };
+const DARK = { text: "#e6edf3", line: "#3d444d", sets: ["#58a6ff", "#f0883e", "#56d364", "#bc8cff", "#ff7bc0", "#4dd4d9", "#e3c341", "#a8b1bb"] };
 const PHASES = ["forward", "backward", "exchange", "waiting", "update", "data", "checkpoint", "validation", "other"];
 let printing = false;
 const charts = [];
@@ -63,19 +64,18 @@ function rows(parent, heads, cells, classes) {
 
 // ---- Charts
 
-const colour = i => (dark.matches && !printing ? DARK : LIGHT)[i % LIGHT.length];
-const variable = name => printing && dark.matches ? { "--text": "#1f2328", "--line": "#d1d9e0" }[name]
-  : getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const palette = () => dark.matches && !printing ? DARK : LIGHT;
 
 function paint(chart) {
+  const { text, line, sets } = palette();
   for (const axis of Object.values(chart.options.scales)) {
-    axis.ticks.color = axis.title.color = variable("--text");
-    axis.grid.color = variable("--line");
+    axis.ticks.color = axis.title.color = text;
+    axis.grid.color = line;
   }
-  chart.options.plugins.legend.labels.color = variable("--text");
+  chart.options.plugins.legend.labels.color = text;
   for (const set of chart.data.datasets) {
-    set.borderColor = colour(set.hue);
-    set.backgroundColor = set.band ? colour(set.hue) + "30" : colour(set.hue);
+    set.borderColor = sets[set.hue % sets.length];
+    set.backgroundColor = set.borderColor + (set.band ? "30" : "");
   }
 }
 
@@ -97,7 +97,7 @@ Chart.register({
   afterDatasetsDraw(chart) {
     const context = chart.ctx;
     context.save();
-    context.strokeStyle = context.fillStyle = variable("--text");
+    context.strokeStyle = context.fillStyle = palette().text;
     context.textBaseline = "middle";
     chart.data.datasets.forEach((set, i) => chart.getDatasetMeta(i).data.forEach((point, at) => {
       if (!chart.isDatasetVisible(i)) return;
@@ -169,7 +169,7 @@ const settings = run => run.start?.settings || {};
 const fact = (run, key) => run.run?.[key] ?? settings(run)[key] ?? run.case?.[key];
 const stepping = run => (run.trace?.ranks || []).filter(rank => rank.steps > 0);
 const finite = values => (values || []).filter(given);
-const caseOf = run => run.case ? [run.case.contender || run.case.strategy, ...Object.entries(run.case.varied || {}).map(([key, value]) => `${key} ${value}`)].join(", ") : run.name;
+const caseOf = run => run.case ? [run.case.contender, ...Object.entries(run.case.varied || {}).map(([key, value]) => `${key} ${value}`)].join(", ") : run.name;
 const cases = [...new Set(data.runs.map(caseOf))];
 const hueOf = run => cases.indexOf(caseOf(run));
 
@@ -255,14 +255,14 @@ function table() {
 
 // Returns what tells the runs of a comparison apart: [contender, numbers of devices and values of options].
 function factsOf(run) {
-  const facts = { contender: run.case.contender || run.case.strategy, devices: run.case.devices, ...run.case.varied };
+  const facts = { contender: run.case.contender, devices: run.case.devices, ...run.case.varied };
   return Object.fromEntries(Object.entries(facts).map(([key, value]) => [key, plain(value)]));
 }
 
 // A series has what its runs have in common, but for what all runs have; x is what they are drawn against. A run without that,
 // such as `single` beside numbers of stages, has its contender there. "devices" is told only of a contender with several.
 function grouped(runs) {
-  const across = data.comparison.across || "devices";
+  const { across } = data.comparison;
   const facts = runs.map(factsOf);
   const values = (key, some = facts) => new Set(some.map(each => each[key]).filter(given));
   const several = contender => values("devices", facts.filter(each => each.contender === contender)).size > 1;
@@ -293,15 +293,14 @@ function comparison() {
   const runs = data.runs.filter(run => run.case?.state === "finished");
   if (!runs.length) return;
   const groups = grouped(runs);
-  const made = grid(section("Comparison", "Means over the repeats that finished; error bars: one standard deviation to each side."));
+  const made = grid(section("Comparison", "Means over the repeats that finished; error bars: from the smallest to the largest."));
   for (const result of [...RESULTS, ...(groups.across === "devices" ? [speedUp(runs, groups)] : [])]) {
     const shown = runs.filter(run => given(result.of(run)));
     if (!shown.length) continue;
     const labels = groups.labels.filter(label => shown.some(run => groups.x(run) === label));
-    const deviation = list => Math.sqrt(sum(list.map(value => (value - mean(list)) ** 2)) / (list.length - 1));
     const sets = groups.names.map((label, hue) => {
       const values = labels.map(x => finite(runs.filter(run => groups.series(run) === label && groups.x(run) === x).map(result.of)));
-      const errors = values.map(list => list.length > 1 ? [-1, 1].map(side => mean(list) + side * deviation(list)) : null);
+      const errors = values.map(list => list.length > 1 ? [Math.min(...list), Math.max(...list)] : null);
       return { label, hue, data: values.map(mean), skipNull: true, errors };
     }).filter(set => set.data.some(given));
     const x = axis(groups.across === "contender" ? "strategy" : groups.across.replaceAll("_", " "));

@@ -371,8 +371,7 @@ void bind_replica(py::module_& module) {
       .def("leave_forward", &Replica::leave_forward)
       .def("watch", &Replica::watch)
       .def("set_samples", &Replica::set_samples)
-      .def(
-          "mean_gradients", [](Replica& replica) { replica.mean_gradients(); }, Release())
+      .def("mean_gradients", &Replica::mean_gradients, Release())
       .def("skip_batch", &Replica::skip_batch, Release(), py::arg("joined"))
       .def_property("no_sync", &Replica::no_sync, &Replica::set_no_sync)
       .def_property_readonly("accumulates", &Replica::accumulates)
