@@ -124,9 +124,11 @@ def resumed_metrics(folder):
 
 
 def long_metrics(folder):
-    found, _ = report(folder, write(folder / "long.jsonl", start(), *(step(n, n % 2) for n in range(1200)), step(1200, None), end()))
+    found, _ = report(folder, write(folder / "long.jsonl", start(), *(step(n, n % 2) for n in range(1200)), step(1200, None), end(stage_0_bytes=1e6)))
     steps = found["runs"][0]["steps"]
-    assert found["runs"][0]["speed"] == {"p50_ms": 500, "p95_ms": 500, "samples_per_second": 32}, found["runs"][0]["speed"]
+    results = found["runs"][0]["results"]
+    assert [results[name] for name in ("step, median", "step, 95th percentile", "samples/s")] == [0.5, 0.5, 32], results
+    assert results["bytes moved"] is None, "the memory of a stage is taken for bytes that were moved"
     assert len(steps["step"]) == 401 and steps["step"][0] == 2 and steps["samples"][-1] == 1201 * 16, steps["step"]
     assert (steps["low"][0], steps["high"][0]) == (0, 1) and steps["loss"][-1] is None
 

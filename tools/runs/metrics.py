@@ -82,16 +82,9 @@ class Metrics:
         if not self.start:
             yield "no command, machine and settings: an older lockstep has written it"
 
-    # ---- Speed: steps after the warm-up, at least one
-
     def timed(self):
+        """Steps after the warm-up, at least one."""
         return self.steps[min(WARM_UP, len(self.steps) - 1) :] if self.steps else []
-
-    def seconds_per_step(self):
-        return median(step["seconds"] for step in self.timed()) if self.steps else None
-
-    def samples_per_second(self):
-        return quotient(summed(self.timed(), "samples"), summed(self.timed(), "seconds"))
 
     # ---- Points to draw. Where a point ends counts from the start of the run
 
@@ -117,17 +110,10 @@ class Metrics:
             rows.append((last, summed(before, "samples"), summed(before, "seconds"), *values))
         return table(("step", "samples", "seconds", *EPOCH[:-1], "epoch_seconds"), rows)
 
-    def speed(self):
-        times = sorted(step["seconds"] * 1e3 for step in self.timed())
-        if not times:
-            return {}
-        rate = self.samples_per_second()
-        return {"p50_ms": median(times), "p95_ms": times[len(times) * 95 // 100], "samples_per_second": rate}
-
     def drawn(self):
         """Returns what the page of `lockstep report` gets."""
-        found = {"start": self.start, "run": self.end, "steps": self.step_points(), "speed": self.speed()}
-        return found | {"epochs": self.epoch_points(), "confusion": self.confusion()}
+        found = {"start": self.start, "run": self.end, "steps": self.step_points(), "epochs": self.epoch_points()}
+        return found | {"confusion": self.confusion()}
 
     def confusion(self):
         """Of the last validation: counts by class and by what it was taken for; and the names of the classes, if they have any."""
@@ -138,21 +124,49 @@ class Metrics:
         names = self.start.get("classes") or []
         return {"counts": counts, "classes": names if len(names) == size else [str(i) for i in range(size)]}
 
-    # ---- The tables of `lockstep compare`
+    # ---- What a run has shown: a value each, for the page and the tables of `lockstep compare`
+
+    def results(self, case):
+        """By names; None: not known. case: what comparison.json says of the run, or {}."""
+        times = sorted(step["seconds"] for step in self.timed())
+        epochs, accuracies = self.of_epochs("seconds"), self.of_epochs("val_accuracy")
+        ranks = self.end.get("each_rank")
+        moved = self.bytes_moved()
+        return {
+            "training time": summed(self.steps, "seconds") if times else None,
+            "time per epoch": median(epochs) if epochs else None,
+            "samples/s": quotient(summed(self.timed(), "samples"), sum(times)),
+            "step, median": median(times) if times else None,
+            "step, 95th percentile": times[len(times) * 95 // 100] if times else None,
+            "training loss": self.loss(),
+            "val. accuracy": accuracies[-1] if accuracies else None,
+            "best val. accuracy": max(accuracies, default=None),
+            "bytes moved": moved,
+            "bytes moved in a step": quotient(moved, len(self.steps)),
+            "busiest link, per step": max(case.get("busiest_link_bytes_per_step", {}).values(), default=None),
+            "memory": case.get("peak_memory_bytes", sum(rank.get("pss_bytes", 0) for rank in ranks) if ranks else None),
+            "waiting": self.waiting(),
+            "mean delay": self.total("mean_delay"),
+            "largest delay": self.total("max_delay"),
+            "bubble": self.total("bubble"),
+            "bubble by the formula": self.total("ideal_bubble"),
+        }
 
     def total(self, name):
         return number(self.end.get(name))
+
+    def of_epochs(self, name):
+        return [event[name] for _, event in self.epochs if number(event.get(name)) is not None]
 
     def loss(self):
         """The mean of the last tenth of the steps."""
         losses = [step.get("loss") for step in self.steps[-len(self.steps) // 10 :]]
         return sum(losses) / len(losses) if losses and None not in losses else None
 
-    def bytes_per_step(self):
+    def bytes_moved(self):
         """Exchanged, or pushed and pulled; None: the strategy counts none."""
         exchanged, pushed = self.total("exchanged_bytes"), self.total("pushed_bytes")
-        moved = exchanged if exchanged is not None or pushed is None else pushed + (self.total("pulled_bytes") or 0)
-        return quotient(moved, len(self.steps))
+        return exchanged if exchanged is not None or pushed is None else pushed + (self.total("pulled_bytes") or 0)
 
     def waiting(self):
         """The share of time in which rank 0 waits for others or for data; of no pipeline. Rank 0 of servers is a

@@ -173,43 +173,15 @@ const caseOf = run => run.case ? [run.case.contender, ...Object.entries(run.case
 const cases = [...new Set(data.runs.map(caseOf))];
 const hueOf = run => cases.indexOf(caseOf(run));
 
-function moved(run) {
-  const names = Object.keys(run.run || {}).filter(key => /^(exchanged|pushed|pulled|stage_\d+)_bytes$/.test(key));
-  return names.length ? sum(names.map(key => run.run[key])) : null;
-}
-function memory(run) {
-  if (given(run.case?.peak_memory_bytes)) return run.case.peak_memory_bytes;
-  return run.run?.each_rank ? sum(run.run.each_rank.map(rank => rank.pss_bytes)) : null;
-}
-function busiestLink(run) {
-  const link = run.case?.busiest_link_bytes_per_step;
-  return link ? Math.max(link.sent, link.received) : null;
-}
-const rate = run => run.speed?.samples_per_second;
-function waiting(run) {
-  const times = stepping(run).map(rank => rank.ms.waiting || 0);
-  return times.length ? mean(times) / 1e3 : null;
-}
+const rate = run => run.results["samples/s"];
 
-// Name, value of a run, how it is written, whether runs are compared by their ratio.
+// Name of a result, how it is written, whether runs are compared by their ratio.
 const RESULTS = [
-  ["training time", run => last(finite(run.steps?.seconds)), duration, true],
-  ["time per epoch", run => mean(finite(run.epochs?.epoch_seconds)), duration, true],
-  ["samples/s", rate, number, true],
-  ["step, median", run => run.speed?.p50_ms / 1e3 || null, duration, true],
-  ["step, 95th percentile", run => run.speed?.p95_ms / 1e3 || null, duration, true],
-  ["training loss", run => last(finite(run.epochs?.train_loss)) ?? last(finite(run.steps?.loss)), number],
-  ["best val. accuracy", run => finite(run.epochs?.val_accuracy).length ? Math.max(...finite(run.epochs.val_accuracy)) : null, percent],
-  ["bytes moved", moved, bytes, true],
-  ["bytes moved in a step", run => given(moved(run)) && run.run.steps ? moved(run) / run.run.steps : null, bytes, true],
-  ["busiest link, per step", busiestLink, bytes, true],
-  ["memory", memory, bytes, true],
-  ["waiting in a step", waiting, duration],
-  ["mean delay", run => run.run?.mean_delay, number],
-  ["largest delay", run => run.run?.max_delay, number],
-  ["bubble", run => run.run?.bubble, percent],
-  ["bubble by the formula", run => run.run?.ideal_bubble, percent],
-].map(([name, of, format, ratio]) => ({ name, of, format, ratio }));
+  ["training time", duration, true], ["time per epoch", duration, true], ["samples/s", number, true], ["step, median", duration, true],
+  ["step, 95th percentile", duration, true], ["training loss", number], ["best val. accuracy", percent], ["bytes moved", bytes, true],
+  ["bytes moved in a step", bytes, true], ["busiest link, per step", bytes, true], ["memory", bytes, true], ["waiting in a step", duration],
+  ["mean delay", number], ["largest delay", number], ["bubble", percent], ["bubble by the formula", percent],
+].map(([name, format, ratio]) => ({ name, format, ratio, of: run => run.results[name] }));
 
 // ---- Sections
 
@@ -227,7 +199,7 @@ function differingSettings() {
 function header() {
   const many = data.runs.length;
   const title = data.comparison ? `Comparison: ${data.comparison.experiment}` : many === 1 ? data.runs[0].name : many ? `${many} runs` : "Benchmarks";
-  document.title = `${title}: lockstep report`;
+  document.title = `${title} – lockstep report`;
   element(page, "h1", title);
   const partial = data.runs.filter(run => run.partial.length).length;
   if (partial) element(page, "p", `${many === 1 ? "This run is" : `${partial} of ${many} runs are`} partial: the table says what is missing.`, "warning");
@@ -253,36 +225,28 @@ function table() {
 
 // ---- A comparison: repeats of a case become a mean with an error bar
 
-// Returns what tells the runs of a comparison apart: [contender, numbers of devices and values of options].
-function factsOf(run) {
-  const facts = { contender: run.case.contender, devices: run.case.devices, ...run.case.varied };
-  return Object.fromEntries(Object.entries(facts).map(([key, value]) => [key, plain(value)]));
-}
-
-// A series has what its runs have in common, but for what all runs have; x is what they are drawn against. A run without that,
-// such as `single` beside numbers of stages, has its contender there. "devices" is told only of a contender with several.
-function grouped(runs) {
+// Gives each run its series and x. A series has what its runs have in common, but for what all runs have; x is what they are
+// drawn against. A run without that, such as `single` beside numbers of stages, has its contender there. "devices" is told only
+// of a contender with several.
+function group(runs) {
   const { across } = data.comparison;
-  const facts = runs.map(factsOf);
+  const facts = runs.map(({ case: { contender, devices, varied } }) => ({ contender, devices, ...varied }));
   const values = (key, some = facts) => new Set(some.map(each => each[key]).filter(given));
   const several = contender => values("devices", facts.filter(each => each.contender === contender)).size > 1;
   const tells = (each, key) => key !== across && (key === "devices" ? several(each.contender) : values(key).size > 1);
   const words = (key, value) => key === "contender" ? value : key === "devices" ? `${value} devices` : `${key.replaceAll("_", " ")} ${value}`;
-  const x = run => factsOf(run)[across] ?? factsOf(run).contender;
-  const series = run => {
-    const each = factsOf(run);
-    return Object.keys(each).filter(key => tells(each, key)).map(key => words(key, each[key])).join(", ") || each.contender;
-  };
-  const labels = [...new Set(runs.map(x))];
-  if (!labels.some(isNaN)) labels.sort((a, b) => a - b);
-  return { across, x, series, labels, names: [...new Set(runs.map(series))] };
+  runs.forEach((run, i) => {
+    const each = facts[i];
+    run.x = String(each[across] ?? each.contender);
+    run.series = Object.keys(each).filter(key => tells(each, key)).map(key => words(key, each[key])).join(", ") || each.contender;
+  });
 }
 
-function speedUp(runs, groups) {
+function speedUp(runs) {
   const meanOf = isMeant => mean(finite(runs.filter(isMeant).map(rate)));
   const single = meanOf(run => run.case.strategy === "single");
   return { name: "speed-up over one device", format: number, of: run => {
-    const base = meanOf(other => other.case.devices === 1 && groups.series(other) === groups.series(run)) ?? single;
+    const base = meanOf(other => other.case.devices === 1 && other.series === run.series) ?? single;
     return given(base) && given(rate(run)) ? rate(run) / base : null;
   } };
 }
@@ -292,18 +256,22 @@ const inLines = label => label.length > 8 ? label.split(/[-_]/) : label;
 function comparison() {
   const runs = data.runs.filter(run => run.case?.state === "finished");
   if (!runs.length) return;
-  const groups = grouped(runs);
+  group(runs);
+  const { across } = data.comparison;
+  const all = [...new Set(runs.map(run => run.x))];
+  if (!all.some(isNaN)) all.sort((a, b) => a - b);
+  const names = [...new Set(runs.map(run => run.series))];
   const made = grid(section("Comparison", "Means over the repeats that finished; error bars: from the smallest to the largest."));
-  for (const result of [...RESULTS, ...(groups.across === "devices" ? [speedUp(runs, groups)] : [])]) {
+  for (const result of [...RESULTS, ...(across === "devices" ? [speedUp(runs)] : [])]) {
     const shown = runs.filter(run => given(result.of(run)));
     if (!shown.length) continue;
-    const labels = groups.labels.filter(label => shown.some(run => groups.x(run) === label));
-    const sets = groups.names.map((label, hue) => {
-      const values = labels.map(x => finite(runs.filter(run => groups.series(run) === label && groups.x(run) === x).map(result.of)));
+    const labels = all.filter(label => shown.some(run => run.x === label));
+    const sets = names.map((label, hue) => {
+      const values = labels.map(x => finite(runs.filter(run => run.series === label && run.x === x).map(result.of)));
       const errors = values.map(list => list.length > 1 ? [Math.min(...list), Math.max(...list)] : null);
       return { label, hue, data: values.map(mean), skipNull: true, errors };
     }).filter(set => set.data.some(given));
-    const x = axis(groups.across === "contender" ? "strategy" : groups.across.replaceAll("_", " "));
+    const x = axis(across === "contender" ? "strategy" : across.replaceAll("_", " "));
     x.ticks.autoSkip = labels.length > 20;
     chart(made, result.name, "bar", sets, x, axis("", result.format, { grace: "10%", beginAtZero: true }), { labels: labels.map(inLines), format: result.format, legend: true });
   }

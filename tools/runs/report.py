@@ -2,15 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """lockstep report: makes one HTML file about one or several runs, or about a comparison.
 
-The page gets {"runs": [{"name", "partial": what is missing, what Metrics.drawn() returns, "trace": what read_trace()
-returns, "case": what comparison.json says of it}], "comparison": comparison.json without its runs, "benchmarks":
-files of lockstep bench step, "warnings": of runs that can't be compared}.
+The page gets {"runs": [{"name", "partial": what is missing, what Metrics.drawn() returns, "results": what
+Metrics.results() returns, "trace": what read_trace() returns, "case": what comparison.json says of it}], "comparison":
+comparison.json without its runs, "benchmarks": files of lockstep bench step, "warnings": of runs that can't be compared}.
 """
 
 import argparse
 import json
 import sys
 from pathlib import Path
+from statistics import mean
 
 from common import DataError, Error, UsageError, count, human_bytes, number, parse, read, require_format, run, write
 from metrics import Metrics
@@ -23,26 +24,29 @@ COMPARISON_FORMAT = 1
 # ---- One run
 
 
-def read_run(name, metrics=None, trace=None):
-    found = {"name": name, "partial": []}
+def read_run(name, metrics=None, trace=None, case=None):
+    found = {"name": name, "partial": [], "results": {}}
     if metrics:
         events = Metrics(metrics)
         events.require_events()
         found |= events.drawn() | {"partial": list(events.missing()), "events": events}
+        found["results"] = events.results(case or {})
     if trace:
         found["trace"] = read_trace(trace)
         found["partial"] += found["trace"]["partial"]
+        if waits := [rank["ms"].get("waiting", 0) / 1e3 for rank in found["trace"]["ranks"] if rank["steps"]]:
+            found["results"]["waiting in a step"] = mean(waits)
     return found
 
 
-def read_folder(folder, name):
+def read_folder(folder, name, case=None):
     metrics, trace = folder / "metrics.jsonl", folder / "trace.json"
     if not metrics.exists():
         raise UsageError(
             f"{folder} has neither metrics.jsonl nor comparison.json",
             next="name the metrics file, or a folder that `lockstep compare` has written",
         )
-    return read_run(name, metrics, trace if trace.exists() else None)
+    return read_run(name, metrics, trace if trace.exists() else None, case)
 
 
 def read_word(word):
@@ -87,10 +91,10 @@ def read_case(folder, about):
     """One of the runs; what there is of it."""
     state, name = about.get("state", "unknown"), about.get("name", "")
     try:
-        found = read_folder(folder / about.get("folder", ""), name)
+        found = read_folder(folder / about.get("folder", ""), name, about)
     except (Error, OSError) as error:
         why = str(getattr(error, "what", error)) if state == "finished" else "there is nothing of it"
-        found = {"name": name, "partial": [why]}
+        found = {"name": name, "partial": [why], "results": {}}
     if state != "finished":
         found["partial"].append(": ".join(filter(None, ["state", state, about.get("why")])))
     return found | {"case": about}

@@ -3,6 +3,7 @@
 median and the spread of its finished runs."""
 
 import os
+from collections import namedtuple
 from itertools import groupby
 from statistics import median
 
@@ -10,45 +11,27 @@ from common import count
 from metrics import metrics_in
 
 
-class Result:
-    """One finished run, and what it has shown."""
+Result = namedtuple("Result", "run values")  # of a finished run: what Metrics.results() returns
 
-    def __init__(self, run, entry, folder):
-        self.run, self.entry, self.metrics = run, entry, metrics_in(folder)
-        self.epochs = [event for _, event in self.metrics.epochs]
-
-    def link_bytes(self):
-        """Bytes of a step, of the busiest link in its busier direction."""
-        return max(self.entry.get("busiest_link_bytes_per_step", {}).values(), default=None)
-
-    def epoch_seconds(self):
-        return median(event["seconds"] for event in self.epochs) if self.epochs else None
-
-    def accuracy(self):
-        """None: no epoch has ended, or there are no validation data."""
-        return self.epochs[-1].get("val_accuracy") if self.epochs else None
-
-
-COLUMNS = [  # head, value, unit, digits
-    ("samples/s", lambda result: result.metrics.samples_per_second(), 1, 0),
-    ("step ms", lambda result: result.metrics.seconds_per_step(), 1e3, 1),
-    ("epoch s", Result.epoch_seconds, 1, 2),
-    ("accuracy", Result.accuracy, 1, 3),
-    ("loss", lambda result: result.metrics.loss(), 1, 3),
-    ("MB/step", lambda result: result.metrics.bytes_per_step(), 1e-6, 2),
-    ("link MB/step", Result.link_bytes, 1e-6, 2),
-    ("memory MiB", lambda result: result.entry["peak_memory_bytes"], 1 / 2**20, 0),
-    ("waiting %", lambda result: result.metrics.waiting(), 100, 0),
-    ("bubble %", lambda result: result.metrics.total("bubble"), 100, 0),
-    ("formula %", lambda result: result.metrics.total("ideal_bubble"), 100, 0),
-    ("delay", lambda result: result.metrics.total("mean_delay"), 1, 2),
-    ("max delay", lambda result: result.metrics.total("max_delay"), 1, 0),
+COLUMNS = [  # head, name of the value, unit, digits
+    ("samples/s", "samples/s", 1, 0),
+    ("step ms", "step, median", 1e3, 1),
+    ("epoch s", "time per epoch", 1, 2),
+    ("accuracy", "val. accuracy", 1, 3),
+    ("loss", "training loss", 1, 3),
+    ("MB/step", "bytes moved in a step", 1e-6, 2),
+    ("link MB/step", "busiest link, per step", 1e-6, 2),
+    ("memory MiB", "memory", 1 / 2**20, 0),
+    ("waiting %", "waiting", 100, 0),
+    ("bubble %", "bubble", 100, 0),
+    ("formula %", "bubble by the formula", 100, 0),
+    ("delay", "mean delay", 1, 2),
+    ("max delay", "largest delay", 1, 0),
 ]
-(_, speed, *_), (_, step_seconds, *_), *_ = COLUMNS
 
 
-def values_of(group, value):
-    return [found for found in map(value, group or []) if found is not None]
+def values_of(group, name):
+    return [result.values[name] for result in group or [] if result.values[name] is not None]
 
 
 def cell(values, unit, digits):
@@ -77,14 +60,14 @@ def one_device(groups, group):
 
 def speed_up(groups, group):
     """Each repeat beside the median of the repeats on one device."""
-    alone = values_of(one_device(groups, group), speed)
-    return cell(values_of(group, speed), 1 / median(alone), 2) if alone else ""
+    alone = values_of(one_device(groups, group), "samples/s")
+    return cell(values_of(group, "samples/s"), 1 / median(alone), 2) if alone else ""
 
 
 def ideal_step(settings, groups, group):
     """Milliseconds of a step of p stages that share what `single` does evenly and wait for the bubble of the
     formula; no less than the cores that there are take for all of it."""
-    bubble, alone = group[0].metrics.total("ideal_bubble"), values_of(one_device(groups, group), step_seconds)
+    bubble, alone = group[0].values["bubble by the formula"], values_of(one_device(groups, group), "step, median")
     if bubble is None or not alone:
         return ""
     at_once = max(1, len(os.sched_getaffinity(0)) / settings["threads"])
@@ -104,14 +87,14 @@ def table(heads, rows):
 def results(settings, groups):
     rows = []
     for group in groups:
-        cells = [cell(values_of(group, value), unit, digits) for _, value, unit, digits in COLUMNS]
+        cells = [cell(values_of(group, name), unit, digits) for _, name, unit, digits in COLUMNS]
         compared = [speed_up(groups, group), ideal_step(settings, groups, group)]
         rows.append([group[0].run.group, str(len(group)), *compared, *cells])
     return table(["", "runs", "speed-up", "ideal step ms", *(head for head, *_ in COLUMNS)], rows)
 
 
 def formulas(settings, groups):
-    rings = [group[0].metrics.bytes_per_step() for group in groups if group[0].run.contender.strategy == "ddp"]
+    rings = [group[0].values["bytes moved in a step"] for group in groups if group[0].run.contender.strategy == "ddp"]
     gradient, megabits = next(filter(None, rings), None), settings["megabits_per_second"]
     if not megabits or not gradient:
         return ""
@@ -120,8 +103,8 @@ def formulas(settings, groups):
         run, contender = group[0].run, group[0].run.contender
         if contender.busiest:
             megabytes = gradient * contender.busiest(run.devices, contender.servers) / 1e6
-            measured = cell(values_of(group, Result.link_bytes), 1e-6, 2)
-            step, limit = cell(values_of(group, step_seconds), 1e3, 1), f"{megabytes / megabits * 8e3:.1f}"
+            measured = cell(values_of(group, "busiest link, per step"), 1e-6, 2)
+            step, limit = cell(values_of(group, "step, median"), 1e3, 1), f"{megabytes / megabits * 8e3:.1f}"
             rows.append([run.group, measured, f"{megabytes:.2f}", contender.formula, step, limit])
     heads = ["", "busiest link, MB/step", "formula MB", "formula", "step ms", "limit ms"]
     return f"""
@@ -133,7 +116,8 @@ bytes at the link's rate, both directions at once.
 
 def summary(settings, machine, folder, runs):
     """`runs` in the order of the lines."""
-    done = [Result(run, folder.entries[run.name], folder.of(run)) for run in runs if folder.state(run) == "finished"]
+    finished = [run for run in runs if folder.state(run) == "finished"]
+    done = [Result(run, metrics_in(folder.of(run)).results(folder.entries[run.name])) for run in finished]
     groups = [list(group) for _, group in groupby(done, key=lambda result: result.run.group)]
     text = ""
     if groups:
