@@ -173,14 +173,12 @@ const caseOf = run => run.case ? [run.case.contender, ...Object.entries(run.case
 const cases = [...new Set(data.runs.map(caseOf))];
 const hueOf = run => cases.indexOf(caseOf(run));
 
-const rate = run => run.results["samples/s"];
-
 // Name of a result, how it is written, whether runs are compared by their ratio.
 const RESULTS = [
   ["training time", duration, true], ["time per epoch", duration, true], ["samples/s", number, true], ["step, median", duration, true],
   ["step, 95th percentile", duration, true], ["training loss", number], ["best val. accuracy", percent], ["bytes moved", bytes, true],
   ["bytes moved in a step", bytes, true], ["busiest link, per step", bytes, true], ["memory", bytes, true], ["waiting in a step", duration],
-  ["mean delay", number], ["largest delay", number], ["bubble", percent], ["bubble by the formula", percent],
+  ["mean delay", number], ["largest delay", number], ["bubble", percent], ["bubble by the formula", percent], ["speed-up over one device", number],
 ].map(([name, format, ratio]) => ({ name, format, ratio, of: run => run.results[name] }));
 
 // ---- Sections
@@ -242,15 +240,6 @@ function group(runs) {
   });
 }
 
-function speedUp(runs) {
-  const meanOf = isMeant => mean(finite(runs.filter(isMeant).map(rate)));
-  const single = meanOf(run => run.case.strategy === "single");
-  return { name: "speed-up over one device", format: number, of: run => {
-    const base = meanOf(other => other.case.devices === 1 && other.series === run.series) ?? single;
-    return given(base) && given(rate(run)) ? rate(run) / base : null;
-  } };
-}
-
 const inLines = label => label.length > 8 ? label.split(/[-_]/) : label;
 
 function comparison() {
@@ -262,7 +251,7 @@ function comparison() {
   if (!all.some(isNaN)) all.sort((a, b) => a - b);
   const names = [...new Set(runs.map(run => run.series))];
   const made = grid(section("Comparison", "Means over the repeats that finished; error bars: from the smallest to the largest."));
-  for (const result of [...RESULTS, ...(across === "devices" ? [speedUp(runs)] : [])]) {
+  for (const result of RESULTS) {
     const shown = runs.filter(run => given(result.of(run)));
     if (!shown.length) continue;
     const labels = all.filter(label => shown.some(run => run.x === label));

@@ -3,8 +3,9 @@
 """lockstep report: makes one HTML file about one or several runs, or about a comparison.
 
 The page gets {"runs": [{"name", "partial": what is missing, what Metrics.drawn() returns, "results": what
-Metrics.results() returns, "trace": what read_trace() returns, "case": what comparison.json says of it}], "comparison":
-comparison.json without its runs, "benchmarks": files of lockstep bench step, "warnings": of runs that can't be compared}.
+Metrics.results() returns, "trace": what read_trace() returns, "case": what comparison.json says of it}],
+"comparison": comparison.json without its runs, "benchmarks": files of lockstep bench step, "warnings": of runs that
+can't be compared}.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from statistics import mean
 
 from common import DataError, Error, UsageError, count, human_bytes, number, parse, read, require_format, run, write
 from metrics import Metrics
+from summary import add_speed_ups
 from traces import is_trace, read_trace
 
 HERE = Path(__file__).resolve().parent
@@ -84,7 +86,9 @@ def read_comparison(file):
         )
     require_format(found["lockstep_comparison"], COMPARISON_FORMAT, file)
     runs = sorted(found.pop("runs"), key=lambda about: about.get("number", 0))  # as in the tables, not as made
-    return found, [read_case(file.parent, about) for about in runs]
+    runs = [read_case(file.parent, about) for about in runs]
+    add_speed_ups([run for run in runs if run["case"].get("state") == "finished"])
+    return found, runs
 
 
 def read_case(folder, about):

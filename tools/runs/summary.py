@@ -3,17 +3,14 @@
 median and the spread of its finished runs."""
 
 import os
-from collections import namedtuple
 from itertools import groupby
 from statistics import median
 
-from common import count
+from common import count, quotient
 from metrics import metrics_in
 
-
-Result = namedtuple("Result", "run values")  # of a finished run: what Metrics.results() returns
-
-COLUMNS = [  # head, name of the value, unit, digits
+COLUMNS = [  # head, name of the result, unit, digits
+    ("speed-up", "speed-up over one device", 1, 2),
     ("samples/s", "samples/s", 1, 0),
     ("step ms", "step, median", 1e3, 1),
     ("epoch s", "time per epoch", 1, 2),
@@ -31,7 +28,7 @@ COLUMNS = [  # head, name of the value, unit, digits
 
 
 def values_of(group, name):
-    return [result.values[name] for result in group or [] if result.values[name] is not None]
+    return [run["results"][name] for run in group if run["results"][name] is not None]
 
 
 def cell(values, unit, digits):
@@ -42,36 +39,36 @@ def cell(values, unit, digits):
     return f"{median(values) * unit:.{digits}f}{spread}"
 
 
-def one_device(groups, group):
-    """Finds what a group is compared with: `single` with the same model and batch; without it, its own contender on one
-    device. None: nothing."""
-    run, found = group[0].run, None
-    for other in groups:
-        candidate = other[0].run
-        same = all(candidate.varied.get(key) == run.varied.get(key) for key in ("model", "batch-size"))
-        if candidate.devices != 1 or not same:
-            continue
-        if candidate.case == "single":
-            return other
-        if (candidate.case, candidate.varied) == (run.case, run.varied):
-            found = other
-    return found
+def on_one_device(runs, run, name):
+    """This result of `single` with the same model and batch; without it, of the run's own contender on one device."""
+    case = run["case"]
+    alone = [
+        other
+        for other in runs
+        if other["case"]["devices"] == 1
+        and other["results"].get(name) is not None
+        and all(other["case"]["varied"].get(key) == case["varied"].get(key) for key in ("model", "batch_size"))
+    ]
+    of_single = [other for other in alone if other["case"]["contender"] == "single"]
+    own = [other for other in alone if all(other["case"][key] == case[key] for key in ("contender", "varied"))]
+    return [other["results"][name] for other in of_single or own]
 
 
-def speed_up(groups, group):
-    """Each repeat beside the median of the repeats on one device."""
-    alone = values_of(one_device(groups, group), "samples/s")
-    return cell(values_of(group, "samples/s"), 1 / median(alone), 2) if alone else ""
+def add_speed_ups(runs):
+    """To the results of finished runs, whose case is what comparison.json says of them."""
+    for run in runs:
+        alone, results = on_one_device(runs, run, "samples/s"), run["results"]
+        results["speed-up over one device"] = quotient(results.get("samples/s"), median(alone)) if alone else None
 
 
-def ideal_step(settings, groups, group):
+def ideal_step(settings, runs, group):
     """Milliseconds of a step of p stages that share what `single` does evenly and wait for the bubble of the
     formula; no less than the cores that there are take for all of it."""
-    bubble, alone = group[0].values["bubble by the formula"], values_of(one_device(groups, group), "step, median")
+    bubble, alone = group[0]["results"]["bubble by the formula"], on_one_device(runs, group[0], "step, median")
     if bubble is None or not alone:
         return ""
     at_once = max(1, len(os.sched_getaffinity(0)) / settings["threads"])
-    return f"{median(alone) * 1e3 / min(at_once, group[0].run.devices * (1 - bubble)):.1f}"
+    return f"{median(alone) * 1e3 / min(at_once, group[0]['run'].devices * (1 - bubble)):.1f}"
 
 
 def table(heads, rows):
@@ -84,23 +81,24 @@ def table(heads, rows):
     return line(heads) + f"|{'|'.join([' --- '] * len(used))}|\n" + "".join(map(line, rows))
 
 
-def results(settings, groups):
+def all_results(settings, runs, groups):
     rows = []
     for group in groups:
-        cells = [cell(values_of(group, name), unit, digits) for _, name, unit, digits in COLUMNS]
-        compared = [speed_up(groups, group), ideal_step(settings, groups, group)]
-        rows.append([group[0].run.group, str(len(group)), *compared, *cells])
-    return table(["", "runs", "speed-up", "ideal step ms", *(head for head, *_ in COLUMNS)], rows)
+        faster, *cells = (cell(values_of(group, name), unit, digits) for _, name, unit, digits in COLUMNS)
+        rows.append([group[0]["run"].group, str(len(group)), faster, ideal_step(settings, runs, group), *cells])
+    faster, *heads = (head for head, *_ in COLUMNS)
+    return table(["", "runs", faster, "ideal step ms", *heads], rows)
 
 
 def formulas(settings, groups):
-    rings = [group[0].values["bytes moved in a step"] for group in groups if group[0].run.contender.strategy == "ddp"]
+    rings = [first["results"]["bytes moved in a step"] for first, *_ in groups if first["case"]["strategy"] == "ddp"]
     gradient, megabits = next(filter(None, rings), None), settings["megabits_per_second"]
     if not megabits or not gradient:
         return ""
     rows = []
     for group in groups:
-        run, contender = group[0].run, group[0].run.contender
+        run = group[0]["run"]
+        contender = run.contender
         if contender.busiest:
             megabytes = gradient * contender.busiest(run.devices, contender.servers) / 1e6
             measured = cell(values_of(group, "busiest link, per step"), 1e-6, 2)
@@ -116,16 +114,18 @@ bytes at the link's rate, both directions at once.
 
 def summary(settings, machine, folder, runs):
     """`runs` in the order of the lines."""
-    finished = [run for run in runs if folder.state(run) == "finished"]
-    done = [Result(run, metrics_in(folder.of(run)).results(folder.entries[run.name])) for run in finished]
-    groups = [list(group) for _, group in groupby(done, key=lambda result: result.run.group)]
+    done = [{"run": run, "case": folder.entries[run.name]} for run in runs if folder.state(run) == "finished"]
+    for each in done:
+        each["results"] = metrics_in(folder.of(each["run"])).results(each["case"])
+    add_speed_ups(done)
+    groups = [list(group) for _, group in groupby(done, key=lambda each: each["run"].group)]
     text = ""
     if groups:
-        model = "" if "model" in groups[0][0].run.varied else f"{settings['model']}, "
+        model = "" if "model" in groups[0][0]["run"].varied else f"{settings['model']}, "
         text = f"""{settings["experiment"]}: {model}{count(settings["threads"], "thread")} per device; {machine}
 The number in a name is that of devices. Medians over the seeds, ± half of the range.
 
-{results(settings, groups)}{formulas(settings, groups)}"""
+{all_results(settings, done, groups)}{formulas(settings, groups)}"""
     failures = [
         f"- failed: {run.name}: {folder.entries[run.name].get('why', '')}; {folder.of(run)}/output.txt says more\n"
         for run in runs
