@@ -70,7 +70,7 @@ class Folder:
 
     def missing(self, run):
         return {
-            **{key: getattr(run, key) for key in ("name", "number", "devices", "seed")},
+            **{key: getattr(run, key) for key in ("name", "number", "group", "devices", "seed")},
             "folder": f"runs/{run.name}",
             "contender": run.case,
             "strategy": run.contender.strategy,
@@ -322,7 +322,7 @@ def main():
         done = f"{folder.count('finished')} of {len(runs)} runs"
         say(f"\nlockstep compare: stopped after {done}; the same command goes on from {output}")
         return 128 + stopped.args[0]
-    tables = summary(settings, about["machine"]["description"], folder, runs)
+    tables = summary(settings, about["machine"]["description"], folder.path, [folder.entries[run.name] for run in runs])
     write(folder.path / "tables.md", tables)
     print(tables, end="")
     return 1 if folder.count("failed") else 0

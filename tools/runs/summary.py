@@ -7,6 +7,7 @@ from itertools import groupby
 from statistics import median
 
 from common import count, quotient
+from experiments import CONTENDERS
 from metrics import metrics_in
 
 COLUMNS = [  # head, name of the result, unit, digits
@@ -68,7 +69,7 @@ def ideal_step(settings, runs, group):
     if bubble is None or not alone:
         return ""
     at_once = max(1, len(os.sched_getaffinity(0)) / settings["threads"])
-    return f"{median(alone) * 1e3 / min(at_once, group[0]['run'].devices * (1 - bubble)):.1f}"
+    return f"{median(alone) * 1e3 / min(at_once, group[0]['case']['devices'] * (1 - bubble)):.1f}"
 
 
 def table(heads, rows):
@@ -85,7 +86,7 @@ def all_results(settings, runs, groups):
     rows = []
     for group in groups:
         faster, *cells = (cell(values_of(group, name), unit, digits) for _, name, unit, digits in COLUMNS)
-        rows.append([group[0]["run"].group, str(len(group)), faster, ideal_step(settings, runs, group), *cells])
+        rows.append([group[0]["case"]["group"], str(len(group)), faster, ideal_step(settings, runs, group), *cells])
     faster, *heads = (head for head, *_ in COLUMNS)
     return table(["", "runs", faster, "ideal step ms", *heads], rows)
 
@@ -97,13 +98,13 @@ def formulas(settings, groups):
         return ""
     rows = []
     for group in groups:
-        run = group[0]["run"]
-        contender = run.contender
+        case = group[0]["case"]
+        contender = CONTENDERS[case["contender"]]
         if contender.busiest:
-            megabytes = gradient * contender.busiest(run.devices, contender.servers) / 1e6
+            megabytes = gradient * contender.busiest(case["devices"], contender.servers) / 1e6
             measured = cell(values_of(group, "busiest link, per step"), 1e-6, 2)
             step, limit = cell(values_of(group, "step, median"), 1e3, 1), f"{megabytes / megabits * 8e3:.1f}"
-            rows.append([run.group, measured, f"{megabytes:.2f}", contender.formula, step, limit])
+            rows.append([case["group"], measured, f"{megabytes:.2f}", contender.formula, step, limit])
     heads = ["", "busiest link, MB/step", "formula MB", "formula", "step ms", "limit ms"]
     return f"""
 N workers, a host each, links of {megabits:.0f} Mb/s; K = {gradient / 1e6:.2f} MB of gradient. limit: the formula's \
@@ -112,23 +113,25 @@ bytes at the link's rate, both directions at once.
 {table(heads, rows)}"""
 
 
-def summary(settings, machine, folder, runs):
-    """`runs` in the order of the lines."""
-    done = [{"run": run, "case": folder.entries[run.name]} for run in runs if folder.state(run) == "finished"]
-    for each in done:
-        each["results"] = metrics_in(folder.of(each["run"])).results(each["case"])
-    add_speed_ups(done)
-    groups = [list(group) for _, group in groupby(done, key=lambda each: each["run"].group)]
+def summary(settings, machine, folder, cases):
+    """cases: what comparison.json says of the runs, in the order of the lines."""
+    runs = [
+        {"case": case, "results": metrics_in(folder / case["folder"]).results(case)}
+        for case in cases
+        if case["state"] == "finished"
+    ]
+    add_speed_ups(runs)
+    groups = [list(group) for _, group in groupby(runs, key=lambda run: run["case"]["group"])]
     text = ""
     if groups:
-        model = "" if "model" in groups[0][0]["run"].varied else f"{settings['model']}, "
+        model = "" if "model" in runs[0]["case"]["varied"] else f"{settings['model']}, "
         text = f"""{settings["experiment"]}: {model}{count(settings["threads"], "thread")} per device; {machine}
 The number in a name is that of devices. Medians over the seeds, ± half of the range.
 
-{all_results(settings, done, groups)}{formulas(settings, groups)}"""
+{all_results(settings, runs, groups)}{formulas(settings, groups)}"""
     failures = [
-        f"- failed: {run.name}: {folder.entries[run.name].get('why', '')}; {folder.of(run)}/output.txt says more\n"
-        for run in runs
-        if folder.state(run) == "failed"
+        f"- failed: {case['name']}: {case.get('why', '')}; {folder / case['folder']}/output.txt says more\n"
+        for case in cases
+        if case["state"] == "failed"
     ]
     return text + "\n" * bool(failures) + "".join(failures)
