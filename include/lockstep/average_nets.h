@@ -12,11 +12,6 @@
 // Ranks:   inside one process
 #pragma once
 
-#include <torch/types.h>
-
-#include <cstdint>
-#include <vector>
-
 #include "lockstep/devices.h"
 #include "lockstep/task.h"
 

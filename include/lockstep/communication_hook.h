@@ -16,13 +16,6 @@
 //   top-k        8 bytes for each of the k largest elements to every other rank
 #pragma once
 
-#include <torch/types.h>
-
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <vector>
-
 #include "lockstep/named_tensor.h"
 #include "lockstep/world.h"
 

@@ -17,14 +17,6 @@
 // Ranks:   inside one process
 #pragma once
 
-#include <torch/nn/module.h>
-#include <torch/types.h>
-
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <utility>
-
 #include "lockstep/devices.h"
 #include "lockstep/task.h"
 

@@ -7,14 +7,9 @@
 // Ranks:   every rank has the same dataset; the sampler decides which samples each rank takes
 #pragma once
 
-#include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "lockstep/batch.h"
 

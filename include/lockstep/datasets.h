@@ -8,19 +8,9 @@
 // Ranks:   no communication; every rank opens the same files. One process writes a folder of shards
 #pragma once
 
-#include <torch/types.h>
-
-#include <cstdint>
-#include <filesystem>
 #include <functional>
-#include <map>
-#include <memory>
 #include <optional>
-#include <span>
-#include <string>
-#include <vector>
 
-#include "lockstep/dataset.h"
 #include "lockstep/images.h"
 #include "lockstep/sampler.h"
 

@@ -10,18 +10,12 @@
 
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
-#include <torch/types.h>
 
-#include <cstdint>
-#include <functional>
-#include <memory>
 #include <set>
-#include <string>
 
 #include "lockstep/batch_totals.h"
 #include "lockstep/batch_weight.h"
 #include "lockstep/communication_hook.h"
-#include "lockstep/world.h"
 
 namespace lockstep {
 

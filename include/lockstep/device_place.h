@@ -9,9 +9,6 @@
 
 #include <torch/types.h>
 
-#include <string>
-#include <vector>
-
 #include "lockstep/cores.h"
 
 namespace lockstep {

@@ -20,18 +20,10 @@
 // program with std::_Exit(). lockstep::run() does so; a training loop of your own has to do it itself.
 #pragma once
 
-#include <torch/types.h>
-
-#include <chrono>
-#include <cstdint>
-#include <functional>
 #include <memory>
-#include <string>
 #include <thread>
-#include <vector>
 
 #include "lockstep/collective_types.h"
-#include "lockstep/cores.h"
 #include "lockstep/deadline.h"
 #include "lockstep/device_place.h"
 

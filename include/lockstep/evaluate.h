@@ -7,14 +7,8 @@
 // Ranks:   every rank calls it and computes its part; all get the same exact result
 #pragma once
 
-#include <cstdint>
-#include <map>
-#include <memory>
-#include <string>
-
 #include "lockstep/loader.h"
 #include "lockstep/task.h"
-#include "lockstep/world.h"
 
 namespace lockstep {
 

@@ -13,12 +13,6 @@
 //          first step() has no scale yet: all ranks get MismatchError
 #pragma once
 
-#include <torch/types.h>
-
-#include <cstdint>
-#include <memory>
-#include <string>
-
 #include "lockstep/optimizer.h"
 
 namespace lockstep {

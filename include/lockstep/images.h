@@ -8,14 +8,7 @@
 // Ranks:   no communication; random choices are a function of (seed, epoch, sample), so all ranks would draw the same
 #pragma once
 
-#include <torch/types.h>
-
-#include <cstdint>
 #include <filesystem>
-#include <memory>
-#include <span>
-#include <string>
-#include <vector>
 
 #include "lockstep/dataset.h"
 #include "lockstep/sampler.h"

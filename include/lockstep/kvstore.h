@@ -30,17 +30,9 @@
 // has failed because another worker is; the store can't be used after that.
 #pragma once
 
-#include <cstdint>
 #include <limits>
-#include <memory>
-#include <optional>
-#include <string>
-#include <vector>
 
-#include "lockstep/devices.h"
-#include "lockstep/optimizers.h"
 #include "lockstep/strategy.h"
-#include "lockstep/world.h"
 
 namespace lockstep {
 

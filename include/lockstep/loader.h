@@ -7,15 +7,8 @@
 // Ranks:   no communication; every rank gets the same number of batches per epoch
 #pragma once
 
-#include <chrono>
-#include <cstdint>
-#include <functional>
 #include <iterator>
-#include <memory>
-#include <string>
-#include <utility>
 
-#include "lockstep/cores.h"
 #include "lockstep/dataset.h"
 #include "lockstep/sampler.h"
 #include "lockstep/world.h"

@@ -36,15 +36,6 @@
 // Ranks:   all ranks make the same calls in the same order
 #pragma once
 
-#include <torch/optim/optimizer.h>
-#include <torch/types.h>
-
-#include <concepts>
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <string>
-
 #include "lockstep/ddp.h"
 #include "lockstep/gradient_scaler.h"
 #include "lockstep/loader.h"

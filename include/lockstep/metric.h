@@ -7,13 +7,6 @@
 // Ranks:   evaluate() adds the sums up over ranks, in float64: counts are exact
 #pragma once
 
-#include <torch/types.h>
-
-#include <cstdint>
-#include <functional>
-#include <string>
-#include <vector>
-
 #include "lockstep/batch.h"
 
 namespace lockstep {

@@ -9,21 +9,14 @@
 // Parameters have the names they have in torchvision or Hugging Face, so that their weights fit.
 #pragma once
 
-#include <torch/nn/module.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/modulelist.h>
-#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/dropout.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
 #include <torch/nn/pimpl.h>
-
-#include <cstdint>
-#include <functional>
-#include <string>
-#include <vector>
 
 #include "lockstep/task.h"
 

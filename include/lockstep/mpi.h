@@ -11,11 +11,8 @@
 #include <mpi.h>
 
 #include <numeric>
-#include <string>
-#include <vector>
 
 #include "lockstep/spawn.h"
-#include "lockstep/world.h"
 
 namespace lockstep {
 

@@ -15,15 +15,10 @@
 #include <torch/optim/optimizer.h>
 #include <torch/types.h>
 
-#include <cstddef>
-#include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
 #include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "lockstep/error.h"
 #include "lockstep/update_rule.h"

@@ -13,14 +13,8 @@
 // HACKING.md says how to add an optimizer.
 #pragma once
 
-#include <torch/types.h>
-
-#include <map>
-#include <memory>
-#include <string>
 #include <type_traits>
 #include <variant>
-#include <vector>
 
 #include "lockstep/optimizer.h"
 

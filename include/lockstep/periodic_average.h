@@ -16,10 +16,6 @@
 #pragma once
 
 #include <torch/nn/module.h>
-#include <torch/types.h>
-
-#include <cstdint>
-#include <vector>
 
 #include "lockstep/world.h"
 

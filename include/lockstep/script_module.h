@@ -18,7 +18,6 @@
 #include <torch/nn/pimpl.h>
 #include <torch/script.h>
 
-#include <string>
 #include <utility>
 #include <vector>
 

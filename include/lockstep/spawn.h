@@ -10,9 +10,6 @@
 // Ranks:   spawn(): one process calls it, none of a job. connect_world(): every rank
 #pragma once
 
-#include <functional>
-#include <string>
-
 #include "lockstep/world.h"
 
 namespace lockstep {

@@ -7,23 +7,12 @@
 // Ranks:   every rank makes the same calls in the same order
 #pragma once
 
-#include <chrono>
-#include <cstdint>
-#include <memory>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "lockstep/batch_totals.h"
 #include "lockstep/communication_hook.h"
-#include "lockstep/device_place.h"
 #include "lockstep/devices.h"
 #include "lockstep/layout.h"
-#include "lockstep/named_tensor.h"
 #include "lockstep/optimizers.h"
 #include "lockstep/task.h"
-#include "lockstep/world.h"
 
 namespace lockstep {
 

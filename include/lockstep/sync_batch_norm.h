@@ -15,11 +15,6 @@
 
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
-#include <torch/types.h>
-
-#include <cstdint>
-#include <functional>
-#include <vector>
 
 #include "lockstep/world.h"
 

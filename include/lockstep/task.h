@@ -10,14 +10,6 @@
 
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/sequential.h>
-#include <torch/types.h>
-
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "lockstep/dataset.h"
 #include "lockstep/metric.h"

@@ -12,9 +12,7 @@
 // Ranks:   all ranks make one and finish it; rank 0 writes
 #pragma once
 
-#include <cstdint>
 #include <limits>
-#include <string>
 
 #include "lockstep/world.h"
 

@@ -13,12 +13,6 @@
 #include <torch/data/datasets/base.h>
 #include <torch/data/example.h>
 
-#include <memory>
-#include <mutex>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "lockstep/dataset.h"
 
 namespace lockstep {

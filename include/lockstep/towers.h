@@ -22,19 +22,7 @@
 // Each call blocks until all devices are done, and throws what the task's functions throw, or PeerLost (Devices::run).
 #pragma once
 
-#include <torch/types.h>
-
-#include <memory>
-#include <vector>
-
-#include "lockstep/batch_totals.h"
-#include "lockstep/collective_types.h"
-#include "lockstep/dataset.h"
-#include "lockstep/devices.h"
-#include "lockstep/layout.h"
-#include "lockstep/optimizer.h"
 #include "lockstep/strategy.h"
-#include "lockstep/task.h"
 
 namespace lockstep {
 

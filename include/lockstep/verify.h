@@ -8,12 +8,6 @@
 // Ranks:   called by one process on its own
 #pragma once
 
-#include <cstdint>
-#include <functional>
-#include <string>
-#include <vector>
-
-#include "lockstep/dataset.h"
 #include "lockstep/strategy.h"
 
 namespace lockstep {

@@ -10,13 +10,8 @@
 
 #include <torch/types.h>
 
-#include <chrono>
-#include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
-#include <string>
-#include <vector>
 
 #include "lockstep/collective_types.h"
 #include "lockstep/cores.h"

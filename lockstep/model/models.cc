@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <span>
 
 #include "lockstep/base/names.h"
 #include "lockstep/base/text.h"

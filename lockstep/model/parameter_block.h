@@ -15,13 +15,6 @@
 // is read-only except between begin_write() and end_write().
 #pragma once
 
-#include <torch/types.h>
-
-#include <cstdint>
-#include <memory>
-#include <optional>
-#include <vector>
-
 #include "lockstep/base/process/page_guard.h"
 #include "lockstep/collective/shared_memory.h"
 #include "lockstep/model/data_watch.h"

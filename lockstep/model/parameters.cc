@@ -5,7 +5,6 @@
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/normalization.h>
 
-#include <algorithm>
 #include <map>
 #include <unordered_set>
 

@@ -7,11 +7,8 @@
 #pragma once
 
 #include <torch/nn/module.h>
-#include <torch/types.h>
 
 #include <set>
-#include <string>
-#include <vector>
 
 #include "lockstep/named_tensor.h"
 #include "lockstep/world.h"

@@ -3,8 +3,6 @@
 
 #include <ATen/core/ivalue.h>
 
-#include <map>
-#include <set>
 #include <stdexcept>
 #include <unordered_map>
 

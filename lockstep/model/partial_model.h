@@ -20,10 +20,6 @@
 // Ranks:   no communication
 #pragma once
 
-#include <cstdint>
-#include <functional>
-#include <vector>
-
 #include "lockstep/base/int_vector.h"
 #include "lockstep/named_tensor.h"
 #include "lockstep/task.h"

@@ -2,7 +2,6 @@
 #include "lockstep/task.h"
 
 #include <unordered_set>
-#include <utility>
 
 namespace lockstep {
 

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/plan/auto.h"
 
-#include <algorithm>
-
 #include "tools/plan/forecast.h"
 
 namespace lockstep::plan {

@@ -5,8 +5,6 @@
 // Ranks:   none; it starts ranks of its own
 #pragma once
 
-#include <string>
-
 #include "tools/plan/measure.h"
 
 namespace lockstep::plan {

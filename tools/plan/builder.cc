@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/plan/builder.h"
 
-#include <algorithm>
 #include <cmath>
-#include <utility>
 
 #include "lockstep/base/text.h"
 #include "tools/plan/wire.h"

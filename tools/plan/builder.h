@@ -7,9 +7,6 @@
 // Ranks:   no communication
 #pragma once
 
-#include <string>
-#include <vector>
-
 #include "tools/plan/schedules.h"
 
 namespace lockstep::plan {

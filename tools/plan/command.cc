@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // lockstep-plan: `lockstep plan`: what a step of each strategy will take on given machines, from a profile of the model.
-#include <algorithm>
-#include <filesystem>
 #include <iostream>
 #include <set>
 
@@ -11,7 +9,6 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/models.h"
-#include "lockstep/observe/timeline_file.h"
 #include "lockstep/train/builtin.h"
 #include "lockstep/train/end_process.h"
 #include "lockstep/train/options/option_table.h"

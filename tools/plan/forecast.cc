@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/plan/forecast.h"
 
-#include <algorithm>
 #include <cmath>
-#include <map>
 #include <numeric>
 #include <tuple>
 
 #include "lockstep/base/text.h"
-#include "lockstep/error.h"
 #include "lockstep/strategy/strategies.h"
 
 namespace lockstep::plan {

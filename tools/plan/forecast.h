@@ -6,9 +6,6 @@
 // Ranks:   no communication
 #pragma once
 
-#include <string>
-#include <vector>
-
 #include "lockstep/observe/timeline_file.h"
 #include "tools/plan/schedules.h"
 

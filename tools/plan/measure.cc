@@ -4,7 +4,6 @@
 #include <signal.h>
 #include <sys/mman.h>
 
-#include <algorithm>
 #include <cstring>
 
 #include <ATen/Parallel.h>
@@ -18,8 +17,6 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/median.h"
 #include "lockstep/base/text.h"
-#include "lockstep/deadline.h"
-#include "lockstep/error.h"
 #include "lockstep/memory.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/model/partial_model.h"

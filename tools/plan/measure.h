@@ -7,12 +7,7 @@
 // Ranks:   none; it starts ranks of its own
 #pragma once
 
-#include <functional>
-#include <string>
-
-#include "lockstep/dataset.h"
 #include "lockstep/strategy.h"
-#include "lockstep/task.h"
 #include "tools/plan/profile.h"
 
 namespace lockstep::plan {

@@ -1,12 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/plan/measured_steps.h"
 
-#include <algorithm>
-#include <array>
 #include <ctime>
-#include <functional>
-#include <memory>
-#include <vector>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
@@ -15,7 +10,6 @@
 #include "lockstep/collective/machines/hierarchy.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/collective/world/world_state.h"
-#include "lockstep/deadline.h"
 #include "tools/plan/simulation.h"
 
 namespace lockstep::plan {

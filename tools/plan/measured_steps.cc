@@ -1,14 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/plan/measured_steps.h"
 
-#include <algorithm>
-#include <array>
-
 #include <ATen/Parallel.h>
 
 #include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/median.h"
-#include "lockstep/deadline.h"
 
 namespace lockstep::plan {
 namespace {

@@ -7,13 +7,6 @@
 // Ranks:   all ranks of a world call measure_steps() together
 #pragma once
 
-#include <cstdint>
-#include <memory>
-#include <vector>
-
-#include "lockstep/dataset.h"
-#include "lockstep/strategy.h"
-#include "lockstep/world.h"
 #include "tools/plan/measure.h"
 
 namespace lockstep::plan {

@@ -1,8 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
-#include <map>
-#include <utility>
-
 #include "lockstep/base/text.h"
 #include "lockstep/strategy/pipeline/cut.h"
 #include "lockstep/strategy/pipeline/stage.h"

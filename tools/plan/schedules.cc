@@ -2,7 +2,6 @@
 #include "tools/plan/schedules.h"
 
 #include "lockstep/base/text.h"
-#include "lockstep/error.h"
 #include "tools/plan/strategy_schedules.h"
 
 namespace lockstep::plan {

@@ -6,9 +6,6 @@
 // Ranks:   no communication
 #pragma once
 
-#include <string>
-#include <vector>
-
 #include "tools/plan/profile.h"
 #include "tools/plan/simulation.h"
 #include "tools/plan/target.h"

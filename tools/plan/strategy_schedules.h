@@ -6,8 +6,6 @@
 // Ranks:   no communication
 #pragma once
 
-#include <vector>
-
 #include "tools/plan/builder.h"
 
 namespace lockstep::plan {

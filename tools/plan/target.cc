@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/plan/target.h"
 
-#include <algorithm>
-
 #include "lockstep/base/text.h"
-#include "lockstep/error.h"
 #include "lockstep/strategy/option_names.h"
 
 namespace lockstep::plan {

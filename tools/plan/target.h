@@ -5,10 +5,6 @@
 // Ranks:   no communication
 #pragma once
 
-#include <cstdint>
-#include <string>
-#include <vector>
-
 #include "lockstep/strategy.h"
 
 namespace lockstep::plan {

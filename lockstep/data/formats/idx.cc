@@ -6,13 +6,10 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <memory>
-#include <vector>
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/data/formats/readers.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -2,15 +2,12 @@
 #include "lockstep/data/formats/readers.h"
 
 #include <algorithm>
-#include <charconv>
 #include <numeric>
-#include <vector>
 
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/data/formats/data_file.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <array>
-#include <filesystem>
-#include <map>
 
 #include "lockstep/base/names.h"
 #include "lockstep/base/to_size.h"

@@ -4,16 +4,8 @@
 // Threads: any
 #pragma once
 
-#include <torch/types.h>
-
 #include <charconv>
-#include <filesystem>
-#include <memory>
-#include <optional>
-#include <span>
-#include <string>
 #include <string_view>
-#include <vector>
 
 #include "lockstep/datasets.h"
 #include "lockstep/error.h"

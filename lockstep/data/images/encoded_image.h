@@ -5,11 +5,6 @@
 // Threads: a DecodeScratch belongs to one thread
 #pragma once
 
-#include <cstdint>
-#include <span>
-#include <string>
-#include <vector>
-
 #include "lockstep/data/images/image_kernels.h"
 #include "lockstep/error.h"
 

@@ -1,17 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/images.h"
-
 #include <iterator>
 #include <optional>
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/data/images/encoded_image.h"
-#include "lockstep/data/images/image_kernels.h"
 #include "lockstep/data/images/image_transforms.h"
 #include "lockstep/data/loader/batch_memory.h"
 #include "lockstep/deadline.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

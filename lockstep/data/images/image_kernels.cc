@@ -2,9 +2,7 @@
 #include "lockstep/data/images/image_kernels.h"
 
 #include <algorithm>
-#include <cmath>
 #include <iterator>
-#include <vector>
 
 #include "lockstep/base/to_size.h"
 

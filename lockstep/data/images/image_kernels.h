@@ -6,8 +6,6 @@
 #pragma once
 
 #include <cmath>
-#include <cstddef>
-#include <cstdint>
 
 #include "lockstep/images.h"
 

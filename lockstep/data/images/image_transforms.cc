@@ -2,7 +2,6 @@
 #include "lockstep/data/images/image_transforms.h"
 
 #include <algorithm>
-#include <cmath>
 #include <random>
 
 #include "lockstep/base/text.h"

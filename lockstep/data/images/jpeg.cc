@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/data/images/encoded_image.h"
 
-#include <cmath>
 #include <csetjmp>
 #include <cstdio>
 #include <cstdlib>

@@ -4,7 +4,6 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/data/formats/readers.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cmath>
 #include <iomanip>
 
 #include <nlohmann/json.hpp>
@@ -9,7 +8,6 @@
 #include "lockstep/base/to_size.h"
 #include "lockstep/data/formats/readers.h"
 #include "lockstep/data/images/encoded_image.h"
-#include "lockstep/data/images/image_kernels.h"
 #include "lockstep/data/webdataset/shards.h"
 #include "lockstep/data/webdataset/tar.h"
 

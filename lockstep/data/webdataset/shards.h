@@ -7,14 +7,6 @@
 // Ranks:   no communication; one process writes a folder
 #pragma once
 
-#include <torch/types.h>
-
-#include <filesystem>
-#include <optional>
-#include <span>
-#include <string>
-#include <vector>
-
 #include "lockstep/base/files/file.h"
 #include "lockstep/data/formats/data_file.h"
 #include "lockstep/datasets.h"

@@ -5,10 +5,6 @@
 // Threads: any
 #pragma once
 
-#include <cstdint>
-#include <string>
-#include <vector>
-
 #include "lockstep/data/formats/data_file.h"
 #include "lockstep/error.h"
 
