@@ -21,10 +21,9 @@
 // with torch.utils.checkpoint.
 #pragma once
 
-#include <torch/types.h>
-
 #include <functional>
-#include <vector>
+
+#include "lockstep/named_tensor.h"
 
 namespace lockstep {
 
@@ -33,9 +32,7 @@ namespace lockstep {
 // Throws UsageError: the function uses a tensor that was computed outside, changes an input in place (if the input
 // requires gradients, c10::Error), or returns an undefined tensor. Backward throws UsageError: the function returned
 // something else the second time, or create_graph.
-std::vector<torch::Tensor> checkpoint(
-    const std::function<std::vector<torch::Tensor>(const std::vector<torch::Tensor>&)>& function,
-    const std::vector<torch::Tensor>& inputs);
+Tensors checkpoint(const std::function<Tensors(const Tensors&)>& function, const Tensors& inputs);
 
 // The same for one input and one output.
 torch::Tensor checkpoint(const std::function<torch::Tensor(const torch::Tensor&)>& function,

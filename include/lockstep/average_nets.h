@@ -20,12 +20,12 @@ namespace lockstep {
 // Moves the trained parameters of each net into one block of shape (values), on the net's device, and returns the blocks.
 // Names, shapes and values stay. Nets of one structure have blocks of one size. Throws UsageError: parameters of several
 // dtypes, or of 16 bits (optimizers keep a float32 copy of them, which would not see the average).
-std::vector<torch::Tensor> flat_blocks(const std::vector<ModulePtr>& nets);
+Tensors flat_blocks(const std::vector<ModulePtr>& nets);
 
 // Net 0 becomes the mean of all nets, and is copied to all. blocks[i]: on device i, all of one size. samples[i]: the
 // weight of net i, such as the samples that it has seen since the last average; empty: 1 each. Device i reads all blocks
 // for its part of the sum, then copies block 0 into its own; no device goes on before all have copied. Blocks. Throws
 // UsageError: not one block or weight per device, a negative weight, all weights 0; and what Devices::run() throws.
-void average(Devices& devices, const std::vector<torch::Tensor>& blocks, const std::vector<std::int64_t>& samples = {});
+void average(Devices& devices, const Tensors& blocks, const std::vector<std::int64_t>& samples = {});
 
 }  // namespace lockstep

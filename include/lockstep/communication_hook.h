@@ -25,12 +25,12 @@ namespace lockstep {
 inline constexpr std::size_t kBucketBytes = std::size_t{25} << 20;
 
 struct GradientBucket {
-  std::size_t number = 0;                   // the same in every step
-  torch::Tensor flat;                       // (n) the weighted gradients of this rank; afterwards their sum over ranks
-  std::vector<torch::Tensor> parts;         // views of `flat`, one per parameter; a matrix as (rows, columns)
-  std::vector<torch::Tensor> parameters{};  // of the parts
-  bool is_last = true;                      // of the buckets of a step
-  double unit = 1;                          // divisor already applied to `flat`; it changes with the global batch
+  std::size_t number = 0;  // the same in every step
+  torch::Tensor flat;      // (n) the weighted gradients of this rank; afterwards their sum over ranks
+  Tensors parts;           // views of `flat`, one per parameter; a matrix as (rows, columns)
+  Tensors parameters{};    // of the parts
+  bool is_last = true;     // of the buckets of a step
+  double unit = 1;         // divisor already applied to `flat`; it changes with the global batch
 };
 
 class CommunicationHook {
@@ -48,8 +48,8 @@ class CommunicationHook {
 
   // Its state on this rank, kept from step to step; and in a new hook with the same options and buckets, before its first
   // step. The tensors of state() are those that the next step writes to.
-  virtual std::vector<NamedTensor> state() const { return {}; }
-  virtual void set_state(const std::vector<NamedTensor>& state) { static_cast<void>(state); }
+  virtual NamedTensors state() const { return {}; }
+  virtual void set_state(const NamedTensors& state) { static_cast<void>(state); }
 };
 
 // Sends and sums in float16 or bfloat16.

@@ -15,6 +15,8 @@
 
 namespace lockstep {
 
+using Indices = std::span<const std::int64_t>;  // of samples
+
 class BatchMemory;
 struct SampleOrder;
 
@@ -44,7 +46,7 @@ class Reading {
 
 // A batch that the loader asks a dataset for.
 struct BatchRequest {
-  std::span<const std::int64_t> indices;  // each in [0, size())
+  Indices indices;         // each in [0, size())
   std::uint64_t seed = 0;  // random choices about a sample are a function of seed, epoch and the sample's index
   std::int64_t epoch = 0;
   BatchMemory* memory = nullptr;  // where the batch's tensors are allocated; null: by torch
@@ -65,17 +67,19 @@ class Dataset {
 
   // The samples with these indices, in this order, on the CPU. Each index is in [0, size()).
   // Throws DataError naming file and sample: it can't be read or decoded, or its shape differs from the others'.
-  virtual Batch make_batch(std::span<const std::int64_t> indices) const = 0;
+  virtual Batch make_batch(Indices indices) const = 0;
 
   // The same, for a dataset that reuses memory or draws augmentation from (seed, epoch, index).
   virtual Batch assemble(const BatchRequest& request) const { return make_batch(request.indices); }
 
   // Announces samples that will be asked for soon: a dataset on disk starts reading all of them. Does not block.
-  virtual void will_read(std::span<const std::int64_t> indices) const { static_cast<void>(indices); }
+  virtual void will_read(Indices indices) const { static_cast<void>(indices); }
 
   // The order in which this dataset is best shuffled (lockstep/sampler.h); null: any order is as good as another.
   virtual std::shared_ptr<const SampleOrder> shuffled_order() const { return nullptr; }
 };
+
+using DatasetPtr = std::shared_ptr<const Dataset>;
 
 // Facts about the data of a training, which other data has to follow. A checkpoint keeps them.
 struct DataFacts {
@@ -87,8 +91,8 @@ struct DataFacts {
 };
 
 struct Datasets {
-  std::shared_ptr<const Dataset> train;
-  std::shared_ptr<const Dataset> validation;  // null: no validation
+  DatasetPtr train;
+  DatasetPtr validation;  // null: no validation
   DataFacts facts{};
 };
 

@@ -93,7 +93,7 @@ class TensorDataset : public Dataset {
 
   // Floating-point numbers and bytes become float32, other whole numbers int64; bytes in targets become int64 too. Those of
   // `more` keep their dtype.
-  Batch make_batch(std::span<const std::int64_t> indices) const override { return assemble({.indices = indices}); }
+  Batch make_batch(Indices indices) const override { return assemble({.indices = indices}); }
   Batch assemble(const BatchRequest& request) const override;
 
  private:
@@ -106,19 +106,19 @@ class TensorDataset : public Dataset {
 // Samples [begin, end) of another dataset.
 class SubsetDataset : public Dataset {
  public:
-  SubsetDataset(std::shared_ptr<const Dataset> whole, std::int64_t begin, std::int64_t end);  // throws UsageError
+  SubsetDataset(DatasetPtr whole, std::int64_t begin, std::int64_t end);  // throws UsageError
   std::string name() const override { return whole_->name(); }
   std::int64_t size() const override { return end_ - begin_; }
   std::int64_t classes() const override { return whole_->classes(); }
   const Dataset& whole() const { return *whole_; }
   std::int64_t begin() const { return begin_; }
-  Batch make_batch(std::span<const std::int64_t> indices) const override { return assemble({.indices = indices}); }
+  Batch make_batch(Indices indices) const override { return assemble({.indices = indices}); }
   Batch assemble(const BatchRequest& request) const override;
-  void will_read(std::span<const std::int64_t> indices) const override { whole_->will_read(in_whole(indices)); }
+  void will_read(Indices indices) const override { whole_->will_read(in_whole(indices)); }
 
  private:
-  std::vector<std::int64_t> in_whole(std::span<const std::int64_t> indices) const;
-  std::shared_ptr<const Dataset> whole_;
+  std::vector<std::int64_t> in_whole(Indices indices) const;
+  DatasetPtr whole_;
   std::int64_t begin_;
   std::int64_t end_;
 };
@@ -178,7 +178,7 @@ class TokenDataset : public Dataset {
 
   // Sample i is block i of the text. data: (B, block) int64; target: (B, block) int64, the tokens one further on.
   // Throws DataError naming a token that is not in the vocabulary.
-  Batch make_batch(std::span<const std::int64_t> indices) const override { return assemble({.indices = indices}); }
+  Batch make_batch(Indices indices) const override { return assemble({.indices = indices}); }
   Batch assemble(const BatchRequest& request) const override;
 
  private:

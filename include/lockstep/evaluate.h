@@ -22,8 +22,8 @@ struct Evaluation {
 // Runs the model in evaluation mode, without gradients, over the samples in order, in batches of options.batch_size per
 // rank; afterwards each of its modules is in the mode in which it was. Each sample counts once, whatever the number of ranks. model:
 // on any device. Blocks; sends the sums. Throws what Loader and the task's functions throw; PeerLost.
-Evaluation evaluate(const World& world, const Task& task, torch::nn::Module& model,
-                    const std::shared_ptr<const Dataset>& dataset, LoaderOptions options);
+Evaluation evaluate(const World& world, const Task& task, torch::nn::Module& model, const DatasetPtr& dataset,
+                    LoaderOptions options);
 
 // The same on one rank, such as evaluate_accuracy(task, *towers[0].model, validation).
 template <class D>

@@ -15,6 +15,9 @@
 
 namespace lockstep {
 
+using Bytes = std::vector<std::uint8_t>;
+using ByteView = std::span<const std::uint8_t>;
+
 // ---- Sources
 
 struct ImageShape {
@@ -26,10 +29,10 @@ struct ImageShape {
 };
 
 struct StoredImage {
-  std::span<const std::uint8_t> bytes;  // valid until the source or the scratch memory changes
-  bool encoded = false;                 // a JPEG or PNG file; else pixels (C, H, W) of `shape`
-  ImageShape shape;                     // of the pixels
-  std::int64_t label = 0;               // in [0, classes())
+  ByteView bytes;          // valid until the source or the scratch memory changes
+  bool encoded = false;    // a JPEG or PNG file; else pixels (C, H, W) of `shape`
+  ImageShape shape;        // of the pixels
+  std::int64_t label = 0;  // in [0, classes())
 };
 
 // Gives images as they are stored. Derive from it for images of your own that should get lockstep's transforms.
@@ -44,14 +47,16 @@ class ImageSource {
   virtual bool in_memory() const { return false; }
 
   // `scratch` is memory that the source may fill and return a view of. Throws DataError: unreadable, damaged.
-  virtual StoredImage read(std::int64_t index, std::vector<std::uint8_t>& scratch) const = 0;
+  virtual StoredImage read(std::int64_t index, Bytes& scratch) const = 0;
 
   // As Dataset::will_read and Dataset::shuffled_order.
-  virtual void will_read(std::span<const std::int64_t> indices) const { static_cast<void>(indices); }
-  virtual std::shared_ptr<const SampleOrder> shuffled_order() const { return nullptr; }
+  virtual void will_read(Indices indices) const { static_cast<void>(indices); }
+  virtual SampleOrderPtr shuffled_order() const { return nullptr; }
 
   virtual std::string origin(std::int64_t index) const = 0;  // file and place of a sample, for error messages
 };
+
+using ImageSourcePtr = std::shared_ptr<const ImageSource>;
 
 // Images of one size that are bytes in memory.
 class MemoryImages : public ImageSource {
@@ -66,7 +71,7 @@ class MemoryImages : public ImageSource {
   std::int64_t classes() const override { return classes_; }
   ImageShape common_shape() const override { return shape_; }
   bool in_memory() const override { return true; }
-  StoredImage read(std::int64_t index, std::vector<std::uint8_t>& scratch) const override;
+  StoredImage read(std::int64_t index, Bytes& scratch) const override;
   std::string origin(std::int64_t index) const override;
 
   const torch::Tensor& images() const { return images_; }  // (N, C, H, W) uint8
@@ -95,7 +100,7 @@ class ImageFolder : public ImageSource {
   std::int64_t size() const override { return static_cast<std::int64_t>(files_.size()); }
   std::int64_t classes() const override { return static_cast<std::int64_t>(classes_.size()); }
   ImageShape common_shape() const override { return {3, 0, 0}; }
-  StoredImage read(std::int64_t index, std::vector<std::uint8_t>& scratch) const override;
+  StoredImage read(std::int64_t index, Bytes& scratch) const override;
   std::string origin(std::int64_t index) const override;
 
   const std::vector<std::string>& class_names() const { return classes_; }
@@ -175,7 +180,7 @@ class ImageDataset : public Dataset {
  public:
   // Throws UsageError (transforms that contradict each other or the images), DataError (no images; or, where the
   // transforms give no size, the first image is unreadable: its size is taken for all).
-  ImageDataset(std::shared_ptr<const ImageSource> source, ImageTransforms transforms);
+  ImageDataset(ImageSourcePtr source, ImageTransforms transforms);
 
   std::string name() const override { return source_->name(); }
   std::int64_t size() const override { return source_->size(); }
@@ -184,16 +189,16 @@ class ImageDataset : public Dataset {
   const ImageTransforms& transforms() const { return transforms_; }
 
   // data: (B, C, H, W) float32; target: (B) int64, with mixup or one-hot (B, classes) float32.
-  Batch make_batch(std::span<const std::int64_t> indices) const override { return assemble({.indices = indices}); }
+  Batch make_batch(Indices indices) const override { return assemble({.indices = indices}); }
   Batch assemble(const BatchRequest& request) const override;
-  void will_read(std::span<const std::int64_t> indices) const override { source_->will_read(indices); }
-  std::shared_ptr<const SampleOrder> shuffled_order() const override { return source_->shuffled_order(); }
+  void will_read(Indices indices) const override { source_->will_read(indices); }
+  SampleOrderPtr shuffled_order() const override { return source_->shuffled_order(); }
 
  private:
   class Worker;
   ImageShape first_shape() const;
 
-  std::shared_ptr<const ImageSource> source_;
+  ImageSourcePtr source_;
   ImageTransforms transforms_;
   ImageShape shape_;  // of a sample in a batch
 };

@@ -37,7 +37,7 @@
 namespace lockstep {
 
 // [device][key]. A key that is undefined on all devices has no value.
-using DeviceTensors = std::vector<std::vector<torch::Tensor>>;
+using DeviceTensors = std::vector<Tensors>;
 
 struct PushOptions {
   std::int64_t samples = 1;  // that the gradient is the mean of: its weight; 0: it does not count
@@ -84,7 +84,7 @@ class KVStore {
   // Once, before anything else: the keys in this order, and their first values, which are copied. A push replaces a
   // buffer even where there is an optimizer. dist_*: every worker calls it with the same names and shapes; the first
   // worker's values count. Throws UsageError (called twice, or a name twice), MismatchError (workers that differ).
-  virtual void init(const std::vector<NamedTensor>& values, const std::vector<NamedTensor>& buffers = {}) = 0;
+  virtual void init(const NamedTensors& values, const NamedTensors& buffers = {}) = 0;
 
   // From now on pushed values are gradients. dist_*: every worker calls it, with the same options.
   virtual void set_optimizer(const UpdateOptions& options) = 0;

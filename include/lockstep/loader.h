@@ -23,7 +23,7 @@ struct LoaderOptions {
   int prefetch = 4;           // batches that may be ready; memory is bounded by these and by what you hold
   std::int64_t skip_bad = 0;  // unreadable samples that may be left out per epoch and rank; one more is an error
   bool empty = false;         // batches without samples: for a rank that trains on nothing itself
-  std::shared_ptr<const SampleOrder> order{};           // replaces shuffle, such as weighted_order
+  SampleOrderPtr order{};     // replaces shuffle, such as weighted_order
   std::chrono::milliseconds timeout = kDefaultTimeout;  // for one batch
   // Called by the thread that waits for a batch, about ten times a second. What it throws ends the wait and the epoch.
   std::function<void()> while_waiting{};
@@ -65,8 +65,8 @@ LoadingStatistics operator-(LoadingStatistics a, const LoadingStatistics& b);  /
 class Loader {
  public:
   // Throws UsageError: a batch smaller than the ranks, no samples, a negative number.
-  Loader(const World& world, std::shared_ptr<const Dataset> dataset, const LoaderOptions& options);
-  Loader(const LoaderPlace& place, std::shared_ptr<const Dataset> dataset, const LoaderOptions& options);
+  Loader(const World& world, DatasetPtr dataset, const LoaderOptions& options);
+  Loader(const LoaderPlace& place, DatasetPtr dataset, const LoaderOptions& options);
 
   // Stops the workers and waits for the batches that they are loading, at most LoaderOptions::timeout: a worker that
   // the disk does not answer by then is left behind, with a warning.

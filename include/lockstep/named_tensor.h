@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// lockstep/named_tensor.h: a tensor and its name in the model.
+// lockstep/named_tensor.h: tensors, and tensors with their names in the model.
 //
 // Threads: a value; copies share the tensor's memory
 // Ranks:   no communication
@@ -8,12 +8,17 @@
 #include <torch/types.h>
 
 #include <string>
+#include <vector>
 
 namespace lockstep {
+
+using Tensors = std::vector<torch::Tensor>;
 
 struct NamedTensor {
   std::string name;
   torch::Tensor tensor;
 };
+
+using NamedTensors = std::vector<NamedTensor>;
 
 }  // namespace lockstep

@@ -13,7 +13,6 @@
 #pragma once
 
 #include <torch/optim/optimizer.h>
-#include <torch/types.h>
 
 #include <functional>
 #include <map>
@@ -21,6 +20,7 @@
 #include <optional>
 
 #include "lockstep/error.h"
+#include "lockstep/named_tensor.h"
 #include "lockstep/update_rule.h"
 
 namespace lockstep {
@@ -39,10 +39,10 @@ struct ClippingOptions {
 
 // The parameters of a group that have a gradient, where they are not on the CPU.
 struct WholeTensors {
-  std::vector<torch::Tensor> parameters;
-  std::vector<torch::Tensor> gradients;           // one per parameter, in its memory order
-  std::vector<std::vector<torch::Tensor>> state;  // [name][parameter], in the order of the optimizer's state names
-  std::vector<std::int64_t> steps;                // of each parameter, from 1
+  Tensors parameters;
+  Tensors gradients;                // one per parameter, in its memory order
+  std::vector<Tensors> state;       // [name][parameter], in the order of the optimizer's state names
+  std::vector<std::int64_t> steps;  // of each parameter, from 1
 };
 
 class Optimizer : public torch::optim::Optimizer {
@@ -119,7 +119,7 @@ class Optimizer : public torch::optim::Optimizer {
   std::uint64_t take_over(const std::string& manifest, const FindMemory& find);
 
  protected:
-  Optimizer(std::vector<torch::Tensor> parameters, std::unique_ptr<torch::optim::OptimizerOptions> options,
+  Optimizer(Tensors parameters, std::unique_ptr<torch::optim::OptimizerOptions> options,
             std::unique_ptr<UpdateRule> rule);
 
  private:
@@ -166,7 +166,7 @@ const Values& options_of(const torch::optim::OptimizerParamGroup& group) {
 
 // The argument of add_param_group(): parameters with options of their own, such as SGDOptions{.lr = 0.01}.
 template <class Values>
-torch::optim::OptimizerParamGroup parameter_group(std::vector<torch::Tensor> parameters, const Values& options) {
+torch::optim::OptimizerParamGroup parameter_group(Tensors parameters, const Values& options) {
   return {std::move(parameters), std::make_unique<GroupOptions<Values>>(options)};
 }
 

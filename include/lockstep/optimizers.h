@@ -103,7 +103,7 @@ std::unique_ptr<UpdateRule> rule_of(const AdagradOptions& options);
 template <class Options>
 class OptimizerWith : public Optimizer {
  public:
-  OptimizerWith(std::vector<torch::Tensor> parameters, const Options& options)
+  OptimizerWith(Tensors parameters, const Options& options)
       : Optimizer(std::move(parameters), std::make_unique<GroupOptions<Options>>(options), rule_of(options)) {}
 };
 
@@ -123,7 +123,7 @@ using OptimizerOptions =
     std::variant<SGDOptions, AdamOptions, AdamWOptions, LAMBOptions, LARSOptions, RMSpropOptions, AdagradOptions>;
 static_assert(std::is_trivially_copyable_v<OptimizerOptions>);
 
-std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const OptimizerOptions& options);
+std::shared_ptr<Optimizer> make_optimizer(Tensors parameters, const OptimizerOptions& options);
 
 std::string name_of(const OptimizerOptions& options);  // "sgd"
 bool layerwise(const OptimizerOptions& options);       // its steps depend on norms over whole parameters

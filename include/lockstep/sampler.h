@@ -24,18 +24,20 @@ struct SampleOrder {
   std::function<EpochOrder(std::uint64_t seed, std::int64_t epoch)> draw;  // that of an epoch; depends on nothing else
 };
 
-std::shared_ptr<const SampleOrder> sequential_order(std::int64_t samples);
+using SampleOrderPtr = std::shared_ptr<const SampleOrder>;
+
+SampleOrderPtr sequential_order(std::int64_t samples);
 
 // A permutation of all samples.
-std::shared_ptr<const SampleOrder> random_order(std::int64_t samples);
+SampleOrderPtr random_order(std::int64_t samples);
 
 // `samples` draws with replacement, sample i with probability weights[i] / sum. Throws UsageError: a weight that is
 // negative or not finite, all weights zero.
-std::shared_ptr<const SampleOrder> weighted_order(const std::vector<double>& weights, std::int64_t samples);
+SampleOrderPtr weighted_order(const std::vector<double>& weights, std::int64_t samples);
 
 // For data on disk in shards: the shards in random order, cut into windows of `window` samples that are shuffled each.
 // Reads stay within a window, so the disk sees long runs. Every sample once. Throws UsageError: window < 1.
-std::shared_ptr<const SampleOrder> window_order(std::vector<std::int64_t> shard_sizes, std::int64_t window);
+SampleOrderPtr window_order(std::vector<std::int64_t> shard_sizes, std::int64_t window);
 
 struct SamplerOptions {
   std::int64_t samples = 0;     // in the dataset
@@ -43,8 +45,8 @@ struct SamplerOptions {
   int rank = 0;
   int ranks = 1;
   std::uint64_t seed = 0;
-  bool shuffle = true;                         // random_order, else sequential_order
-  std::shared_ptr<const SampleOrder> order{};  // replaces `samples` and `shuffle`
+  bool shuffle = true;     // random_order, else sequential_order
+  SampleOrderPtr order{};  // replaces `samples` and `shuffle`
 };
 
 // An epoch's order is cut into global batches of batch_size; the last one takes what is left. A global batch is cut
@@ -69,7 +71,7 @@ class DistributedSampler {
 
  private:
   SamplerOptions options_;
-  std::shared_ptr<const SampleOrder> order_;
+  SampleOrderPtr order_;
   EpochOrder epoch_;
   std::int64_t first_sample_ = 0;
 };

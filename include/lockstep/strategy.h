@@ -162,8 +162,8 @@ class Strategy {
 
   // Tensors that this rank alone has besides state(), such as residuals of compressed gradients: kept in memory for the
   // rank that takes its place, and not in checkpoints. Neither call waits for other ranks.
-  virtual std::vector<NamedTensor> own_state() { return {}; }
-  virtual void set_own_state(const std::vector<NamedTensor>& state) { static_cast<void>(state); }
+  virtual NamedTensors own_state() { return {}; }
+  virtual void set_own_state(const NamedTensors& state) { static_cast<void>(state); }
 
   // False while replicas may differ, so that synchronise() would change them. The same on every rank.
   bool is_one_model() const { return is_one_model_; }
@@ -173,7 +173,7 @@ class Strategy {
   virtual void restored(std::int64_t /*step*/) {}
 
   // Tensors that a checkpoint keeps besides model() and optimizer(); restored in place.
-  virtual std::vector<NamedTensor> state() { return {}; }
+  virtual NamedTensors state() { return {}; }
 
   virtual Report report() const { return {}; }      // for the metrics of the run; all of StrategyRanks::step call it
   virtual std::string table() const { return {}; }  // the same for people: lines; empty: nothing to show

@@ -13,11 +13,11 @@
 
 #include "lockstep/dataset.h"
 #include "lockstep/metric.h"
+#include "lockstep/named_tensor.h"
 
 namespace lockstep {
 
 using ModulePtr = std::shared_ptr<torch::nn::Module>;
-using Tensors = std::vector<torch::Tensor>;
 
 // A part of a model that a pipeline never cuts: a layer or a block. A model is a list of pieces, and a stage of a
 // pipeline is a range of them. Running all pieces one after another gives what the model's own forward gives; what one
@@ -49,7 +49,7 @@ inline torch::Tensor run_pieces(const std::vector<Piece>& pieces, const torch::T
 }
 
 // The trained parameters of the pieces' modules, each once.
-std::vector<torch::Tensor> parameters_of(const std::vector<Piece>& pieces);
+Tensors parameters_of(const std::vector<Piece>& pieces);
 
 // The samples that the model takes, for data that is made to fit it.
 struct SampleShape {

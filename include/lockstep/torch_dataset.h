@@ -28,7 +28,7 @@ class TorchDataset final : public Dataset {
   std::string name() const override { return name_; }
   std::int64_t size() const override { return static_cast<std::int64_t>(state_->dataset.size().value()); }
 
-  Batch make_batch(std::span<const std::int64_t> indices) const override {
+  Batch make_batch(Indices indices) const override {
     if (indices.empty() && size() > 0) {  // of the samples' shape
       const std::int64_t first = 0;
       return make_batch({&first, 1}).rows(0, 0);

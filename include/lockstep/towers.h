@@ -64,18 +64,17 @@ enum class Uneven {
 std::vector<Batch> split_and_load(const Batch& batch, const Devices& devices, Uneven uneven = Uneven::kSplit);
 
 // The same of one tensor, (B, ...).
-std::vector<torch::Tensor> split_and_load(const torch::Tensor& data, const Devices& devices,
-                                          Uneven uneven = Uneven::kSplit);
+Tensors split_and_load(const torch::Tensor& data, const Devices& devices, Uneven uneven = Uneven::kSplit);
 
 // Forward: a mean loss per device; undefined where a device has no samples that count. Clears the gradients of the last
 // step, unless shards are a further part of the batch.
-std::vector<torch::Tensor> tower_losses(Devices& devices, const Task& task, const Replicas& replicas,
-                                        const std::vector<Batch>& shards, bool clears_gradients = true);
+Tensors tower_losses(Devices& devices, const Task& task, const Replicas& replicas, const std::vector<Batch>& shards,
+                     bool clears_gradients = true);
 
 // Backward on each device, its loss weighted by its share of the samples. samples: of all parts of the batch; 0: there is
 // one part. task: counts them.
-void backward(Devices& devices, const std::vector<torch::Tensor>& losses, const std::vector<Batch>& shards,
-              std::int64_t samples = 0, const Task& task = {});
+void backward(Devices& devices, const Tensors& losses, const std::vector<Batch>& shards, std::int64_t samples = 0,
+              const Task& task = {});
 
 // Sums each parameter's gradient over the devices, on every device. A missing gradient counts as zero; a parameter
 // without a gradient on any device keeps none. Sets of cores copy nothing: each reads the others' memory.
@@ -83,7 +82,7 @@ void all_reduce_gradients(Devices& devices, const Replicas& replicas, Algorithm 
 
 // tensors[i] belongs to device i; afterwards each is the sum of all. Same shapes, strides and dtypes. Throws
 // UsageError: not one tensor per device; DeviceError: one is elsewhere.
-void all_reduce(Devices& devices, const std::vector<torch::Tensor>& tensors, Algorithm algorithm = Algorithm::kDirect);
+void all_reduce(Devices& devices, const Tensors& tensors, Algorithm algorithm = Algorithm::kDirect);
 
 // The optimizer's step on every device.
 void update(Devices& devices, const Replicas& replicas);

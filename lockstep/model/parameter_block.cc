@@ -17,7 +17,7 @@
 namespace lockstep {
 namespace {
 
-std::size_t bytes_of(const std::vector<NamedTensor>& parameters) {
+std::size_t bytes_of(const NamedTensors& parameters) {
   std::size_t bytes = 0;
   for (const auto& [name, tensor] : parameters) bytes += round_up(tensor.nbytes(), kCacheLine);
   return bytes;
@@ -64,7 +64,7 @@ UsageError written(const std::string& name) {
 
 }  // namespace
 
-ParameterBlock::ParameterBlock(SharedMemory& memory, std::vector<NamedTensor> parameters)
+ParameterBlock::ParameterBlock(SharedMemory& memory, NamedTensors parameters)
     : is_shared_(memory.size() > 1), is_first_(memory.rank() == 0) {
   for (const auto& [name, tensor] : parameters) static_cast<void>(dense_view(tensor));
   memory_ = memory.allocate_common(guarded_bytes(bytes_of(parameters)));
@@ -79,13 +79,13 @@ ParameterBlock::ParameterBlock(SharedMemory& memory, std::vector<NamedTensor> pa
   }
   memory.barrier();
   protect();
-  std::vector<torch::Tensor> tensors;
+  Tensors tensors;
   for (const Entry& entry : entries_) tensors.push_back(entry.parameter.tensor);
   watch_.watch(tensors);
   mark_written();
 }
 
-void leave_block(const std::vector<NamedTensor>& parameters) {
+void leave_block(const NamedTensors& parameters) {
   const torch::NoGradGuard no_grad;
   for (const auto& [name, tensor] : parameters)
     if (is_in_block(tensor)) torch::Tensor(tensor).set_data(tensor.clone());

@@ -26,7 +26,7 @@ class ParameterBlock {
  public:
   // Moves the parameters into the block, with the values of the machine's first rank. Blocks. parameters: dense, on the
   // CPU. Throws UsageError (not dense), SystemError (no memory), PeerLost.
-  ParameterBlock(SharedMemory& memory, std::vector<NamedTensor> parameters);
+  ParameterBlock(SharedMemory& memory, NamedTensors parameters);
 
   // Throws UsageError naming a parameter that is no longer in the block, or was written since the last mark_written().
   void require_in_place() const;
@@ -101,6 +101,6 @@ class ParameterBlock::Copies {
 };
 
 // Gives those that are in a block memory of their own, whoever made the block.
-void leave_block(const std::vector<NamedTensor>& parameters);
+void leave_block(const NamedTensors& parameters);
 
 }  // namespace lockstep

@@ -16,8 +16,8 @@ namespace lockstep {
 namespace {
 
 template <class Dict>
-std::vector<NamedTensor> once_each(const Dict& dict) {
-  std::vector<NamedTensor> tensors;
+NamedTensors once_each(const Dict& dict) {
+  NamedTensors tensors;
   std::unordered_set<const void*> seen;
   for (const auto& item : dict)
     if (item.value().defined() && seen.insert(item.value().unsafeGetTensorImpl()).second)
@@ -30,7 +30,7 @@ std::string signature(const NamedTensor& named) {
                 named.tensor.requires_grad() ? " trained" : " frozen");
 }
 
-std::string signature(const std::vector<NamedTensor>& tensors) {
+std::string signature(const NamedTensors& tensors) {
   std::vector<std::string> lines;
   for (const auto& tensor : tensors) lines.push_back(signature(tensor));
   return join(lines, "\n");
@@ -58,30 +58,28 @@ bool is_norm(const torch::nn::Module& module) {
 
 }  // namespace
 
-std::vector<NamedTensor> named_parameters(const torch::nn::Module& model) {
-  return once_each(model.named_parameters());
-}
+NamedTensors named_parameters(const torch::nn::Module& model) { return once_each(model.named_parameters()); }
 
-std::vector<NamedTensor> named_buffers(const torch::nn::Module& model) { return once_each(model.named_buffers()); }
+NamedTensors named_buffers(const torch::nn::Module& model) { return once_each(model.named_buffers()); }
 
-std::vector<NamedTensor> trainable(std::vector<NamedTensor> parameters) {
+NamedTensors trainable(NamedTensors parameters) {
   std::erase_if(parameters, [](const NamedTensor& parameter) { return !parameter.tensor.requires_grad(); });
   return parameters;
 }
 
-std::vector<torch::Tensor> tensors_of(const std::vector<NamedTensor>& named) {
-  std::vector<torch::Tensor> tensors;
+Tensors tensors_of(const NamedTensors& named) {
+  Tensors tensors;
   for (const auto& [name, tensor] : named) tensors.push_back(tensor);
   return tensors;
 }
 
-std::vector<NamedTensor> named_tensors(const torch::nn::Module& model) {
-  std::vector<NamedTensor> tensors = named_parameters(model);
+NamedTensors named_tensors(const torch::nn::Module& model) {
+  NamedTensors tensors = named_parameters(model);
   std::ranges::move(named_buffers(model), std::back_inserter(tensors));
   return tensors;
 }
 
-std::vector<torch::Tensor> tensors_of(const torch::nn::Module& model) { return tensors_of(named_tensors(model)); }
+Tensors tensors_of(const torch::nn::Module& model) { return tensors_of(named_tensors(model)); }
 
 std::set<std::string> sparse_parameters(const torch::nn::Module& model) {
   std::unordered_set<const void*> sparse;
@@ -100,13 +98,13 @@ std::set<std::string> sparse_parameters(const torch::nn::Module& model) {
   return names;
 }
 
-std::vector<torch::Tensor> norms_and_biases(const torch::nn::Module& model, const std::string& kinds) {
+Tensors norms_and_biases(const torch::nn::Module& model, const std::string& kinds) {
   std::set<std::string> wanted;
   for (const std::string& kind : split(kinds, ',')) wanted.insert(kind);
   for (const std::string& kind : wanted)
     if (kind != "norm" && kind != "bias")
       throw UsageError({.what = concat("--no-decay ", kinds), .next = "give norm, bias, or norm,bias"});
-  std::vector<torch::Tensor> found;
+  Tensors found;
   for (const auto& module : model.modules()) {
     const bool is_spared = wanted.contains("norm") && is_norm(*module);
     for (const auto& parameter : module->named_parameters(/*recurse=*/false))
@@ -125,16 +123,16 @@ torch::Tensor dense_view(const torch::Tensor& tensor) {
   return tensor.detach().as_strided({tensor.numel()}, {1});
 }
 
-void require_same_model(const World& world, const std::vector<NamedTensor>& tensors) {
+void require_same_model(const World& world, const NamedTensors& tensors) {
   const IntVector<std::string> signatures = world.exchange_texts(signature(tensors));
   for (int rank = 1; rank < world.size(); ++rank)
     if (signatures[rank] != signatures[0]) throw models_differ(rank, signatures[0], signatures[rank], world);
 }
 
-void broadcast_tensors(const World& world, const std::vector<NamedTensor>& tensors, int root) {
+void broadcast_tensors(const World& world, const NamedTensors& tensors, int root) {
   if (world.size() == 1) return;
   const torch::NoGradGuard no_grad;
-  std::map<torch::ScalarType, std::vector<torch::Tensor>> by_dtype;
+  std::map<torch::ScalarType, Tensors> by_dtype;
   for (const auto& [name, tensor] : tensors) by_dtype[tensor.scalar_type()].push_back(dense_view(tensor));
   for (auto& [dtype, views] : by_dtype) {
     torch::Tensor flat = torch::cat(views);

@@ -33,7 +33,7 @@ void for_each_tensor(Stack& stack, std::size_t from, const Change& change) {
     if (stack[i].isTensor() && stack[i].toTensor().defined()) {
       stack[i] = change(stack[i].toTensor(), i);
     } else if (stack[i].isTensorList()) {
-      std::vector<torch::Tensor> tensors = stack[i].toTensorVector();
+      Tensors tensors = stack[i].toTensorVector();
       for (torch::Tensor& each : tensors) each = change(each, i);
       stack[i] = c10::IValue(tensors);
     }
@@ -134,7 +134,7 @@ class Construction : public OperatorHandler {
   bool draws_;
 };
 
-using Wanted = std::function<std::vector<torch::Tensor>(torch::nn::Module&)>;
+using Wanted = std::function<Tensors(torch::nn::Module&)>;
 
 // Tells for each of the model's tensors whether it is wanted.
 IntVector<bool> choose(torch::nn::Module& model, const Wanted& wanted) {
@@ -165,8 +165,8 @@ void warn_not_apart(const std::exception& reason) {
 
 }  // namespace
 
-std::vector<NamedTensor> held(const std::vector<NamedTensor>& tensors) {
-  std::vector<NamedTensor> found;
+NamedTensors held(const NamedTensors& tensors) {
+  NamedTensors found;
   for (const NamedTensor& each : tensors)
     if (is_held(each.tensor)) found.push_back(each);
   return found;

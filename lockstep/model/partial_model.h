@@ -21,14 +21,13 @@
 #pragma once
 
 #include "lockstep/base/int_vector.h"
-#include "lockstep/named_tensor.h"
 #include "lockstep/task.h"
 
 namespace lockstep {
 
 // Tells whether this process has the values of a parameter or buffer.
 inline bool is_held(const torch::Tensor& tensor) { return !tensor.is_meta(); }
-std::vector<NamedTensor> held(const std::vector<NamedTensor>& tensors);
+NamedTensors held(const NamedTensors& tensors);
 
 // Gives a parameter or buffer other data, of any device: `data` of the meta device frees its memory. Every reference to
 // the tensor sees it. Not while a graph of autograd has the tensor.
@@ -45,8 +44,7 @@ class PartialModel {
 
   // A model that holds what `wanted` gives of it: parameters and buffers. Seeds torch's default generator with `seed`
   // and advances it as making the whole model does. Throws what `make` throws.
-  ModulePtr make_part(std::uint64_t seed,
-                      const std::function<std::vector<torch::Tensor>(torch::nn::Module&)>& wanted) const;
+  ModulePtr make_part(std::uint64_t seed, const std::function<Tensors(torch::nn::Module&)>& wanted) const;
 
  private:
   std::function<ModulePtr()> make_;

@@ -42,8 +42,8 @@ torch::Tensor run_pieces(const std::vector<Piece>& pieces, const Batch& batch) {
   return tensors.at(0);
 }
 
-std::vector<torch::Tensor> parameters_of(const std::vector<Piece>& pieces) {
-  std::vector<torch::Tensor> parameters;
+Tensors parameters_of(const std::vector<Piece>& pieces) {
+  Tensors parameters;
   std::unordered_set<const void*> seen;
   for (const Piece& piece : pieces)
     for (const torch::nn::Module* module : piece.modules)

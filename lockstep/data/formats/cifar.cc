@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/base/text.h"
-#include "lockstep/data/formats/data_file.h"
 #include "lockstep/data/formats/readers.h"
 
 namespace lockstep {
@@ -32,8 +31,7 @@ std::vector<std::string> files_of(bool ten, Split split) {
 
 }  // namespace
 
-std::shared_ptr<const ImageSource> read_cifar_files(const std::string& name, const std::filesystem::path& folder,
-                                                    Split split) {
+ImageSourcePtr read_cifar_files(const std::string& name, const fs::path& folder, Split split) {
   const bool ten = name == "cifar-10";
   const std::int64_t label_bytes = ten ? 1 : 2;
   std::vector<torch::Tensor> pixels, labels;
@@ -50,14 +48,14 @@ ImageTransforms CIFAR10::normalised() {
   return {.mean = {0.4914F, 0.4822F, 0.4465F}, .deviation = {0.2470F, 0.2435F, 0.2616F}};
 }
 
-CIFAR10::CIFAR10(const std::filesystem::path& folder, Split split, const ImageTransforms& transforms)
+CIFAR10::CIFAR10(const fs::path& folder, Split split, const ImageTransforms& transforms)
     : ImageDataset(read_cifar_files("cifar-10", folder, split), transforms) {}
 
 ImageTransforms CIFAR100::normalised() {
   return {.mean = {0.5071F, 0.4865F, 0.4409F}, .deviation = {0.2673F, 0.2564F, 0.2762F}};
 }
 
-CIFAR100::CIFAR100(const std::filesystem::path& folder, Split split, const ImageTransforms& transforms)
+CIFAR100::CIFAR100(const fs::path& folder, Split split, const ImageTransforms& transforms)
     : ImageDataset(read_cifar_files("cifar-100", folder, split), transforms) {}
 
 }  // namespace lockstep

@@ -6,7 +6,6 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/data/formats/data_file.h"
 #include "lockstep/data/formats/readers.h"
 
 namespace lockstep {
@@ -98,7 +97,7 @@ void set_target(Table& table, const std::vector<std::string>& texts, bool number
 
 class CsvReader {
  public:
-  CsvReader(const std::filesystem::path& path, std::string_view text, const TableOptions& options)
+  CsvReader(const fs::path& path, std::string_view text, const TableOptions& options)
       : path_(path.string()), options_(options), records_(text, options.separator) {}
 
   Table read() {
@@ -197,8 +196,8 @@ class CsvReader {
 
 }  // namespace
 
-Table read_csv(const std::filesystem::path& path, const TableOptions& options) {
-  const std::vector<std::uint8_t> bytes = DataFile(path).read_all();
+Table read_csv(const fs::path& path, const TableOptions& options) {
+  const Bytes bytes = DataFile(path).read_all();
   return CsvReader(path, {reinterpret_cast<const char*>(bytes.data()), bytes.size()}, options).read();
 }
 

@@ -16,7 +16,7 @@
 namespace lockstep {
 namespace {
 
-DataError unreadable(const std::filesystem::path& path, const std::string& why) {
+DataError unreadable(const fs::path& path, const std::string& why) {
   return DataError({.what = concat("can't read ", path.string(), ": ", why),
                     .here = path.string(),
                     .likely = "a wrong path, or no permission"});
@@ -24,7 +24,7 @@ DataError unreadable(const std::filesystem::path& path, const std::string& why) 
 
 }  // namespace
 
-DataFile::DataFile(std::filesystem::path path)
+DataFile::DataFile(fs::path path)
     // O_NONBLOCK: opening a named pipe would wait for its writer without limit; of a regular file it changes nothing.
     : path_(std::move(path)), fd_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
   struct stat status {};

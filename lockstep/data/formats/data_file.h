@@ -15,10 +15,12 @@
 
 namespace lockstep {
 
+namespace fs = std::filesystem;
+
 class DataFile {
  public:
-  explicit DataFile(std::filesystem::path path);  // throws DataError: missing, unreadable, not a regular file
-  const std::filesystem::path& path() const { return path_; }
+  explicit DataFile(fs::path path);  // throws DataError: missing, unreadable, not a regular file
+  const fs::path& path() const { return path_; }
   std::uint64_t size() const { return size_; }  // when it was opened
 
   // Fills `into`, from `offset` on. Blocks for the disk. Throws DataError naming the file: it became shorter, or the disk
@@ -38,7 +40,7 @@ class DataFile {
   void will_need(std::uint64_t offset, std::uint64_t bytes) const;
 
  private:
-  std::filesystem::path path_;
+  fs::path path_;
   UniqueFd fd_;
   std::uint64_t size_ = 0;
 };

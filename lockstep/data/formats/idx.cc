@@ -18,7 +18,7 @@ namespace {
 class IdxReader {
  public:
   // O_NONBLOCK: opening a named pipe would wait for its writer without limit; of a regular file it changes nothing.
-  IdxReader(const std::filesystem::path& path, std::uint64_t most_bytes)
+  IdxReader(const fs::path& path, std::uint64_t most_bytes)
       : path_(path),
         most_(most_bytes),
         file_(gzdopen(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK), "rb"), &gzclose) {
@@ -33,7 +33,7 @@ class IdxReader {
     const std::vector<std::int64_t> shape = read_shape();
     const auto size = product(shape);
     if (!size) throw bad("its header says more values than 64 bits can count", "a damaged file");
-    std::vector<std::uint8_t> values = read_values(to_size(*size));
+    Bytes values = read_values(to_size(*size));
     return torch::from_blob(values.data(), shape, torch::kUInt8).clone();
   }
 
@@ -57,9 +57,9 @@ class IdxReader {
 
   // A MiB at a time, so that memory grows with what the file really holds. The read after the last value must find the
   // end: it also makes zlib verify the checksum of a gzipped file.
-  std::vector<std::uint8_t> read_values(std::size_t count) {
+  Bytes read_values(std::size_t count) {
     constexpr std::size_t kChunk = std::size_t{1} << 20;
-    std::vector<std::uint8_t> values;
+    Bytes values;
     if (count > most_)
       throw DataError({.what = concat(path_.string(), " unpacks to more than the limit"),
                        .here = path_.string(),
@@ -103,7 +103,7 @@ class IdxReader {
                       .next = "fetch the file again, or name another with --data-dir"});
   }
 
-  std::filesystem::path path_;
+  fs::path path_;
   std::uint64_t most_;
   std::unique_ptr<gzFile_s, decltype(&gzclose)> file_;
   std::size_t offset_ = 0;    // of the uncompressed content
@@ -112,15 +112,14 @@ class IdxReader {
 
 }  // namespace
 
-torch::Tensor read_idx(const std::filesystem::path& path, std::uint64_t most_bytes) {
+torch::Tensor read_idx(const fs::path& path, std::uint64_t most_bytes) {
   return IdxReader(path, most_bytes).read_tensor();
 }
 
-std::shared_ptr<const ImageSource> read_mnist_files(const std::string& name, const std::filesystem::path& folder,
-                                                    Split split) {
+ImageSourcePtr read_mnist_files(const std::string& name, const fs::path& folder, Split split) {
   const auto find = [&](const std::string& file) {
     const std::string path = (folder / concat(split == Split::kTrain ? "train" : "t10k", file)).string();
-    return std::filesystem::path(std::filesystem::exists(path) ? path : path + ".gz");
+    return fs::path(fs::exists(path) ? path : path + ".gz");
   };
   const auto image_file = find("-images-idx3-ubyte");
   const auto label_file = find("-labels-idx1-ubyte");
@@ -136,7 +135,7 @@ std::shared_ptr<const ImageSource> read_mnist_files(const std::string& name, con
 // Mean and deviation of the training images scaled to [0, 1]; a test computes them again.
 ImageTransforms FashionMNIST::normalised() { return {.mean = {0.2860F}, .deviation = {0.3530F}}; }
 
-FashionMNIST::FashionMNIST(const std::filesystem::path& folder, Split split, const ImageTransforms& transforms)
+FashionMNIST::FashionMNIST(const fs::path& folder, Split split, const ImageTransforms& transforms)
     : ImageDataset(read_mnist_files("fashion-mnist", folder, split), transforms) {}
 
 }  // namespace lockstep

@@ -7,7 +7,6 @@
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/data/formats/data_file.h"
 
 namespace lockstep {
 namespace {
@@ -66,7 +65,7 @@ std::vector<std::int64_t> shape_of(std::string_view value, const std::string& or
 
 }  // namespace
 
-NpyHeader parse_npy(std::span<const std::uint8_t> start, std::size_t all, const std::string& origin) {
+NpyHeader parse_npy(ByteView start, std::size_t all, const std::string& origin) {
   const std::string_view text(reinterpret_cast<const char*>(start.data()), start.size());
   if (text.size() < 12 || text.substr(0, 6) != kMagic) throw bad(origin, "no magic number");
   const std::uint8_t version = start[6];
@@ -101,10 +100,10 @@ std::string npy_header(torch::ScalarType dtype, std::span<const std::int64_t> sh
 
 // A bool that is neither 0 nor 1 is undefined behaviour: they are read as bytes. Where the first dimension varies fastest, the
 // values are those of the transposed array in C order.
-torch::Tensor read_npy(const std::filesystem::path& path) {
+torch::Tensor read_npy(const fs::path& path) {
   constexpr std::size_t kLongestHeader = std::size_t{1} << 20;
   const DataFile file(path);
-  std::vector<std::uint8_t> start(std::min<std::size_t>(file.size(), kLongestHeader));
+  Bytes start(std::min<std::size_t>(file.size(), kLongestHeader));
   file.read(0, start);
   NpyHeader header = parse_npy(start, file.size(), path.string());
   if (header.fortran) std::ranges::reverse(header.shape);

@@ -10,8 +10,6 @@
 namespace lockstep {
 namespace {
 
-namespace fs = std::filesystem;
-
 // The text of --data, "KIND[:PATH][?KEY=VALUE&KEY=VALUE]", taken apart.
 class Request {
  public:
@@ -81,8 +79,7 @@ class Request {
 };
 
 // Cuts a dataset in two parts; `train` and `validation` have the same samples.
-Datasets in_two_parts(std::shared_ptr<const Dataset> train, std::shared_ptr<const Dataset> validation, double share,
-                      const Request& request) {
+Datasets in_two_parts(DatasetPtr train, DatasetPtr validation, double share, const Request& request) {
   if (share < 0 || share >= 1) throw request.refuse("val= is a share below 1");
   const std::int64_t size = train->size();
   const auto held_out = static_cast<std::int64_t>(static_cast<double>(size) * share);
@@ -91,7 +88,7 @@ Datasets in_two_parts(std::shared_ptr<const Dataset> train, std::shared_ptr<cons
           std::make_shared<SubsetDataset>(std::move(validation), size - held_out, size)};
 }
 
-Datasets in_two_parts(const std::shared_ptr<const ImageSource>& source, const ImageTransforms& base, Request& request) {
+Datasets in_two_parts(const ImageSourcePtr& source, const ImageTransforms& base, Request& request) {
   const double share = request.number("val", 0);
   return in_two_parts(std::make_shared<ImageDataset>(source, request.transforms(base, Split::kTrain)),
                       std::make_shared<ImageDataset>(source, request.transforms(base, Split::kValidation)), share,
@@ -294,16 +291,14 @@ ImageTransforms photographs() { return {.mean = {0.485F, 0.456F, 0.406F}, .devia
 
 const SplitImages& split_images(const std::string& kind) { return row_named(kSplitImages, kind, "--data"); }
 
-std::shared_ptr<const ImageSource> images_in(const std::string& name, const torch::Tensor& data,
-                                             const torch::Tensor& target, std::int64_t classes,
-                                             const std::string& origin) {
+ImageSourcePtr images_in(const std::string& name, const torch::Tensor& data, const torch::Tensor& target,
+                         std::int64_t classes, const std::string& origin) {
   if (data.scalar_type() != torch::kUInt8 || data.dim() < 3 || target.is_floating_point()) return nullptr;
   if (classes == 0) classes = target.numel() > 0 ? target.max().item<std::int64_t>() + 1 : 1;
   return std::make_shared<MemoryImages>(name, data, target, classes, origin);
 }
 
-std::shared_ptr<const ImageSource> synthetic_images(std::int64_t samples, const ImageShape& shape,
-                                                    std::int64_t classes) {
+ImageSourcePtr synthetic_images(std::int64_t samples, const ImageShape& shape, std::int64_t classes) {
   if (samples < 1 || classes < 1 || shape.channels < 1 || shape.height < 1 || shape.width < 1)
     throw UsageError({.what = concat("synthetic data of ", samples, " samples, ", shape.channels, " x ", shape.height,
                                      " x ", shape.width, " values, ", classes, " classes"),

@@ -7,6 +7,7 @@
 #include <charconv>
 #include <string_view>
 
+#include "lockstep/data/formats/data_file.h"
 #include "lockstep/datasets.h"
 #include "lockstep/error.h"
 
@@ -14,17 +15,15 @@ namespace lockstep {
 
 // The images of one split. Throw DataError, as FashionMNIST and CIFAR10 do. The MNIST family's files are those of MNIST, KMNIST,
 // EMNIST's digits and Fashion-MNIST.
-std::shared_ptr<const ImageSource> read_mnist_files(const std::string& name, const std::filesystem::path& folder,
-                                                    Split split);
-std::shared_ptr<const ImageSource> read_cifar_files(const std::string& name, const std::filesystem::path& folder,
-                                                    Split split);
+ImageSourcePtr read_mnist_files(const std::string& name, const fs::path& folder, Split split);
+ImageSourcePtr read_cifar_files(const std::string& name, const fs::path& folder, Split split);
 
 ImageTransforms photographs();  // the usual mean and deviation of ImageNet
 
 // One split of "fashion-mnist", "mnist", "cifar-10" or "cifar-100", and how its images are normalised.
 struct SplitImages {
   const char* name;
-  std::shared_ptr<const ImageSource> (*read)(const std::string& kind, const std::filesystem::path& folder, Split split);
+  ImageSourcePtr (*read)(const std::string& kind, const fs::path& folder, Split split);
   ImageTransforms (*normalised)();
 };
 const SplitImages& split_images(const std::string& kind);
@@ -52,7 +51,7 @@ struct NpyHeader {
 };
 
 // `start` holds at least the header of a file of `all` bytes. Throws DataError, as read_npy does.
-NpyHeader parse_npy(std::span<const std::uint8_t> start, std::size_t all, const std::string& origin);
+NpyHeader parse_npy(ByteView start, std::size_t all, const std::string& origin);
 
 // Throws UsageError: bool, a dtype that the format does not have, more than 16 dimensions.
 std::string npy_header(torch::ScalarType dtype, std::span<const std::int64_t> shape);
@@ -62,13 +61,11 @@ inline int bytes_of_token(int bits) { return bits % 8 == 0 ? bits / 8 : 0; }
 
 // Bytes with 3 or 4 dimensions, whose targets are whole numbers, as images; null: other arrays, which are rows. classes: 0: the
 // largest target + 1. `origin` names the file in errors. Throws DataError, as MemoryImages does.
-std::shared_ptr<const ImageSource> images_in(const std::string& name, const torch::Tensor& data,
-                                             const torch::Tensor& target, std::int64_t classes,
-                                             const std::string& origin);
+ImageSourcePtr images_in(const std::string& name, const torch::Tensor& data, const torch::Tensor& target,
+                         std::int64_t classes, const std::string& origin);
 
 // Images from a random generator, the same in every run; a model can learn them. Sample i is of class i modulo
 // `classes`: the mean of the class's pattern and noise. Kept in memory as bytes. Throws UsageError: a number below 1.
-std::shared_ptr<const ImageSource> synthetic_images(std::int64_t samples, const ImageShape& shape,
-                                                    std::int64_t classes);
+ImageSourcePtr synthetic_images(std::int64_t samples, const ImageShape& shape, std::int64_t classes);
 
 }  // namespace lockstep

@@ -19,12 +19,12 @@ namespace {
 using testing::rounds;
 using testing::TempFolder;
 
-using Bytes = std::string;
+using Content = std::string;
 using Random = std::mt19937;
 
 std::size_t below(Random& random, std::size_t bound) { return random() % bound; }
 
-void mutate_once(Bytes& bytes, Random& random) {
+void mutate_once(Content& bytes, Random& random) {
   static constexpr unsigned char kInteresting[] = {0, 1, 7, 8, 127, 128, 254, 255};
   if (bytes.empty()) return bytes.push_back(static_cast<char>(random()));
   const std::size_t at = below(random, bytes.size());
@@ -40,7 +40,7 @@ void mutate_once(Bytes& bytes, Random& random) {
   }
 }
 
-Bytes mutated(Bytes bytes, Random& random) {
+Content mutated(Content bytes, Random& random) {
   for (std::size_t i = 1 + below(random, 4); i > 0; --i) mutate_once(bytes, random);
   // Headers decide most.
   if (random() % 2 == 0 && !bytes.empty())
@@ -62,12 +62,12 @@ std::uint64_t sum_of(const Dataset& dataset) {
 // Reads mutations of `original`. `read` returns a sum over all it gives; the same file must give the same sum twice,
 // which memory that was never written hardly does.
 template <class Read>
-void fuzz(const Bytes& original, int usual, Read&& read) {
+void fuzz(const Content& original, int usual, Read&& read) {
   Random random(static_cast<unsigned>(original.size()));
   int refused = 0;
   const int all = rounds("LOCKSTEP_FUZZ_ROUNDS", usual);
   for (int round = 0; round < all; ++round) {
-    const Bytes bytes = mutated(original, random);
+    const Content bytes = mutated(original, random);
     try {
       const std::uint64_t once = read(bytes);
       ASSERT_EQ(read(bytes), once) << "round " << round;
@@ -80,8 +80,8 @@ void fuzz(const Bytes& original, int usual, Read&& read) {
 
 template <class Read>
 void fuzz_file(const TempFolder& folder, const std::string& name, int usual, Read&& read) {
-  const Bytes original = read_file(folder / name);
-  fuzz(original, usual, [&](const Bytes& bytes) {
+  const Content original = read_file(folder / name);
+  fuzz(original, usual, [&](const Content& bytes) {
     std::filesystem::remove(folder / name);  // a file that is written over is flushed to the disk
     std::ofstream(folder / name, std::ios::binary) << bytes;
     return read();
@@ -89,7 +89,7 @@ void fuzz_file(const TempFolder& folder, const std::string& name, int usual, Rea
 }
 
 // Decodes a random part to a random size, into memory that held something else before.
-std::uint64_t decode(const Bytes& file) {
+std::uint64_t decode(const Content& file) {
   static std::uint8_t rubbish = 0;
   const std::span bytes(reinterpret_cast<const std::uint8_t*>(file.data()), file.size());
   const ImageShape shape = encoded_shape(bytes, "fuzz");
@@ -172,7 +172,7 @@ TEST(Fuzz, an_epoch_over_damaged_images_ends) {
     testing::write_image_folder(folder.path(), 4);
     for (const auto& entry : std::filesystem::recursive_directory_iterator(folder.path()))
       if (entry.is_regular_file()) {
-        const Bytes bytes = mutated(read_file(entry.path()), random);
+        const Content bytes = mutated(read_file(entry.path()), random);
         std::ofstream(entry.path(), std::ios::binary) << bytes;
       }
     const auto dataset =

@@ -11,7 +11,7 @@ namespace lockstep {
 namespace {
 
 template <class To>
-void gather(const torch::Tensor& rows, std::span<const std::int64_t> indices, To* into) {
+void gather(const torch::Tensor& rows, Indices indices, To* into) {
   const std::int64_t count = rows.numel() / rows.size(0);
   AT_DISPATCH_ALL_TYPES_AND3(torch::kHalf, torch::kBFloat16, torch::kBool, rows.scalar_type(), "gather", [&] {
     const auto* from = rows.const_data_ptr<scalar_t>();
@@ -64,14 +64,14 @@ Batch TensorDataset::assemble(const BatchRequest& request) const {
   return batch;
 }
 
-SubsetDataset::SubsetDataset(std::shared_ptr<const Dataset> whole, std::int64_t begin, std::int64_t end)
+SubsetDataset::SubsetDataset(DatasetPtr whole, std::int64_t begin, std::int64_t end)
     : whole_(std::move(whole)), begin_(begin), end_(end) {
   if (begin < 0 || begin >= end || end > whole_->size())
     throw UsageError({.what = concat("samples ", begin, " to ", end, " of a dataset of ", whole_->size()),
                       .next = "give a part that is not empty"});
 }
 
-std::vector<std::int64_t> SubsetDataset::in_whole(std::span<const std::int64_t> indices) const {
+std::vector<std::int64_t> SubsetDataset::in_whole(Indices indices) const {
   std::vector<std::int64_t> places(indices.begin(), indices.end());
   for (std::int64_t& place : places) place += begin_;
   return places;

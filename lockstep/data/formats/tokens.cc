@@ -22,7 +22,7 @@ void check_tokens(const TokenOptions& o) {
 
 }  // namespace
 
-TokenDataset::TokenDataset(const std::filesystem::path& path, const TokenOptions& options)
+TokenDataset::TokenDataset(const fs::path& path, const TokenOptions& options)
     : file_(std::make_shared<DataFile>(path)), options_(options) {
   check_tokens(options);
   if (options_.vocabulary == 0)
@@ -62,7 +62,7 @@ Batch TokenDataset::assemble(const BatchRequest& request) const {
               allocate_for_batch(request.memory, {samples, options_.block}, torch::kInt64)};
   auto* data = batch.data.data_ptr<std::int64_t>();
   auto* target = batch.target.data_ptr<std::int64_t>();
-  std::vector<std::uint8_t> stored(to_size((options_.block + 1) * options_.token_bytes));
+  Bytes stored(to_size((options_.block + 1) * options_.token_bytes));
   for (const std::int64_t index : request.indices) {
     const std::int64_t begin = first_ + index * options_.block;
     file_->read(to_size(begin * options_.token_bytes), stored);

@@ -9,14 +9,14 @@
 namespace lockstep {
 namespace {
 
-bool begins_with(std::span<const std::uint8_t> file, std::string_view magic) {
+bool begins_with(ByteView file, std::string_view magic) {
   return std::string_view(reinterpret_cast<const char*>(file.data()), file.size()).starts_with(magic);
 }
 
 // libpng's simplified interface: any colour type, depth and interlacing becomes 8-bit RGB.
 class PngReader {
  public:
-  explicit PngReader(std::span<const std::uint8_t> file) {
+  explicit PngReader(ByteView file) {
     image_.version = PNG_IMAGE_VERSION;
     if (png_image_begin_read_from_memory(&image_, file.data(), file.size()) == 0)
       throw damaged_image("PNG", image_.message);
@@ -39,7 +39,7 @@ class PngReader {
   png_image image_{};
 };
 
-ImageShape shape_of(std::span<const std::uint8_t> file) {
+ImageShape shape_of(ByteView file) {
   if (is_jpeg(file)) return jpeg_shape(file);
   if (begins_with(file, "\x89PNG\r\n\x1A\n")) return PngReader(file).shape();
   throw DataError(
@@ -52,9 +52,9 @@ DataError damaged_image(const char* format, const std::string& why) {
   return DataError({.what = concat("damaged ", format, ": ", why), .likely = "a file that was cut off or overwritten"});
 }
 
-bool is_jpeg(std::span<const std::uint8_t> file) { return begins_with(file, "\xFF\xD8\xFF"); }
+bool is_jpeg(ByteView file) { return begins_with(file, "\xFF\xD8\xFF"); }
 
-ImageShape encoded_shape(std::span<const std::uint8_t> file, const std::string& origin) try {
+ImageShape encoded_shape(ByteView file, const std::string& origin) try {
   const ImageShape shape = shape_of(file);
   if (shape.height < 1 || shape.width < 1 || shape.height * shape.width > kMostPixels)
     throw DataError(
@@ -66,7 +66,7 @@ ImageShape encoded_shape(std::span<const std::uint8_t> file, const std::string& 
   throw DataError(text);
 }
 
-ImageView decode_image(std::span<const std::uint8_t> file, Placement& placement, DecodeScratch& scratch) {
+ImageView decode_image(ByteView file, Placement& placement, DecodeScratch& scratch) {
   return is_jpeg(file) ? decode_jpeg(file, placement, scratch) : PngReader(file).read(scratch);
 }
 

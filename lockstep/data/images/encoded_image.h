@@ -12,27 +12,27 @@ namespace lockstep {
 
 constexpr std::int64_t kMostPixels = std::int64_t{1} << 26;  // of an encoded image; a larger one is refused
 
-using DecodeScratch = std::vector<std::uint8_t>;  // holds the pixels of the last decoded image
+using DecodeScratch = Bytes;  // holds the pixels of the last decoded image
 
 // The error of a decoder: a damaged `format` file, and why.
 DataError damaged_image(const char* format, const std::string& why);
 
-bool is_jpeg(std::span<const std::uint8_t> file);
+bool is_jpeg(ByteView file);
 
 // The shape after decoding to RGB, from the header alone. Throws DataError with `origin`: neither JPEG nor PNG, a
 // damaged header, more than kMostPixels.
-ImageShape encoded_shape(std::span<const std::uint8_t> file, const std::string& origin);
+ImageShape encoded_shape(ByteView file, const std::string& origin);
 
 // Decodes the part of the image that placement.box covers to interleaved RGB in `scratch`. A JPEG may be decoded at
 // 1/2, 1/4 or 1/8 of its size, never smaller than the result; placement.box is rewritten to pixels of the returned
 // view. Throws DataError (without `here`): damaged or cut in the part that was read.
-ImageView decode_image(std::span<const std::uint8_t> file, Placement& placement, DecodeScratch& scratch);
+ImageView decode_image(ByteView file, Placement& placement, DecodeScratch& scratch);
 
 // The same for JPEG, through libjpeg-turbo.
-ImageShape jpeg_shape(std::span<const std::uint8_t> file);
-ImageView decode_jpeg(std::span<const std::uint8_t> file, Placement& placement, DecodeScratch& scratch);
+ImageShape jpeg_shape(ByteView file);
+ImageView decode_jpeg(ByteView file, Placement& placement, DecodeScratch& scratch);
 
 // pixels: height x width x 3, RGB. For tests, benchmarks and lockstep data pack. Throws DataError.
-std::vector<std::uint8_t> encode_jpeg(const std::uint8_t* pixels, std::int64_t height, std::int64_t width, int quality);
+Bytes encode_jpeg(const std::uint8_t* pixels, std::int64_t height, std::int64_t width, int quality);
 
 }  // namespace lockstep

@@ -79,12 +79,12 @@ class ImageDataset::Worker {
 
   const ImageDataset* dataset_ = nullptr;
   BatchTimes* times_ = nullptr;
-  std::vector<std::uint8_t> file_;
+  Bytes file_;
   DecodeScratch decoding_;
   std::vector<float> other_;  // the other image of a mix
 };
 
-ImageDataset::ImageDataset(std::shared_ptr<const ImageSource> source, ImageTransforms transforms)
+ImageDataset::ImageDataset(ImageSourcePtr source, ImageTransforms transforms)
     : source_(std::move(source)), transforms_(std::move(transforms)) {
   if (source_->size() <= 0)
     throw DataError({.what = concat(source_->name(), " has no images"), .likely = "an empty file, folder or split"});
@@ -99,7 +99,7 @@ ImageDataset::ImageDataset(std::shared_ptr<const ImageSource> source, ImageTrans
 ImageShape ImageDataset::first_shape() const {
   const ImageShape common = source_->common_shape();
   if (common.height > 0) return common;
-  std::vector<std::uint8_t> scratch;
+  Bytes scratch;
   const StoredImage first = source_->read(0, scratch);
   ImageShape shape = first.encoded ? encoded_shape(first.bytes, source_->origin(0)) : first.shape;
   shape.channels = common.channels;

@@ -13,8 +13,6 @@
 namespace lockstep {
 namespace {
 
-namespace fs = std::filesystem;
-
 constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 30;  // of a file; a larger one is refused
 
 bool is_image(const fs::path& file) {
@@ -79,7 +77,7 @@ void ImageFolder::add_images(const fs::path& folder, std::int64_t label, std::ve
   above.pop_back();
 }
 
-StoredImage ImageFolder::read(std::int64_t index, std::vector<std::uint8_t>& scratch) const {
+StoredImage ImageFolder::read(std::int64_t index, Bytes& scratch) const {
   const File& file = files_[to_size(index)];
   const DataFile stored(folder_ / file.path);
   if (stored.size() > kMostBytes)

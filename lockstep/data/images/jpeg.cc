@@ -66,7 +66,7 @@ class Decoder {
   ~Decoder() { jpeg_destroy_decompress(&info_); }
   Decoder& operator=(Decoder&&) = delete;
 
-  ImageShape read_header(std::span<const std::uint8_t> file) {
+  ImageShape read_header(ByteView file) {
     if (setjmp(errors_.back) != 0) throw damaged_image("JPEG", errors_.message);
     jpeg_mem_src(&info_, file.data(), file.size());
     jpeg_read_header(&info_, TRUE);
@@ -134,12 +134,12 @@ void inks_to_rgb(std::uint8_t* pixels, std::int64_t count, bool inverted) {
 
 }  // namespace
 
-ImageShape jpeg_shape(std::span<const std::uint8_t> file) { return Decoder().read_header(file); }
+ImageShape jpeg_shape(ByteView file) { return Decoder().read_header(file); }
 
 // Scale first (the decoder's inverse DCT makes fewer pixels), then only the rows and columns that the box touches: rows
 // above are entropy-decoded but not transformed, rows below are never read. `box` follows in two steps: into pixels of
 // the scaled image, then relative to the decoded part.
-ImageView decode_jpeg(std::span<const std::uint8_t> file, Placement& placement, DecodeScratch& scratch) {
+ImageView decode_jpeg(ByteView file, Placement& placement, DecodeScratch& scratch) {
   Decoder decoder;
   const ImageShape full = decoder.read_header(file);
   const ImageShape scaled = decoder.start(eighths_for(placement));
@@ -157,8 +157,7 @@ ImageView decode_jpeg(std::span<const std::uint8_t> file, Placement& placement, 
   return interleaved(scratch.data(), {3, rows.size(), columns.size()});
 }
 
-std::vector<std::uint8_t> encode_jpeg(const std::uint8_t* pixels, std::int64_t height, std::int64_t width,
-                                      int quality) {
+Bytes encode_jpeg(const std::uint8_t* pixels, std::int64_t height, std::int64_t width, int quality) {
   ErrorManager errors{};
   jpeg_compress_struct info{};
   unsigned char* buffer = nullptr;
@@ -185,7 +184,7 @@ std::vector<std::uint8_t> encode_jpeg(const std::uint8_t* pixels, std::int64_t h
   }
   jpeg_finish_compress(&info);
   jpeg_destroy_compress(&info);
-  std::vector<std::uint8_t> file(buffer, buffer + size);
+  Bytes file(buffer, buffer + size);
   std::free(buffer);
   return file;
 }

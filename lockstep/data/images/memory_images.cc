@@ -51,7 +51,7 @@ MemoryImages::MemoryImages(std::string name, const torch::Tensor& images, const 
       pixels_(images_.const_data_ptr<std::uint8_t>()),
       label_(labels_.const_data_ptr<std::int64_t>()) {}
 
-StoredImage MemoryImages::read(std::int64_t index, std::vector<std::uint8_t>&) const {
+StoredImage MemoryImages::read(std::int64_t index, Bytes&) const {
   const std::int64_t bytes = shape_.values();
   return {.bytes = {pixels_ + index * bytes, to_size(bytes)}, .shape = shape_, .label = label_[index]};
 }

@@ -34,8 +34,7 @@ std::vector<std::int64_t> order_of(std::int64_t samples, std::int64_t begin, con
 }
 
 // Decodes an image, resizes it and encodes it again.
-std::vector<std::uint8_t> shrunk(std::span<const std::uint8_t> file, const ImageShape& shape,
-                                 const PackOptions& options) {
+Bytes shrunk(ByteView file, const ImageShape& shape, const PackOptions& options) {
   const Box whole = whole_image(shape);
   const double scale = static_cast<double>(options.shorter_edge) / std::min(whole.height, whole.width);
   Placement placement{
@@ -45,7 +44,7 @@ std::vector<std::uint8_t> shrunk(std::span<const std::uint8_t> file, const Image
   const std::int64_t plane = placement.height * placement.width;
   std::vector<float> planes(to_size(3 * plane));
   resize_image(view, placement, {}, planes.data());
-  std::vector<std::uint8_t> pixels;  // (C, H, W) -> (H, W, C)
+  Bytes pixels;  // (C, H, W) -> (H, W, C)
   pixels.reserve(planes.size());
   for (std::int64_t i = 0; i < plane; ++i)
     for (const float* value = planes.data() + i; value < planes.data() + 3 * plane; value += plane)
@@ -54,7 +53,7 @@ std::vector<std::uint8_t> shrunk(std::span<const std::uint8_t> file, const Image
 }
 
 void pack_image(const ImageSource& source, std::int64_t index, const PackOptions& options, ShardWriter& writer) {
-  std::vector<std::uint8_t> scratch;
+  Bytes scratch;
   const StoredImage image = source.read(index, scratch);
   if (!image.encoded)
     return writer.add({.target = image.label,
@@ -62,7 +61,7 @@ void pack_image(const ImageSource& source, std::int64_t index, const PackOptions
                        .payload = image.bytes});
   const ImageShape shape = encoded_shape(image.bytes, source.origin(index));
   const bool shrink = options.shorter_edge > 0 && std::min(shape.height, shape.width) > options.shorter_edge;
-  const std::vector<std::uint8_t> smaller = shrink ? shrunk(image.bytes, shape, options) : std::vector<std::uint8_t>{};
+  const Bytes smaller = shrink ? shrunk(image.bytes, shape, options) : Bytes{};
   writer.add({.target = image.label, .encoded = true, .payload = shrink ? std::span(smaller) : image.bytes});
 }
 
@@ -94,12 +93,12 @@ void pack_tensors(const TensorDataset& dataset, const std::vector<std::int64_t>&
 
 }  // namespace
 
-ShardWriter::ShardWriter(std::filesystem::path folder, std::uint64_t shard_bytes)
+ShardWriter::ShardWriter(fs::path folder, std::uint64_t shard_bytes)
     : folder_(std::move(folder)), shard_bytes_(shard_bytes) {
   std::error_code error;
-  std::filesystem::create_directories(folder_, error);
+  fs::create_directories(folder_, error);
   if (error) throw SystemError({.what = concat("can't make the folder ", folder_.string(), ": ", error.message())});
-  if (std::filesystem::exists(folder_ / kShardsFile) || !tars_in(folder_).empty())
+  if (fs::exists(folder_ / kShardsFile) || !tars_in(folder_).empty())
     throw UsageError({.what = concat(folder_.string(), " holds shards already"), .next = "name another folder"});
 }
 
@@ -107,7 +106,7 @@ void ShardWriter::add(const ShardSample& sample) {
   const std::string key = concat(std::setfill('0'), std::setw(6), samples_++);
   const char* const extension = !sample.encoded ? ".npy" : is_jpeg(sample.payload) ? ".jpg" : ".png";
   const std::string header = sample.encoded ? "" : npy_header(sample.dtype, sample.shape);
-  std::vector<std::uint8_t> content(header.begin(), header.end());
+  Bytes content(header.begin(), header.end());
   content.insert(content.end(), sample.payload.begin(), sample.payload.end());
   const std::string bytes =
       tar_member(key + ".cls", std::to_string(sample.target)) + tar_member(key + extension, content);
@@ -139,7 +138,7 @@ void ShardWriter::finish(const ShardInfo& info) {
     const std::string name = shard_name(shards.size());
     shards.push_back({{"url", name},
                       {"nsamples", checksums.size()},
-                      {"filesize", std::filesystem::file_size(folder_ / name)},
+                      {"filesize", fs::file_size(folder_ / name)},
                       {"xxh3", checksums}});
   }
   const Json json = {
@@ -149,7 +148,7 @@ void ShardWriter::finish(const ShardInfo& info) {
 }
 
 // Writes a part of another dataset from that dataset.
-void pack(const Dataset& dataset, const std::filesystem::path& folder, const PackOptions& options) {
+void pack(const Dataset& dataset, const fs::path& folder, const PackOptions& options) {
   const auto* part = dynamic_cast<const SubsetDataset*>(&dataset);
   const Dataset& whole = part != nullptr ? part->whole() : dataset;
   const auto* images = dynamic_cast<const ImageDataset*>(&whole);

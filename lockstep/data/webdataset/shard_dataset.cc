@@ -22,19 +22,19 @@ class OfShards : public Interface {
   std::string name() const override { return samples_->info().name; }
   std::int64_t size() const override { return samples_->size(); }
   std::int64_t classes() const override { return samples_->info().classes; }
-  void will_read(std::span<const std::int64_t> indices) const override { samples_->will_read(indices); }
-  std::shared_ptr<const SampleOrder> shuffled_order() const override { return order_; }
+  void will_read(Indices indices) const override { samples_->will_read(indices); }
+  SampleOrderPtr shuffled_order() const override { return order_; }
 
  protected:
   const std::shared_ptr<const ShardReader> samples_;
-  const std::shared_ptr<const SampleOrder> order_;
+  const SampleOrderPtr order_;
 };
 
 // Arrays of one shape and dtype.
 class ShardTensors : public OfShards<Dataset> {
  public:
   using OfShards::OfShards;
-  Batch make_batch(std::span<const std::int64_t> indices) const override { return assemble({.indices = indices}); }
+  Batch make_batch(Indices indices) const override { return assemble({.indices = indices}); }
 
   Batch assemble(const BatchRequest& request) const override {
     const ShardSample& first = samples_->first();
@@ -44,7 +44,7 @@ class ShardTensors : public OfShards<Dataset> {
     Batch batch{allocate_for_batch(request.memory, sizes, as_float ? torch::kFloat32 : torch::kInt64),
                 torch::empty({sizes[0]}, torch::kInt64)};
     auto* target = batch.target.data_ptr<std::int64_t>();
-    std::vector<std::uint8_t> scratch;
+    Bytes scratch;
     for (std::int64_t i = 0; i < sizes[0]; ++i) {
       if (request.reading != nullptr)
         request.reading->note([this, index = request.indices[to_size(i)]] { return samples_->origin(index); });
@@ -57,7 +57,7 @@ class ShardTensors : public OfShards<Dataset> {
   }
 
  private:
-  ShardSample checked(std::int64_t index, std::vector<std::uint8_t>& scratch) const {
+  ShardSample checked(std::int64_t index, Bytes& scratch) const {
     ShardSample sample = samples_->read(index, scratch);
     const ShardSample& first = samples_->first();
     if (sample.encoded || sample.dtype != first.dtype || sample.shape != first.shape)
@@ -75,7 +75,7 @@ class ShardImages : public OfShards<ImageSource> {
   ImageShape common_shape() const override { return shape_of(samples_->first()); }
   std::string origin(std::int64_t index) const override { return samples_->origin(index); }
 
-  StoredImage read(std::int64_t index, std::vector<std::uint8_t>& scratch) const override {
+  StoredImage read(std::int64_t index, Bytes& scratch) const override {
     const ShardSample sample = samples_->read(index, scratch);
     if (!sample.is_image() || sample.target < 0 || sample.target >= classes())
       throw DataError({.what = concat("not an image with a label below ", classes()),
@@ -92,8 +92,7 @@ class ShardImages : public OfShards<ImageSource> {
 
 }  // namespace
 
-std::shared_ptr<const Dataset> dataset_of(std::shared_ptr<const ShardReader> samples,
-                                          const ImageTransforms& transforms) {
+DatasetPtr dataset_of(std::shared_ptr<const ShardReader> samples, const ImageTransforms& transforms) {
   if (!samples->first().is_image()) return std::make_shared<ShardTensors>(std::move(samples));
   return std::make_shared<ImageDataset>(std::make_shared<ShardImages>(std::move(samples)), transforms);
 }

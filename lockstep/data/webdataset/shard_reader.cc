@@ -20,8 +20,6 @@
 namespace lockstep {
 namespace {
 
-namespace fs = std::filesystem;
-
 // "train-{000..012}.tar" -> train-000.tar, train-001.tar, ..., as a shell does
 std::vector<fs::path> expanded(const std::string& pattern) {
   static const std::regex kRange(R"((.*?)\{(\d{1,6})\.\.(\d{1,6})\}(.*))");
@@ -52,7 +50,7 @@ std::optional<std::int64_t> target_in(std::string text) {
 
 }  // namespace
 
-std::uint64_t checksum_of(std::span<const std::uint8_t> content, std::int64_t target) {
+std::uint64_t checksum_of(ByteView content, std::int64_t target) {
   return XXH3_64bits_withSeed(content.data(), content.size(), static_cast<XXH64_hash_t>(target));
 }
 
@@ -149,7 +147,7 @@ std::vector<std::int64_t> ShardReader::shard_sizes() const {
   return sizes;
 }
 
-ShardSample ShardReader::read(std::int64_t index, std::vector<std::uint8_t>& scratch) const {
+ShardSample ShardReader::read(std::int64_t index, Bytes& scratch) const {
   const Entry& entry = entries_[to_size(index)];
   const DataFile& shard = shards_[entry.shard];
   const auto refuse = [&](const std::string& why) { return damaged_shard(shard, entry.offset, why); };
@@ -178,7 +176,7 @@ ShardSample ShardReader::read(std::int64_t index, std::vector<std::uint8_t>& scr
 
 // The loader announces the batch after the one being made, so the disk reads one batch while the workers decode another.
 // The kernel's own read-ahead fetches a sample of less than 64 KiB with its neighbours in the window.
-void ShardReader::will_read(std::span<const std::int64_t> indices) const {
+void ShardReader::will_read(Indices indices) const {
   constexpr std::uint64_t kWorthACall = std::uint64_t{64} << 10;
   for (const std::int64_t index : indices) {
     const Entry& entry = entries_[to_size(index)];

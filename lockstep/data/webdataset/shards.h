@@ -21,7 +21,7 @@ struct ShardSample {
   bool encoded = false;                     // the payload is an image's file, and has no shape
   torch::ScalarType dtype = torch::kUInt8;  // of an array
   std::vector<std::int64_t> shape{};        // of an array
-  std::span<const std::uint8_t> payload{};  // valid until the memory that it was read into changes
+  ByteView payload{};                       // valid until the memory that it was read into changes
 
   bool is_image() const { return encoded || (dtype == torch::kUInt8 && shape.size() == 3); }
 };
@@ -36,14 +36,14 @@ class ShardWriter {
  public:
   // Makes the folder if it is missing. A shard is closed once it has `shard_bytes`. Throws SystemError; UsageError:
   // the folder holds shards already.
-  ShardWriter(std::filesystem::path folder, std::uint64_t shard_bytes = std::uint64_t{256} << 20);
+  ShardWriter(fs::path folder, std::uint64_t shard_bytes = std::uint64_t{256} << 20);
   void add(const ShardSample& sample);  // throws SystemError: a full disk
   void finish(const ShardInfo& info);   // blocks until all is on the disk; without it readers refuse the folder
 
  private:
   void close_shard();
 
-  std::filesystem::path folder_;
+  fs::path folder_;
   std::uint64_t shard_bytes_;
   std::optional<AtomicFile> file_;  // the last shard, while it is open
   std::uint64_t written_ = 0;       // to it
@@ -56,7 +56,7 @@ class ShardReader {
   // path: a folder, or files, as open_dataset takes them. Reads all headers and targets. There are at least `classes`
   // classes. Throws DataError naming the file: not finished, missing, cut, damaged, compressed, two images of a sample, no
   // sample that can be read.
-  explicit ShardReader(std::filesystem::path path, std::int64_t classes = 0);
+  explicit ShardReader(fs::path path, std::int64_t classes = 0);
 
   const ShardInfo& info() const { return info_; }
   const ShardSample& first() const { return first_; }  // that can be read: it says what the others are like
@@ -65,8 +65,8 @@ class ShardReader {
   std::vector<std::int64_t> shard_sizes() const;
 
   // Reads it into `scratch`. Throws DataError naming shard and offset: no target, no image or array, damaged.
-  ShardSample read(std::int64_t index, std::vector<std::uint8_t>& scratch) const;
-  void will_read(std::span<const std::int64_t> indices) const;  // starts reading them from the disk
+  ShardSample read(std::int64_t index, Bytes& scratch) const;
+  void will_read(Indices indices) const;  // starts reading them from the disk
   std::string origin(std::int64_t index) const;
 
  private:
@@ -78,21 +78,20 @@ class ShardReader {
     std::optional<std::int64_t> target{};
     enum { kNone, kImage, kArray } kind = kNone;
   };
-  void open_folder(const std::filesystem::path& description);
-  void add_shard(const std::filesystem::path& path);
+  void open_folder(const fs::path& description);
+  void add_shard(const fs::path& path);
 
-  std::filesystem::path path_;
+  fs::path path_;
   ShardInfo info_;
   std::vector<DataFile> shards_;
   std::vector<Entry> entries_;
-  std::vector<std::uint8_t> scratch_;  // of first_
+  Bytes scratch_;  // of first_
   ShardSample first_;
 };
 
-std::uint64_t checksum_of(std::span<const std::uint8_t> content, std::int64_t target);  // of an image or array
-std::vector<std::filesystem::path> tars_in(const std::filesystem::path& folder);        // by name
+std::uint64_t checksum_of(ByteView content, std::int64_t target);  // of an image or array
+std::vector<fs::path> tars_in(const fs::path& folder);             // by name
 
-std::shared_ptr<const Dataset> dataset_of(std::shared_ptr<const ShardReader> samples,
-                                          const ImageTransforms& transforms);
+DatasetPtr dataset_of(std::shared_ptr<const ShardReader> samples, const ImageTransforms& transforms);
 
 }  // namespace lockstep
