@@ -59,18 +59,18 @@ void all_reduce(Builder& b, const Ids& actors, double bytes, const IntVector<Ids
   for (int c = 0; c < chunks; ++c) {
     Ids arrived, reduced;
     for (int m = 0; m < n; ++m) {
-      if (inside > 1) ready[m] = {b.touch(kNobody, m, "reduce", (inside + 1) * size, ready[m])};
+      if (inside > 1) ready[m] = {b.touch(nobody_on(m), "reduce", (inside + 1) * size, ready[m])};
       const std::vector<double> sizes = c == 0 ? std::vector{part, kSignature} : std::vector{part};
-      arrived.push_back(b.exchange(actors[m], m, sizes, ready[m]));
+      arrived.push_back(b.exchange(actors[m], sizes, ready[m]));
     }
     const int parts = b.join(arrived);
     for (int m = 0; m < n; ++m) {
-      reduced.push_back(b.touch(kNobody, m, "reduce", (n + 1) * part, {parts}));
-      if (!one_round) reduced.back() = b.exchange(actors[m], m, {part}, {reduced.back()});
+      reduced.push_back(b.touch(nobody_on(m), "reduce", (n + 1) * part, {parts}));
+      if (!one_round) reduced.back() = b.exchange(actors[m], {part}, {reduced.back()});
     }
     const int result = b.join(reduced);
     for (int m = 0; m < n; ++m)
-      shared[m].push_back(inside > 1 ? b.touch(kNobody, m, "share", 2 * size * inside, {result}) : result);
+      shared[m].push_back(inside > 1 ? b.touch(nobody_on(m), "share", 2 * size * inside, {result}) : result);
   }
   for (int m = 0; m < n; ++m) b.follow(actors[m], shared[m]);
 }
@@ -93,15 +93,15 @@ void ddp_between_machines(Builder& b, const Ids& networks) {
   for (int bucket = 0; bucket < buckets; ++bucket) {
     for (const int device : b.all_devices()) {
       b.compute(device, "backward", b.times_of(device).backward / buckets);
-      b.touch(device, b.machine_of(device), "pack", 2 * bytes);
+      b.touch(device, "pack", 2 * bytes);
     }
     all_reduce(b, networks, bytes, last_of_machines(b));
   }
   for (int m = 0; m < b.machines(); ++m) {
     b.meet(b.devices_on(m), b.last(networks[m]));
     for (const int device : b.devices_on(m)) {
-      b.touch(device, m, "unpack", 2 * b.parameter_bytes());
-      b.update(device, m, 1.0 / b.target.devices);
+      b.touch(device, "unpack", 2 * b.parameter_bytes());
+      b.update(device, 1.0 / b.target.devices);
     }
     b.meet(b.devices_on(m));
   }
@@ -112,20 +112,19 @@ void averaging(Builder& b, const Ids& networks, int step) {
   constexpr double kLoss = 24, kSamples = 8;  // bytes that are summed up
   b.forward_and_backward();
   sum_up(b, kLoss);
-  for (const int device : b.all_devices()) b.update(device, b.machine_of(device), 1);
+  for (const int device : b.all_devices()) b.update(device, 1);
   meet_on_machines(b);
   if ((step + 1) % b.choice.average_every != 0) return;
   sum_up(b, kSamples);
   const double bytes = b.parameter_bytes();
-  for (const int device : b.all_devices())
-    b.touch(device, b.machine_of(device), "collect", 3 * bytes + bytes / b.target.devices);
+  for (const int device : b.all_devices()) b.touch(device, "collect", 3 * bytes + bytes / b.target.devices);
   meet_on_machines(b);
   if (b.machines() > 1) {
     all_reduce(b, networks, bytes, last_of_machines(b));
     for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), b.last(networks[m]));
   }
   for (const int device : b.all_devices())
-    if (device % b.target.devices != 0) b.touch(device, b.machine_of(device), "copy", 2 * bytes);
+    if (device % b.target.devices != 0) b.touch(device, "copy", 2 * bytes);
   meet_on_machines(b);
 }
 
@@ -146,7 +145,7 @@ void store_sync(Builder& b, const Ids& servers) {
     IntVector<Ids> sent(b.devices()), received = sent;  // [device] the newest message on its connection
     for (int part = 0; part < parts.size(); ++part)
       for (const int device : b.all_devices()) {
-        Ids after{b.touch(device, b.machine_of(device), "pack", 2 * parts[part])};
+        Ids after{b.touch(device, "pack", 2 * parts[part])};
         append(after, sent[device]);
         const Builder::Message push = b.post(device, b.machine_of(device), home, "push", parts[part], after);
         sent[device] = {push.left};
@@ -154,9 +153,9 @@ void store_sync(Builder& b, const Ids& servers) {
       }
     pushed.back() = pushed[parts.size() - 1];
     for (int part = 0; part < parts.size(); ++part) {
-      b.update(servers[s], home, parts[part] / b.parameter_bytes(), pushed[part]);
+      b.update(servers[s], parts[part] / b.parameter_bytes(), pushed[part]);
       for (const int device : b.all_devices()) {
-        Ids after{b.touch(servers[s], home, "copy", 2 * parts[part]), pushed[part + 1][device]};
+        Ids after{b.touch(servers[s], "copy", 2 * parts[part]), pushed[part + 1][device]};
         append(after, received[device]);
         const Builder::Message pull = b.post(servers[s], home, b.machine_of(device), "pull", parts[part], after);
         received[device] = {pull.left};
@@ -164,8 +163,7 @@ void store_sync(Builder& b, const Ids& servers) {
       }
     }
   }
-  for (const int device : b.all_devices())
-    b.touch(device, b.machine_of(device), "unpack", 2 * b.parameter_bytes(), answers[device]);
+  for (const int device : b.all_devices()) b.touch(device, "unpack", 2 * b.parameter_bytes(), answers[device]);
 }
 
 // A worker pushes to all servers, and pulls from all when they have updated. It waits for no other worker.
@@ -180,16 +178,16 @@ void store_async(Builder& b) {
         talk(s % b.machines(), std::accumulate(parts[s].begin(), parts[s].end(), 0.0));
     };
     for_each_server([&](int home, double bytes) {
-      const int packed = b.touch(device, machine, "pack", 2 * bytes);
+      const int packed = b.touch(device, "pack", 2 * bytes);
       const int pushed = b.post(device, machine, home, "push", bytes, {packed}).arrived;
-      updated.push_back(b.update(kNobody, home, bytes / b.parameter_bytes(), {pushed}));
+      updated.push_back(b.update(nobody_on(home), bytes / b.parameter_bytes(), {pushed}));
     });
     for_each_server([&](int home, double bytes) {
-      Ids ready{b.touch(kNobody, home, "copy", 2 * bytes, updated)};
+      Ids ready{b.touch(nobody_on(home), "copy", 2 * bytes, updated)};
       append(ready, pulled);
       pulled = {b.post(device, home, machine, "pull", bytes, ready).arrived};
     });
-    b.touch(device, machine, "unpack", 2 * b.parameter_bytes(), pulled);
+    b.touch(device, "unpack", 2 * b.parameter_bytes(), pulled);
   }
 }
 

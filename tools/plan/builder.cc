@@ -20,7 +20,7 @@ Builder::Builder(const Profile& measured, const Target& wanted, const Choice& ch
   threads_ = std::max(1, cores / target.devices);
   seats_ = std::max(1, cores / threads_);
   for (int machine = 0; machine < target.machines; ++machine) add_machine(machine);
-  for (int device = 0; device < devices(); ++device) add_actor(concat("device ", device));
+  for (int device = 0; device < devices(); ++device) add_actor(concat("device ", device), device / target.devices);
 }
 
 // Measured are one thread, and one for each core; between the two it is taken evenly in logarithms.
@@ -43,28 +43,29 @@ StepTimes Builder::times_of(int device) const {
   return alone(static_cast<double>(target.batch / parts + (device < target.batch % parts ? 1 : 0)));
 }
 
-int Builder::add_actor(const std::string& name) {
+int Builder::add_actor(const std::string& name, int machine) {
   made_.actors.push_back(name);
+  machine_of_.push_back(machine);
   last_.push_back({});
   return last_.size() - 1;
 }
 
 int Builder::compute(int device, const std::string& name, double seconds, const Ids& after) {
-  return work(device, machine_of(device), name, Kind::kComputing, seconds, after);
+  return work(device, name, Kind::kComputing, seconds, after);
 }
 
-int Builder::touch(int actor, int machine, const std::string& name, double bytes, const Ids& after) {
-  return work(actor, machine, name, Kind::kMemory, bytes / profile.copy_speed, after);
+int Builder::touch(int actor, const std::string& name, double bytes, const Ids& after) {
+  return work(actor, name, Kind::kMemory, bytes / profile.copy_speed, after);
 }
 
-int Builder::update(int actor, int machine, double share, const Ids& after) {
-  return work(actor, machine, "update", Kind::kMemory, share * alone(1).update, after);
+int Builder::update(int actor, double share, const Ids& after) {
+  return work(actor, "update", Kind::kMemory, share * alone(1).update, after);
 }
 
 // Messages of one connection follow each other; the time that each is under way does not keep the next one waiting.
 Builder::Message Builder::post(int actor, int from, int to, const std::string& name, double bytes, const Ids& after) {
   if (from == to) {
-    const int copied = touch(kNobody, from, name, 4 * bytes, after);
+    const int copied = touch(nobody_on(from), name, 4 * bytes, after);
     return {copied, copied};
   }
   const MessageBytes wire = bytes_on_wire(bytes);
@@ -72,14 +73,19 @@ Builder::Message Builder::post(int actor, int from, int to, const std::string& n
   received_[to] += wire.there;
   sent_[to] += wire.back;
   received_[from] += wire.back;
-  const int left = beside(
-      actor, {.name = name, .kind = Kind::kLink, .work = wire.there, .uses = {out_[from], in_[to]}, .after = after});
+  const int left = made_.simulation.add(Activity{.name = name,
+                                                 .kind = Kind::kLink,
+                                                 .actor = actor,
+                                                 .work = wire.there,
+                                                 .uses = {out_[from], in_[to]},
+                                                 .after = after});
   const double one_end = work_.at(bytes) / 2;
   return {left,
           join({join({left}, latency_), handle_messages(from, one_end, after), handle_messages(to, one_end, after)})};
 }
 
-int Builder::exchange(int actor, int machine, const std::vector<double>& sizes, const Ids& after) {
+int Builder::exchange(int actor, const std::vector<double>& sizes, const Ids& after) {
+  const int machine = machine_of(actor);
   const double others = machines() - 1;
   double all = 0, seconds = 0;
   for (const double bytes : sizes) {
@@ -89,20 +95,23 @@ int Builder::exchange(int actor, int machine, const std::vector<double>& sizes, 
   }
   sent_[machine] += all;
   received_[machine] += all;
-  const int carried = beside(actor, {.name = "exchange",
-                                     .kind = Kind::kLink,
-                                     .delay = latency_,
-                                     .work = all,
-                                     .uses = {out_[machine], in_[machine]},
-                                     .after = after});
+  const int carried = made_.simulation.add(Activity{.name = "exchange",
+                                                    .kind = Kind::kLink,
+                                                    .actor = actor,
+                                                    .delay = latency_,
+                                                    .work = all,
+                                                    .uses = {out_[machine], in_[machine]},
+                                                    .after = after});
   return join({carried, handle_messages(machine, seconds, after)});
 }
 
-int Builder::join(const Ids& after, double seconds) { return beside(kNobody, {.delay = seconds, .after = after}); }
+int Builder::join(const Ids& after, double seconds) {
+  return made_.simulation.add(Activity{.delay = seconds, .after = after});
+}
 
 // Calls of the system, encryption and woken threads, on any core of the machine.
 int Builder::handle_messages(int machine, double seconds, const Ids& after) {
-  return work(kNobody, machine, "messages", Kind::kComputing, seconds, after);
+  return work(nobody_on(machine), "messages", Kind::kComputing, seconds, after);
 }
 
 void Builder::meet(const Ids& actors, const Ids& after) {
@@ -137,19 +146,19 @@ Schedule Builder::take() {
 }
 
 // A device runs on its own cores, or takes turns with those that are bound to the same one; a server runs where there is room.
-int Builder::work(int actor, int machine, const std::string& name, Kind kind, double seconds, const Ids& after) {
-  Activity activity{.name = name, .kind = kind, .work = seconds, .uses = {made_.cores[machine]}, .after = after};
-  if (actor == kNobody) return beside(kNobody, std::move(activity));
+int Builder::work(int actor, const std::string& name, Kind kind, double seconds, const Ids& after) {
+  Activity activity{.name = name,
+                    .kind = kind,
+                    .actor = actor,
+                    .work = seconds,
+                    .uses = {made_.cores[machine_of(actor)]},
+                    .after = after};
+  if (actor < 0) return made_.simulation.add(std::move(activity));
   if (actor < devices()) activity.uses.push_back(made_.seats[actor]);
   Ids& last = last_[actor];
   append(activity.after, last);
-  last = {beside(actor, std::move(activity))};
+  last = {made_.simulation.add(std::move(activity))};
   return last.front();
-}
-
-int Builder::beside(int actor, Activity activity) {
-  activity.actor = actor;
-  return made_.simulation.add(std::move(activity));
 }
 
 // Devices are bound to cores as the launcher binds ranks, and Devices their threads.

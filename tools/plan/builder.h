@@ -11,7 +11,8 @@
 
 namespace lockstep::plan {
 
-constexpr int kNobody = -1;  // the actor of an activity that only waits for what is in its `after`
+// The actor of an activity on this machine that only waits for what is in its `after`.
+constexpr int nobody_on(int machine) { return -1 - machine; }
 
 // The profile, the target and the choice must outlive it.
 class Builder {
@@ -23,17 +24,17 @@ class Builder {
   const Choice& choice;
   int devices() const { return target.all_devices(); }
   int machines() const { return target.machines; }
-  int machine_of(int device) const { return device / target.devices; }
+  int machine_of(int actor) const { return actor < 0 ? -1 - actor : machine_of_[actor]; }
   double parameter_bytes() const { return static_cast<double>(profile.parameter_bytes); }
-  StepTimes alone(double samples) const;   // of a device alone on its machine
-  StepTimes times_of(int device) const;    // the same, for its part of a batch: the first parts are larger by one
-  int add_actor(const std::string& name);  // returns its number; the first ones are the devices
+  StepTimes alone(double samples) const;  // of a device alone on its machine
+  StepTimes times_of(int device) const;   // the same, for its part of a batch: the first parts are larger by one
+  int add_actor(const std::string& name, int machine);  // returns its number; the first ones are the devices
 
   // ---- An activity of `actor`, after what it did before and after `after`; returns its id
 
   int compute(int device, const std::string& name, double seconds, const Ids& after = {});  // forward or backward
-  int touch(int actor, int machine, const std::string& name, double bytes, const Ids& after = {});  // read and written
-  int update(int actor, int machine, double share, const Ids& after = {});  // that share of all parameters
+  int touch(int actor, const std::string& name, double bytes, const Ids& after = {});       // read and written
+  int update(int actor, double share, const Ids& after = {});  // that share of all parameters
   // Lets all of them go on when the last one is there.
   void meet(const Ids& actors, const Ids& after = {});
 
@@ -46,8 +47,8 @@ class Builder {
     int arrived;
   };
   Message post(int actor, int from, int to, const std::string& name, double bytes, const Ids& after);
-  // Messages of these sizes from this machine to each other one, and from each of them to it. Returns the last one's arrival.
-  int exchange(int actor, int machine, const std::vector<double>& sizes, const Ids& after);
+  // Messages of these sizes from the actor's machine to each other one, and from each of them to it. Returns the last one's arrival.
+  int exchange(int actor, const std::vector<double>& sizes, const Ids& after);
   int join(const Ids& after, double seconds = 0);  // once all of them have ended
 
   Ids last(int actor) const { return last_[actor]; }
@@ -64,8 +65,7 @@ class Builder {
   Schedule take();
 
  private:
-  int work(int actor, int machine, const std::string& name, Kind kind, double seconds, const Ids& after);
-  int beside(int actor, Activity activity);
+  int work(int actor, const std::string& name, Kind kind, double seconds, const Ids& after);
   int handle_messages(int machine, double seconds, const Ids& after);
   void add_machine(int machine);
   double slowdown(int at_once) const;
@@ -73,6 +73,7 @@ class Builder {
 
   Schedule made_;
   IntVector<Ids> last_;  // of each actor: what its next activity waits for
+  Ids machine_of_;       // each actor
   Ids out_, in_;         // the links of each machine
   IntVector<double> sent_, received_;
   double latency_ = 0;  // seconds until a message without bytes arrives

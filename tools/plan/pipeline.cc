@@ -114,7 +114,7 @@ class PlannedStep {
     for (const Stage& stage : all_) bytes += stage.bytes;
     share_gradients(b_, bytes - b_.parameter_bytes());
     sum_up(b_, kLoss);
-    for (int stage = 0; stage < stages_; ++stage) b_.update(stage, b_.machine_of(stage), all_[stage].bytes / bytes);
+    for (int stage = 0; stage < stages_; ++stage) b_.update(stage, all_[stage].bytes / bytes);
   }
 
   Builder& b_;

@@ -40,7 +40,7 @@ void towers(Builder& b) {
   if (b.choice.update_on_cpu) return devices_with_one_update(b);
   b.forward_and_backward();
   b.meet(b.all_devices());
-  for (const int device : b.all_devices()) b.touch(device, 0, "all_reduce", 2 * b.parameter_bytes());
+  for (const int device : b.all_devices()) b.touch(device, "all_reduce", 2 * b.parameter_bytes());
   update_together(b, 1);
 }
 
@@ -53,7 +53,7 @@ void kvstore(Builder& b, const Ids& servers) {
 
 void update_together(Builder& b, double share) {
   b.meet(b.all_devices());
-  for (const int device : b.all_devices()) b.update(device, 0, share);
+  for (const int device : b.all_devices()) b.update(device, share);
   b.meet(b.all_devices());
 }
 
@@ -64,9 +64,9 @@ Schedule schedule(const Profile& profile, const Target& wanted, const Choice& ch
   Builder b(profile, target, choice);
   Ids networks, servers;
   if (target.machines > 1)
-    for (int m = 0; m < target.machines; ++m) networks.push_back(b.add_actor(concat("network of machine ", m)));
+    for (int m = 0; m < target.machines; ++m) networks.push_back(b.add_actor(concat("network of machine ", m), m));
   if (choice.store == KVStoreKind::kDistSync)
-    for (int s = 0; s < choice.servers; ++s) servers.push_back(b.add_actor(concat("server ", s)));
+    for (int s = 0; s < choice.servers; ++s) servers.push_back(b.add_actor(concat("server ", s), s % target.machines));
   for (int step = 0; step < steps; ++step) {
     switch (choice.kind) {
       using enum StrategyKind;

@@ -36,7 +36,7 @@ enum class Kind { kWaiting, kComputing, kMemory, kLink };
 struct Activity {
   std::string name;
   Kind kind = Kind::kWaiting;
-  int actor = -1;    // row of the timeline; -1: none
+  int actor = -1;    // row of the timeline; below 0: none
   double delay = 0;  // seconds before its work, without any resource
   double work = 0;   // units; each resource of `uses` does all of them
   Ids uses{};        // resources; none: its work takes no time
