@@ -5,16 +5,14 @@
 // Ranks:   no communication
 #pragma once
 
-#include <torch/types.h>
-
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <string>
 #include <utility>
-#include <vector>
+
+#include "lockstep/named_tensor.h"
 
 namespace lockstep {
 

@@ -12,6 +12,7 @@
 
 namespace lockstep {
 
+using torch::Tensor;
 using Tensors = std::vector<torch::Tensor>;
 
 struct NamedTensor {

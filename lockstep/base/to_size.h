@@ -30,8 +30,13 @@ constexpr std::int64_t to_int64(T number) {
 }
 
 template <std::integral T>
+constexpr double to_double(T number) {
+  return static_cast<double>(number);
+}
+
+template <std::integral T>
 constexpr double fraction(T part, T whole) {
-  return static_cast<double>(part) / static_cast<double>(whole);
+  return to_double(part) / to_double(whole);
 }
 
 }  // namespace lockstep

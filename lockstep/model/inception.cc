@@ -6,7 +6,7 @@
 namespace lockstep {
 namespace {
 
-using torch::nn::Conv2dOptions;
+namespace nn = torch::nn;
 
 // Channels of a block: those that come in, and those of its branches.
 struct BlockChannels {
@@ -28,81 +28,80 @@ constexpr BlockRow kBlocks[] = {
     {"inception5b", {832, 384, 192, 384, 48, 128, 128}, 0},
 };
 
-torch::Tensor max_pool(const torch::Tensor& x, std::int64_t window) {
+Tensor max_pool(const Tensor& x, std::int64_t window) {
   return torch::max_pool2d(x, window, /*stride=*/2, /*padding=*/0, /*dilation=*/1, /*ceil_mode=*/true);
 }
 
-Conv2dOptions window(std::int64_t in, std::int64_t out, std::int64_t size) {
-  return Conv2dOptions(in, out, size).padding(size / 2);
+nn::Conv2dOptions window(std::int64_t in, std::int64_t out, std::int64_t size) {
+  return nn::Conv2dOptions(in, out, size).padding(size / 2);
 }
 
 // Initialises as torchvision does: normal with deviation 0.01, cut at two deviations.
-void cut_normal(torch::nn::Module& model) {
+void cut_normal(nn::Module& model) {
   const torch::NoGradGuard no_grad;
-  for (torch::Tensor& weight : model.parameters())
+  for (Tensor& weight : model.parameters())
     if (weight.dim() > 1) weight.normal_(0, 0.01).clamp_(-0.02, 0.02);
 }
 
 // Convolution without bias, batch normalisation, ReLU.
-class ConvNorm : public torch::nn::Module {
+class ConvNorm : public nn::Module {
  public:
-  explicit ConvNorm(const Conv2dOptions& options)
-      : conv_(register_module("conv", torch::nn::Conv2d(Conv2dOptions(options).bias(false)))),
-        bn_(register_module(
-            "bn", torch::nn::BatchNorm2d(torch::nn::BatchNorm2dOptions(options.out_channels()).eps(0.001)))) {}
+  explicit ConvNorm(const nn::Conv2dOptions& options)
+      : conv_(register_module("conv", nn::Conv2d(nn::Conv2dOptions(options).bias(false)))),
+        bn_(register_module("bn", nn::BatchNorm2d(nn::BatchNorm2dOptions(options.out_channels()).eps(0.001)))) {}
 
-  torch::Tensor forward(const torch::Tensor& x) { return bn_->forward(conv_->forward(x)).relu_(); }
+  Tensor forward(const Tensor& x) { return bn_->forward(conv_->forward(x)).relu_(); }
 
  private:
-  torch::nn::Conv2d conv_;
-  torch::nn::BatchNorm2d bn_;
+  nn::Conv2d conv_;
+  nn::BatchNorm2d bn_;
 };
 
 // Four branches beside each other: 1x1; 1x1 then 3x3; 1x1 then 3x3 (published as 5x5); pool then 1x1.
-class InceptionBlock : public torch::nn::Module {
+class InceptionBlock : public nn::Module {
  public:
   explicit InceptionBlock(const BlockChannels& c)
       : branch1_(register_module("branch1", std::make_shared<ConvNorm>(window(c.in, c.one, 1)))),
-        branch2_(register_module("branch2", torch::nn::Sequential(ConvNorm(window(c.in, c.three_reduced, 1)),
-                                                                  ConvNorm(window(c.three_reduced, c.three, 3))))),
-        branch3_(register_module("branch3", torch::nn::Sequential(ConvNorm(window(c.in, c.five_reduced, 1)),
-                                                                  ConvNorm(window(c.five_reduced, c.five, 3))))),
+        branch2_(register_module("branch2", nn::Sequential(ConvNorm(window(c.in, c.three_reduced, 1)),
+                                                           ConvNorm(window(c.three_reduced, c.three, 3))))),
+        branch3_(register_module("branch3", nn::Sequential(ConvNorm(window(c.in, c.five_reduced, 1)),
+                                                           ConvNorm(window(c.five_reduced, c.five, 3))))),
         branch4_(register_module(
-            "branch4", torch::nn::Sequential(
-                           torch::nn::MaxPool2d(torch::nn::MaxPool2dOptions(3).stride(1).padding(1).ceil_mode(true)),
-                           ConvNorm(window(c.in, c.pooled, 1))))) {}
+            "branch4", nn::Sequential(nn::MaxPool2d(nn::MaxPool2dOptions(3).stride(1).padding(1).ceil_mode(true)),
+                                      ConvNorm(window(c.in, c.pooled, 1))))) {}
 
   // (B, in, H, W) -> (B, one + three + five + pooled, H, W)
-  torch::Tensor forward(const torch::Tensor& x) {
+  Tensor forward(const Tensor& x) {
     return torch::cat({branch1_->forward(x), branch2_->forward(x), branch3_->forward(x), branch4_->forward(x)}, 1);
   }
 
  private:
   std::shared_ptr<ConvNorm> branch1_;
-  torch::nn::Sequential branch2_;
-  torch::nn::Sequential branch3_;
-  torch::nn::Sequential branch4_;
+  nn::Sequential branch2_;
+  nn::Sequential branch3_;
+  nn::Sequential branch4_;
 };
 
 }  // namespace
 
 InceptionImpl::InceptionImpl(const InceptionOptions& options) {
-  const auto conv1 = register_module("conv1", std::make_shared<ConvNorm>(Conv2dOptions(3, 64, 7).stride(2).padding(3)));
+  const auto conv1 =
+      register_module("conv1", std::make_shared<ConvNorm>(nn::Conv2dOptions(3, 64, 7).stride(2).padding(3)));
   const auto conv2 = register_module("conv2", std::make_shared<ConvNorm>(window(64, 64, 1)));
   const auto conv3 = register_module("conv3", std::make_shared<ConvNorm>(window(64, 192, 3)));
-  add_piece("stem", {conv1.get(), conv2.get(), conv3.get()}, [conv1, conv2, conv3](const torch::Tensor& images) {
-    const torch::Tensor x = max_pool(conv1->forward(images), 3);
+  add_piece("stem", {conv1.get(), conv2.get(), conv3.get()}, [conv1, conv2, conv3](const Tensor& images) {
+    const Tensor x = max_pool(conv1->forward(images), 3);
     return max_pool(conv3->forward(conv2->forward(x)), 3);
   });
   for (const BlockRow& row : kBlocks) {
     const auto block = register_module(row.name, std::make_shared<InceptionBlock>(row.channels));
-    add_piece(row.name, {block.get()}, [block, &row](const torch::Tensor& x) {
+    add_piece(row.name, {block.get()}, [block, &row](const Tensor& x) {
       return block->forward(row.pool_before == 0 ? x : max_pool(x, row.pool_before));
     });
   }
-  const auto dropout = register_module("dropout", torch::nn::Dropout(options.dropout));
-  const auto fc = register_module("fc", torch::nn::Linear(1024, options.classes));
-  add_piece("head", {dropout.get(), fc.get()}, [dropout, fc](const torch::Tensor& x) {
+  const auto dropout = register_module("dropout", nn::Dropout(options.dropout));
+  const auto fc = register_module("fc", nn::Linear(1024, options.classes));
+  add_piece("head", {dropout.get(), fc.get()}, [dropout, fc](const Tensor& x) {
     return fc->forward(dropout->forward(torch::adaptive_avg_pool2d(x, {1, 1}).flatten(1)));
   });
   cut_normal(*this);

@@ -16,13 +16,12 @@ LeNetImpl::LeNetImpl(const LeNetOptions& options) {
   const auto fc1 = register_module("fc1", torch::nn::Linear(50 * left(options.height) * left(options.width), 128));
   const auto fc2 = register_module("fc2", torch::nn::Linear(128, options.classes));
   const auto pooled = [](const auto& conv) {
-    return [conv](const torch::Tensor& x) { return torch::avg_pool2d(conv->forward(x).relu_(), 2); };
+    return [conv](const Tensor& x) { return torch::avg_pool2d(conv->forward(x).relu_(), 2); };
   };
   add_piece("conv1", {conv1.get()}, pooled(conv1));  // (B, 20, 13, 13)
   add_piece("conv2", {conv2.get()}, pooled(conv2));  // (B, 50, 4, 4)
-  add_piece("fc1", {fc1.get()},
-            [fc1](const torch::Tensor& x) { return fc1->forward(x.flatten(1)).relu_(); });  // (B, 128)
-  add_piece("fc2", {fc2.get()}, [fc2](const torch::Tensor& x) { return fc2->forward(x); });
+  add_piece("fc1", {fc1.get()}, [fc1](const Tensor& x) { return fc1->forward(x.flatten(1)).relu_(); });  // (B, 128)
+  add_piece("fc2", {fc2.get()}, [fc2](const Tensor& x) { return fc2->forward(x); });
 }
 
 }  // namespace lockstep

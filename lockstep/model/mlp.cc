@@ -12,11 +12,10 @@ MLPImpl::MLPImpl(const MLPOptions& options) {
     const auto linear = std::make_shared<torch::nn::LinearImpl>(inputs, widths[i]);
     layers->push_back(linear);
     inputs = widths[i];
-    add_piece("layers." + std::to_string(i), {linear.get()},
-              [linear, i, last = widths.size() - 1](const torch::Tensor& x) {
-                const torch::Tensor y = linear->forward(x.flatten(1));
-                return i == last ? y : y.relu();
-              });
+    add_piece("layers." + std::to_string(i), {linear.get()}, [linear, i, last = widths.size() - 1](const Tensor& x) {
+      const Tensor y = linear->forward(x.flatten(1));
+      return i == last ? y : y.relu();
+    });
   }
   register_module("layers", layers);
 }

@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <array>
+#include <filesystem>
 
 #include "lockstep/base/names.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/script_module.h"
 
 namespace lockstep {
 namespace {
@@ -37,8 +39,13 @@ Task lenet(const std::string& name, const SampleShape& sample) {
       name, LeNetOptions{.channels = sizes[0], .height = sizes[1], .width = sizes[2], .classes = sample.classes});
 }
 
-// With numbers to predict the loss is the mean squared error.
-Task mlp_of(std::vector<std::int64_t> hidden, const std::string& name, const SampleShape& sample) {
+// Of numbers to predict.
+Tensor mean_squared_error(const Tensor& output, const Tensor& target) {
+  return torch::mse_loss(output, target.view_as(output));
+}
+
+template <std::int64_t width>
+Task mlp(const std::string& name, const SampleShape& sample) {
   constexpr std::int64_t kMostClasses = 1'000'000;
   if (sample.tokens) throw misfit(name, "floating-point numbers", sample);
   if (sample.classes > kMostClasses)
@@ -47,17 +54,13 @@ Task mlp_of(std::vector<std::int64_t> hidden, const std::string& name, const Sam
                       .next = "csv:FILE?numbers=1 predicts them as numbers; or give --classes"});
   Task task =
       classification_task<MLP>(name, MLPOptions{.inputs = c10::multiply_integers(sample.sizes),
-                                                .hidden = std::move(hidden),
+                                                .hidden = {width, width},
                                                 .outputs = sample.numbers > 0 ? sample.numbers : sample.classes});
   if (sample.numbers == 0) return task;
-  task.loss = [](const torch::Tensor& output, const torch::Tensor& target) {
-    return torch::mse_loss(output, target.view_as(output));
-  };
+  task.loss = mean_squared_error;
   task.correct = nullptr;
   return task;
 }
-Task mlp(const std::string& name, const SampleShape& sample) { return mlp_of({512, 512}, name, sample); }
-Task wide_mlp(const std::string& name, const SampleShape& sample) { return mlp_of({4096, 4096}, name, sample); }
 
 template <class M, class Options, std::int64_t least>
 Task colour_images(const std::string& name, const SampleShape& sample) {
@@ -100,8 +103,8 @@ struct Entry {
 constexpr std::array<std::int64_t, 1> kGPT2Block{1024}, kGPTMiniBlock{128};
 constexpr Entry kEntries[] = {
     {"lenet", lenet, kGreyImages, 10},
-    {"mlp", mlp, kGreyImages, 10},
-    {"mlp-wide", wide_mlp, kGreyImages, 10},
+    {"mlp", mlp<512>, kGreyImages, 10},
+    {"mlp-wide", mlp<4096>, kGreyImages, 10},
     {"alexnet", colour_images<AlexNet, AlexNetOptions, 63>, kLargeImages, 1000},
     {"inception", colour_images<Inception, InceptionOptions, 15>, kLargeImages, 1000},
     {"resnet18", resnet<18>, kLargeImages, 1000},
@@ -132,10 +135,34 @@ Task model_task(const std::string& name) {
       entry, {.sizes = {entry.sizes.begin(), entry.sizes.end()}, .classes = entry.classes, .tokens = entry.tokens});
 }
 
+// Takes the loss that the targets ask for.
+Task script_task(const std::string& file) {
+  Task task;
+  task.make_model = [file] { return ScriptModule(file).ptr(); };
+  task.forward = [](torch::nn::Module& model, const Tensor& data) {
+    return dynamic_cast<ScriptModuleImpl&>(model).forward(data);
+  };
+  task.loss = CrossEntropy{.classes_last = true};
+  task.name = std::filesystem::path(file).stem();
+  task.fit = [file](const SampleShape& sample) {
+    Task fitted = script_task(file);
+    fitted.sample = sample;
+    if (sample.numbers > 0) {
+      fitted.loss = mean_squared_error;
+      return fitted;
+    }
+    fitted.correct = [](const Tensor& output, const Tensor& target) {
+      return output.argmax(-1).eq(target).to(torch::kFloat64).flatten().sum() * target.size(0) / target.numel();
+    };
+    return fitted;
+  };
+  return task;
+}
+
 Task gpt_task(const std::string& name, const GPTOptions& options) {
   Task task = classification_task<GPT>(name, options);
   task.loss = CrossEntropy{.classes_last = true};
-  task.correct = [](const torch::Tensor& logits, const torch::Tensor& target) {
+  task.correct = [](const Tensor& logits, const Tensor& target) {
     return logits.argmax(2).eq(target).to(torch::kFloat64).mean(1).sum();
   };
   task.sample = {.sizes = {options.context}, .classes = options.vocabulary, .tokens = true};

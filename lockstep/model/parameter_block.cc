@@ -27,18 +27,18 @@ using Block = std::shared_ptr<std::byte>;
 void release_block(void* block) { delete static_cast<Block*>(block); }
 
 // A tensor like `parameter` at `place`, which keeps the block's memory. Its release_block() shows that it is in a block.
-torch::Tensor view_of_block(const Block& block, std::byte* place, const torch::Tensor& parameter) {
+Tensor view_of_block(const Block& block, std::byte* place, const Tensor& parameter) {
   at::DataPtr data(place, new Block(block), &release_block, parameter.device());
   const c10::Storage storage(c10::Storage::use_byte_size_t(), parameter.nbytes(), std::move(data));
   return torch::empty({0}, parameter.options().requires_grad(false))
       .set_(storage, 0, parameter.sizes(), parameter.strides());
 }
 
-bool is_in_block(const torch::Tensor& tensor) {
+bool is_in_block(const Tensor& tensor) {
   return tensor.has_storage() && tensor.storage().data_ptr().get_deleter() == &release_block;
 }
 
-std::uint32_t version_of(const torch::Tensor& tensor) {
+std::uint32_t version_of(const Tensor& tensor) {
   return static_cast<std::uint32_t>(tensor.unsafeGetTensorImpl()->version_counter().current_version());
 }
 
@@ -70,7 +70,7 @@ ParameterBlock::ParameterBlock(SharedMemory& memory, NamedTensors parameters)
   memory_ = memory.allocate_common(guarded_bytes(bytes_of(parameters)));
   std::byte* place = first_page(memory_.get());
   for (NamedTensor& parameter : parameters) {
-    torch::Tensor& tensor = parameter.tensor;
+    Tensor& tensor = parameter.tensor;
     const std::size_t bytes = tensor.nbytes();
     if (memory.rank() == 0 && bytes > 0) std::memcpy(place, tensor.const_data_ptr(), bytes);
     if (bytes > 0) tensor.set_data(view_of_block(memory_, place, tensor));
@@ -88,7 +88,7 @@ ParameterBlock::ParameterBlock(SharedMemory& memory, NamedTensors parameters)
 void leave_block(const NamedTensors& parameters) {
   const torch::NoGradGuard no_grad;
   for (const auto& [name, tensor] : parameters)
-    if (is_in_block(tensor)) torch::Tensor(tensor).set_data(tensor.clone());
+    if (is_in_block(tensor)) Tensor(tensor).set_data(tensor.clone());
 }
 
 void ParameterBlock::leave() noexcept try {

@@ -51,7 +51,7 @@ MismatchError models_differ(int other, const std::string& mine, const std::strin
 
 // Scale and shift of a normalisation are vectors, but for a LayerNorm over several dimensions.
 bool is_norm(const torch::nn::Module& module) {
-  const auto is_vector = [](const torch::Tensor& parameter) { return parameter.dim() <= 1; };
+  const auto is_vector = [](const Tensor& parameter) { return parameter.dim() <= 1; };
   return dynamic_cast<const torch::nn::LayerNormImpl*>(&module) != nullptr ||
          std::ranges::all_of(module.parameters(/*recurse=*/false), is_vector);
 }
@@ -114,7 +114,7 @@ Tensors norms_and_biases(const torch::nn::Module& model, const std::string& kind
   return found;
 }
 
-torch::Tensor dense_view(const torch::Tensor& tensor) {
+Tensor dense_view(const Tensor& tensor) {
   if (!tensor.is_non_overlapping_and_dense())
     throw UsageError({.what = concat("a tensor of shape ", tensor.sizes(), " and strides ", tensor.strides(),
                                      " has gaps or overlaps in memory"),
@@ -135,7 +135,7 @@ void broadcast_tensors(const World& world, const NamedTensors& tensors, int root
   std::map<torch::ScalarType, Tensors> by_dtype;
   for (const auto& [name, tensor] : tensors) by_dtype[tensor.scalar_type()].push_back(dense_view(tensor));
   for (auto& [dtype, views] : by_dtype) {
-    torch::Tensor flat = torch::cat(views);
+    Tensor flat = torch::cat(views);
     if (world.device().is_cpu()) flat = flat.cpu();  // several GPUs in each rank: by way of the host
     world.broadcast(flat, root);
     at::_foreach_copy_(views, torch::utils::unflatten_dense_tensors(flat, views));
@@ -143,8 +143,7 @@ void broadcast_tensors(const World& world, const NamedTensors& tensors, int root
 }
 
 void broadcast_model(const World& world, const torch::nn::Module& model, int root) {
-  broadcast_tensors(world, named_parameters(model), root);
-  broadcast_tensors(world, named_buffers(model), root);
+  broadcast_tensors(world, named_tensors(model), root);
 }
 
 }  // namespace lockstep

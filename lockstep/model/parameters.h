@@ -40,7 +40,7 @@ Tensors norms_and_biases(const torch::nn::Module& model, const std::string& kind
 // The values in memory order as one dimension, without a copy: two tensors of the same shape and strides agree element
 // by element. tensor: dense, any layout.
 // Throws UsageError for a tensor with gaps or overlaps.
-torch::Tensor dense_view(const torch::Tensor& tensor);
+Tensor dense_view(const Tensor& tensor);
 
 // Compares name, dtype, shape, strides and requires_grad of every tensor over the ranks, before any of them is sent.
 // Throws MismatchError naming both ranks and the first tensor that differs.

@@ -23,7 +23,7 @@ struct NotApart : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-const void* storage_of(const torch::Tensor& tensor) {
+const void* storage_of(const Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
@@ -34,7 +34,7 @@ void for_each_tensor(Stack& stack, std::size_t from, const Change& change) {
       stack[i] = change(stack[i].toTensor(), i);
     } else if (stack[i].isTensorList()) {
       Tensors tensors = stack[i].toTensorVector();
-      for (torch::Tensor& each : tensors) each = change(each, i);
+      for (Tensor& each : tensors) each = change(each, i);
       stack[i] = c10::IValue(tensors);
     }
   }
@@ -61,7 +61,7 @@ class Construction : public OperatorHandler {
     const std::size_t begin = stack.size() - op.schema().arguments().size();
     std::vector<int> inputs;
     bool any_meta = false;
-    for_each_tensor(stack, begin, [&](const torch::Tensor& tensor, std::size_t) {
+    for_each_tensor(stack, begin, [&](const Tensor& tensor, std::size_t) {
       any_meta = any_meta || tensor.is_meta();
       if (const auto found = number_of.find(storage_of(tensor)); found != number_of.end())
         inputs.push_back(found->second);
@@ -71,7 +71,7 @@ class Construction : public OperatorHandler {
     if (any_meta) prepare_for_meta(op, stack, begin);
     const std::set<const void*> given = storages_in(stack, begin);
     op.callBoxed(stack);
-    for_each_tensor(stack, begin, [&](const torch::Tensor& result, std::size_t) {
+    for_each_tensor(stack, begin, [&](const Tensor& result, std::size_t) {
       return given.contains(storage_of(result)) ? result : noted(result, inputs);
     });
   }
@@ -79,7 +79,7 @@ class Construction : public OperatorHandler {
  private:
   // Notes that a tensor that an operator writes into depends on its other inputs from now on.
   void note_writes(const c10::OperatorHandle& op, Stack& stack, std::size_t begin, const std::vector<int>& inputs) {
-    for_each_tensor(stack, begin, [&](const torch::Tensor& tensor, std::size_t i) {
+    for_each_tensor(stack, begin, [&](const Tensor& tensor, std::size_t i) {
       const auto* alias = op.schema().arguments()[i - begin].alias_info();
       const auto found = number_of.find(storage_of(tensor));
       if (alias != nullptr && alias->isWrite() && found != number_of.end()) {
@@ -94,12 +94,12 @@ class Construction : public OperatorHandler {
   void prepare_for_meta(const c10::OperatorHandle& op, Stack& stack, std::size_t begin) {
     if (draws_ && op.hasTag(at::Tag::nondeterministic_seeded)) {
       Stack scratch(stack.begin() + static_cast<std::ptrdiff_t>(begin), stack.end());
-      for_each_tensor(scratch, 0, [](const torch::Tensor& tensor, std::size_t) {
+      for_each_tensor(scratch, 0, [](const Tensor& tensor, std::size_t) {
         return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(torch::kCPU)).zero_();
       });
       op.callBoxed(scratch);
     }
-    for_each_tensor(stack, begin, [&](const torch::Tensor& tensor, std::size_t i) {
+    for_each_tensor(stack, begin, [&](const Tensor& tensor, std::size_t i) {
       const auto* alias = op.schema().arguments()[i - begin].alias_info();
       if (!tensor.is_meta() && alias != nullptr && alias->isWrite())
         throw NotApart(concat(toString(op.operator_name()), " writes what it computes from another parameter"));
@@ -111,7 +111,7 @@ class Construction : public OperatorHandler {
 
   static std::set<const void*> storages_in(Stack& stack, std::size_t begin) {
     std::set<const void*> storages;
-    for_each_tensor(stack, begin, [&](const torch::Tensor& tensor, std::size_t) {
+    for_each_tensor(stack, begin, [&](const Tensor& tensor, std::size_t) {
       storages.insert(storage_of(tensor));
       return tensor;
     });
@@ -119,11 +119,11 @@ class Construction : public OperatorHandler {
   }
 
   // A tensor with memory of its own, or the meta tensor that takes its place.
-  torch::Tensor noted(const torch::Tensor& result, const std::vector<int>& inputs) {
+  Tensor noted(const Tensor& result, const std::vector<int>& inputs) {
     if (!result.has_storage() || number_of.contains(storage_of(result))) return result;
     const int number = made.size();
     const bool keep = result.is_meta() || result.numel() < kSmall || is_wanted_(number);
-    const torch::Tensor tensor = keep ? result : on_meta(result).set_requires_grad(result.requires_grad());
+    const Tensor tensor = keep ? result : on_meta(result).set_requires_grad(result.requires_grad());
     made.push_back(tensor.storage());
     number_of[storage_of(tensor)] = number;
     sources.push_back(inputs);
@@ -139,23 +139,21 @@ using Wanted = std::function<Tensors(torch::nn::Module&)>;
 // Tells for each of the model's tensors whether it is wanted.
 IntVector<bool> choose(torch::nn::Module& model, const Wanted& wanted) {
   std::set<const void*> chosen;
-  for (const torch::Tensor& tensor : wanted(model)) chosen.insert(tensor.unsafeGetTensorImpl());
+  for (const Tensor& tensor : wanted(model)) chosen.insert(tensor.unsafeGetTensorImpl());
   IntVector<bool> is_wanted;
-  for (const torch::Tensor& tensor : tensors_of(model))
-    is_wanted.push_back(chosen.contains(tensor.unsafeGetTensorImpl()));
+  for (const Tensor& tensor : tensors_of(model)) is_wanted.push_back(chosen.contains(tensor.unsafeGetTensorImpl()));
   return is_wanted;
 }
 
 void free_others(const torch::nn::Module& model, const IntVector<bool>& is_wanted) {
-  const IntVector<torch::Tensor> tensors = tensors_of(model);
+  const IntVector<Tensor> tensors = tensors_of(model);
   for (int i = 0; i < tensors.size(); ++i)
     if (!is_wanted[i] && is_held(tensors[i])) put_data(tensors[i], on_meta(tensors[i]));
 }
 
-bool same_shapes(const IntVector<torch::Tensor>& one, const IntVector<torch::Tensor>& other) {
-  return std::ranges::equal(one, other, [](const torch::Tensor& a, const torch::Tensor& b) {
-    return a.sizes() == b.sizes() && a.dtype() == b.dtype();
-  });
+bool same_shapes(const IntVector<Tensor>& one, const IntVector<Tensor>& other) {
+  return std::ranges::equal(
+      one, other, [](const Tensor& a, const Tensor& b) { return a.sizes() == b.sizes() && a.dtype() == b.dtype(); });
 }
 
 void warn_not_apart(const std::exception& reason) {
@@ -173,11 +171,11 @@ NamedTensors held(const NamedTensors& tensors) {
 }
 
 // Does what set_data() does, which refuses to change between the meta device and another.
-void put_data(const torch::Tensor& tensor, const torch::Tensor& data) {
+void put_data(const Tensor& tensor, const Tensor& data) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(data.detach().getIntrusivePtr());
 }
 
-torch::Tensor on_meta(const torch::Tensor& tensor) {
+Tensor on_meta(const Tensor& tensor) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(torch::kMeta));
 }
 
@@ -191,7 +189,7 @@ PartialModel::PartialModel(std::function<ModulePtr()> make) : make_(std::move(ma
     skeleton_ = make_();
   }
   std::set<int> registered;
-  for (const torch::Tensor& tensor : tensors_of(*skeleton_)) {
+  for (const Tensor& tensor : tensors_of(*skeleton_)) {
     const auto found = construction.number_of.find(storage_of(tensor));
     tensor_of_.push_back(found == construction.number_of.end() ? -1 : found->second);
     registered.insert(tensor_of_.back());
@@ -221,7 +219,7 @@ ModulePtr PartialModel::make_part(std::uint64_t seed, const Wanted& wanted) cons
       torch::manual_seed(seed);
       Construction construction([&](int i) { return i < needed.size() && needed[i]; }, /*draws=*/true);
       const ModulePtr model = construction.run(make_);
-      const IntVector<torch::Tensor> tensors = tensors_of(*model);
+      const IntVector<Tensor> tensors = tensors_of(*model);
       if (!same_shapes(tensors, tensors_of(*skeleton_))) throw NotApart("its shapes differ from one time to the next");
       for (int i = 0; i < tensors.size(); ++i)
         if (is_wanted[i] && !is_held(tensors[i])) throw NotApart("a parameter can't be told apart from others");

@@ -26,13 +26,13 @@
 namespace lockstep {
 
 // Tells whether this process has the values of a parameter or buffer.
-inline bool is_held(const torch::Tensor& tensor) { return !tensor.is_meta(); }
+inline bool is_held(const Tensor& tensor) { return !tensor.is_meta(); }
 NamedTensors held(const NamedTensors& tensors);
 
 // Gives a parameter or buffer other data, of any device: `data` of the meta device frees its memory. Every reference to
 // the tensor sees it. Not while a graph of autograd has the tensor.
-void put_data(const torch::Tensor& tensor, const torch::Tensor& data);
-torch::Tensor on_meta(const torch::Tensor& tensor);  // a tensor without memory of the same shape, dtype and strides
+void put_data(const Tensor& tensor, const Tensor& data);
+Tensor on_meta(const Tensor& tensor);  // a tensor without memory of the same shape, dtype and strides
 
 class PartialModel {
  public:

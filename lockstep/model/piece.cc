@@ -6,7 +6,7 @@
 namespace lockstep {
 
 Piece make_piece(std::string name, std::vector<torch::nn::Module*> modules,
-                 std::function<torch::Tensor(const torch::Tensor&)> forward) {
+                 std::function<Tensor(const Tensor&)> forward) {
   return {.name = std::move(name),
           .modules = std::move(modules),
           .forward = [forward = std::move(forward)](const Tensors& in) { return Tensors{forward(in.at(0))}; }};
@@ -26,7 +26,7 @@ std::vector<Piece> pieces_of(torch::nn::SequentialImpl& model) {
   std::vector<Piece> pieces;
   for (torch::nn::AnyModule& module : model)
     pieces.push_back(make_piece(names[pieces.size()], {module.ptr().get()},
-                                [&module](const torch::Tensor& data) { return module.forward<torch::Tensor>(data); }));
+                                [&module](const Tensor& data) { return module.forward<Tensor>(data); }));
   return pieces;
 }
 
@@ -36,7 +36,7 @@ Tensors inputs_of(const Batch& batch) {
   return inputs;
 }
 
-torch::Tensor run_pieces(const std::vector<Piece>& pieces, const Batch& batch) {
+Tensor run_pieces(const std::vector<Piece>& pieces, const Batch& batch) {
   Tensors tensors = inputs_of(batch);
   for (const Piece& piece : pieces) tensors = piece.forward(tensors);
   return tensors.at(0);
@@ -47,7 +47,7 @@ Tensors parameters_of(const std::vector<Piece>& pieces) {
   std::unordered_set<const void*> seen;
   for (const Piece& piece : pieces)
     for (const torch::nn::Module* module : piece.modules)
-      for (const torch::Tensor& parameter : module->parameters())
+      for (const Tensor& parameter : module->parameters())
         if (parameter.requires_grad() && seen.insert(parameter.unsafeGetTensorImpl()).second)
           parameters.push_back(parameter);
   return parameters;

@@ -9,8 +9,7 @@
 namespace lockstep {
 namespace {
 
-using torch::nn::Conv2d;
-using torch::nn::Conv2dOptions;
+namespace nn = torch::nn;
 
 struct Depth {
   std::array<int, 4> blocks;
@@ -25,20 +24,20 @@ Depth depth_of(int layers) {
   throw UsageError({.what = concat("no ResNet of ", layers, " layers"), .next = "18, 34 or 50"});
 }
 
-Conv2dOptions conv_options(std::int64_t in, std::int64_t out, std::int64_t window, std::int64_t stride = 1) {
-  return Conv2dOptions(in, out, window).stride(stride).padding(window / 2).bias(false);
+nn::Conv2dOptions conv_options(std::int64_t in, std::int64_t out, std::int64_t window, std::int64_t stride = 1) {
+  return nn::Conv2dOptions(in, out, window).stride(stride).padding(window / 2).bias(false);
 }
 
 std::int64_t channels_out(std::int64_t width, bool bottleneck) { return bottleneck ? 4 * width : width; }
 
 // He et al., "Delving deep into rectifiers" (2015).
-void initialise_kaiming(torch::nn::Module& model) {
-  for (torch::Tensor& weight : model.parameters())
-    if (weight.dim() == 4) torch::nn::init::kaiming_normal_(weight, 0, torch::kFanOut, torch::kReLU);
+void initialise_kaiming(nn::Module& model) {
+  for (Tensor& weight : model.parameters())
+    if (weight.dim() == 4) nn::init::kaiming_normal_(weight, 0, torch::kFanOut, torch::kReLU);
 }
 
 // Two 3x3 convolutions, or 1x1, 3x3, 1x1 with four times the channels at the end ("bottleneck"), plus the input.
-class ResidualBlock : public torch::nn::Module {
+class ResidualBlock : public nn::Module {
  public:
   ResidualBlock(std::int64_t in, std::int64_t width, std::int64_t stride, bool bottleneck) {
     const std::int64_t out = channels_out(width, bottleneck);
@@ -51,12 +50,12 @@ class ResidualBlock : public torch::nn::Module {
       add_convolution(conv_options(width, width, 3));
     }
     if (stride != 1 || in != out)
-      downsample_ = register_module(
-          "downsample", torch::nn::Sequential(Conv2d(conv_options(in, out, 1, stride)), torch::nn::BatchNorm2d(out)));
+      downsample_ = register_module("downsample",
+                                    nn::Sequential(nn::Conv2d(conv_options(in, out, 1, stride)), nn::BatchNorm2d(out)));
   }
 
-  torch::Tensor forward(const torch::Tensor& x) {
-    torch::Tensor y = x;
+  Tensor forward(const Tensor& x) {
+    Tensor y = x;
     for (std::size_t i = 0; i < convolutions_.size(); ++i) {
       y = norms_[i]->forward(convolutions_[i]->forward(y));
       if (i + 1 < convolutions_.size()) y.relu_();
@@ -65,15 +64,15 @@ class ResidualBlock : public torch::nn::Module {
   }
 
  private:
-  void add_convolution(const Conv2dOptions& options) {
+  void add_convolution(const nn::Conv2dOptions& options) {
     const std::string number = std::to_string(convolutions_.size() + 1);
-    convolutions_.push_back(register_module("conv" + number, Conv2d(options)));
-    norms_.push_back(register_module("bn" + number, torch::nn::BatchNorm2d(options.out_channels())));
+    convolutions_.push_back(register_module("conv" + number, nn::Conv2d(options)));
+    norms_.push_back(register_module("bn" + number, nn::BatchNorm2d(options.out_channels())));
   }
 
-  std::vector<Conv2d> convolutions_;
-  std::vector<torch::nn::BatchNorm2d> norms_;
-  torch::nn::Sequential downsample_{nullptr};  // where the shape changes
+  std::vector<nn::Conv2d> convolutions_;
+  std::vector<nn::BatchNorm2d> norms_;
+  nn::Sequential downsample_{nullptr};  // where the shape changes
 };
 
 }  // namespace
@@ -81,27 +80,27 @@ class ResidualBlock : public torch::nn::Module {
 ResNetImpl::ResNetImpl(const ResNetOptions& options) {
   const Depth depth = depth_of(options.layers);
   const bool small = options.small_images;
-  const auto conv1 = register_module("conv1", Conv2d(small ? conv_options(3, 64, 3) : conv_options(3, 64, 7, 2)));
-  const auto bn1 = register_module("bn1", torch::nn::BatchNorm2d(64));
-  add_piece("stem", {conv1.get(), bn1.get()}, [conv1, bn1, small](const torch::Tensor& images) {
-    const torch::Tensor x = bn1->forward(conv1->forward(images)).relu_();
+  const auto conv1 = register_module("conv1", nn::Conv2d(small ? conv_options(3, 64, 3) : conv_options(3, 64, 7, 2)));
+  const auto bn1 = register_module("bn1", nn::BatchNorm2d(64));
+  add_piece("stem", {conv1.get(), bn1.get()}, [conv1, bn1, small](const Tensor& images) {
+    const Tensor x = bn1->forward(conv1->forward(images)).relu_();
     return small ? x : torch::max_pool2d(x, 3, /*stride=*/2, /*padding=*/1);
   });
   std::int64_t channels = 64;
   for (std::size_t group = 0; group < depth.blocks.size(); ++group) {
     const std::string name = concat("layer", group + 1);
-    const auto blocks = register_module(name, torch::nn::Sequential());
+    const auto blocks = register_module(name, nn::Sequential());
     const std::int64_t width = std::int64_t{64} << group;
     for (int i = 0; i < depth.blocks[group]; ++i) {
       const std::int64_t stride = i == 0 && group > 0 ? 2 : 1;
       const auto block = std::make_shared<ResidualBlock>(channels, width, stride, depth.bottleneck);
       blocks->push_back(block);
-      add_piece(concat(name, ".", i), {block.get()}, [block](const torch::Tensor& x) { return block->forward(x); });
+      add_piece(concat(name, ".", i), {block.get()}, [block](const Tensor& x) { return block->forward(x); });
       channels = channels_out(width, depth.bottleneck);
     }
   }
-  const auto fc = register_module("fc", torch::nn::Linear(channels, options.classes));
-  add_piece("head", {fc.get()}, [fc](const torch::Tensor& x) {
+  const auto fc = register_module("fc", nn::Linear(channels, options.classes));
+  add_piece("head", {fc.get()}, [fc](const Tensor& x) {
     return fc->forward(torch::adaptive_avg_pool2d(x, {1, 1}).flatten(1));
   });
   initialise_kaiming(*this);

@@ -8,6 +8,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
+#include "lockstep/named_tensor.h"
 
 namespace lockstep {
 namespace {
@@ -16,14 +17,14 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // (C) -> (1, C, 1, ...)
-torch::Tensor per_channel(const torch::Tensor& values, const torch::Tensor& input) {
+Tensor per_channel(const Tensor& values, const Tensor& input) {
   std::vector<std::int64_t> shape(to_size(input.dim()), 1);
   shape[1] = values.numel();
   return values.view(shape);
 }
 
 // The dimensions of (B, C, ...) that are summed over: all but the channels.
-std::vector<std::int64_t> summed_dimensions(const torch::Tensor& input) {
+std::vector<std::int64_t> summed_dimensions(const Tensor& input) {
   std::vector<std::int64_t> dimensions{0};
   for (std::int64_t dimension = 2; dimension < input.dim(); ++dimension) dimensions.push_back(dimension);
   return dimensions;
@@ -31,12 +32,12 @@ std::vector<std::int64_t> summed_dimensions(const torch::Tensor& input) {
 
 // (2, C) and two counts -> their sums over all ranks. In float64: the variance is a difference of large numbers.
 struct Sums {
-  torch::Tensor rows;
+  Tensor rows;
   double count, needing;
 };
-Sums summed_over_ranks(const World& world, const torch::Tensor& rows, std::int64_t count = 0, bool needs = false) {
-  const torch::Tensor counts = torch::tensor({static_cast<double>(count), needs ? 1.0 : 0.0}, torch::kFloat64);
-  const torch::Tensor all = torch::cat({rows.flatten(), counts.to(rows.device())});
+Sums summed_over_ranks(const World& world, const Tensor& rows, std::int64_t count = 0, bool needs = false) {
+  const Tensor counts = torch::tensor({to_double(count), needs ? 1.0 : 0.0}, torch::kFloat64);
+  const Tensor all = torch::cat({rows.flatten(), counts.to(rows.device())});
   world.all_reduce(all);
   return {all.narrow(0, 0, rows.numel()).view(rows.sizes()), all[-2].item<double>(), all[-1].item<double>()};
 }
@@ -52,11 +53,11 @@ struct Ranks : torch::CustomClassHolder {
 // x -> (x - mean) / sqrt(var + eps), with mean and variance over all ranks.
 class Normalise : public torch::autograd::Function<Normalise> {
  public:
-  static variable_list forward(AutogradContext* context, const torch::Tensor& input,
-                               const c10::intrusive_ptr<Ranks>& ranks, double eps) {
-    const torch::Tensor wide = input.to(torch::kFloat64);
+  static variable_list forward(AutogradContext* context, const Tensor& input, const c10::intrusive_ptr<Ranks>& ranks,
+                               double eps) {
+    const Tensor wide = input.to(torch::kFloat64);
     const auto dimensions = summed_dimensions(input);
-    const torch::Tensor sums = torch::stack({wide.sum(dimensions), wide.square().sum(dimensions)});
+    const Tensor sums = torch::stack({wide.sum(dimensions), wide.square().sum(dimensions)});
     const std::int64_t mine = input.numel() / input.size(1);
     const auto [all, count, needing] = summed_over_ranks(ranks->world, sums, mine, ranks->need_gradient);
     if (needing > 0 && needing < ranks->world.size())  // backward() would wait for the others
@@ -64,16 +65,15 @@ class Normalise : public torch::autograd::Function<Normalise> {
           {.what = concat("the input of SyncBatchNorm needs a gradient on ", needing, " ranks only"),
            .here = concat(ranks->world.describe(), ranks->need_gradient ? ", where it does" : ", where it does not"),
            .likely = "layers before it that are frozen or unused on some ranks"});
-    const torch::Tensor mean = all[0] / count;
-    const torch::Tensor variance = (all[1] / count - mean.square()).clamp_min(0);
-    const torch::Tensor inverse = (variance + eps).rsqrt();
-    const torch::Tensor output =
-        ((wide - per_channel(mean, input)) * per_channel(inverse, input)).to(input.scalar_type());
+    const Tensor mean = all[0] / count;
+    const Tensor variance = (all[1] / count - mean.square()).clamp_min(0);
+    const Tensor inverse = (variance + eps).rsqrt();
+    const Tensor output = ((wide - per_channel(mean, input)) * per_channel(inverse, input)).to(input.scalar_type());
     context->save_for_backward({output, inverse});
     context->saved_data["ranks"] = c10::IValue::make_capsule(ranks);
-    context->saved_data["mine"] = static_cast<double>(mine);
+    context->saved_data["mine"] = to_double(mine);
     context->saved_data["count"] = count;
-    const torch::Tensor unbiased = variance * (count / std::max(count - 1, 1.0));
+    const Tensor unbiased = variance * (count / std::max(count - 1, 1.0));
     context->mark_non_differentiable({mean, unbiased});
     return {output, mean, unbiased};
   }
@@ -100,22 +100,21 @@ class Normalise : public torch::autograd::Function<Normalise> {
     const auto ranks = c10::static_intrusive_pointer_cast<Ranks>(context->saved_data["ranks"].toCapsule());
     const double weight = loss_weight(context, *ranks);
     const double count = context->saved_data["count"].toDouble();
-    const torch::Tensor dy = gradients[0].to(torch::kFloat64);
-    const torch::Tensor y = saved[0].to(torch::kFloat64);
+    const Tensor dy = gradients[0].to(torch::kFloat64);
+    const Tensor y = saved[0].to(torch::kFloat64);
     const auto dimensions = summed_dimensions(dy);
-    torch::Tensor sums = torch::stack({dy.sum(dimensions), (dy * y).sum(dimensions)}) * weight;
+    Tensor sums = torch::stack({dy.sum(dimensions), (dy * y).sum(dimensions)}) * weight;
     if (weight == 0) sums.zero_();  // dy may be NaN
-    const torch::Tensor means = summed_over_ranks(ranks->world, sums).rows / (count * (weight > 0 ? weight : 1));
-    const torch::Tensor dx =
-        per_channel(saved[1], dy) * (dy - per_channel(means[0], dy) - y * per_channel(means[1], dy));
+    const Tensor means = summed_over_ranks(ranks->world, sums).rows / (count * (weight > 0 ? weight : 1));
+    const Tensor dx = per_channel(saved[1], dy) * (dy - per_channel(means[0], dy) - y * per_channel(means[1], dy));
     return {dx.to(gradients[0].scalar_type()), {}, {}};
   }
 };
 
 }  // namespace
 
-std::vector<torch::Tensor> normalise_over_ranks(const World& world, const torch::Tensor& input, double eps,
-                                                const std::function<double()>& loss_weight) {
+Tensors normalise_over_ranks(const World& world, const Tensor& input, double eps,
+                             const std::function<double()>& loss_weight) {
   const auto ranks = c10::make_intrusive<Ranks>(world, loss_weight);
   ranks->need_gradient = torch::GradMode::is_enabled() && input.requires_grad();
   return Normalise::apply(input, ranks, eps);
@@ -130,7 +129,7 @@ SyncBatchNormImpl::SyncBatchNormImpl(const World& world, const SyncBatchNormOpti
       world_(*world.split(0)),
       options_(options) {}
 
-torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input) {
+Tensor SyncBatchNormImpl::forward(const Tensor& input) {
   if (input.dim() < 2 || input.size(1) != options_.features)
     throw UsageError(
         {.what = concat("SyncBatchNorm of ", options_.features, " channels, given a tensor of shape ", input.sizes()),

@@ -35,7 +35,7 @@ IntVector<IntVector<double>> parts_of_servers(const Profile& profile, int server
     parts.emplace_back();
     for (const SliceRange range : layout.parts_of({0, layout.slices().size()})) {
       double bytes = 0;
-      for (const KeySlice& slice : layout.slices_of(range)) bytes += static_cast<double>(slice.bytes());
+      for (const KeySlice& slice : layout.slices_of(range)) bytes += to_double(slice.bytes());
       parts.back().push_back(bytes);
     }
   }
@@ -50,7 +50,7 @@ void all_reduce(Builder& b, const Ids& actors, double bytes, const IntVector<Ids
   constexpr double kOneRound = 16.0 * 1024;  // collective/machines/all_reduce.cc: up to here one round between machines
   constexpr double kSignature = 24;          // bytes: machines compare what they call
   const int n = b.machines(), inside = b.target.devices;
-  const int chunks = number_of_parts(bytes, static_cast<double>(chunk_bytes(static_cast<std::size_t>(bytes))));
+  const int chunks = number_of_parts(bytes, to_double(chunk_bytes(static_cast<std::size_t>(bytes))));
   const double size = bytes / chunks;
   const bool one_round = n == 2 || bytes <= kOneRound;
   const double part = one_round ? size : size / n;  // that goes from one machine to another
@@ -87,8 +87,8 @@ void sum_up(Builder& b, double bytes) {
 // Buckets fill evenly while backward goes on; a thread of each machine exchanges them in their order. Gradients are copied into the
 // buckets, and their means out of them; each device updates its slice.
 void ddp_between_machines(Builder& b, const Ids& networks) {
-  const int buckets = number_of_parts(b.parameter_bytes(), DdpOptions().bucket_mib * double{1 << 20});
-  const double bytes = b.parameter_bytes() / buckets;
+  const int buckets = number_of_parts(b.profile.parameter_bytes, DdpOptions().bucket_mib * double{1 << 20});
+  const double bytes = b.profile.parameter_bytes / buckets;
   b.forward();
   for (int bucket = 0; bucket < buckets; ++bucket) {
     for (const int device : b.all_devices()) {
@@ -100,7 +100,7 @@ void ddp_between_machines(Builder& b, const Ids& networks) {
   for (int m = 0; m < b.machines(); ++m) {
     b.meet(b.devices_on(m), b.last(networks[m]));
     for (const int device : b.devices_on(m)) {
-      b.touch(device, "unpack", 2 * b.parameter_bytes());
+      b.touch(device, "unpack", 2 * b.profile.parameter_bytes);
       b.update(device, 1.0 / b.target.devices);
     }
     b.meet(b.devices_on(m));
@@ -116,7 +116,7 @@ void averaging(Builder& b, const Ids& networks, int step) {
   meet_on_machines(b);
   if ((step + 1) % b.choice.average_every != 0) return;
   sum_up(b, kSamples);
-  const double bytes = b.parameter_bytes();
+  const double bytes = b.profile.parameter_bytes;
   for (const int device : b.all_devices()) b.touch(device, "collect", 3 * bytes + bytes / b.target.devices);
   meet_on_machines(b);
   if (b.machines() > 1) {
@@ -153,7 +153,7 @@ void store_sync(Builder& b, const Ids& servers) {
       }
     pushed.back() = pushed[parts.size() - 1];
     for (int part = 0; part < parts.size(); ++part) {
-      b.update(servers[s], parts[part] / b.parameter_bytes(), pushed[part]);
+      b.update(servers[s], parts[part] / b.profile.parameter_bytes, pushed[part]);
       for (const int device : b.all_devices()) {
         Ids after{b.touch(servers[s], "copy", 2 * parts[part]), pushed[part + 1][device]};
         append(after, received[device]);
@@ -163,7 +163,7 @@ void store_sync(Builder& b, const Ids& servers) {
       }
     }
   }
-  for (const int device : b.all_devices()) b.touch(device, "unpack", 2 * b.parameter_bytes(), answers[device]);
+  for (const int device : b.all_devices()) b.touch(device, "unpack", 2 * b.profile.parameter_bytes, answers[device]);
 }
 
 // A worker pushes to all servers, and pulls from all when they have updated. It waits for no other worker.
@@ -180,14 +180,14 @@ void store_async(Builder& b) {
     for_each_server([&](int home, double bytes) {
       const int packed = b.touch(device, "pack", 2 * bytes);
       const int pushed = b.post(device, machine, home, "push", bytes, {packed}).arrived;
-      updated.push_back(b.update(nobody_on(home), bytes / b.parameter_bytes(), {pushed}));
+      updated.push_back(b.update(nobody_on(home), bytes / b.profile.parameter_bytes, {pushed}));
     });
     for_each_server([&](int home, double bytes) {
       Ids ready{b.touch(nobody_on(home), "copy", 2 * bytes, updated)};
       append(ready, pulled);
       pulled = {b.post(device, home, machine, "pull", bytes, ready).arrived};
     });
-    b.touch(device, "unpack", 2 * b.parameter_bytes(), pulled);
+    b.touch(device, "unpack", 2 * b.profile.parameter_bytes, pulled);
   }
 }
 

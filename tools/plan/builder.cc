@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "lockstep/base/text.h"
+#include "lockstep/sampler.h"
 #include "tools/plan/wire.h"
 
 namespace lockstep::plan {
@@ -39,8 +40,7 @@ StepTimes Builder::alone(double samples) const {
 }
 
 StepTimes Builder::times_of(int device) const {
-  const auto parts = static_cast<std::int64_t>(devices());
-  return alone(static_cast<double>(target.batch / parts + (device < target.batch % parts ? 1 : 0)));
+  return alone(to_double(even_part(target.batch, device, devices()).size()));
 }
 
 int Builder::add_actor(const std::string& name, int machine) {
@@ -176,7 +176,7 @@ void Builder::add_machine(int machine) {
 // The factor by which computing takes longer while that many work than alone. A machine with more cores than the profile's is taken to
 // hinder them as much as that one.
 double Builder::slowdown(int at_once) const {
-  const double samples = std::max(1.0, static_cast<double>(target.batch) / devices());
+  const double samples = std::max(1.0, to_double(target.batch) / devices());
   const auto in_one_process = [](const Curve& curve) { return curve.in_one_process; };
   const bool are_threads =
       choice.has_device_threads() && target.devices > 1 && std::ranges::any_of(profile.curves, in_one_process);

@@ -25,7 +25,6 @@ class Builder {
   int devices() const { return target.all_devices(); }
   int machines() const { return target.machines; }
   int machine_of(int actor) const { return actor < 0 ? -1 - actor : machine_of_[actor]; }
-  double parameter_bytes() const { return static_cast<double>(profile.parameter_bytes); }
   StepTimes alone(double samples) const;  // of a device alone on its machine
   StepTimes times_of(int device) const;   // the same, for its part of a batch: the first parts are larger by one
   int add_actor(const std::string& name, int machine);  // returns its number; the first ones are the devices

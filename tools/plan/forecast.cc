@@ -38,7 +38,7 @@ double half_spread(const std::vector<double>& sorted) {
   const auto half = (std::ssize(sorted) + 1) / 2;
   const double slow = std::accumulate(sorted.end() - half, sorted.end(), 0.0);
   const double fast = std::accumulate(sorted.begin(), sorted.begin() + half, 0.0);
-  return (slow - fast) / static_cast<double>(half) / 2;
+  return (slow - fast) / to_double(half) / 2;
 }
 
 // Steps after which all later ones are alike: with averaging a whole round, from average to average.
@@ -50,7 +50,7 @@ int steps_of_round(const Choice& choice) { return choice.kind == StrategyKind::k
 Line memory_by_samples(const Profile& profile) {
   std::vector<SizedTime> points;
   for (const SizedMemory& each : profile.memory_of_rank)
-    points.push_back({.bytes = static_cast<double>(each.samples), .seconds = each.bytes});
+    points.push_back({.bytes = to_double(each.samples), .seconds = each.bytes});
   return line_through(points);
 }
 
@@ -70,16 +70,15 @@ double memory_of_connections(const Profile& profile, const Target& target, const
 // A process has what one has of its own that trains with no samples, without its replica.
 double memory_of_processes(const Profile& profile, const Target& target, const Choice& choice) {
   const Line rank = memory_by_samples(profile);
-  const auto parameters = static_cast<double>(profile.parameter_bytes);
-  const auto state = static_cast<double>(profile.state_bytes);
-  return held_bytes({.options = choice.options({}),
-                     .machines = target.machines,
-                     .devices = target.devices,
-                     .stages = choice.stages,
-                     .process = std::max(profile.idle_bytes, rank.fixed - 2 * parameters - state),
-                     .parameters = parameters,
-                     .state = state,
-                     .activations = rank.per_byte * static_cast<double>(target.batch) / target.machines})
+  return held_bytes(
+             {.options = choice.options({}),
+              .machines = target.machines,
+              .devices = target.devices,
+              .stages = choice.stages,
+              .process = std::max(profile.idle_bytes, rank.fixed - 2 * profile.parameter_bytes - profile.state_bytes),
+              .parameters = profile.parameter_bytes,
+              .state = profile.state_bytes,
+              .activations = rank.per_byte * to_double(target.batch) / target.machines})
       .sum();
 }
 
@@ -87,9 +86,8 @@ std::string not_measured(const Profile& profile, const Target& target, const Cho
   std::vector<std::string> what;
   const auto& points = profile.curves.front().points;
   const int parts = choice.kind == StrategyKind::kPipeline ? choice.parts_of_batch() : target.all_devices();
-  const double samples = static_cast<double>(target.batch) / parts;
-  if (samples < 0.9 * static_cast<double>(points.front().samples) ||
-      samples > static_cast<double>(points.back().samples))
+  const double samples = to_double(target.batch) / parts;
+  if (samples < 0.9 * to_double(points.front().samples) || samples > to_double(points.back().samples))
     what.push_back(concat(fixed(samples, 0), " samples on a device"));
   if (target.devices > profile.cores) what.push_back("more devices than cores");
   if (target.cores > 0 && target.cores != profile.cores) what.push_back("another number of cores");
@@ -122,7 +120,7 @@ Forecast forecast(const Profile& profile, const Target& wanted, const Choice& ch
   const Outcome outcome = made.simulation.run();
   auto path = critical_path(made, outcome);
   const double step = seconds_of_step(choice, made, outcome);
-  const double steps_of_epoch = std::ceil(static_cast<double>(profile.dataset) / static_cast<double>(target.batch));
+  const double steps_of_epoch = std::ceil(fraction(profile.dataset, target.batch));
   return {.choice = choice,
           .step = step,
           .uncertain = half_spread(profile.spread) * path[Kind::kComputing] / outcome.end,
@@ -131,13 +129,13 @@ Forecast forecast(const Profile& profile, const Target& wanted, const Choice& ch
           .link_bytes = made.sent_bytes,
           .memory = profile.common_bytes + memory_of_processes(profile, target, choice) +
                     memory_of_connections(profile, target, choice),
-          .epochs = steps_of_epoch * step * static_cast<double>(target.epochs)};
+          .epochs = steps_of_epoch * step * to_double(target.epochs)};
 }
 
 std::vector<Forecast> forecast_all(const Profile& profile, const Target& target) {
   require_possible(target);
   std::vector<Forecast> all;
-  for (const Choice& choice : choices_for(target, static_cast<int>(profile.pieces.size())))
+  for (const Choice& choice : choices_for(target, to_int(profile.pieces.size())))
     all.push_back(forecast(profile, target, choice));
   std::ranges::stable_sort(all, {}, &Forecast::step);
   return all;
@@ -179,7 +177,7 @@ Recordings timeline_of(const Profile& profile, const Target& target, const Choic
   constexpr int kShown = 3;
   const Schedule made = schedule(profile, target, choice, kShown);
   const Outcome outcome = made.simulation.run();
-  const auto ns = [](double seconds) { return static_cast<std::int64_t>(std::llround(seconds * 1e9)); };
+  const auto ns = [](double seconds) { return std::lround(seconds * 1e9); };
   Recordings recordings;
   for (int actor = 0; actor < made.actors.size(); ++actor) {
     trace::Recording recording{.process = {.rank = actor, .ranks = made.actors.size(), .finished = 1}};

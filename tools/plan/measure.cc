@@ -68,10 +68,10 @@ void measure_ranks(const World& world, const Subject& subject, Profile& profile)
   profile.curves = {steps.alone};
   if (world.size() > 1) profile.curves.push_back(steps.at_once);
   for (const auto& [name, parameter] : named_parameters(training.strategy().model())) {
-    profile.tensors.push_back(static_cast<double>(parameter.nbytes()));
-    profile.parameter_bytes += static_cast<std::int64_t>(parameter.nbytes());
+    profile.tensors.push_back(to_double(parameter.nbytes()));
+    profile.parameter_bytes += to_double(parameter.nbytes());
     for (const auto& [key, state] : training.strategy().optimizer().state_of(parameter))
-      if (state.defined()) profile.state_bytes += static_cast<std::int64_t>(state.nbytes());
+      if (state.defined()) profile.state_bytes += to_double(state.nbytes());
   }
 }
 
@@ -79,7 +79,7 @@ void measure_ranks(const World& world, const Subject& subject, Profile& profile)
 
 double bytes_copied_per_second() {
   constexpr std::size_t kCopied = std::size_t{32} << 20;
-  const torch::Tensor from = torch::ones({kCopied}, torch::kUInt8), to = torch::ones({kCopied}, torch::kUInt8);
+  const Tensor from = torch::ones({kCopied}, torch::kUInt8), to = torch::ones({kCopied}, torch::kUInt8);
   std::vector<double> seconds;
   for (int i = 0; i < 5; ++i) {
     const Stopwatch watch;
@@ -91,8 +91,8 @@ double bytes_copied_per_second() {
 
 double bytes_of(const Tensors& tensors) {
   double bytes = 0;
-  for (const torch::Tensor& tensor : tensors)
-    if (tensor.defined()) bytes += static_cast<double>(tensor.nbytes());
+  for (const Tensor& tensor : tensors)
+    if (tensor.defined()) bytes += to_double(tensor.nbytes());
   return bytes;
 }
 
@@ -118,8 +118,8 @@ void measure_pieces_of(const Subject& subject, const Datasets& data, Profile& pr
     tensors = as_leaves(pieces[i].forward(tensors));
     profile.pieces.push_back({.name = pieces[i].name,
                               .seconds = seconds[i],
-                              .bytes = static_cast<std::int64_t>(bytes_of(parameters_of({pieces[i]}))),
-                              .output_bytes = bytes_of(tensors) / static_cast<double>(samples)});
+                              .bytes = bytes_of(parameters_of({pieces[i]})),
+                              .output_bytes = bytes_of(tensors) / to_double(samples)});
   }
 }
 

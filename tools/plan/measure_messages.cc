@@ -18,14 +18,14 @@ namespace {
 constexpr std::array kMessages{1 << 10, 1 << 15, 1 << 20, 1 << 23};  // bytes that are all-reduced
 
 double cpu_seconds() {  // of this process
-  return static_cast<double>(std::clock()) / CLOCKS_PER_SEC;
+  return to_double(std::clock()) / CLOCKS_PER_SEC;
 }
 
 // Measures all_reduce of each size: the median of its seconds, and the seconds that cores work for one in all threads of this process.
 void measure_all_reduce(const World& world, Profile& profile) {
   constexpr int kTimed = 10, kTimedIfSmall = 60;  // small ones vary most
   for (const int bytes : kMessages) {
-    const torch::Tensor data = world.allocate({bytes / 4}, torch::kFloat32).zero_();
+    const Tensor data = world.allocate({bytes / 4}, torch::kFloat32).zero_();
     const int rounds = bytes < 1 << 20 ? kTimedIfSmall : kTimed;
     std::vector<double> seconds;
     for (int i = 0; i < rounds; ++i) {

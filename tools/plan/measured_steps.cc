@@ -25,7 +25,7 @@ std::vector<std::int64_t> sizes_up_to(std::int64_t batch) {
 }
 
 double reduced(const World& world, double value, ReduceOp op) {
-  const torch::Tensor tensor = torch::full({1}, value, torch::kFloat64);
+  const Tensor tensor = torch::full({1}, value, torch::kFloat64);
   world.all_reduce(tensor, op);
   return tensor.item<double>();
 }

@@ -57,7 +57,7 @@ class PlannedStep {
     Ids forward, backward;  // [micro-batch]: what the stage after it, or before it, waits for
   };
 
-  double samples() const { return static_cast<double>(b_.target.batch) / micro_batches_; }
+  double samples() const { return to_double(b_.target.batch) / micro_batches_; }
 
   void add_stage(const Ids& pieces) {
     Stage stage{.turns = steps_of_stage(b_.choice.order, all_.size(), stages_, micro_batches_),
@@ -66,7 +66,7 @@ class PlannedStep {
     for (const int index : pieces) {
       const PieceTimes& piece = b_.profile.pieces[to_size(index)];
       stage.share += piece.seconds / seconds_of_pieces_;
-      stage.bytes += static_cast<double>(piece.bytes);
+      stage.bytes += piece.bytes;
       stage.output = piece.output_bytes * samples();
     }
     all_.push_back(std::move(stage));
@@ -112,7 +112,7 @@ class PlannedStep {
   void end_in_processes() {
     double bytes = 0;
     for (const Stage& stage : all_) bytes += stage.bytes;
-    share_gradients(b_, bytes - b_.parameter_bytes());
+    share_gradients(b_, bytes - b_.profile.parameter_bytes);
     sum_up(b_, kLoss);
     for (int stage = 0; stage < stages_; ++stage) b_.update(stage, all_[stage].bytes / bytes);
   }
@@ -133,7 +133,7 @@ IntVector<Ids> stages_of(const Profile& profile, int stages) {
   for (const PieceTimes& piece : profile.pieces) costs.push_back(piece.seconds);
   IntVector<Ids> all;
   for (const Range& range : balanced_cut(costs, stages))
-    all.push_back(consecutive(static_cast<int>(range.begin), static_cast<int>(range.size())));
+    all.push_back(consecutive(to_int(range.begin), to_int(range.size())));
   return all;
 }
 

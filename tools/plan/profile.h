@@ -38,7 +38,7 @@ struct Curve {
 struct PieceTimes {
   std::string name;
   double seconds = 0;       // forward and backward
-  std::int64_t bytes = 0;   // of its parameters
+  double bytes = 0;         // of its parameters
   double output_bytes = 0;  // for each sample
 };
 
@@ -59,10 +59,10 @@ struct Profile {
   std::string data;     // "cifar-10:/data, flip"
   int cores = 1;
 
-  std::int64_t parameter_bytes = 0;
-  std::int64_t state_bytes = 0;  // of the optimizer
-  std::vector<double> tensors;   // bytes of each parameter, in the model's order
-  std::int64_t dataset = 0;      // samples of an epoch; 0: not known
+  double parameter_bytes = 0;
+  double state_bytes = 0;       // of the optimizer
+  std::vector<double> tensors;  // bytes of each parameter, in the model's order
+  std::int64_t dataset = 0;     // samples of an epoch; 0: not known
 
   std::vector<Curve> curves;   // first that of one rank alone; the others are of as many devices, or threads, as cores
   std::vector<double> spread;  // times of single steps over their median, sorted

@@ -40,7 +40,7 @@ void towers(Builder& b) {
   if (b.choice.update_on_cpu) return devices_with_one_update(b);
   b.forward_and_backward();
   b.meet(b.all_devices());
-  for (const int device : b.all_devices()) b.touch(device, "all_reduce", 2 * b.parameter_bytes());
+  for (const int device : b.all_devices()) b.touch(device, "all_reduce", 2 * b.profile.parameter_bytes);
   update_together(b, 1);
 }
 

@@ -10,7 +10,7 @@ namespace {
 constexpr std::int64_t kPixels = std::int64_t{3} * 32 * 32;
 
 // (records, bytes of a record)
-torch::Tensor records_in(const DataFile& file, std::int64_t record_bytes) {
+Tensor records_in(const DataFile& file, std::int64_t record_bytes) {
   const auto bytes = static_cast<std::int64_t>(file.size());
   if (bytes == 0 || bytes % record_bytes != 0)
     throw DataError({.what = concat(file.path().filename().string(), " has ", bytes,
@@ -18,7 +18,7 @@ torch::Tensor records_in(const DataFile& file, std::int64_t record_bytes) {
                      .here = file.path().string(),
                      .likely = "an interrupted download, or the Python version of the dataset",
                      .next = "fetch the binary version"});
-  torch::Tensor records = torch::empty({bytes / record_bytes, record_bytes}, torch::kUInt8);
+  Tensor records = torch::empty({bytes / record_bytes, record_bytes}, torch::kUInt8);
   file.read(0, {records.data_ptr<std::uint8_t>(), file.size()});
   return records;
 }
@@ -34,9 +34,9 @@ std::vector<std::string> files_of(bool ten, Split split) {
 ImageSourcePtr read_cifar_files(const std::string& name, const fs::path& folder, Split split) {
   const bool ten = name == "cifar-10";
   const std::int64_t label_bytes = ten ? 1 : 2;
-  std::vector<torch::Tensor> pixels, labels;
+  Tensors pixels, labels;
   for (const std::string& file : files_of(ten, split)) {
-    const torch::Tensor records = records_in(DataFile(folder / file), label_bytes + kPixels);
+    const Tensor records = records_in(DataFile(folder / file), label_bytes + kPixels);
     pixels.push_back(records.slice(1, label_bytes));
     labels.push_back(records.select(1, label_bytes - 1));
   }

@@ -29,7 +29,7 @@ class IdxReader {
                        .next = "Debian has it: apt-get install dataset-fashion-mnist"});
   }
 
-  torch::Tensor read_tensor() {
+  Tensor read_tensor() {
     const std::vector<std::int64_t> shape = read_shape();
     const auto size = product(shape);
     if (!size) throw bad("its header says more values than 64 bits can count", "a damaged file");
@@ -112,9 +112,7 @@ class IdxReader {
 
 }  // namespace
 
-torch::Tensor read_idx(const fs::path& path, std::uint64_t most_bytes) {
-  return IdxReader(path, most_bytes).read_tensor();
-}
+Tensor read_idx(const fs::path& path, std::uint64_t most_bytes) { return IdxReader(path, most_bytes).read_tensor(); }
 
 ImageSourcePtr read_mnist_files(const std::string& name, const fs::path& folder, Split split) {
   const auto find = [&](const std::string& file) {
@@ -123,7 +121,7 @@ ImageSourcePtr read_mnist_files(const std::string& name, const fs::path& folder,
   };
   const auto image_file = find("-images-idx3-ubyte");
   const auto label_file = find("-labels-idx1-ubyte");
-  const torch::Tensor images = read_idx(image_file);
+  const Tensor images = read_idx(image_file);
   if (images.dim() != 3 || images.size(0) == 0 || images.size(1) != 28 || images.size(2) != 28)
     throw DataError(
         {.what = concat(image_file.filename().string(), " holds shape ", images.sizes(), ", not (N, 28, 28)"),

@@ -79,7 +79,7 @@ NpyHeader parse_npy(ByteView start, std::size_t all, const std::string& origin) 
                    .fortran = value_of(header, "'fortran_order'", origin).starts_with("True"),
                    .shape = shape_of(value_of(header, "'shape'", origin), origin),
                    .bytes = begin + length};
-  const auto expected = product(parsed.shape, static_cast<std::int64_t>(c10::elementSize(parsed.dtype)));
+  const auto expected = product(parsed.shape, to_int64(c10::elementSize(parsed.dtype)));
   if (!expected) throw bad(origin, "its shape has more bytes than 64 bits can count");
   if (all - parsed.bytes != to_size(*expected))
     throw bad(origin, concat(*expected, " bytes promised, ", all - parsed.bytes, " found"));
@@ -100,7 +100,7 @@ std::string npy_header(torch::ScalarType dtype, std::span<const std::int64_t> sh
 
 // A bool that is neither 0 nor 1 is undefined behaviour: they are read as bytes. Where the first dimension varies fastest, the
 // values are those of the transposed array in C order.
-torch::Tensor read_npy(const fs::path& path) {
+Tensor read_npy(const fs::path& path) {
   constexpr std::size_t kLongestHeader = std::size_t{1} << 20;
   const DataFile file(path);
   Bytes start(std::min<std::size_t>(file.size(), kLongestHeader));
@@ -108,7 +108,7 @@ torch::Tensor read_npy(const fs::path& path) {
   NpyHeader header = parse_npy(start, file.size(), path.string());
   if (header.fortran) std::ranges::reverse(header.shape);
   const bool boolean = header.dtype == torch::kBool;
-  torch::Tensor tensor = torch::empty(header.shape, boolean ? torch::kUInt8 : header.dtype);
+  Tensor tensor = torch::empty(header.shape, boolean ? torch::kUInt8 : header.dtype);
   file.read(header.bytes, {static_cast<std::uint8_t*>(tensor.data_ptr()), tensor.nbytes()});
   if (boolean) tensor = tensor.ne(0);
   if (!header.fortran) return tensor;

@@ -46,7 +46,7 @@ class Request {
     return otherwise;
   }
   std::int64_t whole(const std::string& key, std::int64_t otherwise) {
-    return static_cast<std::int64_t>(number(key, static_cast<double>(otherwise)));
+    return static_cast<std::int64_t>(number(key, to_double(otherwise)));
   }
 
   // The next two are called when all options were read.
@@ -82,7 +82,7 @@ class Request {
 Datasets in_two_parts(DatasetPtr train, DatasetPtr validation, double share, const Request& request) {
   if (share < 0 || share >= 1) throw request.refuse("val= is a share below 1");
   const std::int64_t size = train->size();
-  const auto held_out = static_cast<std::int64_t>(static_cast<double>(size) * share);
+  const auto held_out = static_cast<std::int64_t>(to_double(size) * share);
   if (held_out == 0) return {std::move(train), nullptr};
   return {std::make_shared<SubsetDataset>(std::move(train), 0, size - held_out),
           std::make_shared<SubsetDataset>(std::move(validation), size - held_out, size)};
@@ -156,7 +156,7 @@ Datasets webdataset(Request& request) {
 Datasets npy(Request& request) {
   const auto paths = split(request.path(), ',');
   if (paths.size() != 2) throw request.refuse("it is npy:DATA.npy,TARGETS.npy");
-  const torch::Tensor data = read_npy(paths[0]), target = read_npy(paths[1]);
+  const Tensor data = read_npy(paths[0]), target = read_npy(paths[1]);
   const std::string name = fs::path(paths[0]).filename();
   const auto images = images_in(name, data, target, request.whole("classes", 0), request.path());
   if (images) return in_two_parts(images, {}, request);
@@ -166,20 +166,20 @@ Datasets npy(Request& request) {
   return in_two_parts(rows, rows, share, request);
 }
 
-std::vector<double> numbers_in(const torch::Tensor& tensor) {
+std::vector<double> numbers_in(const Tensor& tensor) {
   const auto* const first = tensor.const_data_ptr<double>();
   return {first, first + tensor.numel()};
 }
 
 // By them the columns get mean 0 and deviation 1 over these rows; one that is always the same becomes 0.
-void measure(DataFacts& facts, const torch::Tensor& rows) {
-  const torch::Tensor known = rows.to(torch::kFloat64);
-  const torch::Tensor deviation = known.std(0, /*unbiased=*/false);
+void measure(DataFacts& facts, const Tensor& rows) {
+  const Tensor known = rows.to(torch::kFloat64);
+  const Tensor deviation = known.std(0, /*unbiased=*/false);
   facts.mean = numbers_in(known.mean(0));
   facts.deviation = numbers_in(deviation.where(deviation > 0, torch::ones_like(deviation)));
 }
 
-void normalise(const torch::Tensor& data, const DataFacts& facts) {
+void normalise(const Tensor& data, const DataFacts& facts) {
   data.copy_((data - torch::tensor(facts.mean, torch::kFloat64)) / torch::tensor(facts.deviation, torch::kFloat64));
 }
 
@@ -194,11 +194,10 @@ void require_columns(const Table& table, const DataFacts& known, const Request& 
 }
 
 // The same in every run.
-torch::Tensor random_rows(std::int64_t count) {
+Tensor random_rows(std::int64_t count) {
   constexpr std::uint64_t kOrder = 0x726F7773;
   std::vector<std::int64_t> order(to_size(count));
-  for (std::size_t i = 0; i < order.size(); ++i)
-    order[i] = static_cast<std::int64_t>(permuted(i, order.size(), kOrder));
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = to_int64(permuted(i, order.size(), kOrder));
   return torch::tensor(order, torch::kInt64);
 }
 
@@ -220,7 +219,7 @@ Datasets csv(Request& request) {
   Table table = read_csv(request.path(), options);
   if (known) require_columns(table, *known, request);
   if (!known) {
-    const torch::Tensor mixed = random_rows(table.data.size(0));
+    const Tensor mixed = random_rows(table.data.size(0));
     table.data = table.data.index_select(0, mixed);
     table.target = table.target.index_select(0, mixed);
   }
@@ -291,8 +290,8 @@ ImageTransforms photographs() { return {.mean = {0.485F, 0.456F, 0.406F}, .devia
 
 const SplitImages& split_images(const std::string& kind) { return row_named(kSplitImages, kind, "--data"); }
 
-ImageSourcePtr images_in(const std::string& name, const torch::Tensor& data, const torch::Tensor& target,
-                         std::int64_t classes, const std::string& origin) {
+ImageSourcePtr images_in(const std::string& name, const Tensor& data, const Tensor& target, std::int64_t classes,
+                         const std::string& origin) {
   if (data.scalar_type() != torch::kUInt8 || data.dim() < 3 || target.is_floating_point()) return nullptr;
   if (classes == 0) classes = target.numel() > 0 ? target.max().item<std::int64_t>() + 1 : 1;
   return std::make_shared<MemoryImages>(name, data, target, classes, origin);
@@ -303,7 +302,7 @@ ImageSourcePtr synthetic_images(std::int64_t samples, const ImageShape& shape, s
     throw UsageError({.what = concat("synthetic data of ", samples, " samples, ", shape.channels, " x ", shape.height,
                                      " x ", shape.width, " values, ", classes, " classes"),
                       .next = "give at least 1 of each"});
-  const torch::Tensor images = torch::empty({samples, shape.channels, shape.height, shape.width}, torch::kUInt8);
+  const Tensor images = torch::empty({samples, shape.channels, shape.height, shape.width}, torch::kUInt8);
   auto* into = images.data_ptr<std::uint8_t>();
   for (std::int64_t i = 0; i < samples; ++i, into += shape.values())
     write_synthetic(i, i % classes, {into, to_size(shape.values())});

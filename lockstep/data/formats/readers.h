@@ -61,8 +61,8 @@ inline int bytes_of_token(int bits) { return bits % 8 == 0 ? bits / 8 : 0; }
 
 // Bytes with 3 or 4 dimensions, whose targets are whole numbers, as images; null: other arrays, which are rows. classes: 0: the
 // largest target + 1. `origin` names the file in errors. Throws DataError, as MemoryImages does.
-ImageSourcePtr images_in(const std::string& name, const torch::Tensor& data, const torch::Tensor& target,
-                         std::int64_t classes, const std::string& origin);
+ImageSourcePtr images_in(const std::string& name, const Tensor& data, const Tensor& target, std::int64_t classes,
+                         const std::string& origin);
 
 // Images from a random generator, the same in every run; a model can learn them. Sample i is of class i modulo
 // `classes`: the mean of the class's pattern and noise. Kept in memory as bytes. Throws UsageError: a number below 1.

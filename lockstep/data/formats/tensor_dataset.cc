@@ -11,7 +11,7 @@ namespace lockstep {
 namespace {
 
 template <class To>
-void gather(const torch::Tensor& rows, Indices indices, To* into) {
+void gather(const Tensor& rows, Indices indices, To* into) {
   const std::int64_t count = rows.numel() / rows.size(0);
   AT_DISPATCH_ALL_TYPES_AND3(torch::kHalf, torch::kBFloat16, torch::kBool, rows.scalar_type(), "gather", [&] {
     const auto* from = rows.const_data_ptr<scalar_t>();
@@ -22,10 +22,10 @@ void gather(const torch::Tensor& rows, Indices indices, To* into) {
   });
 }
 
-torch::Tensor gathered(const torch::Tensor& rows, const BatchRequest& request, bool as_float) {
+Tensor gathered(const Tensor& rows, const BatchRequest& request, bool as_float) {
   std::vector<std::int64_t> sizes = rows.sizes().vec();
   sizes[0] = std::ssize(request.indices);
-  torch::Tensor batch = allocate_for_batch(request.memory, sizes, as_float ? torch::kFloat32 : torch::kInt64);
+  Tensor batch = allocate_for_batch(request.memory, sizes, as_float ? torch::kFloat32 : torch::kInt64);
   if (as_float)
     gather(rows, request.indices, batch.data_ptr<float>());
   else
@@ -35,7 +35,7 @@ torch::Tensor gathered(const torch::Tensor& rows, const BatchRequest& request, b
 
 }  // namespace
 
-TensorDataset::TensorDataset(std::string name, const torch::Tensor& data, const torch::Tensor& target, More more)
+TensorDataset::TensorDataset(std::string name, const Tensor& data, const Tensor& target, More more)
     : name_(std::move(name)), data_(data.contiguous()), target_(target.contiguous()), more_(std::move(more)) {
   if (data_.dim() < 1 || data_.size(0) < 1)
     throw DataError({.what = concat(name_, " has no samples"), .likely = "an empty file"});
@@ -57,7 +57,7 @@ Batch TensorDataset::assemble(const BatchRequest& request) const {
   for (const auto& [name, rows] : more_) {
     std::vector<std::int64_t> sizes = rows.sizes().vec();
     sizes[0] = std::ssize(request.indices);
-    torch::Tensor& chosen = batch.more[name] = allocate_for_batch(request.memory, sizes, rows.scalar_type());
+    Tensor& chosen = batch.more[name] = allocate_for_batch(request.memory, sizes, rows.scalar_type());
     const at::IntArrayRef indices(request.indices.data(), request.indices.size());
     torch::index_select_out(chosen, rows, 0, torch::tensor(indices, torch::kInt64));
   }

@@ -27,14 +27,14 @@ TokenDataset::TokenDataset(const fs::path& path, const TokenOptions& options)
   check_tokens(options);
   if (options_.vocabulary == 0)
     options_.vocabulary = options.token_bytes == 1 ? 256 : std::numeric_limits<std::int64_t>::max();
-  const auto bytes = static_cast<std::int64_t>(file_->size());
+  const auto bytes = to_int64(file_->size());
   if (bytes % options.token_bytes != 0)
     throw DataError({.what = concat(bytes, " bytes, not a whole number of tokens of ", options.token_bytes, " bytes"),
                      .here = path.string(),
                      .likely = "a cut file, or tokens of another size"});
   const std::int64_t all = bytes / options.token_bytes;
-  first_ = static_cast<std::int64_t>(static_cast<double>(all) * options.skip);
-  const auto end = all - static_cast<std::int64_t>(static_cast<double>(all) * options.leave);
+  first_ = static_cast<std::int64_t>(to_double(all) * options.skip);
+  const auto end = all - static_cast<std::int64_t>(to_double(all) * options.leave);
   samples_ = (end - first_ - 1) / options.block;  // the last token is only ever a target
   if (samples_ < 1)
     throw DataError({.what = concat(end - first_, " tokens, a sample needs ", options.block + 1),

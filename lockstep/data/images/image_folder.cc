@@ -43,7 +43,7 @@ ImageFolder::ImageFolder(fs::path folder, std::vector<std::string> classes)
     : folder_(std::move(folder)), classes_(std::move(classes)) {
   if (!folder_.has_filename()) folder_ = folder_.parent_path();  // "DIR/"
   if (classes_.empty()) classes_ = folders_in(folder_);
-  for (std::size_t i = 0; i < classes_.size(); ++i) add_class(classes_[i], static_cast<std::int64_t>(i));
+  for (std::size_t i = 0; i < classes_.size(); ++i) add_class(classes_[i], to_int64(i));
 }
 
 void ImageFolder::add_class(const std::string& name, std::int64_t label) {

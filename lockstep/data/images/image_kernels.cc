@@ -79,19 +79,19 @@ struct Taps {
 // under it are [begin, end), cut at the image's edges; their weights are divided by their sum, so an edge does not
 // darken the image. The same numbers as Pillow's precompute_coeffs for its BILINEAR filter.
 void compute_taps(double from, double length, std::int64_t limit, std::int64_t results, Taps& taps) {
-  const double scale = length / static_cast<double>(results);
+  const double scale = length / to_double(results);
   const double support = std::max(scale, 1.0);
   taps.stride = static_cast<std::int64_t>(std::ceil(support)) * 2 + 1;
   taps.pixels.clear();
   taps.weights.assign(to_size(results * taps.stride), 0.F);
   for (std::int64_t i = 0; i < results; ++i) {
-    const double centre = std::clamp(from + (static_cast<double>(i) + 0.5) * scale, 0.0, static_cast<double>(limit));
+    const double centre = std::clamp(from + (to_double(i) + 0.5) * scale, 0.0, to_double(limit));
     const auto begin = std::clamp<std::int64_t>(std::lround(std::floor(centre - support + 0.5)), 0, limit - 1);
     const auto end = std::clamp<std::int64_t>(std::lround(std::floor(centre + support + 0.5)), begin + 1, limit);
     float* weights = taps.weights.data() + i * taps.stride;
     double sum = 0;
     for (std::int64_t k = begin; k < end; ++k) {
-      const double distance = std::abs((static_cast<double>(k) + 0.5 - centre) / support);
+      const double distance = std::abs((to_double(k) + 0.5 - centre) / support);
       weights[k - begin] = static_cast<float>(std::max(0.0, 1.0 - distance));
       sum += weights[k - begin];
     }
@@ -175,7 +175,7 @@ float mean_grey(const float* pixels, const ImageShape& shape) {
   for (std::int64_t c = 0; c < std::min<std::int64_t>(shape.channels, 3); ++c) {
     float sum = 0;
     for (std::int64_t i = 0; i < plane; ++i) sum += pixels[c * plane + i];
-    sums[c] = sum / static_cast<double>(plane);
+    sums[c] = sum / to_double(plane);
   }
   return static_cast<float>(shape.channels < 3 ? sums[0] : kRed * sums[0] + kGreen * sums[1] + kBlue * sums[2]);
 }

@@ -45,12 +45,12 @@ Box middle(double width, double height, const Box& whole) {
 // Stored pixels per pixel of the image resized to shorter_edge.
 double edge_scale(const ImageTransforms& t, const Box& whole) {
   if (t.shorter_edge == 0) return 1;
-  return std::min(whole.height, whole.width) / static_cast<double>(t.shorter_edge);
+  return std::min(whole.height, whole.width) / to_double(t.shorter_edge);
 }
 
 Box centre_box(const ImageTransforms& t, const Box& whole) {
   const double scale = edge_scale(t, whole);
-  Box box = middle(static_cast<double>(t.width) * scale, static_cast<double>(t.height) * scale, whole);
+  Box box = middle(to_double(t.width) * scale, to_double(t.height) * scale, whole);
   if (scale == 1) {
     box.left = std::floor(box.left);
     box.top = std::floor(box.top);
@@ -62,12 +62,12 @@ Box random_box(const ImageTransforms& t, const Box& whole, SampleRandom& random)
   const double scale = edge_scale(t, whole);
   const auto draw = [&](double size, std::int64_t wanted) {
     const std::int64_t room = std::lround(size / scale) + 2 * t.padding - wanted;
-    if (room < 0) return -std::floor(static_cast<double>(-room) / 2) * scale;  // smaller than the crop: centred in it
-    return static_cast<double>(random.below(room + 1) - t.padding) * scale;
+    if (room < 0) return -std::floor(to_double(-room) / 2) * scale;  // smaller than the crop: centred in it
+    return to_double(random.below(room + 1) - t.padding) * scale;
   };
   const double top = draw(whole.height, t.height);
   const double left = draw(whole.width, t.width);
-  return {left, top, static_cast<double>(t.width) * scale, static_cast<double>(t.height) * scale};
+  return {left, top, to_double(t.width) * scale, to_double(t.height) * scale};
 }
 
 // Draws area and aspect ratio until the box fits, ten times at most, as torchvision's RandomResizedCrop does.

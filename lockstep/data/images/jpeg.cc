@@ -115,8 +115,8 @@ unsigned eighths_for(const Placement& placement) {
   if (placement.is_copy()) return 8;
   for (const unsigned eighths : {1U, 2U, 4U}) {
     const double scale = eighths / 8.0;
-    if (placement.box.width * scale >= static_cast<double>(placement.width) &&
-        placement.box.height * scale >= static_cast<double>(placement.height))
+    if (placement.box.width * scale >= to_double(placement.width) &&
+        placement.box.height * scale >= to_double(placement.height))
       return eighths;
   }
   return 8;
@@ -152,8 +152,8 @@ ImageView decode_jpeg(ByteView file, Placement& placement, DecodeScratch& scratc
   const Range rows = touched(box.top, box.height, scaled.height);
   decoder.read(rows, columns, scratch);
   if (scaled.channels == 4) inks_to_rgb(scratch.data(), rows.size() * columns.size(), decoder.inverted_inks());
-  box.left -= static_cast<double>(columns.begin);
-  box.top -= static_cast<double>(rows.begin);
+  box.left -= to_double(columns.begin);
+  box.top -= to_double(rows.begin);
   return interleaved(scratch.data(), {3, rows.size(), columns.size()});
 }
 

@@ -8,7 +8,7 @@
 namespace lockstep {
 namespace {
 
-torch::Tensor with_channels(const torch::Tensor& images, const std::string& origin) {
+Tensor with_channels(const Tensor& images, const std::string& origin) {
   const bool good =
       images.scalar_type() == torch::kUInt8 && (images.dim() == 3 || images.dim() == 4) && images.numel() > 0;
   if (!good)
@@ -19,8 +19,7 @@ torch::Tensor with_channels(const torch::Tensor& images, const std::string& orig
   return (images.dim() == 3 ? images.unsqueeze(1) : images).contiguous();
 }
 
-torch::Tensor checked_labels(const torch::Tensor& labels, std::int64_t images, std::int64_t classes,
-                             const std::string& origin) {
+Tensor checked_labels(const Tensor& labels, std::int64_t images, std::int64_t classes, const std::string& origin) {
   if (labels.dim() != 1 || labels.size(0) != images)
     throw DataError({.what = concat(images, " images, but labels of shape ", labels.sizes()),
                      .here = origin,
@@ -28,7 +27,7 @@ torch::Tensor checked_labels(const torch::Tensor& labels, std::int64_t images, s
   if (!c10::isIntegralType(labels.scalar_type(), /*includeBool=*/false))
     throw DataError(
         {.what = concat("labels of type ", labels.dtype().name()), .here = origin, .next = "give whole numbers"});
-  torch::Tensor whole = labels.to(torch::kInt64).contiguous();
+  Tensor whole = labels.to(torch::kInt64).contiguous();
   const auto* values = whole.const_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < images; ++i)
     if (values[i] < 0 || values[i] >= classes)
@@ -40,8 +39,8 @@ torch::Tensor checked_labels(const torch::Tensor& labels, std::int64_t images, s
 
 }  // namespace
 
-MemoryImages::MemoryImages(std::string name, const torch::Tensor& images, const torch::Tensor& labels,
-                           std::int64_t classes, std::string origin)
+MemoryImages::MemoryImages(std::string name, const Tensor& images, const Tensor& labels, std::int64_t classes,
+                           std::string origin)
     : name_(std::move(name)),
       images_(with_channels(images, origin)),
       labels_(checked_labels(labels, images_.size(0), classes, origin)),

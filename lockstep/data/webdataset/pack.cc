@@ -36,7 +36,7 @@ std::vector<std::int64_t> order_of(std::int64_t samples, std::int64_t begin, con
 // Decodes an image, resizes it and encodes it again.
 Bytes shrunk(ByteView file, const ImageShape& shape, const PackOptions& options) {
   const Box whole = whole_image(shape);
-  const double scale = static_cast<double>(options.shorter_edge) / std::min(whole.height, whole.width);
+  const double scale = to_double(options.shorter_edge) / std::min(whole.height, whole.width);
   Placement placement{
       .box = whole, .height = std::lround(whole.height * scale), .width = std::lround(whole.width * scale)};
   DecodeScratch scratch;
@@ -75,12 +75,12 @@ void pack_images(const ImageSource& source, const std::vector<std::int64_t>& ord
 }
 
 void pack_tensors(const TensorDataset& dataset, const std::vector<std::int64_t>& order, ShardWriter& writer) {
-  const torch::Tensor& data = dataset.data();
+  const Tensor& data = dataset.data();
   if (dataset.target().is_floating_point() || dataset.target().dim() != 1 || !dataset.more().empty())
     throw UsageError(
         {.what = concat(dataset.name(), " can't be packed: a packed sample has one whole number beside its data"),
          .next = "train on it directly"});
-  const torch::Tensor targets = dataset.target().to(torch::kInt64);
+  const Tensor targets = dataset.target().to(torch::kInt64);
   const std::size_t bytes = data.nbytes() / to_size(data.size(0));
   const auto* rows = static_cast<const std::uint8_t*>(data.const_data_ptr());
   for (const std::int64_t index : order)

@@ -26,7 +26,7 @@ std::vector<fs::path> expanded(const std::string& pattern) {
   std::smatch parts;
   if (!std::regex_match(pattern, parts, kRange)) return {pattern};
   std::vector<fs::path> all;
-  const int last = std::stoi(parts[3]), digits = static_cast<int>(parts[2].length());
+  const int last = std::stoi(parts[3]), digits = to_int(parts[2].length());
   for (int i = std::stoi(parts[2]); i <= last; ++i)
     std::ranges::copy(expanded(concat(parts[1], std::setfill('0'), std::setw(digits), i, parts[4])),
                       std::back_inserter(all));
