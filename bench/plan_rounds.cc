@@ -8,9 +8,9 @@
 #include "lockstep/base/median.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
+#include "tools/plan/builder.h"
 #include "tools/plan/measure.h"
 #include "tools/plan/measured_steps.h"
-#include "tools/plan/wire.h"
 
 namespace lockstep::bench {
 namespace {

@@ -13,7 +13,6 @@
 
 #include "lockstep/dataset.h"
 #include "lockstep/metric.h"
-#include "lockstep/named_tensor.h"
 
 namespace lockstep {
 

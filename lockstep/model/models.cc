@@ -7,7 +7,6 @@
 
 #include "lockstep/base/names.h"
 #include "lockstep/base/text.h"
-#include "lockstep/error.h"
 #include "lockstep/script_module.h"
 
 namespace lockstep {

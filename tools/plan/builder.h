@@ -2,7 +2,7 @@
 // tools/plan/builder.h: what the schedules of all strategies are made of: the cores and links of a target, and what its devices do
 // one after the other.
 //
-// Flow:    Profile, Target, Choice -> Builder; tools/plan/strategy_schedules.h adds activities -> take() -> Schedule
+// Flow:    Profile, Target, Choice -> Builder; tools/plan/schedules.cc and pipeline.cc add activities -> take() -> Schedule
 // Threads: values
 // Ranks:   no communication
 #pragma once
@@ -80,5 +80,25 @@ class Builder {
   int threads_ = 1;     // of a device
   int seats_ = 1;       // devices of a machine that can compute at the same time
 };
+
+// ---- What several strategies do, in tools/plan/schedules.cc
+
+// Once all are there: each device that share of the parameters. On one machine.
+void update_together(Builder& b, double share);
+// Between machines, a few numbers of all devices, such as samples and loss.
+void sum_up(Builder& b, double bytes);
+// Between machines. docs/design/hierarchy.md: chunk by chunk, reduced inside each machine, exchanged in two rounds, shared. `actors`:
+// one per machine; after[machine].
+void all_reduce(Builder& b, const Ids& actors, double bytes, const IntVector<Ids>& after);
+
+void pipeline(Builder& b);  // a step of one: tools/plan/pipeline.cc
+
+// ---- The bytes that a message between machines puts on their links
+
+struct MessageBytes {
+  double there = 0;  // from the sender to the receiver
+  double back = 0;
+};
+MessageBytes bytes_on_wire(double bytes);  // of a message of so many bytes
 
 }  // namespace lockstep::plan

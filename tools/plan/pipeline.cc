@@ -2,7 +2,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/strategy/pipeline/cut.h"
 #include "lockstep/strategy/pipeline/stage.h"
-#include "tools/plan/strategy_schedules.h"
+#include "tools/plan/builder.h"
 
 namespace lockstep::plan {
 namespace {

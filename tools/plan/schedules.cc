@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/plan/schedules.h"
 
+#include <cmath>
+#include <numeric>
+
 #include "lockstep/base/text.h"
-#include "tools/plan/strategy_schedules.h"
+#include "lockstep/collective/machines/machine_collective.h"
+#include "lockstep/strategy/kvstore/key_plan.h"
+#include "tools/plan/builder.h"
 
 namespace lockstep::plan {
 namespace {
@@ -20,6 +25,91 @@ void require_fitting(const Profile& profile, const Target& target, const Choice&
                       .here = concat("the model has ", profile.pieces.size(), " pieces, the batch ", target.batch),
                       .next = "give each device a stage of at least one piece, and each micro-batch a sample"});
 }
+
+// The number of parts of at most `limit` bytes.
+int number_of_parts(double bytes, double limit) { return std::max(1, static_cast<int>(std::ceil(bytes / limit))); }
+
+void meet_on_machines(Builder& b) {
+  for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m));
+}
+
+// [machine] what its devices have done so far
+IntVector<Ids> last_of_machines(const Builder& b) {
+  IntVector<Ids> last(b.machines());
+  for (const int device : b.all_devices()) append(last[b.machine_of(device)], b.last(device));
+  return last;
+}
+
+// The bytes of each part of each server's keys: parts are pushed one by one.
+IntVector<IntVector<double>> parts_of_servers(const Profile& profile, int servers) {
+  std::vector<Key> keys;
+  for (const double bytes : profile.tensors) {
+    const auto elements = static_cast<std::int64_t>(bytes / 4);
+    keys.push_back({.elements = elements, .rows = std::max<std::int64_t>(1, elements)});
+  }
+  IntVector<IntVector<double>> parts;
+  for (const BlockLayout& layout : plan_keys(keys, to_size(servers), KVStoreOptions().split_above)) {
+    parts.emplace_back();
+    for (const SliceRange range : layout.parts_of({0, layout.slices().size()})) {
+      double bytes = 0;
+      for (const KeySlice& slice : layout.slices_of(range)) bytes += to_double(slice.bytes());
+      parts.back().push_back(bytes);
+    }
+  }
+  return parts;
+}
+
+}  // namespace
+
+void update_together(Builder& b, double share) {
+  b.meet(b.all_devices());
+  for (const int device : b.all_devices()) b.update(device, share);
+  b.meet(b.all_devices());
+}
+
+// Every machine reduces chunk after chunk inside, exchanges parts with all others, and shares the result inside. All chunks of an
+// exchange may be under way at the same time: the links carry them one after the other.
+void all_reduce(Builder& b, const Ids& actors, double bytes, const IntVector<Ids>& after) {
+  constexpr double kOneRound = 16.0 * 1024;  // collective/machines/all_reduce.cc: up to here one round between machines
+  constexpr double kSignature = 24;          // bytes: machines compare what they call
+  const int n = b.machines(), inside = b.target.devices;
+  const int chunks = number_of_parts(bytes, to_double(chunk_bytes(static_cast<std::size_t>(bytes))));
+  const double size = bytes / chunks;
+  const bool one_round = n == 2 || bytes <= kOneRound;
+  const double part = one_round ? size : size / n;  // that goes from one machine to another
+  IntVector<Ids> ready = after, shared(n);
+  for (int m = 0; m < n; ++m) append(ready[m], b.last(actors[m]));
+  for (int c = 0; c < chunks; ++c) {
+    Ids arrived, reduced;
+    for (int m = 0; m < n; ++m) {
+      if (inside > 1) ready[m] = {b.touch(nobody_on(m), "reduce", (inside + 1) * size, ready[m])};
+      const std::vector<double> sizes = c == 0 ? std::vector{part, kSignature} : std::vector{part};
+      arrived.push_back(b.exchange(actors[m], sizes, ready[m]));
+    }
+    const int parts = b.join(arrived);
+    for (int m = 0; m < n; ++m) {
+      reduced.push_back(b.touch(nobody_on(m), "reduce", (n + 1) * part, {parts}));
+      if (!one_round) reduced.back() = b.exchange(actors[m], {part}, {reduced.back()});
+    }
+    const int result = b.join(reduced);
+    for (int m = 0; m < n; ++m)
+      shared[m].push_back(inside > 1 ? b.touch(nobody_on(m), "share", 2 * size * inside, {result}) : result);
+  }
+  for (int m = 0; m < n; ++m) b.follow(actors[m], shared[m]);
+}
+
+void sum_up(Builder& b, double bytes) {
+  meet_on_machines(b);
+  if (b.machines() == 1) return;
+  Ids first_devices;
+  for (int m = 0; m < b.machines(); ++m) first_devices.push_back(b.devices_on(m).front());
+  all_reduce(b, first_devices, bytes, IntVector<Ids>(b.machines()));
+  meet_on_machines(b);
+}
+
+namespace {
+
+// ---- On one machine
 
 // docs/design/fused-step.md: publish, agree, each rank updates its slice from all gradients.
 void ddp_in_memory(Builder& b) {
@@ -44,18 +134,121 @@ void towers(Builder& b) {
   update_together(b, 1);
 }
 
+// ---- Between machines. `networks`: for each machine an actor that exchanges beside its devices
+
+// Buckets fill evenly while backward goes on; a thread of each machine exchanges them in their order. Gradients are copied into the
+// buckets, and their means out of them; each device updates its slice.
+void ddp_between_machines(Builder& b, const Ids& networks) {
+  const int buckets = number_of_parts(b.profile.parameter_bytes, DdpOptions().bucket_mib * double{1 << 20});
+  const double bytes = b.profile.parameter_bytes / buckets;
+  b.forward();
+  for (int bucket = 0; bucket < buckets; ++bucket) {
+    for (const int device : b.all_devices()) {
+      b.compute(device, "backward", b.times_of(device).backward / buckets);
+      b.touch(device, "pack", 2 * bytes);
+    }
+    all_reduce(b, networks, bytes, last_of_machines(b));
+  }
+  for (int m = 0; m < b.machines(); ++m) {
+    b.meet(b.devices_on(m), b.last(networks[m]));
+    for (const int device : b.devices_on(m)) {
+      b.touch(device, "unpack", 2 * b.profile.parameter_bytes);
+      b.update(device, 1.0 / b.target.devices);
+    }
+    b.meet(b.devices_on(m));
+  }
+}
+
+// Every device trains a replica; every h steps the replicas become one.
+void averaging(Builder& b, const Ids& networks, int step) {
+  constexpr double kLoss = 24, kSamples = 8;  // bytes that are summed up
+  b.forward_and_backward();
+  sum_up(b, kLoss);
+  for (const int device : b.all_devices()) b.update(device, 1);
+  meet_on_machines(b);
+  if ((step + 1) % b.choice.average_every != 0) return;
+  sum_up(b, kSamples);
+  const double bytes = b.profile.parameter_bytes;
+  for (const int device : b.all_devices()) b.touch(device, "collect", 3 * bytes + bytes / b.target.devices);
+  meet_on_machines(b);
+  if (b.machines() > 1) {
+    all_reduce(b, networks, bytes, last_of_machines(b));
+    for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), b.last(networks[m]));
+  }
+  for (const int device : b.all_devices())
+    if (device % b.target.devices != 0) b.touch(device, "copy", 2 * bytes);
+  meet_on_machines(b);
+}
+
+// docs/strategies/kvstore.md: parts of a gradient go to the servers, in their order, while later ones are packed; new values come
+// back while later parts go. A server merges, updates and copies under one lock, for all workers; a worker gets the values of a part
+// when the server has its next part, too.
+void store_sync(Builder& b, const Ids& servers) {
+  constexpr double kLoss = 24;
+  b.forward_and_backward();
+  sum_up(b, kLoss);
+  const auto parts_of = parts_of_servers(b.profile, servers.size());
+  IntVector<Ids> answers(b.devices());
+  for (int s = 0; s < servers.size(); ++s) {
+    const int home = s % b.machines();
+    const IntVector<double>& parts = parts_of[s];
+    if (parts.empty()) continue;
+    IntVector<Ids> pushed(parts.size() + 1);            // [part][device] their arrivals
+    IntVector<Ids> sent(b.devices()), received = sent;  // [device] the newest message on its connection
+    for (int part = 0; part < parts.size(); ++part)
+      for (const int device : b.all_devices()) {
+        Ids after{b.touch(device, "pack", 2 * parts[part])};
+        append(after, sent[device]);
+        const Builder::Message push = b.post(device, b.machine_of(device), home, "push", parts[part], after);
+        sent[device] = {push.left};
+        pushed[part].push_back(push.arrived);
+      }
+    pushed.back() = pushed[parts.size() - 1];
+    for (int part = 0; part < parts.size(); ++part) {
+      b.update(servers[s], parts[part] / b.profile.parameter_bytes, pushed[part]);
+      for (const int device : b.all_devices()) {
+        Ids after{b.touch(servers[s], "copy", 2 * parts[part]), pushed[part + 1][device]};
+        append(after, received[device]);
+        const Builder::Message pull = b.post(servers[s], home, b.machine_of(device), "pull", parts[part], after);
+        received[device] = {pull.left};
+        answers[device].push_back(pull.arrived);
+      }
+    }
+  }
+  for (const int device : b.all_devices()) b.touch(device, "unpack", 2 * b.profile.parameter_bytes, answers[device]);
+}
+
+// A worker pushes to all servers, and pulls from all when they have updated. It waits for no other worker.
+void store_async(Builder& b) {
+  b.forward_and_backward();
+  const auto parts = parts_of_servers(b.profile, b.choice.servers);
+  for (const int device : b.all_devices()) {
+    const int machine = b.machine_of(device);
+    Ids updated, pulled;
+    const auto for_each_server = [&](const auto& talk) {
+      for (int s = 0; s < parts.size(); ++s)
+        talk(s % b.machines(), std::accumulate(parts[s].begin(), parts[s].end(), 0.0));
+    };
+    for_each_server([&](int home, double bytes) {
+      const int packed = b.touch(device, "pack", 2 * bytes);
+      const int pushed = b.post(device, machine, home, "push", bytes, {packed}).arrived;
+      updated.push_back(b.update(nobody_on(home), bytes / b.profile.parameter_bytes, {pushed}));
+    });
+    for_each_server([&](int home, double bytes) {
+      Ids ready{b.touch(nobody_on(home), "copy", 2 * bytes, updated)};
+      append(ready, pulled);
+      pulled = {b.post(device, home, machine, "pull", bytes, ready).arrived};
+    });
+    b.touch(device, "unpack", 2 * b.profile.parameter_bytes, pulled);
+  }
+}
+
 void kvstore(Builder& b, const Ids& servers) {
   if (!b.choice.has_servers()) return devices_with_one_update(b);
   b.choice.store == KVStoreKind::kDistSync ? store_sync(b, servers) : store_async(b);
 }
 
 }  // namespace
-
-void update_together(Builder& b, double share) {
-  b.meet(b.all_devices());
-  for (const int device : b.all_devices()) b.update(device, share);
-  b.meet(b.all_devices());
-}
 
 Schedule schedule(const Profile& profile, const Target& wanted, const Choice& choice, int steps) {
   const Target target = choice.on(wanted);

@@ -9,9 +9,8 @@
 #include <map>
 
 #include "lockstep/error.h"
+#include "tools/plan/builder.h"
 #include "tools/plan/forecast.h"
-#include "tools/plan/strategy_schedules.h"
-#include "tools/plan/wire.h"
 
 namespace lockstep::plan {
 namespace {

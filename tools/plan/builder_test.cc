@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tools/plan/wire.h"
+#include "tools/plan/builder.h"
 
 #include <gtest/gtest.h>
 
