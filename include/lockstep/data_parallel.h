@@ -30,11 +30,7 @@ class DataParallel {
   requires(!requires { typename MakeModule::ContainedType; })
       DataParallel(MakeModule make_module, Devices& devices, std::uint64_t seed = 0)
       : DataParallel(Task{.make_model = [make_module] { return make_module().ptr(); },
-                          .forward =
-                              [](torch::nn::Module& module, const torch::Tensor& data) {
-                                using Module = typename decltype(make_module())::ContainedType;
-                                return dynamic_cast<Module&>(module).forward(data);
-                              }},
+                          .forward = call_forward<typename decltype(make_module())::ContainedType>},
                      devices, seed) {}
   DataParallel(const Task& task, Devices& devices, std::uint64_t seed = 0);  // `task` says how to make and run it
 
@@ -47,10 +43,7 @@ class DataParallel {
       : DataParallel(Task{.make_model = [module, is_first = true]() mutable -> ModulePtr {
                             return std::exchange(is_first, false) ? module.ptr() : module->clone();
                           },
-                          .forward =
-                              [](torch::nn::Module& each, const torch::Tensor& data) {
-                                return dynamic_cast<typename Holder::ContainedType&>(each).forward(data);
-                              }},
+                          .forward = call_forward<typename Holder::ContainedType>},
                      devices) {}
   ~DataParallel();
   DataParallel& operator=(DataParallel&&) = delete;

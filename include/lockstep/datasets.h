@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// lockstep/datasets.h: the datasets that lockstep reads: Fashion-MNIST, CIFAR, NumPy, tokens, tensors, streams, shards
-// of WebDataset. Images in folders are in lockstep/images.h.
+// lockstep/datasets.h: the datasets that lockstep reads: Fashion-MNIST, NumPy, tokens, tensors, streams, shards of
+// WebDataset. Images in folders are in lockstep/images.h.
 //
 // Flow:    files -> a Dataset -> lockstep/loader.h
 // Owns:    a dataset owns its samples: in the dtype they are stored in, or as an open file
@@ -55,25 +55,6 @@ class FashionMNIST : public ImageDataset {
   // A batch's data: (B, 1, 28, 28) float32, unless the transforms say otherwise; target: (B) int64.
   explicit FashionMNIST(const std::filesystem::path& folder = kDebianFolder, Split split = Split::kTrain,
                         const ImageTransforms& transforms = normalised());
-};
-
-// 50,000 + 10,000 colour images of 32 x 32 (Krizhevsky, "Learning multiple layers of features from tiny images", 2009),
-// from the binary version of the dataset. Throws DataError: a file that is missing, empty or not a whole number of
-// records, a label out of range.
-class CIFAR10 : public ImageDataset {
- public:
-  static ImageTransforms normalised();
-  // Reads data_batch_1.bin ... data_batch_5.bin or test_batch.bin. A batch's data: (B, 3, 32, 32) float32.
-  explicit CIFAR10(const std::filesystem::path& folder, Split split = Split::kTrain,
-                   const ImageTransforms& transforms = normalised());
-};
-
-class CIFAR100 : public ImageDataset {
- public:
-  static ImageTransforms normalised();
-  // Reads train.bin or test.bin; the target is the fine label.
-  explicit CIFAR100(const std::filesystem::path& folder, Split split = Split::kTrain,
-                    const ImageTransforms& transforms = normalised());
 };
 
 // ---- Rows of tensors

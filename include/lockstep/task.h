@@ -138,13 +138,18 @@ struct CrossEntropy {
   }
 };
 
+// Task::forward of models of this type.
+template <class Model>
+torch::Tensor call_forward(torch::nn::Module& model, const torch::Tensor& data) {
+  return dynamic_cast<Model&>(model).forward(data);
+}
+
 // A Task out of a module type `M` (a torch::nn::ModuleHolder such as LeNet) that has forward(Tensor), with cross
 // entropy; `options`: what M is constructed from. If M has pieces(), so has the task.
 template <class M, class... Options>
 Task classification_task(std::string name, Options... options) {
   Task task{.make_model = [options...] { return M(options...).ptr(); },
-            .forward = [](torch::nn::Module& model,
-                          const torch::Tensor& data) { return dynamic_cast<typename M::Impl&>(model).forward(data); },
+            .forward = call_forward<typename M::Impl>,
             .loss = CrossEntropy(),
             .correct = [](const torch::Tensor& output,
                           const torch::Tensor& target) { return output.argmax(1).eq(target).sum(); },

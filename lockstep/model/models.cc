@@ -138,9 +138,7 @@ Task model_task(const std::string& name) {
 Task script_task(const std::string& file) {
   Task task;
   task.make_model = [file] { return ScriptModule(file).ptr(); };
-  task.forward = [](torch::nn::Module& model, const Tensor& data) {
-    return dynamic_cast<ScriptModuleImpl&>(model).forward(data);
-  };
+  task.forward = call_forward<ScriptModuleImpl>;
   task.loss = CrossEntropy{.classes_last = true};
   task.name = std::filesystem::path(file).stem();
   task.fit = [file](const SampleShape& sample) {

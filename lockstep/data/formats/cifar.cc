@@ -5,6 +5,7 @@
 namespace lockstep {
 namespace {
 
+// Krizhevsky, "Learning multiple layers of features from tiny images", 2009: 50,000 + 10,000 colour images of 32 x 32.
 // A record is the label (CIFAR-100: the coarse one of 20, then the fine one of 100) and 3072 bytes: the red, the green
 // and the blue plane.
 constexpr std::int64_t kPixels = std::int64_t{3} * 32 * 32;
@@ -43,19 +44,5 @@ ImageSourcePtr read_cifar_files(const std::string& name, const fs::path& folder,
   return std::make_shared<MemoryImages>(name, torch::cat(pixels).view({-1, 3, 32, 32}), torch::cat(labels),
                                         ten ? 10 : 100, folder.string());
 }
-
-ImageTransforms CIFAR10::normalised() {
-  return {.mean = {0.4914F, 0.4822F, 0.4465F}, .deviation = {0.2470F, 0.2435F, 0.2616F}};
-}
-
-CIFAR10::CIFAR10(const fs::path& folder, Split split, const ImageTransforms& transforms)
-    : ImageDataset(read_cifar_files("cifar-10", folder, split), transforms) {}
-
-ImageTransforms CIFAR100::normalised() {
-  return {.mean = {0.5071F, 0.4865F, 0.4409F}, .deviation = {0.2673F, 0.2564F, 0.2762F}};
-}
-
-CIFAR100::CIFAR100(const fs::path& folder, Split split, const ImageTransforms& transforms)
-    : ImageDataset(read_cifar_files("cifar-100", folder, split), transforms) {}
 
 }  // namespace lockstep

@@ -107,8 +107,13 @@ Datasets in_folders(const fs::path& folder, const Open& open) {
 constexpr SplitImages kSplitImages[] = {
     {"fashion-mnist", read_mnist_files, FashionMNIST::normalised},
     {"mnist", read_mnist_files, [] { return ImageTransforms{.mean = {0.1307F}, .deviation = {0.3081F}}; }},
-    {"cifar-10", read_cifar_files, CIFAR10::normalised},
-    {"cifar-100", read_cifar_files, CIFAR100::normalised}};
+    {"cifar-10", read_cifar_files,
+     [] {
+       return ImageTransforms{.mean = {0.4914F, 0.4822F, 0.4465F}, .deviation = {0.2470F, 0.2435F, 0.2616F}};
+     }},
+    {"cifar-100", read_cifar_files, [] {
+       return ImageTransforms{.mean = {0.5071F, 0.4865F, 0.4409F}, .deviation = {0.2673F, 0.2564F, 0.2762F}};
+     }}};
 
 Datasets both_splits(Request& request) {
   const SplitImages& images = split_images(request.kind());

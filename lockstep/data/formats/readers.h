@@ -13,8 +13,9 @@
 
 namespace lockstep {
 
-// The images of one split. Throw DataError, as FashionMNIST and CIFAR10 do. The MNIST family's files are those of MNIST, KMNIST,
-// EMNIST's digits and Fashion-MNIST.
+// The images of one split. Throw DataError, as FashionMNIST does. The MNIST family's files are those of MNIST, KMNIST,
+// EMNIST's digits and Fashion-MNIST. CIFAR's are those of the binary version: data_batch_1.bin ... data_batch_5.bin or test_batch.bin,
+// train.bin or test.bin, whose fine labels are the targets.
 ImageSourcePtr read_mnist_files(const std::string& name, const fs::path& folder, Split split);
 ImageSourcePtr read_cifar_files(const std::string& name, const fs::path& folder, Split split);
 

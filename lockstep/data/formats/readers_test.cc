@@ -23,12 +23,17 @@ std::string cifar_record(const std::string& labels, int red) {
   return labels + std::string(1024, static_cast<char>(red)) + std::string(1024, '\x01') + std::string(1024, '\x02');
 }
 
+ImageDataset cifar(const std::string& name, const TempFolder& folder, Split split,
+                   const ImageTransforms& transforms = {}) {
+  return {read_cifar_files(name, folder.path(), split), transforms};
+}
+
 TEST(CIFAR, reads_both_versions) {
   const TempFolder folder;
   for (int i = 1; i <= 5; ++i)
     write_file(folder / ("data_batch_" + std::to_string(i) + ".bin"), cifar_record({static_cast<char>(i)}, 10 * i));
   const ImageTransforms plain{.deviation = {1.0F / 255}};
-  const CIFAR10 ten(folder.path(), Split::kTrain, plain);
+  const ImageDataset ten = cifar("cifar-10", folder, Split::kTrain, plain);
   ASSERT_EQ(ten.size(), 5);
   const Batch batch = ten.make_batch(first_indices(5));
   EXPECT_TRUE(torch::equal(batch.target, torch::tensor({1, 2, 3, 4, 5}, torch::kInt64)));
@@ -36,13 +41,13 @@ TEST(CIFAR, reads_both_versions) {
   EXPECT_FLOAT_EQ(batch.data[2][2][0][0].item<float>(), 2);
 
   write_file(folder / "test.bin", cifar_record({7, 99}, 5));
-  const CIFAR100 hundred(folder.path(), Split::kValidation, plain);
+  const ImageDataset hundred = cifar("cifar-100", folder, Split::kValidation, plain);
   EXPECT_EQ(hundred.make_batch(first_indices(1)).target.item<std::int64_t>(), 99);
 }
 
 TEST(CIFAR, refuses_cut_files_and_wrong_labels) {
   const TempFolder folder;
-  const auto refusal = [&] { return message_of<DataError>([&] { CIFAR10(folder.path(), Split::kValidation); }); };
+  const auto refusal = [&] { return message_of<DataError>([&] { cifar("cifar-10", folder, Split::kValidation); }); };
   EXPECT_TRUE(contains(refusal(), "test_batch.bin: No such file"));
   write_file(folder / "test_batch.bin", cifar_record({1}, 2).substr(1));
   EXPECT_TRUE(contains(refusal(), "3072 bytes, not a whole number of records of 3073"));

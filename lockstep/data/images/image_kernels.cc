@@ -61,6 +61,17 @@ void copy_plane(const ImageView& image, const Placement& placement, const std::u
   }
 }
 
+void copy_image(const ImageView& image, const Placement& placement, const Normalisation& normalisation, float* into) {
+  const std::int64_t plane = placement.height * placement.width;
+  for (std::int64_t c = 0; c < image.shape.channels; ++c, into += plane) {
+    const std::uint8_t* pixels = image.pixels + c * image.channel_stride;
+    if (whole_plane(image, placement))
+      convert<1>(pixels, plane, normalisation.scale[c], normalisation.shift[c], into);
+    else
+      copy_plane(image, placement, pixels, normalisation.scale[c], normalisation.shift[c], into);
+  }
+}
+
 // Along one axis: the source pixels that each pixel of the result is a weighted mean of.
 struct Taps {
   struct Pixel {
@@ -213,18 +224,8 @@ void change_hue(float* red, float* green, float* blue, std::int64_t count, float
 
 }  // namespace
 
-void copy_image(const ImageView& image, const Placement& placement, const Normalisation& normalisation, float* into) {
-  const std::int64_t plane = placement.height * placement.width;
-  for (std::int64_t c = 0; c < image.shape.channels; ++c, into += plane) {
-    const std::uint8_t* pixels = image.pixels + c * image.channel_stride;
-    if (whole_plane(image, placement))
-      convert<1>(pixels, plane, normalisation.scale[c], normalisation.shift[c], into);
-    else
-      copy_plane(image, placement, pixels, normalisation.scale[c], normalisation.shift[c], into);
-  }
-}
-
 void resize_image(const ImageView& image, const Placement& placement, const Normalisation& normalisation, float* into) {
+  if (placement.is_copy()) return copy_image(image, placement, normalisation, into);
   static thread_local ResizeScratch scratch;
   compute_taps(placement.box.top, placement.box.height, image.shape.height, placement.height, scratch.rows);
   compute_taps(placement.box.left, placement.box.width, image.shape.width, placement.width, scratch.columns);
@@ -251,10 +252,6 @@ void normalise(float* values, const ImageShape& shape, const Normalisation& norm
     const float shift = normalisation.shift[c];
     for (std::int64_t i = 0; i < plane; ++i) values[i] = std::fma(values[i], scale, shift);
   }
-}
-
-void mix_into(float* into, const float* other, float share, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) into[i] = share * into[i] + (1 - share) * other[i];
 }
 
 }  // namespace lockstep

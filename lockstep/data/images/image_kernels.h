@@ -60,11 +60,9 @@ struct Normalisation {
   float shift[kMaxChannels] = {};
 };
 
-// Requires placement.is_copy(). Pixels outside of the image have byte value 0.
-void copy_image(const ImageView& image, const Placement& placement, const Normalisation& normalisation, float* into);
-
 // Bilinear with antialiasing, as in torchvision and Pillow: a triangle filter whose half width is a result pixel,
-// measured in source pixels, and at least one source pixel. The box is clipped to the image.
+// measured in source pixels, and at least one source pixel. The box is clipped to the image. Where placement.is_copy() it copies
+// pixels; those outside of the image have byte value 0.
 void resize_image(const ImageView& image, const Placement& placement, const Normalisation& normalisation, float* into);
 
 struct ColourChange {
@@ -80,8 +78,5 @@ void change_colours(float* pixels, const ImageShape& shape, const ColourChange& 
 
 // values = values * scale + shift, channel by channel
 void normalise(float* values, const ImageShape& shape, const Normalisation& normalisation);
-
-// into = share * into + (1 - share) * other
-void mix_into(float* into, const float* other, float share, std::int64_t count);
 
 }  // namespace lockstep

@@ -94,13 +94,6 @@ Box draw_box(const ImageTransforms& t, const Box& whole, SampleRandom& random) {
   return whole;
 }
 
-void place(const ImageView& image, const Placement& placement, const Normalisation& normalisation, float* into) {
-  if (placement.is_copy())
-    copy_image(image, placement, normalisation, into);
-  else
-    resize_image(image, placement, normalisation, into);
-}
-
 }  // namespace
 
 ImageShape output_shape(const ImageTransforms& t, const ImageShape& stored) {
@@ -153,11 +146,11 @@ void apply_transforms(const ImageTransforms& t, const ImageView& image, const Pl
                       SampleRandom& random, float* into) {
   const std::int64_t channels = image.shape.channels;
   const bool jitter = t.brightness > 0 || t.contrast > 0 || t.saturation > 0 || t.hue > 0;
-  if (!jitter) return place(image, placement, normalisation_from(t, channels, 255), into);
+  if (!jitter) return resize_image(image, placement, normalisation_from(t, channels, 255), into);
   const ImageShape shape{channels, placement.height, placement.width};
   Normalisation to_unit;
   std::fill_n(to_unit.scale, channels, 1.F / 255);
-  place(image, placement, to_unit, into);
+  resize_image(image, placement, to_unit, into);
   change_colours(into, shape, draw_colours(t, random));
   normalise(into, shape, normalisation_from(t, channels, 1));
 }

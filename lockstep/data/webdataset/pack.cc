@@ -9,7 +9,6 @@
 #include "lockstep/data/formats/readers.h"
 #include "lockstep/data/images/encoded_image.h"
 #include "lockstep/data/webdataset/shards.h"
-#include "lockstep/data/webdataset/tar.h"
 
 namespace lockstep {
 namespace {

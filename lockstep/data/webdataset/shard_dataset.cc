@@ -5,7 +5,6 @@
 #include "lockstep/base/to_size.h"
 #include "lockstep/data/loader/batch_memory.h"
 #include "lockstep/data/webdataset/shards.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

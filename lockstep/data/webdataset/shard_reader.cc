@@ -15,7 +15,6 @@
 #include "lockstep/base/to_size.h"
 #include "lockstep/data/formats/readers.h"
 #include "lockstep/data/webdataset/shards.h"
-#include "lockstep/data/webdataset/tar.h"
 
 namespace lockstep {
 namespace {

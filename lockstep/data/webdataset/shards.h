@@ -10,6 +10,7 @@
 #include "lockstep/base/files/file.h"
 #include "lockstep/data/formats/data_file.h"
 #include "lockstep/datasets.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 
@@ -93,5 +94,22 @@ std::uint64_t checksum_of(ByteView content, std::int64_t target);  // of an imag
 std::vector<fs::path> tars_in(const fs::path& folder);             // by name
 
 DatasetPtr dataset_of(std::shared_ptr<const ShardReader> samples, const ImageTransforms& transforms);
+
+// ---- Tars: where the files in one lie, and headers for new ones. docs/design/dependencies.md says why not libarchive.
+
+constexpr std::uint64_t kTarBlock = 512;  // headers and contents begin at multiples of it
+
+struct TarFile {
+  std::string name;
+  std::uint64_t offset;  // of its content
+  std::uint64_t bytes;
+};
+
+DataError damaged_shard(const DataFile& file, std::uint64_t offset, const std::string& what);
+std::string text_at(const DataFile& file, std::uint64_t offset, std::uint64_t bytes);
+
+// Its regular files: of ustar, pax and GNU's long names. Throws DataError: compressed, damaged, cut, links, special files.
+std::vector<TarFile> files_in_tar(const DataFile& tar);
+std::string tar_header(const std::string& name, std::uint64_t bytes);  // throws UsageError: 8 GiB or more
 
 }  // namespace lockstep

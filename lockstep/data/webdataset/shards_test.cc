@@ -8,7 +8,6 @@
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/data/formats/readers.h"
-#include "lockstep/data/webdataset/tar.h"
 #include "lockstep/images.h"
 #include "lockstep/loader.h"
 #include "tests/data/files.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/data/webdataset/tar.h"
+#include "lockstep/data/webdataset/shards.h"
 
 #include <cstring>
 #include <iomanip>
