@@ -32,9 +32,9 @@ ROOMS = [folder.split("/")[-2] for folder, _ in ROWS if folder.count("/") == 2 o
 PUBLIC = {  # headers that have no source of their name in their room alone
     "base": "deadline stop_all",
     "agent": "recovery",
-    "collective": "mpi",
+    "collective": "mpi named_tensor",
     "data": "dataset datasets images torch_dataset",
-    "model": "task layout named_tensor script_module",
+    "model": "task layout script_module",
     "step": "batch_totals batch_weight optimizers update_rule",
     "strategy": "kvstore",
     "checkpoint": "checkpoint",

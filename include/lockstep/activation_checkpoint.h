@@ -35,7 +35,6 @@ namespace lockstep {
 Tensors checkpoint(const std::function<Tensors(const Tensors&)>& function, const Tensors& inputs);
 
 // The same for one input and one output.
-torch::Tensor checkpoint(const std::function<torch::Tensor(const torch::Tensor&)>& function,
-                         const torch::Tensor& input);
+Tensor checkpoint(const std::function<Tensor(const Tensor&)>& function, const Tensor& input);
 
 }  // namespace lockstep

@@ -19,23 +19,23 @@ namespace lockstep {
 // A rank's part of a global batch. data: (B, ...), float for images and tables, int64 for tokens; target: (B) int64
 // where the dataset has classes. B may be 0: a rank without samples still takes part in the step.
 struct Batch {
-  torch::Tensor data{};
-  torch::Tensor target{};
-  std::map<std::string, torch::Tensor> more{};  // further ones by name, (B, ...): masks, boxes, lengths
+  Tensor data{};
+  Tensor target{};
+  std::map<std::string, Tensor> more{};  // further ones by name, (B, ...): masks, boxes, lengths
 
   std::int64_t size() const {
-    const torch::Tensor& counted = target.defined() ? target : data;
+    const Tensor& counted = target.defined() ? target : data;
     return counted.defined() ? counted.size(0) : 0;
   }
 
   // The tensor of this name in `more`. Throws UsageError: there is none.
-  const torch::Tensor& operator[](const std::string& name) const;
+  const Tensor& operator[](const std::string& name) const;
 
   // The batch of function(tensor) for each of its tensors.
   template <class Function>
   Batch map(const Function& function) const {
     Batch mapped = *this;
-    const auto change = [&](torch::Tensor& each) {
+    const auto change = [&](Tensor& each) {
       if (each.defined()) each = function(std::as_const(each));
     };
     change(mapped.data);
@@ -45,7 +45,7 @@ struct Batch {
   }
 
   Batch to(torch::Device device) const {
-    return map([device](const torch::Tensor& each) { return each.to(device); });
+    return map([device](const Tensor& each) { return each.to(device); });
   }
 
   // Samples [begin, end), as views. Throws DataError: a tensor that has not B rows.
@@ -58,10 +58,10 @@ Batch stacked(const std::vector<Batch>& samples);
 Batch concatenated(const std::vector<Batch>& batches);
 
 // A function of First and a batch, made from one that takes the Batch, or that takes its tensor `of` alone.
-template <class First, torch::Tensor Batch::*of>
+template <class First, Tensor Batch::*of>
 class BatchFunction {
-  using OfTensor = std::function<torch::Tensor(First, const torch::Tensor&)>;
-  using OfBatch = std::function<torch::Tensor(First, const Batch&)>;
+  using OfTensor = std::function<Tensor(First, const Tensor&)>;
+  using OfBatch = std::function<Tensor(First, const Batch&)>;
 
  public:
   BatchFunction(std::nullptr_t = nullptr) {}
@@ -74,10 +74,10 @@ class BatchFunction {
       of_batch_ = std::move(function);
   }
 
-  torch::Tensor operator()(First first, const Batch& batch) const {
+  Tensor operator()(First first, const Batch& batch) const {
     return of_batch_ ? of_batch_(first, batch) : of_tensor_(first, batch.*of);
   }
-  torch::Tensor operator()(First first, const torch::Tensor& tensor) const {
+  Tensor operator()(First first, const Tensor& tensor) const {
     Batch batch;
     batch.*of = tensor;
     return (*this)(first, batch);
@@ -97,6 +97,6 @@ class BatchFunction {
 };
 
 // A function of a model's output: a loss, or a figure.
-using OutputFunction = BatchFunction<const torch::Tensor&, &Batch::target>;
+using OutputFunction = BatchFunction<const Tensor&, &Batch::target>;
 
 }  // namespace lockstep

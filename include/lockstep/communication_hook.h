@@ -16,7 +16,6 @@
 //   top-k        8 bytes for each of the k largest elements to every other rank
 #pragma once
 
-#include "lockstep/named_tensor.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
@@ -26,7 +25,7 @@ inline constexpr std::size_t kBucketBytes = std::size_t{25} << 20;
 
 struct GradientBucket {
   std::size_t number = 0;  // the same in every step
-  torch::Tensor flat;      // (n) the weighted gradients of this rank; afterwards their sum over ranks
+  Tensor flat;             // (n) the weighted gradients of this rank; afterwards their sum over ranks
   Tensors parts;           // views of `flat`, one per parameter; a matrix as (rows, columns)
   Tensors parameters{};    // of the parts
   bool is_last = true;     // of the buckets of a step

@@ -54,13 +54,13 @@ class DataParallel {
 
   // The outputs for a whole batch, (B, ...), on device 0. data: (B, ...), on any device, B > 0; its own gradient is not
   // computed. Blocks. Throws UsageError: no samples; and what Devices::run() throws.
-  torch::Tensor forward(const torch::Tensor& data) { return forward(Batch{data}); }
-  torch::Tensor forward(const Batch& batch);
+  Tensor forward(const Tensor& data) { return forward(Batch{data}); }
+  Tensor forward(const Batch& batch);
 
   // Adds the gradients of everything that forward() has returned since the last backward() to .grad of device 0's
   // parameters. loss: a scalar made from these outputs. Blocks. Throws what backward() and Devices::run() throw. A
   // plain loss.backward() throws UsageError: it would end at the outputs.
-  void backward(const torch::Tensor& loss);
+  void backward(const Tensor& loss);
 
  private:
   class Impl;

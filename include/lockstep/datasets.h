@@ -61,16 +61,16 @@ class FashionMNIST : public ImageDataset {
 
 class TensorDataset : public Dataset {
  public:
-  using More = std::map<std::string, torch::Tensor>;
+  using More = std::map<std::string, Tensor>;
   // data, target and each of `more`: (N, ...), on the CPU. Throws DataError: no rows, or not as many of each.
-  TensorDataset(std::string name, const torch::Tensor& data, const torch::Tensor& target, More more = {});
+  TensorDataset(std::string name, const Tensor& data, const Tensor& target, More more = {});
 
   std::string name() const override { return name_; }
   std::int64_t size() const override { return data_.size(0); }
   std::int64_t classes() const override;  // the largest target + 1, of (N) whole numbers
-  const torch::Tensor& data() const { return data_; }
+  const Tensor& data() const { return data_; }
   const More& more() const { return more_; }
-  const torch::Tensor& target() const { return target_; }
+  const Tensor& target() const { return target_; }
 
   // Floating-point numbers and bytes become float32, other whole numbers int64; bytes in targets become int64 too. Those of
   // `more` keep their dtype.
@@ -79,8 +79,8 @@ class TensorDataset : public Dataset {
 
  private:
   std::string name_;
-  torch::Tensor data_;
-  torch::Tensor target_;
+  Tensor data_;
+  Tensor target_;
   More more_;
 };
 
@@ -109,12 +109,12 @@ inline constexpr std::uint64_t kMostUnpacked = std::uint64_t{16} << 30;
 // An IDX file of the MNIST family (LeCun, Cortes and Burges, "The MNIST database"), plain or gzipped: a uint8 tensor of
 // the file's shape. Memory grows with what is read, not with what the header promises. Throws DataError naming the file
 // and the offset: missing, not IDX, another type, truncated, too long, damaged compression, more than most_bytes.
-torch::Tensor read_idx(const std::filesystem::path& path, std::uint64_t most_bytes = kMostUnpacked);
+Tensor read_idx(const std::filesystem::path& path, std::uint64_t most_bytes = kMostUnpacked);
 
 // A NumPy array (NEP 1), contiguous, of the file's shape and dtype. Nothing of the file is executed: Python objects and
 // structures are refused. Throws DataError naming the file: missing, not .npy, a dtype that torch does not have,
 // truncated, too long.
-torch::Tensor read_npy(const std::filesystem::path& path);
+Tensor read_npy(const std::filesystem::path& path);
 
 struct TableOptions {
   std::string target{};  // the column to predict; empty: the last one
@@ -125,8 +125,8 @@ struct TableOptions {
 };
 
 struct Table {
-  torch::Tensor data;                // (N, columns) float32
-  torch::Tensor target;              // (N) int64 classes, or (N, 1) float32; without a target (N) int64 of -100
+  Tensor data;                       // (N, columns) float32
+  Tensor target;                     // (N) int64 classes, or (N, 1) float32; without a target (N) int64 of -100
   std::vector<std::string> columns;  // names of those of `data`; empty: the first line has none
   std::vector<std::string> classes;  // their names, in their order, where the column has texts
 };

@@ -101,7 +101,7 @@ class DistributedDataParallel {
   // have arrived. Each of N ranks sends 2(N-1)/N times its gradients' bytes; nothing where ranks read each other's.
   // scale: of the gradients; 1/T in each of T backward() of a step gives the mean over all their samples. Throws PeerLost,
   // and what backward() throws; after that, UsageError: the program should end.
-  void backward(const torch::Tensor& loss, const BatchWeight& samples, double scale = 1);
+  void backward(const Tensor& loss, const BatchWeight& samples, double scale = 1);
 
   // backward() in two halves, for a backward() that is run elsewhere, such as Python's loss.backward(): begin_backward()
   // in a hook, on the thread that runs it and before it adds to any .grad; end_backward() after it has added to the last

@@ -35,7 +35,7 @@ struct Call;
 struct DevicesOptions {
   int count = 1;
   CoreSet cores = {};  // to be divided among the devices; empty: all cores that this process may use
-  std::chrono::milliseconds timeout = kDefaultTimeout;
+  milliseconds timeout = kDefaultTimeout;
   int teams = 1;  // collectives are between the devices of a team: device i belongs to team i % teams
   std::vector<DevicePlace> places{};  // one for each of `count`; empty: cores
 };

@@ -16,7 +16,7 @@ struct Evaluation {
   double loss = 0;      // mean over all samples, as Task::samples counts them
   double accuracy = 0;  // share of samples that are right, as task.correct counts them; NaN without it
   std::int64_t samples = 0;
-  std::map<std::string, torch::Tensor> metrics{};  // of task.metrics, by name; float64, on the CPU
+  std::map<std::string, Tensor> metrics{};  // of task.metrics, by name; float64, on the CPU
 };
 
 // Runs the model in evaluation mode, without gradients, over the samples in order, in batches of options.batch_size per

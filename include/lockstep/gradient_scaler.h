@@ -28,7 +28,7 @@ class GradientScaler {
  public:
   explicit GradientScaler(const GradientScalerOptions& options = {});  // throws UsageError
 
-  torch::Tensor scale(const torch::Tensor& loss) const { return loss * current_scale(); }
+  Tensor scale(const Tensor& loss) const { return loss * current_scale(); }
 
   // Calls optimizer.step() with gradients divided by the scale; the scale is then adjusted. Returns false if the step was
   // skipped.

@@ -63,8 +63,7 @@ class MemoryImages : public ImageSource {
  public:
   // images: (N, H, W) or (N, C, H, W) uint8; labels: (N), any whole-number dtype, in [0, classes). `origin` names the
   // file in errors. Throws DataError naming what does not fit.
-  MemoryImages(std::string name, const torch::Tensor& images, const torch::Tensor& labels, std::int64_t classes,
-               std::string origin);
+  MemoryImages(std::string name, const Tensor& images, const Tensor& labels, std::int64_t classes, std::string origin);
 
   std::string name() const override { return name_; }
   std::int64_t size() const override { return images_.size(0); }
@@ -74,12 +73,12 @@ class MemoryImages : public ImageSource {
   StoredImage read(std::int64_t index, Bytes& scratch) const override;
   std::string origin(std::int64_t index) const override;
 
-  const torch::Tensor& images() const { return images_; }  // (N, C, H, W) uint8
+  const Tensor& images() const { return images_; }  // (N, C, H, W) uint8
 
  private:
   std::string name_;
-  torch::Tensor images_;
-  torch::Tensor labels_;
+  Tensor images_;
+  Tensor labels_;
   std::int64_t classes_;
   std::string origin_;
   ImageShape shape_;

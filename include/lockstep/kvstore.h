@@ -99,7 +99,7 @@ class KVStore {
                          const PushOptions& options = {}) = 0;
 
   // Rows of a key's value, shape (rows, ...). rows: int64, (rows). Only these rows are sent. Throws UsageError.
-  virtual torch::Tensor row_sparse_pull(const std::string& name, const torch::Tensor& rows) = 0;
+  virtual Tensor row_sparse_pull(const std::string& name, const Tensor& rows) = 0;
 
   // This worker's number, and how many there are. Local kinds: 0 of 1.
   virtual int rank() const { return 0; }

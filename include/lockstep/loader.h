@@ -24,7 +24,7 @@ struct LoaderOptions {
   std::int64_t skip_bad = 0;  // unreadable samples that may be left out per epoch and rank; one more is an error
   bool empty = false;         // batches without samples: for a rank that trains on nothing itself
   SampleOrderPtr order{};     // replaces shuffle, such as weighted_order
-  std::chrono::milliseconds timeout = kDefaultTimeout;  // for one batch
+  milliseconds timeout = kDefaultTimeout;  // for one batch
   // Called by the thread that waits for a batch, about ten times a second. What it throws ends the wait and the epoch.
   std::function<void()> while_waiting{};
 };

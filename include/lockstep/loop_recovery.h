@@ -67,7 +67,7 @@ class Recovery {
         name, [&value] { return std::string(reinterpret_cast<const char*>(&value), sizeof value); },
         [&value](const std::string& saved) { saved.copy(reinterpret_cast<char*>(&value), sizeof value); });
   }
-  void keep(const std::string& name, const torch::Tensor& value);
+  void keep(const std::string& name, const Tensor& value);
   void keep(const std::string& name, GradientScaler& scaler);  // of this optimizer: without it step() is an error
   void keep(const std::string& name, std::function<std::string()> save, std::function<void(const std::string&)> load);
 

@@ -17,7 +17,7 @@ struct Metric {
   OutputFunction sum;
   std::vector<std::int64_t> sizes = {};  // empty: a scalar
   // (sum over the dataset, float64 on the CPU; number of samples) -> the figure, of any sizes. Empty: their quotient.
-  std::function<torch::Tensor(const torch::Tensor& sum, std::int64_t samples)> value = nullptr;
+  std::function<Tensor(const Tensor& sum, std::int64_t samples)> value = nullptr;
 };
 
 // For outputs (B, classes) and targets (B) int64: the share of samples whose target is among the k largest outputs.

@@ -38,13 +38,13 @@ Task script_task(const std::string& file);
 // A model that runs its pieces one after another: the finest cut that it allows, for pipelines.
 class PiecewiseModule : public torch::nn::Module {
  public:
-  torch::Tensor forward(const torch::Tensor& data) { return run_pieces(pieces_, data); }
+  Tensor forward(const Tensor& data) { return run_pieces(pieces_, data); }
   const std::vector<Piece>& pieces() const { return pieces_; }
 
  protected:
   // The next piece, of one tensor in and one out.
   void add_piece(std::string name, std::vector<torch::nn::Module*> modules,
-                 std::function<torch::Tensor(const torch::Tensor&)> forward) {
+                 std::function<Tensor(const Tensor&)> forward) {
     pieces_.push_back(make_piece(std::move(name), std::move(modules), std::move(forward)));
   }
 

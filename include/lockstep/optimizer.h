@@ -47,7 +47,7 @@ struct WholeTensors {
 
 class Optimizer : public torch::optim::Optimizer {
  public:
-  using StateTensors = std::map<std::string, torch::Tensor>;
+  using StateTensors = std::map<std::string, Tensor>;
 
   ~Optimizer() override;
 
@@ -59,7 +59,7 @@ class Optimizer : public torch::optim::Optimizer {
   // waits until all ranks make this step with the same settings, and until all have updated. Throws UsageError (a parameter
   // group that was added after the first step; a gradient or parameter that was changed by hand while attached),
   // MismatchError on all ranks (settings() that differ, or a step() that some ranks leave out: nothing was updated), PeerLost.
-  torch::Tensor step(LossClosure closure = nullptr) final;
+  Tensor step(LossClosure closure = nullptr) final;
 
   // Holds from the next step on. The same on every rank.
   void set_clipping(const ClippingOptions& options) { clipping_ = options; }
@@ -91,10 +91,10 @@ class Optimizer : public torch::optim::Optimizer {
 
   // The state of one parameter, such as {"momentum_buffer": ..., "step": ...}; empty before its first update. The
   // tensors are views: they change with the next step.
-  StateTensors state_of(const torch::Tensor& parameter) const;
+  StateTensors state_of(const Tensor& parameter) const;
 
   // Empty: as before its first update. Throws CheckpointError: tensors that are missing or of another shape.
-  void set_state(const torch::Tensor& parameter, const StateTensors& state);
+  void set_state(const Tensor& parameter, const StateTensors& state);
 
   // Every rank's state becomes that of `root`. For the same optimizer with the same parameters on every rank, where each
   // rank has its own state. All ranks call. Blocks. Throws PeerLost.

@@ -98,13 +98,13 @@ struct StrategyOptions {
   std::uint64_t seed = 0;  // of the initial parameters
   Precision precision = Precision::kFloat32;
   int accumulate = 1;  // parts of each device's batch, computed one after another; data_parallel, pipeline: 1
-  bool checkpoint_activations = false;                  // backward computes each piece of the model again (task.h)
-  std::optional<Layout> layout{};                       // none: preferred_layout()
-  int devices = 1;                                      // threads of this process; `single` and `ddp` have one
-  std::vector<DevicePlace> places{};                    // where each of these is; empty: cores
-  std::chrono::milliseconds timeout = kDefaultTimeout;  // how long any wait for a device may take
-  Algorithm algorithm = Algorithm::kDirect;             // towers, ddp: how gradients are summed
-  CompressionOptions compression{};                     // ddp, kvstore dist_*: of gradients between ranks
+  bool checkpoint_activations = false;       // backward computes each piece of the model again (task.h)
+  std::optional<Layout> layout{};            // none: preferred_layout()
+  int devices = 1;                           // threads of this process; `single` and `ddp` have one
+  std::vector<DevicePlace> places{};         // where each of these is; empty: cores
+  milliseconds timeout = kDefaultTimeout;    // how long any wait for a device may take
+  Algorithm algorithm = Algorithm::kDirect;  // towers, ddp: how gradients are summed
+  CompressionOptions compression{};          // ddp, kvstore dist_*: of gradients between ranks
   DdpOptions ddp{};
   TowersOptions towers{};
   AveragingOptions averaging{};
@@ -150,7 +150,7 @@ class Strategy {
   // Returns the output with the current parameters, for validation. It is undefined where another rank has it (a
   // pipeline of ranks: the last stage); then all ranks of StrategyRanks::step call it, those of a pipeline's replica
   // with the same batch.
-  virtual torch::Tensor forward(const Batch& batch) = 0;
+  virtual Tensor forward(const Batch& batch) = 0;
 
   // In a pipeline of ranks, parameters and buffers of other stages are meta tensors.
   virtual torch::nn::Module& model() = 0;

@@ -24,8 +24,8 @@ namespace lockstep {
 // over the samples of all ranks; returns {that, mean, unbiased variance}. loss_weight is asked in backward(): how often
 // this rank's loss counts in the mean over all ranks, in a unit of all ranks; left out: as often as it has values here.
 // Throws PeerLost; in a backward() that makes a graph UsageError.
-std::vector<torch::Tensor> normalise_over_ranks(const World& world, const torch::Tensor& input, double eps,
-                                                const std::function<double()>& loss_weight = {});
+Tensors normalise_over_ranks(const World& world, const Tensor& input, double eps,
+                             const std::function<double()>& loss_weight = {});
 
 struct SyncBatchNormOptions {
   std::int64_t features = 0;  // C
@@ -39,10 +39,10 @@ class SyncBatchNormImpl : public torch::nn::Module {
 
   // (B, C, ...) -> the same shape, floating point. In eval mode with the running statistics, without communication.
   // Throws UsageError (another number of channels), PeerLost.
-  torch::Tensor forward(const torch::Tensor& input);
+  Tensor forward(const Tensor& input);
 
-  torch::Tensor weight, bias;               // (C)
-  torch::Tensor running_mean, running_var;  // (C), buffers
+  Tensor weight, bias;               // (C)
+  Tensor running_mean, running_var;  // (C), buffers
 
  private:
   World world_;

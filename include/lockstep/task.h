@@ -29,7 +29,7 @@ struct Piece {
 
 // A piece of one tensor in and one tensor out.
 Piece make_piece(std::string name, std::vector<torch::nn::Module*> modules,
-                 std::function<torch::Tensor(const torch::Tensor&)> forward);
+                 std::function<Tensor(const Tensor&)> forward);
 
 // A piece of one tensor in and one out for tensor `index` of several; the others are passed on as they are. So branches that
 // run beside each other and meet again become a list of pieces: docs/strategies/pipeline.md shows a Siamese network.
@@ -42,8 +42,8 @@ std::vector<Piece> pieces_of(torch::nn::SequentialImpl& model);
 Tensors inputs_of(const Batch& batch);
 
 // Runs them through all pieces; returns the first tensor of the last one's output.
-torch::Tensor run_pieces(const std::vector<Piece>& pieces, const Batch& batch);
-inline torch::Tensor run_pieces(const std::vector<Piece>& pieces, const torch::Tensor& data) {
+Tensor run_pieces(const std::vector<Piece>& pieces, const Batch& batch);
+inline Tensor run_pieces(const std::vector<Piece>& pieces, const Tensor& data) {
   return run_pieces(pieces, Batch{data});
 }
 
@@ -128,19 +128,19 @@ struct CrossEntropy {
   double label_smoothing = 0;  // the share of each target spread over all classes (Szegedy et al., 2016)
   bool classes_last = false;   // the output is (B, ..., classes), not (B, classes, ...)
 
-  torch::Tensor operator()(const torch::Tensor& output, const torch::Tensor& target) const {
+  Tensor operator()(const Tensor& output, const Tensor& target) const {
     return classes_last ? of(output.flatten(0, -2), target.flatten()) : of(output, target);
   }
 
  private:
-  torch::Tensor of(const torch::Tensor& output, const torch::Tensor& target) const {
+  Tensor of(const Tensor& output, const Tensor& target) const {
     return torch::cross_entropy_loss(output, target, {}, at::Reduction::Mean, -100, label_smoothing);
   }
 };
 
 // Task::forward of models of this type.
 template <class Model>
-torch::Tensor call_forward(torch::nn::Module& model, const torch::Tensor& data) {
+Tensor call_forward(torch::nn::Module& model, const Tensor& data) {
   return dynamic_cast<Model&>(model).forward(data);
 }
 
@@ -151,8 +151,7 @@ Task classification_task(std::string name, Options... options) {
   Task task{.make_model = [options...] { return M(options...).ptr(); },
             .forward = call_forward<typename M::Impl>,
             .loss = CrossEntropy(),
-            .correct = [](const torch::Tensor& output,
-                          const torch::Tensor& target) { return output.argmax(1).eq(target).sum(); },
+            .correct = [](const Tensor& output, const Tensor& target) { return output.argmax(1).eq(target).sum(); },
             .name = std::move(name)};
   if constexpr (requires(typename M::Impl & model) { model.pieces(); })
     task.stages = [](torch::nn::Module& model) { return dynamic_cast<typename M::Impl&>(model).pieces(); };

@@ -37,7 +37,7 @@ struct Replica {
   std::shared_ptr<LocalGradients> combined{};  // where replicas share variables: the first one's optimizer reads them
 
   // batch: on any device.
-  torch::Tensor forward(const Task& task, const Batch& batch) const {
+  Tensor forward(const Task& task, const Batch& batch) const {
     Batch here = batch.to(device);
     here.data = in_layout(here.data, layout);
     return task.forward(*model, here);
@@ -64,7 +64,7 @@ enum class Uneven {
 std::vector<Batch> split_and_load(const Batch& batch, const Devices& devices, Uneven uneven = Uneven::kSplit);
 
 // The same of one tensor, (B, ...).
-Tensors split_and_load(const torch::Tensor& data, const Devices& devices, Uneven uneven = Uneven::kSplit);
+Tensors split_and_load(const Tensor& data, const Devices& devices, Uneven uneven = Uneven::kSplit);
 
 // Forward: a mean loss per device; undefined where a device has no samples that count. Clears the gradients of the last
 // step, unless shards are a further part of the batch.
@@ -109,7 +109,7 @@ Replicas share_variables(Devices& devices, const Task& task, const StrategyOptio
 void combine_gradients(const Replicas& replicas);
 
 struct CombinedGradient {
-  torch::Tensor gradient, variable;  // of one shape
+  Tensor gradient, variable;  // of one shape
 };
 
 // Returns that sum for each variable that has a gradient on some device, in the order of the model. Costs a pass over the

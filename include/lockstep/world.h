@@ -8,14 +8,13 @@
 // Ranks:   unless stated otherwise, every rank makes each call, in the same order
 #pragma once
 
-#include <torch/types.h>
-
 #include <memory>
 #include <optional>
 
 #include "lockstep/collective_types.h"
 #include "lockstep/cores.h"
 #include "lockstep/deadline.h"
+#include "lockstep/named_tensor.h"
 
 namespace lockstep {
 
@@ -28,8 +27,8 @@ class Group;
 }
 
 struct WorldOptions {
-  torch::DeviceType device = torch::kCPU;               // kCUDA: GPU local_rank of those that are visible
-  std::chrono::milliseconds timeout = kDefaultTimeout;  // how long any one wait may take; at most 24 days
+  torch::DeviceType device = torch::kCPU;  // kCUDA: GPU local_rank of those that are visible
+  milliseconds timeout = kDefaultTimeout;  // how long any one wait may take; at most 24 days
 };
 
 // A call that was started. Copies refer to the same call.
@@ -53,13 +52,13 @@ class Work {
 
   // The same, but throws PeerLost at the deadline; the call goes on and can be waited for again.
   void wait(Deadline deadline);
-  void wait(std::chrono::milliseconds longest) { wait(Deadline::after(longest)); }
+  void wait(milliseconds longest) { wait(Deadline::after(longest)); }
 
   bool done();  // finished, with or without an error; never blocks
 
   // The result, after wait(): the tensor that was passed in, or the output. Undefined where this rank gets none. Throws
   // UsageError before wait().
-  const torch::Tensor& result() const;
+  const Tensor& result() const;
 
   int source() const;  // of a receive, after wait(): the rank that sent it
 
@@ -83,19 +82,19 @@ struct ReduceOptions {
 struct ReduceScatterOptions {
   ReduceOp op = ReduceOp::kSum;
   std::vector<std::int64_t> rows{};  // of each rank's part
-  torch::Tensor output{};
+  Tensor output{};
 };
 struct AllGatherOptions {
-  torch::Tensor output{};
+  Tensor output{};
 };
 struct AllGatherRowsOptions {
   std::vector<std::int64_t> rows{};  // of each rank's tensor; empty: exchanged first
-  torch::Tensor output{};
+  Tensor output{};
 };
 struct AllToAllOptions {
   std::vector<std::int64_t> send_rows{};     // to each rank
   std::vector<std::int64_t> receive_rows{};  // from each rank; empty beside send_rows: exchanged first
-  torch::Tensor output{};
+  Tensor output{};
 };
 struct ReceiveOptions {
   int from = kAnyRank;
@@ -115,10 +114,10 @@ class World {
   int local_rank() const;
   int local_size() const;  // ranks on this machine
   int node_rank() const;
-  torch::Device device() const;               // where this rank's tensors belong; for "cpu", cores() says which cores
-  const CoreSet& cores() const;               // the cores this rank may use
-  std::string describe() const;               // "rank 2 of 4 on gpu-a"
-  std::chrono::milliseconds timeout() const;  // how long any one wait may take
+  torch::Device device() const;  // where this rank's tensors belong; for "cpu", cores() says which cores
+  const CoreSet& cores() const;  // the cores this rank may use
+  std::string describe() const;  // "rank 2 of 4 on gpu-a"
+  milliseconds timeout() const;  // how long any one wait may take
 
   // ---- Sub-worlds
   //
@@ -135,8 +134,7 @@ class World {
   // the loss of ranks in it. A parameter server connects its workers this way. timeout: of this rank's waits in it, which
   // may differ between ranks; 0: as in this world. Between machines its messages carry no length header: a message that
   // is longer than the receiver expects ends the process.
-  [[nodiscard]] std::optional<World> separate(const std::vector<int>& ranks,
-                                              std::chrono::milliseconds timeout = {}) const;
+  [[nodiscard]] std::optional<World> separate(const std::vector<int>& ranks, milliseconds timeout = {}) const;
 
   // One world for each color, its ranks ordered by `key`, then by their rank here; none for color < 0. (MPI_Comm_split.)
   [[nodiscard]] std::optional<World> split(int color, int key = 0) const;
@@ -154,46 +152,44 @@ class World {
 
   // Reduces in place: afterwards every rank has the result. tensor: the same shape everywhere.
   // Sends 2(N-1)/N * K from each rank.
-  void all_reduce(const torch::Tensor& tensor, const AllReduceOptions& options = {}) const;
-  void all_reduce(const torch::Tensor& tensor, ReduceOp op) const { all_reduce(tensor, {.op = op}); }
-  [[nodiscard]] Work all_reduce_async(const torch::Tensor& tensor, const AllReduceOptions& options = {}) const;
+  void all_reduce(const Tensor& tensor, const AllReduceOptions& options = {}) const;
+  void all_reduce(const Tensor& tensor, ReduceOp op) const { all_reduce(tensor, {.op = op}); }
+  [[nodiscard]] Work all_reduce_async(const Tensor& tensor, const AllReduceOptions& options = {}) const;
 
   // The same, but only root's tensor changes. Sends about K from each rank.
-  void reduce(const torch::Tensor& tensor, const ReduceOptions& options = {}) const;
+  void reduce(const Tensor& tensor, const ReduceOptions& options = {}) const;
 
   // sum_j w_j t_j / sum_j w_j, in place: tensor as for all_reduce, of floating point. float16 and bfloat16 are summed in
   // float32. The tensor of a rank with weight 0 counts as zeros, even if it holds NaN. Throws UsageError: a weight below
   // 0, or all weights 0.
-  void weighted_mean(const torch::Tensor& tensor, double weight) const;
+  void weighted_mean(const Tensor& tensor, double weight) const;
 
   // Reduces tensors of shape (R, ...) and gives rank r its part, shape (rows[r], ...). R = sum(rows); without rows, R is
   // a multiple of N. Sends (N-1)/N * K from each rank.
-  [[nodiscard]] torch::Tensor reduce_scatter(const torch::Tensor& tensor,
-                                             const ReduceScatterOptions& options = {}) const;
-  [[nodiscard]] Work reduce_scatter_async(const torch::Tensor& tensor, const ReduceScatterOptions& options = {}) const;
+  [[nodiscard]] Tensor reduce_scatter(const Tensor& tensor, const ReduceScatterOptions& options = {}) const;
+  [[nodiscard]] Work reduce_scatter_async(const Tensor& tensor, const ReduceScatterOptions& options = {}) const;
 
   // The tensors of all ranks in rank order, shape (N, ...). tensor: the same shape everywhere. Sends (N-1) * K.
-  [[nodiscard]] torch::Tensor all_gather(const torch::Tensor& tensor, const AllGatherOptions& options = {}) const;
-  [[nodiscard]] Work all_gather_async(const torch::Tensor& tensor, const AllGatherOptions& options = {}) const;
+  [[nodiscard]] Tensor all_gather(const Tensor& tensor, const AllGatherOptions& options = {}) const;
+  [[nodiscard]] Work all_gather_async(const Tensor& tensor, const AllGatherOptions& options = {}) const;
 
   // The tensors of all ranks, concatenated in rank order: shapes (rows[r], ...) give (sum(rows), ...).
-  [[nodiscard]] torch::Tensor all_gather_rows(const torch::Tensor& tensor,
-                                              const AllGatherRowsOptions& options = {}) const;
+  [[nodiscard]] Tensor all_gather_rows(const Tensor& tensor, const AllGatherRowsOptions& options = {}) const;
 
   // Copies root's tensor into every rank's. Sends at most K log2(N) from the root.
-  void broadcast(const torch::Tensor& tensor, int root = 0) const;
-  [[nodiscard]] Work broadcast_async(const torch::Tensor& tensor, int root = 0) const;
+  void broadcast(const Tensor& tensor, int root = 0) const;
+  [[nodiscard]] Work broadcast_async(const Tensor& tensor, int root = 0) const;
 
   // At root the tensors of all ranks in rank order, shape (N, ...); elsewhere an undefined tensor. Sends K.
-  [[nodiscard]] torch::Tensor gather(const torch::Tensor& tensor, int root = 0) const;
+  [[nodiscard]] Tensor gather(const Tensor& tensor, int root = 0) const;
 
   // Copies entry r of root's `parts`, shape (N, ...), into rank r's `output`, shape (...). `parts` is read at root only.
-  void scatter(const torch::Tensor& parts, const torch::Tensor& output, int root = 0) const;
+  void scatter(const Tensor& parts, const Tensor& output, int root = 0) const;
 
   // Sends the rows of a tensor (R, ...) to the ranks in rank order, send_rows[r] of them to rank r. Returns the rows from
   // all ranks, in rank order, shape (sum(receive_rows), ...). Sends (N-1)/N * K.
-  [[nodiscard]] torch::Tensor all_to_all(const torch::Tensor& tensor, const AllToAllOptions& options = {}) const;
-  [[nodiscard]] Work all_to_all_async(const torch::Tensor& tensor, const AllToAllOptions& options = {}) const;
+  [[nodiscard]] Tensor all_to_all(const Tensor& tensor, const AllToAllOptions& options = {}) const;
+  [[nodiscard]] Work all_to_all_async(const Tensor& tensor, const AllToAllOptions& options = {}) const;
 
   // Blocks until every rank has called it.
   void barrier() const;
@@ -204,19 +200,19 @@ class World {
   // message is received. Both sides give the same number of elements of one dtype; otherwise the receiver gets
   // MismatchError and the message is dropped. They throw what collectives throw, and UsageError: a message to this rank
   // itself; between machines, a tag above 2^30 - 1.
-  void send(const torch::Tensor& tensor, int to, int tag = 0) const;
-  [[nodiscard]] Work send_async(const torch::Tensor& tensor, int to, int tag = 0) const;
+  void send(const Tensor& tensor, int to, int tag = 0) const;
+  [[nodiscard]] Work send_async(const Tensor& tensor, int to, int tag = 0) const;
 
   // Returns the rank that sent it. A receive from any rank notices a dead rank at once within one machine, at the timeout
   // between machines. NCCL has no receive from any rank.
-  int receive(const torch::Tensor& tensor, const ReceiveOptions& options = {}) const;
-  [[nodiscard]] Work receive_async(const torch::Tensor& tensor, const ReceiveOptions& options = {}) const;
+  int receive(const Tensor& tensor, const ReceiveOptions& options = {}) const;
+  [[nodiscard]] Work receive_async(const Tensor& tensor, const ReceiveOptions& options = {}) const;
 
   // ---- Others
 
   // An uninitialised tensor that the other ranks of this machine read in place, so that its collectives copy nothing. It
   // may outlive the world. Where ranks share no memory, torch::empty. Throws SystemError: no memory left.
-  [[nodiscard]] torch::Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) const;
+  [[nodiscard]] Tensor allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) const;
 
   // This rank gives up: every rank that waits in this world gets PeerLost, within one machine with `reason`. The world
   // can't be used after that. From any thread.
@@ -234,7 +230,7 @@ class World {
   friend class WorldState;
   explicit World(std::shared_ptr<WorldState> state) : state_(std::move(state)) {}
   std::vector<int> agree_on_list(const std::vector<int>& ranks) const;
-  torch::Tensor run(const TensorCall& call) const;
+  Tensor run(const TensorCall& call) const;
   Work start(TensorCall call) const;
   std::shared_ptr<WorldState> state_;
 };
@@ -245,6 +241,6 @@ class World {
 void run_ranks(int ranks, const std::function<void(World&)>& body, const WorldOptions& options = {});
 
 // Throws DeviceError naming `name` unless the tensor is on `device`, before anything reaches the device.
-void require_device(const torch::Tensor& tensor, torch::Device device, const std::string& name);
+void require_device(const Tensor& tensor, torch::Device device, const std::string& name);
 
 }  // namespace lockstep

@@ -10,7 +10,6 @@
 
 #include <set>
 
-#include "lockstep/named_tensor.h"
 #include "lockstep/world.h"
 
 namespace lockstep {

@@ -8,7 +8,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
-#include "lockstep/named_tensor.h"
 
 namespace lockstep {
 namespace {

@@ -61,7 +61,6 @@ std::tuple<StorePtr, int, int> meet_launched_ranks(std::chrono::milliseconds tim
 // Calls that block. Undefined tensors are None in Python.
 void bind_collectives(py::class_<World>& world) {
   const auto def = [&world](const char* name, auto call) { world.def(name, call, Release()); };
-  using Tensor = torch::Tensor;
   def("group", &World::group);
   def("split", &World::split);
   def("barrier", &World::barrier);
