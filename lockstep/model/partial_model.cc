@@ -27,14 +27,21 @@ const void* storage_of(const Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
+bool writes(const c10::OperatorHandle& op, std::size_t argument) {
+  const auto* alias = op.schema().arguments()[argument].alias_info();
+  return alias != nullptr && alias->isWrite();
+}
+
 template <class Change>
 void for_each_tensor(Stack& stack, std::size_t from, const Change& change) {
   for (std::size_t i = from; i < stack.size(); ++i) {
     if (stack[i].isTensor() && stack[i].toTensor().defined()) {
-      stack[i] = change(stack[i].toTensor(), i);
+      Tensor tensor = stack[i].toTensor();
+      change(tensor, i);
+      stack[i] = tensor;
     } else if (stack[i].isTensorList()) {
       Tensors tensors = stack[i].toTensorVector();
-      for (Tensor& each : tensors) each = change(each, i);
+      for (Tensor& each : tensors) change(each, i);
       stack[i] = c10::IValue(tensors);
     }
   }
@@ -65,14 +72,13 @@ class Construction : public OperatorHandler {
       any_meta = any_meta || tensor.is_meta();
       if (const auto found = number_of.find(storage_of(tensor)); found != number_of.end())
         inputs.push_back(found->second);
-      return tensor;
     });
     note_writes(op, stack, begin, inputs);
     if (any_meta) prepare_for_meta(op, stack, begin);
     const std::set<const void*> given = storages_in(stack, begin);
     op.callBoxed(stack);
-    for_each_tensor(stack, begin, [&](const Tensor& result, std::size_t) {
-      return given.contains(storage_of(result)) ? result : noted(result, inputs);
+    for_each_tensor(stack, begin, [&](Tensor& result, std::size_t) {
+      if (!given.contains(storage_of(result))) note(result, inputs);
     });
   }
 
@@ -80,13 +86,10 @@ class Construction : public OperatorHandler {
   // Notes that a tensor that an operator writes into depends on its other inputs from now on.
   void note_writes(const c10::OperatorHandle& op, Stack& stack, std::size_t begin, const std::vector<int>& inputs) {
     for_each_tensor(stack, begin, [&](const Tensor& tensor, std::size_t i) {
-      const auto* alias = op.schema().arguments()[i - begin].alias_info();
       const auto found = number_of.find(storage_of(tensor));
-      if (alias != nullptr && alias->isWrite() && found != number_of.end()) {
-        auto& into = sources[found->second];
-        into.insert(into.end(), inputs.begin(), inputs.end());
-      }
-      return tensor;
+      if (found == number_of.end() || !writes(op, i - begin)) return;
+      auto& into = sources[found->second];
+      into.insert(into.end(), inputs.begin(), inputs.end());
     });
   }
 
@@ -94,16 +97,16 @@ class Construction : public OperatorHandler {
   void prepare_for_meta(const c10::OperatorHandle& op, Stack& stack, std::size_t begin) {
     if (draws_ && op.hasTag(at::Tag::nondeterministic_seeded)) {
       Stack scratch(stack.begin() + static_cast<std::ptrdiff_t>(begin), stack.end());
-      for_each_tensor(scratch, 0, [](const Tensor& tensor, std::size_t) {
-        return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(torch::kCPU)).zero_();
+      for_each_tensor(scratch, 0, [](Tensor& tensor, std::size_t) {
+        tensor = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(torch::kCPU)).zero_();
       });
       op.callBoxed(scratch);
     }
-    for_each_tensor(stack, begin, [&](const Tensor& tensor, std::size_t i) {
-      const auto* alias = op.schema().arguments()[i - begin].alias_info();
-      if (!tensor.is_meta() && alias != nullptr && alias->isWrite())
+    for_each_tensor(stack, begin, [&](Tensor& tensor, std::size_t i) {
+      if (tensor.is_meta()) return;
+      if (writes(op, i - begin))
         throw NotApart(concat(toString(op.operator_name()), " writes what it computes from another parameter"));
-      return tensor.is_meta() ? tensor : on_meta(tensor);
+      tensor = on_meta(tensor);
     });
     for (std::size_t i = begin; i < stack.size(); ++i)
       if (stack[i].isDevice()) stack[i] = c10::Device(torch::kMeta);
@@ -111,23 +114,19 @@ class Construction : public OperatorHandler {
 
   static std::set<const void*> storages_in(Stack& stack, std::size_t begin) {
     std::set<const void*> storages;
-    for_each_tensor(stack, begin, [&](const Tensor& tensor, std::size_t) {
-      storages.insert(storage_of(tensor));
-      return tensor;
-    });
+    for_each_tensor(stack, begin, [&](const Tensor& tensor, std::size_t) { storages.insert(storage_of(tensor)); });
     return storages;
   }
 
-  // A tensor with memory of its own, or the meta tensor that takes its place.
-  Tensor noted(const Tensor& result, const std::vector<int>& inputs) {
-    if (!result.has_storage() || number_of.contains(storage_of(result))) return result;
+  // A tensor with memory of its own; a meta tensor takes its place if it is not wanted.
+  void note(Tensor& tensor, const std::vector<int>& inputs) {
+    if (!tensor.has_storage() || number_of.contains(storage_of(tensor))) return;
     const int number = made.size();
-    const bool keep = result.is_meta() || result.numel() < kSmall || is_wanted_(number);
-    const Tensor tensor = keep ? result : on_meta(result).set_requires_grad(result.requires_grad());
+    if (!tensor.is_meta() && tensor.numel() >= kSmall && !is_wanted_(number))
+      tensor = on_meta(tensor).set_requires_grad(tensor.requires_grad());
     made.push_back(tensor.storage());
     number_of[storage_of(tensor)] = number;
     sources.push_back(inputs);
-    return tensor;
   }
 
   std::function<bool(int)> is_wanted_;

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
 #include <cmath>
 
 #include "lockstep/base/text.h"
@@ -42,55 +41,46 @@ std::vector<float> parse_channels(const std::string& text) {
   return values;
 }
 
-void parse_jitter(const Parts& parts, ImageTransforms& t) {
-  t.brightness = static_cast<float>(number(parts, 1, 0.4));
-  t.contrast = static_cast<float>(number(parts, 2, t.brightness));
-  t.saturation = static_cast<float>(number(parts, 3, t.brightness));
-  t.hue = static_cast<float>(number(parts, 4, 0));
+void parse_one(const Parts& parts, ImageTransforms& t) {
+  const std::string& name = parts[0];
+  if (name == "resize") {
+    parse_size(parts, t);
+  } else if (name == "crop") {
+    t.crop = Crop::kRandom;
+    t.padding = whole(parts, 1, 4);
+  } else if (name == "center-crop") {
+    parse_size(parts, t);
+    t.crop = Crop::kCentre;
+    t.shorter_edge = whole(parts, 2, 0);
+  } else if (name == "random-resized-crop") {
+    parse_size(parts, t);
+    t.crop = Crop::kRandomResized;
+    t.least_area = number(parts, 2, t.least_area);
+  } else if (name == "flip") {
+    t.flip = true;
+  } else if (name == "jitter") {
+    t.brightness = static_cast<float>(number(parts, 1, 0.4));
+    t.contrast = static_cast<float>(number(parts, 2, t.brightness));
+    t.saturation = static_cast<float>(number(parts, 3, t.brightness));
+    t.hue = static_cast<float>(number(parts, 4, 0));
+  } else if (name == "mixup") {
+    t.mixup = number(parts, 1, 0.2);
+  } else if (name == "one-hot") {
+    t.one_hot = true;
+  } else if (name == "normalise") {
+    if (parts.size() != 3) refuse(parts, "it is normalise:MEAN:DEVIATION");
+    t.mean = parse_channels(parts[1]);
+    t.deviation = parse_channels(parts[2]);
+  } else {
+    refuse(parts, "no such transform");
+  }
 }
-
-struct Transform {
-  const char* name;
-  void (*parse)(const Parts& parts, ImageTransforms& t);
-};
-constexpr Transform kTransforms[] = {{"resize", parse_size},
-                                     {"crop",
-                                      [](const Parts& p, ImageTransforms& t) {
-                                        t.crop = Crop::kRandom;
-                                        t.padding = whole(p, 1, 4);
-                                      }},
-                                     {"center-crop",
-                                      [](const Parts& p, ImageTransforms& t) {
-                                        parse_size(p, t);
-                                        t.crop = Crop::kCentre;
-                                        t.shorter_edge = whole(p, 2, 0);
-                                      }},
-                                     {"random-resized-crop",
-                                      [](const Parts& p, ImageTransforms& t) {
-                                        parse_size(p, t);
-                                        t.crop = Crop::kRandomResized;
-                                        t.least_area = number(p, 2, t.least_area);
-                                      }},
-                                     {"flip", [](const Parts&, ImageTransforms& t) { t.flip = true; }},
-                                     {"jitter", parse_jitter},
-                                     {"mixup", [](const Parts& p, ImageTransforms& t) { t.mixup = number(p, 1, 0.2); }},
-                                     {"one-hot", [](const Parts&, ImageTransforms& t) { t.one_hot = true; }},
-                                     {"normalise", [](const Parts& p, ImageTransforms& t) {
-                                        if (p.size() != 3) refuse(p, "it is normalise:MEAN:DEVIATION");
-                                        t.mean = parse_channels(p[1]);
-                                        t.deviation = parse_channels(p[2]);
-                                      }}};
 
 }  // namespace
 
 ImageTransforms parse_transforms(const std::string& text, ImageTransforms base) {
   if (text.empty()) return base;
-  for (const std::string& part : split(text, ',')) {
-    const Parts parts = split(part, ':');
-    const auto* const found = std::ranges::find(kTransforms, parts[0], &Transform::name);
-    if (found == std::end(kTransforms)) refuse({part}, "no such transform");
-    found->parse(parts, base);
-  }
+  for (const std::string& part : split(text, ',')) parse_one(split(part, ':'), base);
   return base;
 }
 
