@@ -32,8 +32,8 @@ lockstep_torch_test(data_fuzz_test data.fuzz SHARDS 2 TIMEOUT 14400
 target_link_libraries(data_fuzz_test PRIVATE PNG::PNG)
 
 # Copies of the sources that have deliberate defects: tests/defects.py.
-set(defective strategy/ddp/ddp.cc step/guards/guards.cc model/sync_batch_norm.cc step/update/flat_update.cc step/update/journal_writer.h
-  step/update/journal_writer.cc)
+set(defective strategy/ddp/ddp.cc step/guards/guards.cc model/sync_batch_norm.cc step/update/flat_update.cc
+  step/update/journal_writer.h)
 foreach(source communication_hook local_gradients buckets published step_agreement)
   list(APPEND defective step/${source}.cc)
 endforeach()

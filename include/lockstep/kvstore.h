@@ -18,7 +18,7 @@
 //                            several workers SGD's momentum is Nesterov's (Hakimi et al., 2019)
 //   dist_bounded             the same, but no gradient gets older than `staleness` updates
 //
-// Flow:    strategy/kvstore/kvstore_strategy.h, or a user's loop -> here -> optimizer
+// Flow:    strategy/kvstore/kvstore_strategy.cc, or a user's loop -> here -> optimizer
 // Owns:    the stored values and the optimizer's state (dist_*: on the servers)
 // Threads: one thread
 // Ranks:   local kinds: one process. dist_*: one store per worker. dist_sync: every worker pushes the same keys in the same

@@ -13,13 +13,12 @@
 namespace lockstep {
 
 using torch::Tensor;
-using Tensors = std::vector<torch::Tensor>;
+using Tensors = std::vector<Tensor>;
 
 struct NamedTensor {
   std::string name;
-  torch::Tensor tensor;
+  Tensor tensor;
 };
-
 using NamedTensors = std::vector<NamedTensor>;
 
 }  // namespace lockstep

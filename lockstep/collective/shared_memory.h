@@ -81,5 +81,6 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   std::shared_ptr<shm::Arena> arena_;  // alone: where memory comes from; none: ordinary memory
   bool outlives_ranks_ = false;
 };
+using SharedMemoryPtr = std::shared_ptr<SharedMemory>;
 
 }  // namespace lockstep

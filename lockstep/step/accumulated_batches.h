@@ -10,14 +10,24 @@
 
 #include <cmath>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <utility>
 
 #include "lockstep/base/text.h"
+#include "lockstep/batch_weight.h"
 #include "lockstep/error.h"
-#include "lockstep/step/rank_weights.h"
 
 namespace lockstep {
+
+// How the batches of a rank count.
+struct RankWeight {
+  std::uint32_t kinds = BatchWeight::kNone;  // bits of BatchWeight::Kind
+  double size = 0;                           // sum of BatchWeight::size
+
+  bool has(BatchWeight::Kind kind) const { return (kinds & kind) != 0; }
+  void add(const BatchWeight& batch) { *this = {kinds | batch.kind, size + batch.size}; }
+};
 
 // T calls of backward() since the last exchange, the t-th over m_t samples. Each adds the gradient of a mean, so the
 // t-th is scaled by m_t / unit. .grad is then the gradient of (sum_t m_t loss_t) / unit: the sum over ranks of
@@ -67,6 +77,11 @@ struct AccumulatedBatches : BatchCounts {
 
   double loss() const { return weighted_loss.defined() ? weighted_loss.item<double>() : 0; }
 };
+
+// Compares how the ranks' batches count in one exchange; all ranks call it with the same values. Returns the number of
+// ranks that the sum of gradients is divided by; 0: they count by samples. Throws MismatchError if some count by
+// samples and others alike. Warns if ranks count alike and their sizes differ: on the first of them, once in a process.
+double compare_weights(std::span<const RankWeight> ranks, int rank);
 
 // loss.backward() whose gradients are multiplied by `factor`.
 inline void run_backward(const torch::Tensor& loss, double factor) {

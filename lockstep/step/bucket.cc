@@ -14,8 +14,8 @@ namespace {
 
 // Goes through the parameters from the last to the first, since backward() reaches the last ones first, and starts a
 // new bucket whenever the next one does not fit.
-std::vector<std::vector<NamedTensor>> cut_into_buckets(const std::vector<NamedTensor>& parameters, std::size_t limit) {
-  std::vector<std::vector<NamedTensor>> buckets;
+std::vector<NamedTensors> cut_into_buckets(const NamedTensors& parameters, std::size_t limit) {
+  std::vector<NamedTensors> buckets;
   std::size_t bytes = 0;
   for (const NamedTensor& parameter : std::views::reverse(parameters)) {
     const torch::Tensor& next = parameter.tensor;
@@ -38,7 +38,7 @@ std::int64_t place_of(const torch::Tensor& parameter, int slices) {
 
 // Layout, in elements: the gradients of the slots one after another, without gaps unless there are slices, then a flag for each
 // slot, all of the parameters' dtype. Flags are exchanged with the gradients: their sum says how many ranks have a gradient.
-Bucket make_bucket(const World& world, const std::vector<NamedTensor>& parameters, int slices) {
+Bucket make_bucket(const World& world, const NamedTensors& parameters, int slices) {
   constexpr std::size_t kWidestLoad = 16;  // bytes, of a GPU
   std::int64_t values = 0;
   for (const auto& [name, tensor] : parameters) values += place_of(tensor, slices);
@@ -114,8 +114,8 @@ void Slot::move_parameter(const torch::Tensor& block) {
 
 bool Bucket::full() const { return std::ranges::all_of(slots, &Slot::packed); }
 
-std::vector<torch::Tensor> Bucket::parts() const {
-  std::vector<torch::Tensor> parts;
+Tensors Bucket::parts() const {
+  Tensors parts;
   for (const Slot& slot : slots) {
     const torch::Tensor& parameter = slot.parameter.tensor;
     const bool matrix = parameter.dim() > 1 && parameter.numel() > 0;
@@ -124,14 +124,13 @@ std::vector<torch::Tensor> Bucket::parts() const {
   return parts;
 }
 
-std::vector<torch::Tensor> Bucket::parameters() const {
-  std::vector<torch::Tensor> parameters;
+Tensors Bucket::parameters() const {
+  Tensors parameters;
   for (const Slot& slot : slots) parameters.push_back(slot.parameter.tensor);
   return parameters;
 }
 
-std::vector<Bucket> make_buckets(const World& world, const std::vector<NamedTensor>& parameters, std::size_t limit,
-                                 int slices) {
+std::vector<Bucket> make_buckets(const World& world, const NamedTensors& parameters, std::size_t limit, int slices) {
   std::vector<Bucket> buckets;
   for (const auto& group : cut_into_buckets(parameters, limit)) buckets.push_back(make_bucket(world, group, slices));
   return buckets;

@@ -58,14 +58,13 @@ struct Bucket {
 
   // The gradients in memory order, as matrices (first dimension, others) where the parameter has two or more
   // dimensions. The first dimension of a parameter is the outermost also in channels_last.
-  std::vector<torch::Tensor> parts() const;
-  std::vector<torch::Tensor> parameters() const;
+  Tensors parts() const;
+  Tensors parameters() const;
 };
 
 // Buckets with the last parameters first, each of one dtype and device and of at most `limit` bytes, unless a single
 // parameter is larger. slices: every bucket can be cut into as many equal parts; each parameter and each part then begins
 // where a GPU reads fast. 0: without gaps.
-std::vector<Bucket> make_buckets(const World& world, const std::vector<NamedTensor>& parameters, std::size_t limit,
-                                 int slices = 0);
+std::vector<Bucket> make_buckets(const World& world, const NamedTensors& parameters, std::size_t limit, int slices = 0);
 
 }  // namespace lockstep

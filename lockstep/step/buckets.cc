@@ -82,7 +82,7 @@ class Buckets : public Exchange {
   // Puts parameters into buckets in reverse order, the order in which backward() tends to reach them; after the first
   // exchange in the order in which those of rank 0 became ready. In a world of one there is nothing to exchange: no
   // buckets, no hooks; with shards its sums have the order of several ranks.
-  Buckets(World world, const std::vector<NamedTensor>& parameters, const BucketOptions& options)
+  Buckets(World world, const NamedTensors& parameters, const BucketOptions& options)
       : world_(std::move(world)),
         all_(parameters),
         options_(options),
@@ -173,12 +173,12 @@ class Buckets : public Exchange {
 
   // ---- In step(), with slices or where the ranks of a machine share parameters
 
-  const std::shared_ptr<SharedMemory>& memory() const override { return memory_; }
+  const SharedMemoryPtr& memory() const override { return memory_; }
   std::shared_ptr<GradientSlices> slices() const override { return slices_; }
 
   // .grad is the same mean on every rank. One that is written by hand until the step, to clip it for instance, must be so
   // on all ranks; with slices on none.
-  WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters, const StepSettings& settings) override {
+  WeightedGradients begin_update(const Tensors& parameters, const StepSettings& settings) override {
     require_open();
     if (slices_) {
       require_slices_exchanged();
@@ -282,7 +282,7 @@ class Buckets : public Exchange {
 
   // This rank's slice of all V shards, added up in their order. Rank i has shards i V/N ... (i + 1) V/N - 1.
   void sum_shards(std::size_t bucket) {
-    std::vector<torch::Tensor> received;  // [shard of a rank](rank, elements)
+    Tensors received;  // [shard of a rank](rank, elements)
     for (const auto& buckets : shards_)
       received.push_back(world_.all_to_all(buckets[bucket].values.view({world_.size(), -1})));
     const torch::Tensor& slice = slices_->slice(bucket);
@@ -295,8 +295,7 @@ class Buckets : public Exchange {
   double sum_of_losses() const {
     const torch::Tensor losses = torch::zeros({options_.shards}, slices_->zero().options());
     for (std::size_t i = 0; i < losses_.size(); ++i)
-      if (losses_[i].defined())
-        losses[world_.rank() * std::ssize(shards_) + static_cast<std::int64_t>(i)].copy_(losses_[i]);
+      if (losses_[i].defined()) losses[world_.rank() * std::ssize(shards_) + to_int64(i)].copy_(losses_[i]);
     world_.all_reduce(losses);
     wait_for_device(world_);
     const torch::Tensor known = losses.cpu();
@@ -315,7 +314,7 @@ class Buckets : public Exchange {
     if (slot.packed) throw ready_again(slot.parameter.name);
     if (++slot.times_ready == 1 && !order_is_known_) ready_order_.push_back(slot.index);
     if (slot.times_ready < times_expected(slot)) return;
-    slot.pack(batches_.samples > 0, weight());
+    pack(slot);
     send_full_buckets();
   }
 
@@ -328,7 +327,7 @@ class Buckets : public Exchange {
           options_.static_graph
               ? times_expected(slot) > 0
               : reached->contains(torch::autograd::impl::try_get_grad_accumulator(slot.parameter.tensor).get());
-      if (&slot != &ready && !comes) slot.pack(batches_.samples > 0, weight());
+      if (&slot != &ready && !comes) pack(slot);
     });
   }
 
@@ -349,12 +348,10 @@ class Buckets : public Exchange {
 
   void send(Bucket& bucket, std::size_t number) {
     const trace::Span span([&] {
-      return trace::Event{.name = "send bucket",
-                          .number = static_cast<std::int64_t>(number),
-                          .bytes = static_cast<std::int64_t>(bucket.flat.nbytes())};
+      return trace::Event{.name = "send bucket", .number = to_int64(number), .bytes = to_int64(bucket.flat.nbytes())};
     });
     if (!first_sent_) first_sent_.emplace();
-    bytes_ += static_cast<std::int64_t>(bucket.flat.nbytes() * shards_.size());
+    bytes_ += to_int64(bucket.flat.nbytes() * shards_.size());
     if (options_.hook) {
       const torch::NoGradGuard no_grad;
       bucket.work.emplace(world_.all_reduce_async(bucket.flags));
@@ -412,7 +409,7 @@ class Buckets : public Exchange {
 
   void pack_the_rest() {
     for_each_slot([this](Slot& slot) {
-      if (!slot.packed) slot.pack(batches_.samples > 0, weight());
+      if (!slot.packed) pack(slot);
       if (batches_.samples == 0) return;
       if (slot.times_ready == 0) some_are_unused_ = true;
       if (options_.static_graph)
@@ -427,6 +424,7 @@ class Buckets : public Exchange {
       scale_ = static_cast<double>(std::bit_floor(static_cast<std::uint64_t>(totals.samples)));
   }
 
+  void pack(Slot& slot) const { slot.pack(batches_.samples > 0, weight()); }
   double weight() const {  // m_j / s
     return batches_.weight() / scale_;
   }
@@ -454,10 +452,10 @@ class Buckets : public Exchange {
   // NCCL makes its calls in order: a rank that waits for the slice has waited for the flags.
   void store_slices(double factor) {
     const torch::NoGradGuard no_grad;
-    std::vector<torch::Tensor> used;
+    Tensors used;
     for (std::size_t i = 0; i < buckets_.size(); ++i) {
       Bucket& bucket = buckets_[i];
-      const trace::Span span("receive bucket", static_cast<std::int64_t>(i));
+      const trace::Span span("receive bucket", to_int64(i));
       (bucket.slice_work ? bucket.slice_work : bucket.work)->wait();
       torch::Tensor(slices_->slice(i)).mul_(factor);
       for (const Slot* slot : used_slots(bucket)) used.push_back(slot->parameter.tensor);
@@ -477,7 +475,7 @@ class Buckets : public Exchange {
     if (totals.samples == 0) return;
     const double factor = batches_.samples > 0 ? batches_.weight() / totals_.divisor() : 0;
     const torch::Tensor mean = sum_of_rows(world_, parameter, factor);
-    if (mean.defined()) bytes_ += static_cast<std::int64_t>(mean._values().nbytes());
+    if (mean.defined()) bytes_ += to_int64(mean._values().nbytes());
     parameter.mutable_grad() = mean;
   }
 
@@ -533,7 +531,7 @@ class Buckets : public Exchange {
     world_.broadcast(order);
     const torch::Tensor in_order = order.flip(0).cpu();
     const auto* index = in_order.const_data_ptr<std::int64_t>();
-    std::vector<NamedTensor> sorted;
+    NamedTensors sorted;
     for (std::int64_t i = 0; i < in_order.numel(); ++i) sorted.push_back(parameters_[index[i]]);
     parameters_ = std::move(sorted);
     build_buckets();
@@ -562,7 +560,7 @@ class Buckets : public Exchange {
   }
 
   // .grad is this rank's own since no_sync(), or was written after the last step().
-  static void require_nothing_to_step(const std::vector<torch::Tensor>& parameters) {
+  static void require_nothing_to_step(const Tensors& parameters) {
     if (!std::ranges::all_of(parameters, [](const torch::Tensor& p) { return is_zero(p.grad()); }))
       throw UsageError(
           {.what = "step() with gradients that were not exchanged, on parameters that the ranks share",
@@ -573,10 +571,10 @@ class Buckets : public Exchange {
   }
 
   World world_;
-  std::vector<NamedTensor> all_;
-  std::vector<NamedTensor> trained_;     // require a gradient
-  std::vector<NamedTensor> parameters_;  // of these, those whose gradients go through buckets
-  std::vector<NamedTensor> sparse_;      // the others, whose gradients are exchanged row by row
+  NamedTensors all_;
+  NamedTensors trained_;     // require a gradient
+  NamedTensors parameters_;  // of these, those whose gradients go through buckets
+  NamedTensors sparse_;      // the others, whose gradients are exchanged row by row
   BucketOptions options_;
   std::vector<std::vector<Bucket>> shards_;                // buckets of each virtual shard of this rank; else one list
   std::vector<Bucket>& buckets_;                           // the first of them
@@ -600,10 +598,10 @@ class Buckets : public Exchange {
   double scale_;                         // s; 0 before the first step with samples
   std::size_t next_to_send_ = 0;
 
-  AccumulatedBatches of_shard_;        // of the shard whose backward() runs
-  std::vector<torch::Tensor> losses_;  // of this step's shards so far, times samples
+  AccumulatedBatches of_shard_;  // of the shard whose backward() runs
+  Tensors losses_;               // of this step's shards so far, times samples
 
-  std::shared_ptr<SharedMemory> memory_;
+  SharedMemoryPtr memory_;
   StepAgreement agreement_;
   LocalGradients in_grad_;
   GradientWatch watch_{all_};      // of .grad since the last exchange
@@ -614,7 +612,7 @@ class Buckets : public Exchange {
 
 }  // namespace
 
-std::shared_ptr<Exchange> exchange_in_buckets(World world, const std::vector<NamedTensor>& parameters,
+std::shared_ptr<Exchange> exchange_in_buckets(World world, const NamedTensors& parameters,
                                               const BucketOptions& options) {
   return std::make_shared<Buckets>(std::move(world), parameters, options);
 }

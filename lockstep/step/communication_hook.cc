@@ -38,13 +38,13 @@ class ResidualHook : public CommunicationHook {
  public:
   bool keeps_residual() const override { return true; }
 
-  std::vector<NamedTensor> state() const override {
-    std::vector<NamedTensor> state;
+  NamedTensors state() const override {
+    NamedTensors state;
     for (const auto& [name, tensor] : kept_) state.push_back({name, tensor});
     return state;
   }
 
-  void set_state(const std::vector<NamedTensor>& state) override {
+  void set_state(const NamedTensors& state) override {
     for (const auto& [name, tensor] : state) kept_[name] = tensor.clone();
   }
 
@@ -113,7 +113,7 @@ class TopKHook : public ResidualHook {
 };
 
 // The sum over ranks, in as many bytes as they have.
-void sum_exactly(const World& world, const std::vector<torch::Tensor>& parts) {
+void sum_exactly(const World& world, const Tensors& parts) {
   if (parts.empty()) return;
   const torch::Tensor all = at::flatten_dense_tensors(parts);
   world.all_reduce(all);
@@ -127,7 +127,7 @@ class PowerSGDHook : public ResidualHook {
   // Adds what was not sent before to each matrix; compresses and sums in the returned function.
   Finish start(const World& world, const GradientBucket& bucket) override {
     const auto left = at::unflatten_dense_tensors(add_residual(bucket), bucket.parts);
-    std::vector<torch::Tensor> sums, matrices, others;
+    Tensors sums, matrices, others;
     for (std::size_t i = 0; i < left.size(); ++i) {
       if (is_compressed(left[i])) {
         sums.push_back(bucket.parts[i]);
@@ -159,8 +159,7 @@ class PowerSGDHook : public ResidualHook {
   }
 
   // For the first step: the same on every rank.
-  void set_random(const std::vector<torch::Tensor*>& bases, const std::vector<torch::Tensor>& matrices,
-                  std::uint64_t seed) const {
+  void set_random(const std::vector<torch::Tensor*>& bases, const Tensors& matrices, std::uint64_t seed) const {
     const auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
     for (std::size_t i = 0; i < matrices.size(); ++i)
       *bases[i] = torch::randn({matrices[i].size(1), rank_of(matrices[i])}, generator).to(matrices[i].options());
@@ -172,9 +171,9 @@ class PowerSGDHook : public ResidualHook {
   //   2. Q = sum_j M_j^T P, all-reduced: 4 m r bytes: the basis of the next step
   //   3. the sum over ranks is P Q^T; each rank keeps M_j - P Q^T / N, which it has not sent
   // P and Q come out of all-reduces and the same arithmetic, so all ranks have the same bits.
-  static void sum_as_products(const World& world, const std::vector<torch::Tensor>& matrices,
-                              const std::vector<torch::Tensor*>& bases, const std::vector<torch::Tensor>& sums) {
-    std::vector<torch::Tensor> left_factors, right_factors;
+  static void sum_as_products(const World& world, const Tensors& matrices, const std::vector<torch::Tensor*>& bases,
+                              const Tensors& sums) {
+    Tensors left_factors, right_factors;
     for (std::size_t i = 0; i < matrices.size(); ++i) left_factors.push_back(matrices[i].matmul(*bases[i]));
     sum_exactly(world, left_factors);
     for (std::size_t i = 0; i < matrices.size(); ++i) {

@@ -61,7 +61,7 @@ class GradientSource {
   virtual ~GradientSource() = default;
 
   // The ranks that share the parameters: each updates a slice.
-  virtual const std::shared_ptr<SharedMemory>& memory() const = 0;
+  virtual const SharedMemoryPtr& memory() const = 0;
 
   // The number of sources of each gradient, where gradients are in memory that outlives the ranks; else 0.
   virtual std::size_t kept_sources() const { return 0; }
@@ -74,8 +74,7 @@ class GradientSource {
   // with the same `settings`. Throws UsageError: a gradient was changed after backward(), or nothing was exchanged;
   // MismatchError on all ranks: other settings, or a step that some ranks do not make; PeerLost. Until then nothing was
   // written.
-  virtual WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters,
-                                         const StepSettings& settings) = 0;
+  virtual WeightedGradients begin_update(const Tensors& parameters, const StepSettings& settings) = 0;
 
   // This rank has updated its slice. Blocks until all ranks have: afterwards every parameter is new. Throws PeerLost.
   virtual void end_update() = 0;
@@ -140,12 +139,12 @@ struct PublishedOptions {
   // (docs/design/fused-step.md). 0: the gradients of all backward() of a step add up.
   int shards = 0;
 
-  std::vector<NamedTensor> updated{};  // those whose .grad zero_grad() drops: the optimizer's. Empty: all
+  NamedTensors updated{};  // those whose .grad zero_grad() drops: the optimizer's. Empty: all
   OnFinished on_finished{};
 };
 
 // Blocks. Throws SystemError, PeerLost.
-std::shared_ptr<Exchange> publish_gradients(std::shared_ptr<SharedMemory> memory, std::vector<NamedTensor> parameters,
+std::shared_ptr<Exchange> publish_gradients(SharedMemoryPtr memory, NamedTensors parameters,
                                             PublishedOptions options = {});
 
 struct BucketOptions {
@@ -173,7 +172,7 @@ struct BucketOptions {
   int shards = 0;
 
   // Shared parameters, of which each rank updates a slice with the mean in .grad; null: each rank has its own.
-  std::shared_ptr<SharedMemory> memory = nullptr;
+  SharedMemoryPtr memory = nullptr;
   std::shared_ptr<ParameterBlock> block = nullptr;
 
   std::function<StepSettings()> settings{};  // compared over the ranks at the beginning of each exchange
@@ -181,7 +180,7 @@ struct BucketOptions {
 };
 
 // Sends nothing; blocks only where ranks share memory.
-std::shared_ptr<Exchange> exchange_in_buckets(World world, const std::vector<NamedTensor>& parameters,
+std::shared_ptr<Exchange> exchange_in_buckets(World world, const NamedTensors& parameters,
                                               const BucketOptions& options = {});
 
 }  // namespace lockstep

@@ -93,8 +93,7 @@ class PoolingAllocator : public c10::Allocator {
 
 }  // namespace
 
-GradientMemory::GradientMemory(std::shared_ptr<SharedMemory> memory, const std::vector<NamedTensor>& parameters)
-    : memory_(std::move(memory)) {
+GradientMemory::GradientMemory(SharedMemoryPtr memory, const NamedTensors& parameters) : memory_(std::move(memory)) {
   PoolingAllocator::installed();
   if (is_private()) return;
   for (const auto& [name, tensor] : parameters)

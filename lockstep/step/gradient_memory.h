@@ -42,7 +42,7 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
  public:
   // Serves gradients as large as those of `parameters`; those of less than 16 KiB are cheaper to copy. Made by
   // make_shared.
-  GradientMemory(std::shared_ptr<SharedMemory> memory, const std::vector<NamedTensor>& parameters);
+  GradientMemory(SharedMemoryPtr memory, const NamedTensors& parameters);
 
   // While one exists, this thread's results of those sizes come from here. Scopes do not nest.
   class Scope {
@@ -68,7 +68,7 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
  private:
   bool is_private() const;
 
-  std::shared_ptr<SharedMemory> memory_;
+  SharedMemoryPtr memory_;
   OwnProcess process_;
   mutable std::mutex mutex_;
   std::map<std::size_t, std::vector<SharedMemory::Own>> free_;  // its keys never change

@@ -17,7 +17,7 @@ torch::Tensor gradient_like(const torch::Tensor& parameter, const torch::Tensor&
       .copy_(gradient.layout() == torch::kStrided ? gradient : gradient.to_dense());
 }
 
-WeightedGradients LocalGradients::begin_update(const std::vector<torch::Tensor>& parameters, const StepSettings&) {
+WeightedGradients LocalGradients::begin_update(const Tensors& parameters, const StepSettings&) {
   current_ = std::exchange(lists_, {});
   if (current_.empty()) {
     current_.emplace_back();

@@ -32,20 +32,20 @@ class LocalGradients : public GradientSource {
 
   // For the next step: lists[source][parameter], in the order of the optimizer's parameters; undefined: none. Without
   // it a step uses each parameter's .grad.
-  void set(std::vector<std::vector<torch::Tensor>> lists) { lists_ = std::move(lists); }
+  void set(std::vector<Tensors> lists) { lists_ = std::move(lists); }
 
-  const std::shared_ptr<SharedMemory>& memory() const override { return memory_; }
-  WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters, const StepSettings& settings) override;
+  const SharedMemoryPtr& memory() const override { return memory_; }
+  WeightedGradients begin_update(const Tensors& parameters, const StepSettings& settings) override;
   void end_update() override;
   void release() { current_.clear(); }  // instead of end_update(): the caller marks what was written
 
  private:
   ParallelFor parallel_for_;
   OnEachGpu on_each_gpu_;
-  std::shared_ptr<SharedMemory> memory_ = SharedMemory::alone();
-  std::vector<std::vector<torch::Tensor>> lists_;    // for the next step
-  std::vector<std::vector<torch::Tensor>> current_;  // of this step
-  std::vector<torch::Tensor> updated_;               // parameters of this step
+  SharedMemoryPtr memory_ = SharedMemory::alone();
+  std::vector<Tensors> lists_;    // for the next step
+  std::vector<Tensors> current_;  // of this step
+  Tensors updated_;               // parameters of this step
 };
 
 // The gradient, dense and in the parameter's memory order: itself if it is so already, else a copy. Undefined if

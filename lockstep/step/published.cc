@@ -34,6 +34,7 @@
 #include "lockstep/step/gradient_memory.h"
 #include "lockstep/step/guards/gradient_watch.h"
 #include "lockstep/step/update/mean.h"
+#include "lockstep/step/update/optimizer_state.h"
 
 namespace lockstep {
 namespace {
@@ -59,7 +60,7 @@ bool has_gradient(const NamedTensor& parameter) { return parameter.tensor.grad()
 
 class Published : public Exchange {
  public:
-  Published(std::shared_ptr<SharedMemory> memory, std::vector<NamedTensor> parameters, PublishedOptions options)
+  Published(SharedMemoryPtr memory, NamedTensors parameters, PublishedOptions options)
       : memory_(std::move(memory)),
         parameters_(std::move(parameters)),
         options_(std::move(options)),
@@ -139,10 +140,10 @@ class Published : public Exchange {
 
   // ---- In step()
 
-  const std::shared_ptr<SharedMemory>& memory() const override { return memory_; }
+  const SharedMemoryPtr& memory() const override { return memory_; }
   std::size_t kept_sources() const override { return memory_->outlives_ranks() ? rows_ : 0; }
 
-  WeightedGradients begin_update(const std::vector<torch::Tensor>& parameters, const StepSettings& settings) override {
+  WeightedGradients begin_update(const Tensors& parameters, const StepSettings& settings) override {
     prepare_step();
     if (is_mean_)
       publish_mean();
@@ -150,10 +151,7 @@ class Published : public Exchange {
       watch_.require_unchanged();
     WeightedGradients gradients{.weights = weights()};
     gradients.pointers.reserve(parameters.size() * rows_);
-    if (is_mean_)
-      agreement_.begin_update(with_mean_changed(settings, mean_was_changed_));  // barrier 2
-    else
-      agreement_.begin_update(settings);  // barrier 2
+    agreement_.begin_update(with_mean_changed(settings, is_mean_ && mean_was_changed_));  // barrier 2
     for (const torch::Tensor& parameter : parameters) {
       const auto found = index_of_.find(parameter.unsafeGetTensorImpl());  // none: frozen
       for (std::size_t i = 0; i < rows_; ++i) {
@@ -180,7 +178,7 @@ class Published : public Exchange {
   // Gradients that this rank computed since the last step, or those of one shard.
   struct Source {
     AccumulatedBatches batches;
-    std::vector<torch::Tensor> gradients;  // of each parameter
+    Tensors gradients;  // of each parameter
   };
 
   // Note [The publication table]
@@ -291,28 +289,20 @@ class Published : public Exchange {
     }
   }
 
-  // Each rank has a part of every gradient.
+  // Each rank writes its chunks, as in an update.
   void write_mean() {
-    struct Part {
-      std::size_t parameter;
-      std::int64_t begin, count;
-    };
-    std::vector<Part> parts;
-    const std::int64_t rank = memory_->rank(), ranks = memory_->size();
-    for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      if (gradient(first_row_, i) == nullptr) continue;
-      const std::int64_t chunks = (parameters_[i].tensor.numel() + kMaxChunk - 1) / kMaxChunk;
-      for (std::int64_t chunk = chunks * rank / ranks; chunk < chunks * (rank + 1) / ranks; ++chunk)
-        parts.push_back({i, chunk * kMaxChunk, std::min(kMaxChunk, parameters_[i].tensor.numel() - chunk * kMaxChunk)});
-    }
+    const std::vector<Chunk> chunks = cut_into_chunks(tensors_of(parameters_));
+    const int rank = memory_->rank(), ranks = memory_->size();
     const std::vector<double> weights = this->weights();
-    on_own_cores(0, std::ssize(parts), 8, [&](std::int64_t from, std::int64_t to) {
-      std::vector<Term> terms(rows_);
-      for (const auto& [parameter, begin, count] : std::span(parts).subspan(to_size(from), to_size(to - from))) {
-        for (std::size_t s = 0; s < rows_; ++s) terms[s] = {gradient(s, parameter), weights[s]};
-        replace_by_sum(terms, parameters_[parameter].tensor.scalar_type(), begin, count);
-      }
-    });
+    on_own_cores(first_chunk_of(rank, ranks, chunks), first_chunk_of(rank + 1, ranks, chunks), 8,
+                 [&](std::size_t from, std::size_t to) {
+                   std::vector<Term> terms(rows_);
+                   for (const auto& [parameter, begin, count] : std::span(chunks).subspan(from, to - from)) {
+                     if (gradient(first_row_, parameter) == nullptr) continue;
+                     for (std::size_t s = 0; s < rows_; ++s) terms[s] = {gradient(s, parameter), weights[s]};
+                     replace_by_sum(terms, parameters_[parameter].tensor.scalar_type(), begin, count);
+                   }
+                 });
   }
 
   // From gradients that were copied when they were published.
@@ -322,10 +312,11 @@ class Published : public Exchange {
       const auto& [data, place] = copies_[i];
       if (data == nullptr || row(first_row_).places()[i] != place) continue;
       torch::Tensor& gradient = parameters_[i].tensor.mutable_grad();
+      const torch::Tensor copy = like_parameter(i, data.get());
       if (gradient.layout() == torch::kStrided)
-        gradient.copy_(like_parameter(i, data.get()));
+        gradient.copy_(copy);
       else
-        gradient = like_parameter(i, data.get()).clone();
+        gradient = copy.clone();
     }
   }
 
@@ -366,7 +357,7 @@ class Published : public Exchange {
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       const bool has_one = i < gradients.size() && gradients[i].defined() && gradients[i].numel() > 0;
       row(first_row_ + source).places()[i] = has_one ? place_for_peers(source, i) : kNoGradient;
-      if (has_one) bytes += static_cast<std::int64_t>(parameters_[i].tensor.nbytes());
+      if (has_one) bytes += to_int64(parameters_[i].tensor.nbytes());
     }
     return bytes;
   }
@@ -440,10 +431,9 @@ class Published : public Exchange {
   // is 1 / n.
   std::vector<double> weights() const {
     std::vector<double> weights;
-    if (is_mean_ && mean_was_changed_) return std::vector<double>(rows_, 1.0 / static_cast<double>(rows_));
     if (is_mean_) {
-      weights.resize(rows_);
-      weights.front() = 1;
+      weights.resize(rows_, mean_was_changed_ ? 1.0 / static_cast<double>(rows_) : 0);
+      if (!mean_was_changed_) weights.front() = 1;
       return weights;
     }
     double samples = 0;
@@ -476,8 +466,8 @@ class Published : public Exchange {
     return least(most);
   }
 
-  std::shared_ptr<SharedMemory> memory_;
-  std::vector<NamedTensor> parameters_;
+  SharedMemoryPtr memory_;
+  NamedTensors parameters_;
   PublishedOptions options_;
   std::unordered_map<const void*, std::size_t> index_of_;  // TensorImpl -> index in parameters_
   std::shared_ptr<GradientMemory> gradient_memory_;
@@ -503,8 +493,7 @@ class Published : public Exchange {
 
 }  // namespace
 
-std::shared_ptr<Exchange> publish_gradients(std::shared_ptr<SharedMemory> memory, std::vector<NamedTensor> parameters,
-                                            PublishedOptions options) {
+std::shared_ptr<Exchange> publish_gradients(SharedMemoryPtr memory, NamedTensors parameters, PublishedOptions options) {
   return std::make_shared<Published>(std::move(memory), std::move(parameters), std::move(options));
 }
 

@@ -81,7 +81,7 @@ struct StepAgreement::Slot {
   std::atomic<std::uint64_t> place;  // of so many std::atomic<double> of the rank
 };
 
-StepAgreement::StepAgreement(std::shared_ptr<SharedMemory> memory, std::shared_ptr<ParameterBlock> block)
+StepAgreement::StepAgreement(SharedMemoryPtr memory, std::shared_ptr<ParameterBlock> block)
     : memory_(std::move(memory)), block_(std::move(block)) {
   if (memory_->size() > 1) slots_ = memory_->allocate_common(sizeof(Slot) * static_cast<unsigned>(memory_->size()));
 }

@@ -61,7 +61,7 @@ class StepAgreement {
  public:
   // block: the shared parameters, writable only between begin_update() and end_update(); null: not looked after. Collective;
   // blocks.
-  explicit StepAgreement(std::shared_ptr<SharedMemory> memory, std::shared_ptr<ParameterBlock> block = nullptr);
+  explicit StepAgreement(SharedMemoryPtr memory, std::shared_ptr<ParameterBlock> block = nullptr);
 
   // Throws UsageError naming a parameter that was moved, or written by hand since the last step.
   void require_parameters_untouched() const;
@@ -79,7 +79,7 @@ class StepAgreement {
   void write_slot(const StepSettings& settings);
   void compare_slots(const StepSettings& settings) const;
 
-  std::shared_ptr<SharedMemory> memory_;
+  SharedMemoryPtr memory_;
   std::shared_ptr<ParameterBlock> block_;
   std::shared_ptr<std::byte> slots_;       // one per rank
   std::vector<SharedMemory::Own> values_;  // of this rank's settings: the last one; others may still read older ones

@@ -10,29 +10,22 @@ torch::Tensor values(const torch::Tensor& codes, double threshold, const torch::
 
 torch::Tensor shifts(const torch::Tensor& like) { return torch::arange(0, 32, 2, like.options()); }
 
-// (n) codes, filled up with zeros to (words, 16); each is shifted to its two bits, and the sum of a row is one word,
+}  // namespace
+
+// The codes are filled up with zeros to (words, 16); each is shifted to its two bits, and the sum of a row is one word,
 // because no two codes of a row share a bit.
-torch::Tensor packed(const torch::Tensor& codes) {
+torch::Tensor take_two_bits(torch::Tensor residual, double threshold) {
+  const torch::Tensor codes = residual.ge(threshold).to(torch::kInt32) + residual.le(-threshold).to(torch::kInt32) * 2;
+  residual.sub_(values(codes, threshold, residual.options()));
   const std::int64_t words = two_bit_words(codes.numel());
   const torch::Tensor padded = torch::constant_pad_nd(codes, {0, words * 16 - codes.numel()}).view({words, 16});
   return torch::bitwise_left_shift(padded, shifts(codes)).sum(1, /*keepdim=*/false, torch::kInt32);
 }
 
-torch::Tensor unpacked(const torch::Tensor& words, std::int64_t count) {
-  return torch::bitwise_right_shift(words.unsqueeze(1), shifts(words)).bitwise_and(3).flatten().slice(0, 0, count);
-}
-
-}  // namespace
-
-torch::Tensor take_two_bits(torch::Tensor residual, double threshold) {
-  const torch::Tensor codes = residual.ge(threshold).to(torch::kInt32) + residual.le(-threshold).to(torch::kInt32) * 2;
-  residual.sub_(values(codes, threshold, residual.options()));
-  return packed(codes);
-}
-
 torch::Tensor from_two_bits(const torch::Tensor& words, std::int64_t count, double threshold,
                             const torch::TensorOptions& options) {
-  return values(unpacked(words, count), threshold, options);
+  const torch::Tensor codes = torch::bitwise_right_shift(words.unsqueeze(1), shifts(words)).bitwise_and(3);
+  return values(codes.flatten().slice(0, 0, count), threshold, options);
 }
 
 }  // namespace lockstep

@@ -14,10 +14,16 @@
 
 namespace lockstep {
 
+// The names of all values of an enum, in its order.
+template <class Value, std::size_t N>
+constexpr std::array<Named<Value>, N> in_order(const char* const (&names)[N]) {
+  std::array<Named<Value>, N> all{};
+  for (std::size_t i = 0; i < N; ++i) all[i] = {names[i], static_cast<Value>(i)};
+  return all;
+}
+
 template <>
-inline constexpr std::array kNames<Precision> = {Named{"float32", Precision::kFloat32},
-                                                 Named{"bfloat16", Precision::kBFloat16},
-                                                 Named{"float16", Precision::kFloat16}};
+inline constexpr auto kNames<Precision> = in_order<Precision>({"float32", "bfloat16", "float16"});
 
 template <>
 inline constexpr std::array kNames<std::optional<Layout>> = {
@@ -25,41 +31,27 @@ inline constexpr std::array kNames<std::optional<Layout>> = {
     Named{"channels_last", std::optional(Layout::kChannelsLast)}};
 
 template <>
-inline constexpr std::array kNames<Algorithm> = {Named{"direct", Algorithm::kDirect},
-                                                 Named{"central", Algorithm::kCentral}, Named{"ring", Algorithm::kRing},
-                                                 Named{"tree", Algorithm::kTree}};
+inline constexpr auto kNames<Algorithm> = in_order<Algorithm>({"direct", "central", "ring", "tree"});
 
 template <>
-inline constexpr std::array kNames<Compression> = {
-    Named{"none", Compression::kNone},     Named{"fp16", Compression::kFloat16},
-    Named{"bf16", Compression::kBFloat16}, Named{"powersgd", Compression::kPowerSGD},
-    Named{"2bit", Compression::kTwoBit},   Named{"topk", Compression::kTopK}};
+inline constexpr auto kNames<Compression> = in_order<Compression>({"none", "fp16", "bf16", "powersgd", "2bit", "topk"});
 
 template <>
-inline constexpr std::array kNames<UpdateOn> = {Named{"device", UpdateOn::kDevice}, Named{"cpu", UpdateOn::kCpu}};
+inline constexpr auto kNames<UpdateOn> = in_order<UpdateOn>({"device", "cpu"});
 
 template <>
-inline constexpr std::array kNames<KVStoreKind> = {Named{"local", KVStoreKind::kLocal},
-                                                   Named{"local_update_cpu", KVStoreKind::kLocalUpdateCpu},
-                                                   Named{"local_allreduce_cpu", KVStoreKind::kLocalAllReduceCpu},
-                                                   Named{"local_allreduce_device", KVStoreKind::kLocalAllReduceDevice},
-                                                   Named{"dist_sync", KVStoreKind::kDistSync},
-                                                   Named{"dist_async", KVStoreKind::kDistAsync},
-                                                   Named{"dist_bounded", KVStoreKind::kDistBounded}};
+inline constexpr auto kNames<KVStoreKind> = in_order<KVStoreKind>({"local", "local_update_cpu", "local_allreduce_cpu",
+                                                                   "local_allreduce_device", "dist_sync", "dist_async",
+                                                                   "dist_bounded"});
 
 template <>
-inline constexpr std::array kNames<PipelineSchedule> = {Named{"naive", PipelineSchedule::kNaive},
-                                                        Named{"gpipe", PipelineSchedule::kGPipe},
-                                                        Named{"1f1b", PipelineSchedule::k1F1B}};
+inline constexpr auto kNames<PipelineSchedule> = in_order<PipelineSchedule>({"naive", "gpipe", "1f1b"});
 
 template <>
-inline constexpr std::array kNames<ScheduleKind> = {
-    Named{"constant", ScheduleKind::kConstant}, Named{"linear", ScheduleKind::kLinear},
-    Named{"cosine", ScheduleKind::kCosine}, Named{"step", ScheduleKind::kStep}};
+inline constexpr auto kNames<ScheduleKind> = in_order<ScheduleKind>({"constant", "linear", "cosine", "step"});
 
 template <>
-inline constexpr std::array kNames<LrScaling> = {Named{"none", LrScaling::kNone}, Named{"sqrt", LrScaling::kSqrt},
-                                                 Named{"linear", LrScaling::kLinear}};
+inline constexpr auto kNames<LrScaling> = in_order<LrScaling>({"none", "sqrt", "linear"});
 
 template <>
 inline constexpr std::array kNames<std::optional<torch::DeviceType>> = {

@@ -9,15 +9,14 @@
 
 namespace lockstep {
 
-std::unique_ptr<Strategy> make_ddp(const World& world, const Task& task, const StrategyOptions& options);
-std::unique_ptr<Strategy> make_towers(const World& world, const Task& task, const StrategyOptions& options);
-std::unique_ptr<Strategy> make_data_parallel(const World& world, const Task& task, const StrategyOptions& options);
-std::unique_ptr<Strategy> make_averaging(const World& world, const Task& task, const StrategyOptions& options);
+// Throw UsageError: what the options can't have. make_pipeline also: a model that can't be cut, stages that do not
+// divide the devices; with several ranks also several devices in a rank, or clipping by norm (no rank has the norm of
+// all gradients); and MismatchError: the ranks' models differ.
+using MakeStrategy = std::unique_ptr<Strategy>(const World& world, const Task& task, const StrategyOptions& options);
+MakeStrategy make_ddp, make_towers, make_data_parallel, make_kvstore_strategy, make_averaging, make_pipeline;
 
-// Throws UsageError: a model that can't be cut, stages that do not divide the devices; with several ranks also several
-// devices in a rank, or clipping by norm (no rank has the norm of all gradients). MismatchError: the ranks' models
-// differ.
-std::unique_ptr<Strategy> make_pipeline(const World& world, const Task& task, const StrategyOptions& options);
+constexpr bool has_servers(KVStoreKind kind) { return kind >= KVStoreKind::kDistSync; }
+constexpr bool goes_on_without_workers(KVStoreKind kind) { return kind > KVStoreKind::kDistSync; }
 
 // ---- Memory, for a forecast
 
@@ -45,12 +44,8 @@ struct HeldBytes {
   double sum() const { return processes + parameters + state + gradients + activations + buckets; }
 };
 
-HeldBytes bytes_of_ddp(const PlannedRun& run);
-HeldBytes bytes_of_towers(const PlannedRun& run);
-HeldBytes bytes_of_data_parallel(const PlannedRun& run);
-HeldBytes bytes_of_kvstore(const PlannedRun& run);
-HeldBytes bytes_of_averaging(const PlannedRun& run);
-HeldBytes bytes_of_pipeline(const PlannedRun& run);
+using BytesOf = HeldBytes(const PlannedRun& run);
+BytesOf bytes_of_ddp, bytes_of_towers, bytes_of_data_parallel, bytes_of_kvstore, bytes_of_averaging, bytes_of_pipeline;
 
 // Bytes of the strategy options.kind.
 HeldBytes held_bytes(const PlannedRun& run);

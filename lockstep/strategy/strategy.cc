@@ -6,7 +6,6 @@
 #include "lockstep/error.h"
 #include "lockstep/strategy/autograd.h"
 #include "lockstep/strategy/devices/replica.h"
-#include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/pipeline/cut.h"
 #include "lockstep/strategy/strategies.h"
 
@@ -27,8 +26,8 @@ HeldBytes bytes_of_single(const PlannedRun& run) {
 
 struct Entry {
   StrategyInfo info;
-  std::unique_ptr<Strategy> (*make)(const World&, const Task&, const StrategyOptions&);
-  HeldBytes (*bytes)(const PlannedRun&);
+  MakeStrategy* make;
+  BytesOf* bytes;
 };
 
 // Every strategy, once: the command line, its help, the metrics, forecasts and make_strategy() read this table.

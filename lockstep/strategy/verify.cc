@@ -22,8 +22,8 @@ torch::Tensor in_float64(const torch::Tensor& tensor) {
 }
 
 // Rank 0's parameters after training on `ranks` ranks with one thread each.
-std::vector<NamedTensor> trained(int ranks, Task task, const BatchOf& batch_of, const VerifyOptions& options) {
-  std::vector<NamedTensor> parameters;
+NamedTensors trained(int ranks, Task task, const BatchOf& batch_of, const VerifyOptions& options) {
+  NamedTensors parameters;
   if (options.double_precision)
     task.make_model = [make = task.make_model] {
       ModulePtr model = make();

@@ -35,7 +35,7 @@
 #include "lockstep/recovery.h"
 #include "lockstep/step/layout.h"
 #include "lockstep/stop.h"
-#include "lockstep/strategy/kvstore/kvstore_strategy.h"
+#include "lockstep/strategy/strategies.h"
 #include "lockstep/train/builtin.h"
 #include "lockstep/train/choose_strategy.h"
 #include "lockstep/train/end_process.h"

@@ -13,10 +13,9 @@
 #include <vector>
 
 #include "lockstep/collective/calls/call.h"
+#include "lockstep/named_tensor.h"
 
 namespace lockstep {
-
-using Tensors = std::vector<torch::Tensor>;
 
 std::optional<DType> to_dtype(at::ScalarType dtype);  // none for a dtype that collectives do not exchange
 

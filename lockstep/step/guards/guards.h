@@ -7,7 +7,7 @@
 //   settings()         through buckets: settings, frozen parameters, or hand-written parameters
 //                      that differ between ranks; a step() that some ranks left out             here
 //   after_exchange()   a layer that was unfrozen or added; shared parameters written by hand    here
-//                      with LOCKSTEP_CHECK: parameters that differ in a bit                     step_check.h
+//                      with LOCKSTEP_CHECK: parameters that differ in a bit                     StepCheck
 //   begin_update()     gradients or shared parameters written since backward()                  the exchange
 //
 // Flow:    DistributedDataParallel -> here
@@ -15,28 +15,56 @@
 // Ranks:   all ranks make the same calls in the same order
 #pragma once
 
+#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
+#include <string>
 #include <vector>
 
+#include "lockstep/base/process/page_guard.h"
 #include "lockstep/model/parameter_block.h"
 #include "lockstep/named_tensor.h"
 #include "lockstep/optimizer.h"
-#include "lockstep/step/guards/step_check.h"
 #include "lockstep/step/layout.h"
 #include "lockstep/step/step_agreement.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
 
+// LOCKSTEP_CHECK=n: every n-th exchange compares the parameters of all ranks bit by bit, by an all-gather of hashes.
+// The parameters compared are those that the last step() left, in every layout: shared by the ranks of a machine or
+// each rank's own, on one machine or several. base/process/page_guard.h is the other half of LOCKSTEP_CHECK.
+class StepCheck {
+ public:
+  // Blocks. Sends 8 bytes per rank. Throws MismatchError: LOCKSTEP_CHECK differs between ranks.
+  explicit StepCheck(World world, int interval = check_interval());
+
+  // Every n-th call compares; it blocks then, and sends 8 bytes per parameter and rank. Throws MismatchError on all
+  // ranks, naming the first parameter that differs and the ranks.
+  void exchanged(const NamedTensors& parameters);
+
+  // Compares now. `when` is for the error: "after 3 exchanges".
+  void compare(const NamedTensors& parameters, const std::string& when) const;
+
+  // A hash of a part of the parameters' bytes, another part at each exchange: of 4 KiB or a hundredth of all, whichever is
+  // more. So a hundred exchanges see each byte. 0: none is on the CPU, or LOCKSTEP_CHECK is 0.
+  double hash_of_part(const NamedTensors& parameters) const;
+
+ private:
+  World world_;
+  int interval_;
+  std::size_t exchanges_ = 0;
+};
+
 class Guards {
  public:
   // optimizer: null if DistributedDataParallel was given none. Collective: blocks. Throws MismatchError: LOCKSTEP_CHECK
   // differs between ranks.
-  Guards(World world, std::vector<NamedTensor> parameters, const torch::optim::Optimizer* optimizer, StepLayout layout);
+  Guards(World world, NamedTensors parameters, const torch::optim::Optimizer* optimizer, StepLayout layout);
 
   // The parameters have their values and their place. block: null unless they are shared.
   void begin(std::shared_ptr<ParameterBlock> block);
@@ -78,8 +106,8 @@ class Guards {
 
   World world_;
   StepCheck check_;
-  std::vector<NamedTensor> parameters_;
-  std::vector<NamedTensor> frozen_;  // when this was made
+  NamedTensors parameters_;
+  NamedTensors frozen_;  // when this was made
   const torch::optim::Optimizer* optimizer_;
   const Optimizer* fused_;  // the same, if it is one of lockstep's
   std::size_t held_;        // parameters of the optimizer, when this was made
@@ -91,5 +119,18 @@ class Guards {
   std::optional<Values> unexchanged_;  // at the last backward() in no_sync() since then
   bool goes_own_way_ = false;          // parameters may differ between the ranks
 };
+
+// ---- Whether the module, the optimizer and the options that a DistributedDataParallel is made of fit together
+
+// Returns the parameters of all groups.
+Tensors parameters_of(const torch::optim::Optimizer& optimizer);
+
+// Throws UsageError naming one that is no parameter or buffer of the module.
+void require_known_names(const torch::nn::Module& module, const std::set<std::string>& names);
+
+// Throws UsageError unless the optimizer holds parameters of the module and, if it steps shared parameters, none that is
+// ignored.
+void require_fitting(const torch::optim::Optimizer& optimizer, const torch::nn::Module& module, bool shares,
+                     const std::set<std::string>& ignored);
 
 }  // namespace lockstep

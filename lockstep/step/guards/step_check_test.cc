@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tests of the pages; whole programs under LOCKSTEP_CHECK: tests/train/unusual_loop_test.cc.
-#include "lockstep/step/guards/step_check.h"
+#include "lockstep/step/guards/guards.h"
 
 #include <atomic>
 

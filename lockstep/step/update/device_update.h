@@ -38,7 +38,7 @@ class DeviceUpdate {
   explicit DeviceUpdate(OptimizerState& state, std::shared_ptr<GradientSlices> slices = nullptr,
                         OnEachGpu on_each_gpu = {})
       : state_(state), slices_(std::move(slices)), on_each_gpu_(std::move(on_each_gpu)) {
-    std::vector<torch::Tensor> parts;
+    Tensors parts;
     for (std::size_t i = 0; i < state.parameters.size(); ++i)
       if (!slices_) parameter_of_.push_back(i), parts.push_back(state.parameters[i].detach());
     if (slices_)
@@ -48,7 +48,7 @@ class DeviceUpdate {
         parts.push_back(part.values);
       }
     state.make_lists([&](Wanted wanted) {
-      std::vector<torch::Tensor> arrays(parts.size());
+      Tensors arrays(parts.size());
       for (std::size_t i = 0; i < arrays.size(); ++i)
         if (wanted(parts[i])) arrays[i] = torch::zeros_like(parts[i], parts[i].options().dtype(state_dtype(parts[i])));
       return arrays;
@@ -90,13 +90,13 @@ class DeviceUpdate {
 
   // Returns what `of`, one of the state's lists, has beside parameter i. With slices it is a copy, put together from those of all
   // ranks: all call. Throws PeerLost.
-  torch::Tensor beside(const std::vector<torch::Tensor>& of, std::size_t i) const {
+  torch::Tensor beside(const Tensors& of, std::size_t i) const {
     const torch::Tensor& parameter = state_.parameters[i];
     return slices_ ? slices_->gather(parameter, of, state_dtype(parameter)) : of[i];
   }
 
   // Sets it; undefined: to zeros. Sends nothing.
-  void set_beside(const std::vector<torch::Tensor>& of, std::size_t i, const torch::Tensor& value) const {
+  void set_beside(const Tensors& of, std::size_t i, const torch::Tensor& value) const {
     const torch::Tensor parameter = state_.parameters[i].detach();
     const torch::Tensor whole = torch::zeros_like(parameter, parameter.options().dtype(state_dtype(parameter)));
     if (value.defined()) whole.copy_(value);
@@ -110,11 +110,11 @@ class DeviceUpdate {
   // Parameters, or parts of them, that this step updates on one GPU.
   struct Updated {
     torch::Device device;
-    std::vector<std::size_t> part = {};         // in the lists of OptimizerState
-    std::vector<torch::Tensor> stored = {};     // what the model computes with
-    std::vector<torch::Tensor> values = {};     // that, or the float32 master of 16 bits
-    std::vector<torch::Tensor> gradients = {};  // of their dtype and memory order
-    std::vector<torch::Tensor> norms = {};      // with slices of each gradient, else of all together
+    std::vector<std::size_t> part = {};  // in the lists of OptimizerState
+    Tensors stored = {};                 // what the model computes with
+    Tensors values = {};                 // that, or the float32 master of 16 bits
+    Tensors gradients = {};              // of their dtype and memory order
+    Tensors norms = {};                  // with slices of each gradient, else of all together
   };
 
   using UpdatedOnGpus = std::vector<Updated>;  // in the order in which the parameters name the GPUs
@@ -163,7 +163,7 @@ class DeviceUpdate {
 
   double norm_of(const UpdatedOnGpus& all) const {
     if (slices_) {
-      std::vector<torch::Tensor> of_parts;
+      Tensors of_parts;
       if (!parameter_of_.empty()) of_parts.assign(parameter_of_.size(), slices_->zero());
       for (const Updated& updated : all)
         for (std::size_t u = 0; u < updated.norms.size(); ++u) of_parts[updated.part[u]] = updated.norms[u];
@@ -206,7 +206,7 @@ class DeviceUpdate {
   }
 
   void average(const Updated& updated) const {
-    std::vector<torch::Tensor> averages, values;
+    Tensors averages, values;
     for (std::size_t u = 0; u < updated.part.size(); ++u) {
       const std::size_t part = updated.part[u];
       if (state_.steps[parameter_of_[part]] == 1) {

@@ -76,7 +76,7 @@ T* in(const Targets& targets, std::size_t which) {
 // (journal_writer.h).
 class FusedUpdate : public FlatUpdate {
  public:
-  FusedUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state, const JournalOptions& journal)
+  FusedUpdate(SharedMemoryPtr memory, OptimizerState& state, const JournalOptions& journal)
       : FusedUpdate(memory, state, memory->size()) {
     state.make_lists([&](Wanted wanted) { return arrays_beside(state.parameters, *memory_, wanted); });
     norms_ = std::reinterpret_pointer_cast<Norms[]>(
@@ -91,7 +91,7 @@ class FusedUpdate : public FlatUpdate {
   }
 
   // Works on the memory that the lost ranks have left; each rank takes the place of one of them.
-  FusedUpdate(std::shared_ptr<SharedMemory> memory, InterruptedUpdate& lost, std::uint64_t step)
+  FusedUpdate(SharedMemoryPtr memory, InterruptedUpdate& lost, std::uint64_t step)
       : FusedUpdate(memory, lost.state, std::min(static_cast<int>(lost.shape.ranks), memory->size())) {
     norms_ = {std::shared_ptr<std::byte>(), reinterpret_cast<Norms*>(lost.norms)};
     if (lost.directions != nullptr) scratch_ = {std::shared_ptr<std::byte>(), lost.directions};
@@ -145,7 +145,7 @@ class FusedUpdate : public FlatUpdate {
   };
   enum class Pass { kReduceAndUpdate, kReduce, kDirect, kUpdate };
 
-  FusedUpdate(std::shared_ptr<SharedMemory> memory, OptimizerState& state, int sharers)
+  FusedUpdate(SharedMemoryPtr memory, OptimizerState& state, int sharers)
       : memory_(std::move(memory)),
         state_(state),
         chunks_(cut_into_chunks(state.parameters)),
@@ -283,8 +283,8 @@ class FusedUpdate : public FlatUpdate {
     const Chunk& chunk = chunks_[elements.chunk];
     const bool all = elements.begin + elements.count == chunk.count;
     Targets targets;
-    const auto set = [&](std::size_t which, const std::vector<torch::Tensor>& list) {
-      const auto size = static_cast<std::int64_t>(list[chunk.parameter].element_size());
+    const auto set = [&](std::size_t which, const Tensors& list) {
+      const std::int64_t size = to_int64(list[chunk.parameter].element_size());
       auto* const data = static_cast<std::byte*>(list[chunk.parameter].mutable_data_ptr());
       targets.all[which] = {data + (chunk.begin + elements.begin) * size, to_size(elements.count * size)};
     };
@@ -346,7 +346,7 @@ class FusedUpdate : public FlatUpdate {
     return reinterpret_cast<T*>(scratch_.get() + (chunk - first_in_scratch_) * chunk_bytes_);
   }
 
-  std::shared_ptr<SharedMemory> memory_;
+  SharedMemoryPtr memory_;
   OptimizerState& state_;
   std::vector<Chunk> chunks_;
   std::size_t chunk_bytes_ = 0;  // of a gradient in scratch_
@@ -363,12 +363,12 @@ class FusedUpdate : public FlatUpdate {
 
 }  // namespace
 
-std::unique_ptr<FlatUpdate> FlatUpdate::make(std::shared_ptr<SharedMemory> memory, OptimizerState& state,
+std::unique_ptr<FlatUpdate> FlatUpdate::make(SharedMemoryPtr memory, OptimizerState& state,
                                              const JournalOptions& journal) {
   return std::make_unique<FusedUpdate>(std::move(memory), state, journal);
 }
 
-std::uint64_t FlatUpdate::finish(std::shared_ptr<SharedMemory> memory, InterruptedUpdate& lost) {
+std::uint64_t FlatUpdate::finish(SharedMemoryPtr memory, InterruptedUpdate& lost) {
   const std::optional<StepRecord> record = UpdateJournal(lost.journal, lost.shape).newest();
   if (!record) return 0;
   lost.state.steps = record->steps;

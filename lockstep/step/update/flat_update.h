@@ -21,7 +21,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "lockstep/optimizer.h"
@@ -31,21 +30,12 @@
 
 namespace lockstep {
 
-// The input of one step. The mean gradient is divided by the loss scale and clipped before the rule gets it.
-struct UpdateStep {
-  const UpdateRule& rule;
-  const std::vector<UpdateRule::Group>& groups;
-  const WeightedGradients& gradients;
-  ClippingOptions clipping{};
-  std::optional<double> loss_scale{};  // given: the step is skipped on all ranks if any element on any is not finite
-};
-
 class FlatUpdate {
  public:
   // Allocates the state of its parameters, which are dense and on the CPU; it must outlive this. journal: for updates that other
   // processes can finish, of an optimizer of lockstep's own whose parameters and gradients are in memory that outlives the ranks.
   // Collective, blocks. Throws SystemError: no memory; PeerLost.
-  static std::unique_ptr<FlatUpdate> make(std::shared_ptr<SharedMemory> memory, OptimizerState& state,
+  static std::unique_ptr<FlatUpdate> make(SharedMemoryPtr memory, OptimizerState& state,
                                           const JournalOptions& journal = {});
   virtual ~FlatUpdate() = default;
 
@@ -61,7 +51,7 @@ class FlatUpdate {
   // is that after the step. The ranks of `memory` call together, and share the work out; none of the lost ones writes any
   // more. Blocks. Returns how many updates that makes since theirs began, skipped ones included. Throws PeerLost: call it
   // again with the ranks that come next.
-  static std::uint64_t finish(std::shared_ptr<SharedMemory> memory, InterruptedUpdate& lost);
+  static std::uint64_t finish(SharedMemoryPtr memory, InterruptedUpdate& lost);
 };
 
 }  // namespace lockstep

@@ -15,7 +15,6 @@
 #include "lockstep/model/parameters.h"
 #include "lockstep/observe/phase_scope.h"
 #include "lockstep/step/gradient_slices.h"
-#include "lockstep/step/guards/fitting.h"
 #include "lockstep/step/local_gradients.h"
 #include "lockstep/step/update/device_update.h"
 #include "lockstep/step/update/flat_update.h"
@@ -45,14 +44,14 @@ const torch::Tensor& saved(const Optimizer::StateTensors& state, const std::stri
 }
 
 // All tensors that an update writes.
-std::vector<torch::Tensor> tensors_of(const OptimizerState& state) {
-  std::vector<torch::Tensor> all = state.parameters;
+Tensors tensors_of(const OptimizerState& state) {
+  Tensors all = state.parameters;
   state.for_each_list([&](const auto& list) { std::ranges::copy(list, std::back_inserter(all)); });
   std::erase_if(all, [](const torch::Tensor& tensor) { return !tensor.defined(); });
   return all;
 }
 
-void require_alike(const std::vector<torch::Tensor>& mine, const std::vector<torch::Tensor>& theirs) {
+void require_alike(const Tensors& mine, const Tensors& theirs) {
   const auto alike = [](const torch::Tensor& a, const torch::Tensor& b) {
     return a.sizes() == b.sizes() && a.strides() == b.strides() && a.scalar_type() == b.scalar_type();
   };
@@ -122,7 +121,7 @@ struct Optimizer::Layout : OptimizerState {
   std::int64_t writes_by_hand() const { return writes() - noted_writes; }
 };
 
-Optimizer::Optimizer(std::vector<torch::Tensor> parameters, std::unique_ptr<torch::optim::OptimizerOptions> options,
+Optimizer::Optimizer(Tensors parameters, std::unique_ptr<torch::optim::OptimizerOptions> options,
                      std::unique_ptr<UpdateRule> rule)
     : torch::optim::Optimizer(std::move(parameters), std::move(options)), rule_(std::move(rule)) {}
 Optimizer::~Optimizer() = default;
@@ -173,7 +172,7 @@ std::uint64_t Optimizer::take_over(const std::string& manifest, const FindMemory
   });
   const auto mine = tensors_of(all), theirs = tensors_of(lost.state);
   require_alike(mine, theirs);
-  const std::shared_ptr<SharedMemory>& memory = source_->memory();
+  const SharedMemoryPtr& memory = source_->memory();
   const std::uint64_t calls = FlatUpdate::finish(memory, lost);
   const ParameterWrite write;
   for (std::size_t i = 0; i < mine.size(); ++i) copy_share(mine[i], theirs[i], memory->rank(), memory->size());

@@ -9,7 +9,7 @@
 
 namespace lockstep {
 
-std::vector<Chunk> cut_into_chunks(const std::vector<torch::Tensor>& parameters) {
+std::vector<Chunk> cut_into_chunks(const Tensors& parameters) {
   std::vector<Chunk> chunks;
   for (std::size_t i = 0; i < parameters.size(); ++i)
     for (std::int64_t begin = 0; begin < parameters[i].numel(); begin += kMaxChunk)
@@ -25,8 +25,7 @@ std::size_t first_chunk_of(int rank, int ranks, const std::vector<Chunk>& chunks
   return i;
 }
 
-std::vector<torch::Tensor> arrays_beside(const std::vector<torch::Tensor>& parameters, SharedMemory& memory,
-                                         Wanted wanted) {
+Tensors arrays_beside(const Tensors& parameters, SharedMemory& memory, Wanted wanted) {
   std::size_t bytes = 0;
   std::vector<std::size_t> offsets;
   for (const torch::Tensor& parameter : parameters) {
@@ -34,7 +33,7 @@ std::vector<torch::Tensor> arrays_beside(const std::vector<torch::Tensor>& param
     if (wanted(parameter)) bytes += round_up(parameter.numel() * c10::elementSize(state_dtype(parameter)), kCacheLine);
   }
   const std::shared_ptr<std::byte> data = memory.allocate_common(bytes);
-  std::vector<torch::Tensor> arrays(parameters.size());
+  Tensors arrays(parameters.size());
   for (std::size_t i = 0; i < parameters.size(); ++i)
     if (wanted(parameters[i]))
       arrays[i] = torch::from_blob(

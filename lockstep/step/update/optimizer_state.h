@@ -25,14 +25,13 @@ inline bool is_16_bit(const torch::Tensor& parameter) { return parameter.element
 // Arrays have the parameter's shape and memory order, and are float32 for 16-bit parameters. Where each rank updates a slice, they
 // lie beside each part of it (step/gradient_slices.h).
 struct OptimizerState {
-  std::vector<torch::Tensor> parameters;  // each once, also if it has two names
-  std::vector<std::size_t> group_of;      // the parameter group of each
-  std::vector<std::int64_t> steps;        // updates so far
-  std::vector<std::vector<torch::Tensor>>
-      arrays;                           // [name][parameter or part], in the order of UpdateRule::state_names()
-  std::vector<torch::Tensor> averages;  // with ema_decay
-  std::vector<torch::Tensor> masters;   // the float32 originals of 16-bit parameters; else undefined
-  double ema_decay = 0;                 // 0: no moving average
+  Tensors parameters;                 // each once, also if it has two names
+  std::vector<std::size_t> group_of;  // the parameter group of each
+  std::vector<std::int64_t> steps;    // updates so far
+  std::vector<Tensors> arrays;        // [name][parameter or part], in the order of UpdateRule::state_names()
+  Tensors averages;                   // with ema_decay
+  Tensors masters;                    // the float32 originals of 16-bit parameters; else undefined
+  double ema_decay = 0;               // 0: no moving average
 
   // Calls call(list) for every list of arrays beside the parameters.
   void for_each_list(const auto& call) const {
@@ -58,8 +57,7 @@ inline torch::ScalarType state_dtype(const torch::Tensor& parameter) {
 using Wanted = bool (*)(const torch::Tensor& parameter);
 
 // A zeroed array beside each parameter that is wanted. All lie in one allocation, which the ranks share. Collective, blocks.
-std::vector<torch::Tensor> arrays_beside(const std::vector<torch::Tensor>& parameters, SharedMemory& memory,
-                                         Wanted wanted);
+Tensors arrays_beside(const Tensors& parameters, SharedMemory& memory, Wanted wanted);
 
 // Clips as torch::nn::utils::clip_grad_norm_ does: the factor of gradients of this norm.
 inline double clip_factor(const ClippingOptions& clipping, double norm) {
@@ -76,7 +74,7 @@ struct Chunk {
 };
 
 // Cuts parameters into chunks of at most kMaxChunk elements (step/update/mean.h).
-std::vector<Chunk> cut_into_chunks(const std::vector<torch::Tensor>& parameters);
+std::vector<Chunk> cut_into_chunks(const Tensors& parameters);
 
 // The first chunk that `rank` owns; it owns all from there to first_chunk_of(rank + 1). Every rank has 1/ranks of the
 // elements, up to a chunk.

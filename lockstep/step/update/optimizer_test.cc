@@ -24,8 +24,6 @@ namespace {
 using testing::contains;
 using testing::message_of;
 
-using Tensors = std::vector<torch::Tensor>;
-
 // Parameters of odd sizes and layouts, in float64; the second one never gets a gradient.
 Tensors make_parameters() {
   torch::manual_seed(3);

@@ -3,6 +3,7 @@
 #include <iterator>
 #include <utility>
 
+#include "lockstep/base/names.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/step/update/rule.h"
@@ -56,17 +57,13 @@ bool visit_own(torch::optim::OptimizerOptions& options, const auto& visit) {
 }  // namespace
 
 const std::vector<std::string>& optimizer_names() {
-  static const std::vector<std::string> names = [] {
-    std::vector<std::string> all;
-    for (const Known& known : kKnown) all.emplace_back(known.name);
-    return all;
-  }();
+  static const std::vector<std::string> names = names_in(kKnown);
   return names;
 }
 
 std::string name_of(const OptimizerOptions& options) { return kKnown[options.index()].name; }
 
-std::shared_ptr<Optimizer> make_optimizer(std::vector<torch::Tensor> parameters, const OptimizerOptions& options) {
+std::shared_ptr<Optimizer> make_optimizer(Tensors parameters, const OptimizerOptions& options) {
   return std::visit(
       [&]<class Options>(const Options& values) -> std::shared_ptr<Optimizer> {
         return std::make_shared<OptimizerWith<Options>>(std::move(parameters), values);
@@ -114,10 +111,7 @@ std::unique_ptr<UpdateRule> rule_of(const OptimizerOptions& options) {
 }
 
 OptimizerOptions optimizer_options(const std::string& name, const OptionValues& values) {
-  const auto* const known = std::ranges::find(kKnown, name, &Known::name);
-  if (known == std::end(kKnown))
-    throw UsageError({.what = concat("no such optimizer: ", name), .next = join(optimizer_names(), ", ")});
-  OptimizerOptions options = known->defaults;
+  OptimizerOptions options = row_named(kKnown, name, "optimizer").defaults;
   std::visit([&](auto& into) { set_fields(into, values); }, options);
   return options;
 }

@@ -19,7 +19,7 @@ std::int64_t place_after(std::int64_t offset, const torch::Tensor& parameter) {
 
 }  // namespace
 
-void refuse_16_bit_parameters(const std::vector<NamedTensor>& parameters) {
+void refuse_16_bit_parameters(const NamedTensors& parameters) {
   for (const auto& [name, parameter] : parameters)
     if (parameter.element_size() == 2)
       throw UsageError(
@@ -30,7 +30,7 @@ void refuse_16_bit_parameters(const std::vector<NamedTensor>& parameters) {
 
 torch::Tensor make_flat_block(torch::nn::Module& model, const World& world) {
   const torch::NoGradGuard no_grad;
-  const std::vector<NamedTensor> parameters = trainable(named_parameters(model));
+  const NamedTensors parameters = trainable(named_parameters(model));
   if (parameters.empty())
     throw UsageError({.what = "a model without parameters to train", .next = "leave requires_grad set on some"});
   const torch::ScalarType dtype = parameters.front().tensor.scalar_type();

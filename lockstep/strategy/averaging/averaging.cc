@@ -68,8 +68,8 @@ class OuterStep {
     anchor_.copy_(block);
   }
 
-  std::vector<NamedTensor> state() const {
-    std::vector<NamedTensor> tensors;
+  NamedTensors state() const {
+    NamedTensors tensors;
     for (const auto& [name, tensor] : sgd_.state_of(anchor_))
       if (tensor.defined()) tensors.push_back({"outer." + name, tensor});
     return tensors;
@@ -143,7 +143,7 @@ class Averaging : public ReplicaStrategy {
     if (outer_) outer_->restart_from(blocks_.front());
   }
 
-  std::vector<NamedTensor> state() override { return outer_ ? outer_->state() : std::vector<NamedTensor>(); }
+  NamedTensors state() override { return outer_ ? outer_->state() : NamedTensors(); }
 
   Report report() const override {
     return {{"average_every", average_every_},

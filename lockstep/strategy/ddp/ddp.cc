@@ -15,20 +15,19 @@
 #include "lockstep/optimizer.h"
 #include "lockstep/step/accumulated_batches.h"
 #include "lockstep/step/exchange.h"
-#include "lockstep/step/guards/fitting.h"
 #include "lockstep/step/guards/guards.h"
 #include "lockstep/step/layout.h"
-#include "lockstep/strategy/ddp/virtual_shards.h"
+#include "lockstep/task.h"
 
 namespace lockstep {
 namespace {
 
-std::vector<NamedTensor> without(const std::set<std::string>& names, std::vector<NamedTensor> tensors) {
+NamedTensors without(const std::set<std::string>& names, NamedTensors tensors) {
   std::erase_if(tensors, [&](const NamedTensor& tensor) { return names.contains(tensor.name); });
   return tensors;
 }
 
-std::vector<NamedTensor> held_by(const torch::optim::Optimizer& optimizer, std::vector<NamedTensor> tensors) {
+NamedTensors held_by(const torch::optim::Optimizer& optimizer, NamedTensors tensors) {
   std::unordered_set<const void*> held;
   for (const torch::Tensor& parameter : parameters_of(optimizer)) held.insert(parameter.unsafeGetTensorImpl());
   std::erase_if(tensors, [&](const NamedTensor& t) { return !held.contains(t.tensor.unsafeGetTensorImpl()); });
@@ -43,8 +42,8 @@ DistributedDataParallelOptions options_for(const torch::nn::Module& module, Dist
   return options;
 }
 
-StepLayout layout_of(const World& world, const torch::optim::Optimizer* optimizer,
-                     const std::vector<NamedTensor>& parameters, const DistributedDataParallelOptions& options) {
+StepLayout layout_of(const World& world, const torch::optim::Optimizer* optimizer, const NamedTensors& parameters,
+                     const DistributedDataParallelOptions& options) {
   const auto* const fused = dynamic_cast<const Optimizer*>(optimizer);
   const auto trained = trainable(parameters);
   return choose_layout({.ranks = world.size(),
@@ -64,6 +63,48 @@ StepLayout layout_of(const World& world, const torch::optim::Optimizer* optimize
                         .gradient_as_bucket_view = options.gradient_as_bucket_view,
                         .virtual_shards = options.virtual_shards});
 }
+
+// Keeps the module's buffers the same for any number of ranks, with virtual shards (docs/design/fused-step.md).
+// A rank computes its shards one after another, each forward changing the buffers. What a shard computes must not
+// depend on which rank computes it, so every shard's forward begins with the same buffers: those at the beginning of
+// the step. After the last one the buffers are those that the rank's first shard left; rank 0's, which every rank gets,
+// are those of shard 0 of the batch.
+class ShardBuffers {
+ public:
+  ShardBuffers() = default;
+  // shards: per rank and step; 0: a step is one backward(), and buffers are left alone.
+  ShardBuffers(NamedTensors buffers, int shards) : buffers_(std::move(buffers)), shards_(shards) { begin_step(); }
+
+  // After each backward(). Returns true if it was the last of the step.
+  bool finish_shard() {
+    if (shards_ == 0) return true;
+    if (done_ == 0) after_first_ = copies();
+    const bool is_last = ++done_ == shards_;
+    const Tensors& values = is_last ? after_first_ : at_beginning_;
+    const torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < buffers_.size(); ++i) buffers_[i].tensor.copy_(values[i]);
+    if (is_last) done_ = 0;
+    return is_last;
+  }
+
+  // The buffers as they are now are those that the next step begins with.
+  void begin_step() {
+    if (shards_ > 0) at_beginning_ = copies();
+  }
+
+ private:
+  Tensors copies() const {
+    Tensors copies;
+    for (const auto& [name, tensor] : buffers_) copies.push_back(tensor.detach().clone());
+    return copies;
+  }
+
+  NamedTensors buffers_;
+  int shards_ = 0;
+  int done_ = 0;  // shards of this step
+  Tensors at_beginning_;
+  Tensors after_first_;
+};
 
 }  // namespace
 
@@ -244,7 +285,7 @@ class DistributedDataParallel::Impl {
 
   // The models are compared first, so that nothing is sent that could hang or corrupt.
   void take_values_of_rank_0() const {
-    std::vector<NamedTensor> tensors = parameters_;
+    NamedTensors tensors = parameters_;
     tensors.insert(tensors.end(), buffers_.begin(), buffers_.end());
     for (const auto& [name, tensor] : tensors) require_device(tensor, world_.device(), name);
     require_same_model(world_, tensors);
@@ -278,11 +319,11 @@ class DistributedDataParallel::Impl {
   torch::nn::Module* module_;
   Options options_;
   int shards_;  // of this rank; 0: none
-  std::vector<NamedTensor> parameters_;
-  std::vector<NamedTensor> buffers_;
+  NamedTensors parameters_;
+  NamedTensors buffers_;
   StepLayout layout_;
   Guards guards_;
-  std::shared_ptr<SharedMemory> memory_;  // with shared parameters
+  SharedMemoryPtr memory_;  // with shared parameters
   std::shared_ptr<ParameterBlock> block_;
   std::shared_ptr<Exchange> exchange_;
   std::shared_ptr<void>

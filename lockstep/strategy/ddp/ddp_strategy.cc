@@ -72,12 +72,10 @@ class DdpStrategy : public ReplicaStrategy {
     if (scaler_) scaler_->set_state({static_cast<const char*>(scaler_state_.const_data_ptr()), scaler_state_.nbytes()});
   }
 
-  std::vector<NamedTensor> state() override {
-    return scaler_ ? std::vector<NamedTensor>{{"gradient_scaler", scaler_state_}} : std::vector<NamedTensor>();
-  }
+  NamedTensors state() override { return scaler_ ? NamedTensors{{"gradient_scaler", scaler_state_}} : NamedTensors(); }
 
-  std::vector<NamedTensor> own_state() override { return hook_ ? hook_->state() : std::vector<NamedTensor>(); }
-  void set_own_state(const std::vector<NamedTensor>& state) override {
+  NamedTensors own_state() override { return hook_ ? hook_->state() : NamedTensors(); }
+  void set_own_state(const NamedTensors& state) override {
     if (hook_) hook_->set_state(state);
   }
 

@@ -26,6 +26,7 @@
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/devices.h"
 #include "lockstep/error.h"
+#include "lockstep/named_tensor.h"
 
 namespace lockstep {
 
@@ -52,7 +53,7 @@ class DevicesState {
   double busy_seconds(int index);
 
   // The tensors that the GPUs of a team show each other (gpu_team.h).
-  std::vector<torch::Tensor>& table(int index) { return tables_[index % tables_.size()]; }
+  Tensors& table(int index) { return tables_[index % tables_.size()]; }
   shm::Group& group(int index) { return *teams_[index % teams_.size()][index / teams_.size()]; }
   DeviceSeat& seat(int index) { return seats_[to_size(index)]; }
 
@@ -92,7 +93,7 @@ class DevicesState {
   std::vector<DeviceSeat> seats_;
   IntVector<std::string> names_;
   IntVector<IntVector<shm::GroupPtr>> teams_;
-  IntVector<std::vector<torch::Tensor>> tables_;  // of each team
+  IntVector<Tensors> tables_;  // of each team
 
   std::mutex mutex_;  // of what follows, and of the seats
   std::condition_variable posted_, done_, changed_;

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "lockstep/collective/shm/group.h"
+#include "lockstep/named_tensor.h"
 
 namespace lockstep {
 
@@ -26,7 +27,6 @@ torch::Tensor brought_to(torch::Device gpu, const torch::Tensor& tensor);
 
 // An all_reduce, reduce or broadcast of `flat`, one-dimensional on this device's GPU, with call.count and call.dtype.
 // table: of the team, with a place for each device. Throws PeerLost, MismatchError.
-void run_between_gpus(shm::Group& group, std::vector<torch::Tensor>& table, const Call& call,
-                      const torch::Tensor& flat);
+void run_between_gpus(shm::Group& group, Tensors& table, const Call& call, const torch::Tensor& flat);
 
 }  // namespace lockstep

@@ -82,16 +82,6 @@ Replica make_replica(const Task& task, const StrategyOptions& options, torch::De
   });
 }
 
-Replicas make_replicas(const std::vector<torch::Device>& where, const Task& task, const StrategyOptions& options) {
-  Replicas replicas;
-  for (const torch::Device device : where) {
-    if (!device.is_cpu()) require_gpus(device.index());
-    replicas.push_back(make_replica(task, options, device));
-    on_gpus(either_of(where.front(), device), [&] { copy_model(*replicas.front().model, *replicas.back().model); });
-  }
-  return replicas;
-}
-
 std::vector<torch::Device> devices_of(const StrategyOptions& options) {
   std::vector<torch::Device> where;
   for (const DevicePlace& place : options.places) where.push_back(place.device);

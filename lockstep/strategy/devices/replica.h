@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // strategy/devices/replica.h: the copies of a model that the devices of one process train.
 //
-// Flow:    Task -> make_replicas -> gradients on every device -> combined by the functions here -> step/update/
+// Flow:    Task -> get_params() -> gradients on every device -> combined by the functions here -> step/update/
 // Owns:    nothing
 // Threads: as Devices: call from its scheduling thread
 // Ranks:   inside one process
@@ -30,9 +30,6 @@ std::shared_ptr<Optimizer> make_optimizer(Tensors parameters, const UpdateOption
 // A model on `device` in the layout of options.layout, with its optimizer. The same seed gives the same parameters.
 // Throws UsageError.
 Replica make_replica(const Task& task, const StrategyOptions& options, torch::Device device = torch::kCPU);
-
-// One for each place, all with the parameters and buffers of the first.
-Replicas make_replicas(const std::vector<torch::Device>& where, const Task& task, const StrategyOptions& options);
 
 // The places of options.devices.
 std::vector<torch::Device> devices_of(const StrategyOptions& options);

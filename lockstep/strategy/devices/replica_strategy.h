@@ -48,7 +48,7 @@ class ReplicaStrategy : public Strategy {
   ReplicaStrategy(const World& world, const Task& task, const StrategyOptions& options)
       : task_(task),
         devices_(make_devices(world, options)),
-        replicas_(make_replicas(devices_of(options), task, options)),
+        replicas_(get_params(*devices_, task, options)),
         accumulate_(options.accumulate),
         uneven_(options.towers.refuse_uneven ? Uneven::kRefuse : Uneven::kSplit) {}
 

@@ -1,12 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
+// The calls of lockstep/towers.h, and the strategy `towers`: data parallel training out of them.
+//
+//   update on every device   a copy of the parameters and an optimizer per device, as in "Dive into Deep Learning"
+//   update on the CPU        one set of parameters and one optimizer; gradients are summed in the pass that updates, as in
+//                            TensorFlow's multi-tower CIFAR-10 example. Where devices are GPUs this is
+//                            kvstore local_update_cpu: gradients and parameters go over pinned memory
+//
+// Owns:    the devices' threads, a replica per device
+// Threads: one scheduling thread
+// Ranks:   inside one process
 #include "lockstep/towers.h"
 
 #include <algorithm>
 
 #include "lockstep/base/text.h"
+#include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
-#include "lockstep/strategy/devices/replica.h"
+#include "lockstep/strategy/devices/replica_strategy.h"
+#include "lockstep/strategy/strategies.h"
 
 namespace lockstep {
 namespace {
@@ -28,9 +40,13 @@ void require_same_structure(const torch::nn::Module& made, const torch::nn::Modu
 }  // namespace
 
 Replicas get_params(const Devices& devices, const Task& task, const StrategyOptions& options) {
-  std::vector<torch::Device> where;
-  for (int i = 0; i < devices.size(); ++i) where.push_back(devices.where(i));
-  return make_replicas(where, task, options);
+  Replicas replicas;
+  for (int i = 0; i < devices.size(); ++i) {
+    replicas.push_back(make_replica(task, options, devices.where(i)));
+    on_gpus(either_of(devices.where(0), devices.where(i)),
+            [&] { copy_model(*replicas.front().model, *replicas.back().model); });
+  }
+  return replicas;
 }
 
 Replicas get_params(const Devices& devices, const Task& task, const torch::nn::Module& model,
@@ -143,6 +159,58 @@ BatchTotals train_batch(Devices& devices, const Task& task, const Replicas& repl
   all_reduce_gradients(devices, replicas, options.algorithm);
   update(devices, replicas);
   return mean_of(losses, shards, task);
+}
+
+// ---- The strategy
+
+namespace {
+
+class Towers : public ReplicaStrategy {
+ public:
+  Towers(const World& world, const Task& task, const StrategyOptions& options)
+      : ReplicaStrategy(world, task, options), algorithm_(options.algorithm) {
+    if (options.towers.update == UpdateOn::kCpu) share_parameters(*devices_, replicas_);
+    seed_steps(options.seed);
+  }
+
+  BatchTotals forward_backward(const Batch& batch) override {
+    const BatchTotals totals = train_towers(batch);
+    in_phase(Phase::kExchange, [&] {
+      if (update_on_cpu())
+        combine_gradients(replicas_);
+      else
+        all_reduce_gradients(*devices_, replicas_, algorithm_);
+    });
+    return totals;
+  }
+
+  void update() override {
+    if (!update_on_cpu()) return update_replicas();
+    in_phase(Phase::kUpdate, [&] { optimizer().step(); });
+  }
+
+  void restored(std::int64_t) override { update_on_cpu() ? follow_model(replicas_) : follow_first(replicas_); }
+
+ private:
+  bool update_on_cpu() const { return replicas_.front().combined != nullptr; }
+
+  Algorithm algorithm_;
+};
+
+}  // namespace
+
+HeldBytes bytes_of_towers(const PlannedRun& run) {
+  return run.options.towers.update == UpdateOn::kCpu ? bytes_of_data_parallel(run) : bytes_of_averaging(run);
+}
+
+std::unique_ptr<Strategy> make_towers(const World& world, const Task& task, const StrategyOptions& options) {
+  require_one_process(world, options);
+  if (options.towers.update == UpdateOn::kCpu && !devices_of(options).front().is_cpu()) {
+    StrategyOptions in_store = options;  // the same by another name: a store in the host's memory
+    in_store.kvstore = {.kind = KVStoreKind::kLocalUpdateCpu};
+    return make_kvstore_strategy(world, task, in_store);
+  }
+  return std::make_unique<Towers>(world, task, options);
 }
 
 }  // namespace lockstep

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The strategy `kvstore` between ranks that are threads: servers and workers go through the same loop.
-#include "lockstep/strategy/kvstore/kvstore_strategy.h"
-
 #include <torch/nn/modules/batchnorm.h>
 
 #include <array>
@@ -16,6 +14,7 @@
 #include "lockstep/deadline.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/sampler.h"
+#include "lockstep/strategy.h"
 #include "lockstep/strategy/option_names.h"
 #include "tests/shm/support.h"
 #include "tests/strategies.h"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/key_plan.h: which server holds which part of which key.
 //
-// Flow:    names and shapes of the keys -> here -> worker.h (where to send), server_table.h (what lies where)
+// Flow:    names and shapes of the keys -> here -> worker.cc (where to send), server_table.h (what lies where)
 // Threads: values
 // Ranks:   no communication: every worker computes the same plan
 //

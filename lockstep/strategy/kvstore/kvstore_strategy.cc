@@ -1,6 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/strategy/kvstore/kvstore_strategy.h"
-
+// The strategy `kvstore`: a store of weights that devices push gradients to and pull weights from. lockstep/kvstore.h
+// lists its kinds; `local` picks one of the local ones, and logs which and why.
+//
+// Flow:    Batch -> towers.h -> Store -> the devices' replicas
+// Owns:    the devices' threads, a replica per device, the store
+// Ranks:   all ranks call
+//
+// dist_*: servers and workers go through the same training loop. A worker trains on its part of the batches. A server's
+// threads serve; its loop counts a step once every worker has pushed it, validates and saves.
 #include <algorithm>
 #include <limits>
 
@@ -12,7 +19,6 @@
 #include "lockstep/strategy/devices/replica_strategy.h"
 #include "lockstep/strategy/kvstore/local_store.h"
 #include "lockstep/strategy/kvstore/server.h"
-#include "lockstep/strategy/kvstore/worker.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
 #include "lockstep/strategy/strategies.h"

@@ -74,11 +74,15 @@ void DistSetting::share_model(const torch::nn::Module& model) const {
   broadcast_model(world, model, workers.front());
 }
 
+void tell(const StoreLink& server, Request request) {
+  try {
+    server.send(RequestHeader{.request = request});
+  } catch (const std::exception&) {
+  }
+}
+
 void say_goodbye(const std::vector<StoreLink>& to_servers) {
-  for (const StoreLink& server : to_servers) try {
-      server.send(RequestHeader{.request = Request::kGoodbye});
-    } catch (const std::exception&) {
-    }
+  for (const StoreLink& server : to_servers) tell(server, Request::kGoodbye);
 }
 
 DistSetting connect_store(const World& world, const StrategyOptions& options) {

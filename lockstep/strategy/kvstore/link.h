@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // strategy/kvstore/link.h: the connection between a server and one of its clients, and who is connected to whom.
 //
-// Flow:    worker.h -> here -> World's messages -> server.h, and back
+// Flow:    worker.cc -> here -> World's messages -> server.h, and back
 // Owns:    a StoreLink: a World of two ranks, the server and the client, with connections of its own
 // Threads: a StoreLink belongs to one thread, but for abandon()
 // Ranks:   one of the two; connect_store() and share_model() are called by all ranks

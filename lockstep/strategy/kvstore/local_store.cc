@@ -79,8 +79,7 @@ std::string not_linked(const std::vector<torch::Device>& gpus) {
   return "";
 }
 
-ChosenKind choose_local_kind(const std::vector<NamedTensor>& parameters, int devices,
-                             const std::optional<std::string>& separate) {
+ChosenKind choose_local_kind(const NamedTensors& parameters, int devices, const std::optional<std::string>& separate) {
   if (devices == 1) return {KVStoreKind::kLocalUpdateCpu, "there is one device, and nothing to add up"};
   if (!separate)
     return {KVStoreKind::kLocalUpdateCpu, "devices that are cores read the weights where the store updates them, once"};

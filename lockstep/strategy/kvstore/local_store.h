@@ -57,7 +57,7 @@ struct ChosenKind {
   KVStoreKind kind;
   std::string reason;
 };
-ChosenKind choose_local_kind(const std::vector<NamedTensor>& parameters, int devices,
+ChosenKind choose_local_kind(const NamedTensors& parameters, int devices,
                              const std::optional<std::string>& separate = std::nullopt);
 
 }  // namespace lockstep

@@ -5,7 +5,6 @@
 
 #include "lockstep/model/parameters.h"
 #include "lockstep/models.h"
-#include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/option_names.h"
 #include "tests/strategies.h"
 #include "tests/support.h"

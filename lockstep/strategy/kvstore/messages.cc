@@ -37,9 +37,8 @@ void check(const Received& sender, const RequestHeader& request, const BlockLayo
     sender.in(request.bytes, 1, std::numeric_limits<std::int64_t>::max(), "the elements from which keys are split");
     return;
   }
-  const auto last =
-      sender.in(static_cast<std::int64_t>(request.slices.last), 0, std::ssize(layout.slices()), "the last slice");
-  sender.in(static_cast<std::int64_t>(request.slices.first), 0, last, "the first slice");
+  const auto last = sender.in(to_int64(request.slices.last), 0, std::ssize(layout.slices()), "the last slice");
+  sender.in(to_int64(request.slices.first), 0, last, "the first slice");
   check_flag(sender, request.trained, "a flag");
   check_flag(sender, request.stopping, "a flag");
   sender.in(request.push.samples, 0, kMostSamples, "the number of samples");
@@ -55,15 +54,15 @@ void check(const Received& sender, const std::vector<Key>& keys) {
   for (const Key& key : keys) {
     sender.require(is_dtype(static_cast<std::int64_t>(key.dtype)), "a key of unknown dtype");
     check_flag(sender, key.trained, "whether a key is trained");
-    sender.bytes(key.elements, static_cast<std::int64_t>(c10::elementSize(key.dtype)), "a key");
+    sender.bytes(key.elements, to_int64(c10::elementSize(key.dtype)), "a key");
     sender.in(key.rows, 1, std::max<std::int64_t>(key.elements, 1), "the rows of a key");
     sender.require(key.elements % key.rows == 0, concat(key.rows, " rows in ", key.elements, " elements"));
   }
 }
 
 void check(const Received& sender, const UpdateOptions& options) {
-  sender.in(static_cast<std::int64_t>(options.optimizer.index()), 0,
-            to_int64(std::variant_size_v<OptimizerOptions>) - 1, "the optimizer");
+  sender.in(to_int64(options.optimizer.index()), 0, to_int64(std::variant_size_v<OptimizerOptions>) - 1,
+            "the optimizer");
   if (const auto* sgd = std::get_if<SGDOptions>(&options.optimizer)) check_flag(sender, sgd->nesterov, "nesterov");
   for (const auto& [name, value] : values_of(options.optimizer))
     sender.require(std::isfinite(value), concat(name, " is ", value));

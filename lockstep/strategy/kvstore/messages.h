@@ -65,6 +65,9 @@ struct RequestHeader {
 
 struct ReplyHeader {};
 
+// Sends a request that has no payload and no reply (link.cc). Does nothing for a server that is lost.
+void tell(const StoreLink& server, Request request);
+
 // Checks of what a server receives, before it is used. Throw MismatchError. compressed: values may have two bits.
 void check(const Received& sender, const RequestHeader& request, const BlockLayout& layout, bool compressed);
 void check(const Received& sender, const std::vector<Key>& keys);

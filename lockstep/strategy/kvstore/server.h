@@ -61,4 +61,7 @@ class KVServer {
 // Begins to serve.
 std::unique_ptr<KVServer> make_kv_server(const DistSetting& setting);
 
+// server_strategy.cc: the strategy of a server.
+std::unique_ptr<Strategy> make_server_strategy(const DistSetting& setting, const Task& task);
+
 }  // namespace lockstep

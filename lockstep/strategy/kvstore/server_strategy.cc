@@ -11,7 +11,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
-#include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/kvstore/server.h"
 #include "lockstep/strategy/kvstore/store.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
@@ -56,15 +55,8 @@ class PeerServers {
     std::mutex in_use;
   };
 
-  // The loss of a server is not reported here: it ends the workers, and their loss ends this server.
-  static void tell(const StoreLink& link, Request request) {
-    try {
-      link.send(RequestHeader{.request = request});
-    } catch (const std::exception&) {
-    }
-  }
-
-  // A peer that for_each() talks to right now hears from this server anyway: it is left out, not waited for.
+  // The loss of a server is not reported here: it ends the workers, and their loss ends this server. A peer that
+  // for_each() talks to right now hears from this server anyway: it is left out, not waited for.
   void keep_alive(const std::stop_token& stop, milliseconds interval) {
     std::mutex mutex;
     std::condition_variable_any stopped;

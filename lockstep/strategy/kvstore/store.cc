@@ -31,7 +31,7 @@ void sum_chunks(T* into, std::span<const Term> terms, torch::ScalarType dtype, s
 
 }  // namespace
 
-std::vector<Key> keys_of(const std::vector<NamedTensor>& values, const std::vector<NamedTensor>& buffers) {
+std::vector<Key> keys_of(const NamedTensors& values, const NamedTensors& buffers) {
   std::vector<Key> keys;
   for (const auto* const list : {&values, &buffers})
     for (const auto& [name, tensor] : *list)
@@ -42,7 +42,7 @@ std::vector<Key> keys_of(const std::vector<NamedTensor>& values, const std::vect
   return keys;
 }
 
-void Store::init(const std::vector<NamedTensor>& values, const std::vector<NamedTensor>& buffers) {
+void Store::init(const NamedTensors& values, const NamedTensors& buffers) {
   if (!keys_.empty())
     throw UsageError({.what = "init() of a store that has its keys", .next = "give all keys at once"});
   Tensors tensors;

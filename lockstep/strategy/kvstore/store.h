@@ -2,7 +2,7 @@
 // strategy/kvstore/store.h: what all stores have in common: keys by number instead of name, and the sum over the devices
 // of one worker (level 1).
 //
-// Flow:    lockstep/kvstore.h -> here -> local_store.h, worker.h
+// Flow:    lockstep/kvstore.h -> here -> local_store.h, worker.cc
 // Owns:    the list of keys, buffers for sums on the CPU
 // Threads: one thread
 // Ranks:   as lockstep/kvstore.h
@@ -17,8 +17,10 @@
 
 namespace lockstep {
 
+struct DistSetting;
+
 // The keys of a store, in their order: values that are trained, then buffers.
-std::vector<Key> keys_of(const std::vector<NamedTensor>& values, const std::vector<NamedTensor>& buffers);
+std::vector<Key> keys_of(const NamedTensors& values, const NamedTensors& buffers);
 
 // into = sum of the terms, in one pass over memory. `into`: dense; the terms have its dtype and number of elements.
 void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms,
@@ -26,7 +28,7 @@ void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms,
 
 class Store : public KVStore {
  public:
-  void init(const std::vector<NamedTensor>& values, const std::vector<NamedTensor>& buffers = {}) final;
+  void init(const NamedTensors& values, const NamedTensors& buffers = {}) final;
   void push(const Names& names, const DeviceTensors& values, const PushOptions& options = {}) final;
   void pull(const Names& names, const DeviceTensors& into) final;
   void push_pull(const Names& names, const DeviceTensors& values, const DeviceTensors& into,
@@ -91,5 +93,9 @@ class Store : public KVStore {
   std::vector<std::vector<std::int64_t>> sizes_{};  // [key]
   std::map<std::string, std::size_t> numbers_;      // by name
 };
+
+// A worker's store (worker.cc). devices: may be null, then the calling thread makes all copies. The store says goodbye
+// at its end, but not while an exception is in flight, so that the servers notice that this worker is lost.
+std::unique_ptr<Store> make_kv_worker(const DistSetting& setting, Devices* devices);
 
 }  // namespace lockstep

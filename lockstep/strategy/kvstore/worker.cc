@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/strategy/kvstore/worker.h"
-
+// A worker's side of a store on servers.
+//
+// Flow:    values of the devices -> summed here (level 1) -> link.h -> servers (level 2), and back
+// Owns:    its ends of the links; for each server a block to send from and one to receive into: 2 K bytes
+// Threads: one thread
+// Ranks:   a worker
 #include <algorithm>
 #include <array>
 #include <exception>
@@ -9,6 +13,8 @@
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/step/two_bit.h"
+#include "lockstep/strategy/kvstore/messages.h"
+#include "lockstep/strategy/kvstore/store.h"
 
 namespace lockstep {
 namespace {

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // A store on servers, whose ranks are threads, over each transport.
-#include "lockstep/strategy/kvstore/worker.h"
-
 #include <atomic>
 #include <mutex>
 #include <thread>
@@ -9,6 +7,7 @@
 #include "agent/start/launcher.h"
 #include "lockstep/deadline.h"
 #include "lockstep/strategy/kvstore/server.h"
+#include "lockstep/strategy/kvstore/store.h"
 #include "tests/worlds.h"
 
 namespace lockstep {

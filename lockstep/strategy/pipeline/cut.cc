@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
 #include <numeric>
 
 #include "lockstep/base/median.h"
@@ -10,6 +11,7 @@
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
+#include "lockstep/model/parameters.h"
 #include "lockstep/strategy/pipeline/stage.h"
 
 namespace lockstep {
@@ -69,6 +71,14 @@ double seconds_of(const Piece& piece, Tensors& tensors) {
   const double seconds = watch.seconds();
   tensors = as_leaves(outputs);
   return seconds;
+}
+
+Tensors tensors_in(const Piece& piece) {
+  Tensors tensors;
+  for (const torch::nn::Module* module : piece.modules)
+    for (const Tensors& some : {module->parameters(), module->buffers()})
+      tensors.insert(tensors.end(), some.begin(), some.end());
+  return tensors;
 }
 
 }  // namespace
@@ -159,6 +169,39 @@ std::string to_string(const Cut& cut) {
   std::vector<std::string> ranges;
   for (const Range& range : cut) ranges.push_back(concat(range.begin, "-", range.end - 1));
   return join(ranges, ",");
+}
+
+bool StagedTensor::is_used_by(int stage) const { return std::ranges::find(stages, stage) != stages.end(); }
+
+StagedTensors stage_tensors(const torch::nn::Module& model, const std::vector<Piece>& pieces, const Cut& cut) {
+  std::map<const void*, std::vector<int>> users;
+  for (int stage = 0; stage < cut.size(); ++stage)
+    for (const Piece& piece : pieces_in(pieces, cut[stage]))
+      for (const torch::Tensor& tensor : tensors_in(piece)) {
+        auto& stages = users[tensor.unsafeGetTensorImpl()];
+        if (stages.empty() || stages.back() != stage) stages.push_back(stage);
+      }
+  std::vector<int> all(to_size(cut.size()));
+  std::iota(all.begin(), all.end(), 0);
+  StagedTensors staged;
+  const auto add = [&](const NamedTensors& tensors, bool are_buffers) {
+    for (const NamedTensor& each : tensors) {
+      const auto found = users.find(each.tensor.unsafeGetTensorImpl());
+      staged.push_back({each, found == users.end() ? all : found->second, are_buffers});
+    }
+  };
+  add(named_parameters(model), false);
+  add(named_buffers(model), true);
+  return staged;
+}
+
+std::vector<double> bytes_of(const std::vector<Piece>& pieces) {
+  std::vector<double> bytes;
+  for (const Piece& piece : pieces) {
+    bytes.push_back(1);
+    for (const torch::Tensor& each : tensors_in(piece)) bytes.back() += static_cast<double>(each.nbytes());
+  }
+  return bytes;
 }
 
 }  // namespace lockstep

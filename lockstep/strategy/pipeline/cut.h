@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// strategy/pipeline/cut.h: which pieces of a model each stage of a pipeline has.
+// strategy/pipeline/cut.h: which pieces of a model each stage of a pipeline has, and which parameters and buffers it
+// uses.
 //
 // Threads: pure functions; measure_pieces runs the model on the calling thread
 #pragma once
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "lockstep/base/int_vector.h"
+#include "lockstep/named_tensor.h"
 #include "lockstep/sampler.h"
 #include "lockstep/task.h"
 
@@ -42,5 +44,21 @@ std::vector<Piece> pieces_in(const std::vector<Piece>& pieces, const Range& rang
 Tensors through(const std::vector<Piece>& pieces, Tensors tensors);
 
 std::string to_string(const Cut& cut);  // "0-3,4-9"
+
+// A parameter or buffer of the model.
+struct StagedTensor {
+  NamedTensor named;
+  std::vector<int> stages;  // whose pieces use it; all, if no piece does
+  bool is_buffer = false;
+
+  bool is_used_by(int stage) const;
+};
+using StagedTensors = std::vector<StagedTensor>;
+
+// Lists them in the model's order: parameters, then buffers.
+StagedTensors stage_tensors(const torch::nn::Module& model, const std::vector<Piece>& pieces, const Cut& cut);
+
+// Bytes of each piece's parameters and buffers, and 1.
+std::vector<double> bytes_of(const std::vector<Piece>& pieces);
 
 }  // namespace lockstep

@@ -23,7 +23,6 @@
 #include "lockstep/model/partial_model.h"
 #include "lockstep/strategy/devices/gpu_team.h"
 #include "lockstep/strategy/pipeline/pipeline.h"
-#include "lockstep/strategy/pipeline/stage_tensors.h"
 
 namespace lockstep {
 namespace {

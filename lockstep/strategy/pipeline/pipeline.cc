@@ -10,8 +10,6 @@
 #include "lockstep/model/parameters.h"
 #include "lockstep/model/partial_model.h"
 #include "lockstep/strategy/devices/thread_generator.h"
-#include "lockstep/strategy/pipeline/stage_tensors.h"
-#include "lockstep/strategy/strategies.h"
 
 namespace lockstep {
 namespace {

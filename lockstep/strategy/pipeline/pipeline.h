@@ -26,6 +26,7 @@
 #include "lockstep/strategy/devices/replica_strategy.h"
 #include "lockstep/strategy/pipeline/cut.h"
 #include "lockstep/strategy/pipeline/stage.h"
+#include "lockstep/strategy/strategies.h"
 
 namespace lockstep {
 
@@ -86,7 +87,6 @@ class Pipeline : public ReplicaStrategy {
   torch::Tensor usage_;        // [device of this process][Usage]
 };
 
-std::unique_ptr<Strategy> make_local_pipeline(const World& world, const Task& task, const StrategyOptions& options);
-std::unique_ptr<Strategy> make_rank_pipeline(const World& world, const Task& task, const StrategyOptions& options);
+MakeStrategy make_local_pipeline, make_rank_pipeline;
 
 }  // namespace lockstep

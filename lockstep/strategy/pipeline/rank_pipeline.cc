@@ -20,7 +20,6 @@
 #include "lockstep/model/partial_model.h"
 #include "lockstep/strategy/devices/thread_generator.h"
 #include "lockstep/strategy/pipeline/pipeline.h"
-#include "lockstep/strategy/pipeline/stage_tensors.h"
 #include "lockstep/strategy/pipeline/tensor_messages.h"
 
 namespace lockstep {
@@ -38,14 +37,14 @@ void require_possible(const StrategyOptions& options) {
                       .next = "leave out --devices-per-worker, so that stages are threads, or clip by value"});
 }
 
-std::vector<NamedTensor> named(const StagedTensors& tensors) {
-  std::vector<NamedTensor> all;
+NamedTensors named(const StagedTensors& tensors) {
+  NamedTensors all;
   for (const StagedTensor& each : tensors) all.push_back(each.named);
   return all;
 }
 
 // A rank without a gradient, where others have one, adds zeros.
-void sum_gradients_over(const World& world, const std::vector<NamedTensor>& parameters) {
+void sum_gradients_over(const World& world, const NamedTensors& parameters) {
   if (world.size() == 1 || parameters.empty()) return;
   std::vector<std::int64_t> has_gradient;
   for (const auto& [name, parameter] : parameters) has_gradient.push_back(parameter.grad().defined() ? 1 : 0);
@@ -168,7 +167,7 @@ class RankPipeline : public Pipeline {
  private:
   struct Group {
     World world;
-    std::vector<NamedTensor> parameters;
+    NamedTensors parameters;
   };
 
   int stage() const { return all_.rank() % stages_; }
@@ -192,7 +191,7 @@ class RankPipeline : public Pipeline {
   void hold_tensors(const OptimizerStates& states) {
     groups_ = {{.world = of_stage_, .parameters = {}}};
     buffers_.clear();
-    std::map<std::vector<int>, std::vector<NamedTensor>> shared;  // the same on every rank
+    std::map<std::vector<int>, NamedTensors> shared;  // the same on every rank
     for (const StagedTensor& each : staged(cut_)) {
       if (each.is_buffer && each.is_used_by(stage())) buffers_.push_back(each.named);
       if (each.is_buffer) continue;
@@ -237,7 +236,7 @@ class RankPipeline : public Pipeline {
   World back_;        // the same for gradients: between GPUs a message holds up those behind it on its connection
   std::vector<Piece> pieces_;
   std::vector<Group> groups_;  // this stage's replicas, then ranks of several stages
-  std::vector<NamedTensor> buffers_;
+  NamedTensors buffers_;
 };
 
 }  // namespace

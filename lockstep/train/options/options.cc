@@ -12,7 +12,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/observe/timeline_file.h"
-#include "lockstep/strategy/kvstore/kvstore_strategy.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/timeline.h"
 #include "lockstep/train/options/option_table.h"

@@ -7,7 +7,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
-#include "lockstep/strategy/kvstore/kvstore_strategy.h"
+#include "lockstep/strategy/strategies.h"
 
 namespace lockstep {
 namespace {

@@ -17,7 +17,7 @@
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/optimizer.h"
-#include "lockstep/step/guards/fitting.h"
+#include "lockstep/step/guards/guards.h"
 #include "lockstep/step/update/rule.h"
 #include "lockstep/train/state/generators.h"
 #include "lockstep/train/state/loop_state.h"

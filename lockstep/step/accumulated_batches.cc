@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/step/rank_weights.h"
+#include "lockstep/step/accumulated_batches.h"
 
 #include <c10/util/Exception.h>
 
