@@ -83,14 +83,14 @@ class Buckets : public Exchange {
   // exchange in the order in which those of rank 0 became ready. In a world of one there is nothing to exchange: no
   // buckets, no hooks; with shards its sums have the order of several ranks.
   Buckets(World world, const NamedTensors& parameters, const BucketOptions& options)
-      : world_(std::move(world)),
+      : Exchange(options.memory ? options.memory : SharedMemory::alone()),
+        world_(std::move(world)),
         all_(parameters),
         options_(options),
         shards_(to_size(std::max(options.shards / world_.size(), 1))),
         buckets_(shards_.front()),
         totals_(world_),
         scale_(options.shards > 0 ? 1 : 0),
-        memory_(options.memory ? options.memory : SharedMemory::alone()),
         agreement_(memory_, options.block),
         is_exchanged_(world_.size() == 1 && !options.slices) {
     std::ranges::copy_if(all_, std::back_inserter(trained_), [](const auto& p) { return p.tensor.requires_grad(); });
@@ -173,7 +173,6 @@ class Buckets : public Exchange {
 
   // ---- In step(), with slices or where the ranks of a machine share parameters
 
-  const SharedMemoryPtr& memory() const override { return memory_; }
   std::shared_ptr<GradientSlices> slices() const override { return slices_; }
 
   // .grad is the same mean on every rank. One that is written by hand until the step, to clip it for instance, must be so
@@ -601,7 +600,6 @@ class Buckets : public Exchange {
   AccumulatedBatches of_shard_;  // of the shard whose backward() runs
   Tensors losses_;               // of this step's shards so far, times samples
 
-  SharedMemoryPtr memory_;
   StepAgreement agreement_;
   LocalGradients in_grad_;
   GradientWatch watch_{all_};      // of .grad since the last exchange

@@ -29,6 +29,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/batch_totals.h"
@@ -58,10 +59,11 @@ struct WeightedGradients {
 // The half of an exchange that an optimizer sees. Gradients of one process need no other (step/local_gradients.h).
 class GradientSource {
  public:
+  explicit GradientSource(SharedMemoryPtr memory = SharedMemory::alone()) : memory_(std::move(memory)) {}
   virtual ~GradientSource() = default;
 
   // The ranks that share the parameters: each updates a slice.
-  virtual const SharedMemoryPtr& memory() const = 0;
+  const SharedMemoryPtr& memory() const { return memory_; }
 
   // The number of sources of each gradient, where gradients are in memory that outlives the ranks; else 0.
   virtual std::size_t kept_sources() const { return 0; }
@@ -78,10 +80,15 @@ class GradientSource {
 
   // This rank has updated its slice. Blocks until all ranks have: afterwards every parameter is new. Throws PeerLost.
   virtual void end_update() = 0;
+
+ protected:
+  SharedMemoryPtr memory_;
 };
 
 class Exchange : public GradientSource {
  public:
+  using GradientSource::GradientSource;
+
   // The calls around a backward(), which adds to .grad. begin() on the thread that runs it, before the first gradient of
   // a parameter. loss: the mean over the batch of this rank; undefined: not known. exchanges: finish() follows end(); else
   // a later backward() exchanges the sum. Returns the factor by which its gradients must be multiplied, 0 without samples.

@@ -34,7 +34,6 @@ class LocalGradients : public GradientSource {
   // it a step uses each parameter's .grad.
   void set(std::vector<Tensors> lists) { lists_ = std::move(lists); }
 
-  const SharedMemoryPtr& memory() const override { return memory_; }
   WeightedGradients begin_update(const Tensors& parameters, const StepSettings& settings) override;
   void end_update() override;
   void release() { current_.clear(); }  // instead of end_update(): the caller marks what was written
@@ -42,7 +41,6 @@ class LocalGradients : public GradientSource {
  private:
   ParallelFor parallel_for_;
   OnEachGpu on_each_gpu_;
-  SharedMemoryPtr memory_ = SharedMemory::alone();
   std::vector<Tensors> lists_;    // for the next step
   std::vector<Tensors> current_;  // of this step
   Tensors updated_;               // parameters of this step

@@ -61,7 +61,7 @@ bool has_gradient(const NamedTensor& parameter) { return parameter.tensor.grad()
 class Published : public Exchange {
  public:
   Published(SharedMemoryPtr memory, NamedTensors parameters, PublishedOptions options)
-      : memory_(std::move(memory)),
+      : Exchange(std::move(memory)),
         parameters_(std::move(parameters)),
         options_(std::move(options)),
         gradient_memory_(std::make_shared<GradientMemory>(memory_, parameters_)),
@@ -140,7 +140,6 @@ class Published : public Exchange {
 
   // ---- In step()
 
-  const SharedMemoryPtr& memory() const override { return memory_; }
   std::size_t kept_sources() const override { return memory_->outlives_ranks() ? rows_ : 0; }
 
   WeightedGradients begin_update(const Tensors& parameters, const StepSettings& settings) override {
@@ -466,7 +465,6 @@ class Published : public Exchange {
     return least(most);
   }
 
-  SharedMemoryPtr memory_;
   NamedTensors parameters_;
   PublishedOptions options_;
   std::unordered_map<const void*, std::size_t> index_of_;  // TensorImpl -> index in parameters_
