@@ -10,13 +10,13 @@
 #include <openssl/evp.h>
 
 #include <algorithm>
-#include <thread>
 #include <utility>
 
 #include <nlohmann/json.hpp>
 
 #include "agent/meet/interfaces.h"
 #include "agent/meet/membership_store.h"
+#include "lockstep/base/retry.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
@@ -107,7 +107,7 @@ std::int64_t number_in(const json& object, const char* name) {
 class EtcdStore final : public MembershipStore {
  public:
   explicit EtcdStore(const Meeting& meeting)
-      : meeting_(meeting), prefix_(concat(meeting.prefix, meeting.job, "/")), end_(prefix_) {
+      : MembershipStore(""), meeting_(meeting), prefix_(concat(meeting.prefix, meeting.job, "/")), end_(prefix_) {
     end_.back() += 1;  // behind all keys with this prefix
   }
   ~EtcdStore() override {
@@ -155,9 +155,6 @@ class EtcdStore final : public MembershipStore {
     return answer && answer->value("succeeded", false);
   }
 
-  const std::string& own_address() const override { return own_address_; }
-  bool is_lost() const override { return false; }  // it may come back
-  bool serves() const override { return false; }
   std::string name() const override { return concat("etcd at ", meeting_.places[place_].text()); }
   const std::string& why() const { return why_; }
 
@@ -217,21 +214,19 @@ class EtcdStore final : public MembershipStore {
   std::size_t place_ = 0;  // of the member that has answered last
   std::int64_t lease_ = 0;
   std::string written_{};  // under this lease
-  std::string own_address_{};
-  std::string why_{};  // the last request has failed
+  std::string why_{};      // the last request has failed
 };
 
 }  // namespace
 
 std::unique_ptr<MembershipStore> open_etcd_store(const Meeting& meeting, const Deadline& deadline) {
   auto store = std::make_unique<EtcdStore>(meeting);
-  for (; !store->read(); std::this_thread::sleep_for(std::min(kAskEtcdEvery, deadline.left())))
-    if (deadline.passed())
-      throw RendezvousError({.what = concat("etcd does not answer: ", store->why()),
-                             .here = concat("--rdzv-endpoint ", meeting.places.front().text()),
-                             .likely = "a wrong address or port, a firewall, or etcd requires TLS",
-                             .next = "give --rdzv-endpoint HOST:PORT[,HOST:PORT...] of its members, and for TLS "
-                                     "--rdzv-conf cacert=FILE,cert=FILE,key=FILE"});
+  if (!retry(deadline, kAskEtcdEvery, [&] { return store->read(); }))
+    throw RendezvousError({.what = concat("etcd does not answer: ", store->why()),
+                           .here = concat("--rdzv-endpoint ", meeting.places.front().text()),
+                           .likely = "a wrong address or port, a firewall, or etcd requires TLS",
+                           .next = "give --rdzv-endpoint HOST:PORT[,HOST:PORT...] of its members, and for TLS "
+                                   "--rdzv-conf cacert=FILE,cert=FILE,key=FILE"});
   store->find_own_address(deadline);
   return store;
 }

@@ -130,14 +130,6 @@ JobSecret::JobSecret(const std::string& job, bool is_rank_0) {
   is_made_here_ = true;
 }
 
-std::shared_ptr<const JobSecret> JobSecret::learned(const JobSecret& how, const std::optional<Secret>& secret) {
-  const std::shared_ptr<JobSecret> result(new JobSecret);
-  result->off_ = how.off_;
-  result->by_munge_ = how.by_munge_;
-  result->known_ = secret;
-  return result;
-}
-
 JobSecret::~JobSecret() {
   if (is_made_here_) ::unlink(file_.c_str());
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // agent/meet/job_secret.h: the 256 bits that the ranks of a job have in common and nobody else knows.
 //
-// Flow:    the environment, files, munge -> here -> tls_channel.h, secured_channel.h
+// Flow:    the environment, files, munge -> here -> tls_channel.h, secured_meeting.h
 // Owns:    on rank 0, where nothing else carries it, a file in the user's home, until it is destroyed
 // Threads: any
 // Ranks:   each finds it by itself, or asks rank 0 for it where munge carries it
@@ -37,9 +37,6 @@ class JobSecret {
   ~JobSecret();
   JobSecret& operator=(JobSecret&&) = delete;
 
-  // Makes that of a process other than rank 0, which has learned the secret and can pass it on as rank 0 does.
-  static std::shared_ptr<const JobSecret> learned(const JobSecret& how, const std::optional<Secret>& secret);
-
   // LOCKSTEP_INSECURE_NETWORK: nobody is asked for a secret, and nothing is encrypted.
   bool is_off() const { return off_; }
 
@@ -54,8 +51,6 @@ class JobSecret {
   std::optional<std::string> credential() const;
 
  private:
-  JobSecret() = default;
-
   bool off_ = false;
   bool by_munge_ = false;
   std::optional<Secret> known_;

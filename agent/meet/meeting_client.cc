@@ -5,6 +5,21 @@
 
 namespace lockstep {
 
+MeetingClientPtr MeetingClient::serve(UniqueFd listener, MeetingServer::Admit admit, std::string own_address) {
+  auto server = std::make_unique<MeetingServer>(std::move(listener), std::move(admit));
+  const MeetingClientPtr client(
+      new MeetingClient(std::make_unique<Channel>(server->own_connection()), std::move(own_address)));
+  client->server_ = std::move(server);
+  return client;
+}
+
+MeetingClientPtr MeetingClient::join(std::unique_ptr<Channel> channel, const Deadline& deadline,
+                                     std::string own_address) {
+  const MeetingClientPtr client(new MeetingClient(std::move(channel), std::move(own_address)));
+  const auto answer = client->ask({.kind = Packet::Kind::kHello}, deadline);
+  return answer && answer->kind == Packet::Kind::kDone ? client : nullptr;
+}
+
 std::optional<Packet> MeetingClient::exchange(const Packet& request, const Deadline& deadline) {
   stream_.put(request);
   for (;;) {
@@ -22,9 +37,8 @@ std::optional<Packet> MeetingClient::ask(const Packet& request, const Deadline& 
   return answer;
 }
 
-bool MeetingClient::hello(const Deadline& deadline) {
-  const auto answer = ask({.kind = Packet::Kind::kHello}, deadline);
-  return answer && answer->kind == Packet::Kind::kDone;
+void MeetingClient::stop_listening() const {
+  if (server_) server_->stop_listening();
 }
 
 }  // namespace lockstep

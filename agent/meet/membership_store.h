@@ -37,10 +37,15 @@ class MembershipStore {
   // Writes a key if it has the value `expected`; "": if it is not there. False also if it has another one.
   virtual bool replace(const std::string& key, const std::string& expected, const std::string& value) = 0;
 
-  virtual const std::string& own_address() const = 0;  // of this machine, as a number, towards the others
-  virtual bool is_lost() const = 0;                    // it will never answer again
-  virtual bool serves() const = 0;                     // the others read it from this process
-  virtual std::string name() const = 0;                // "the first machine, n1:29400", for messages
+  const std::string& own_address() const { return own_address_; }  // of this machine, as a number, towards the others
+  virtual bool is_lost() const { return false; }                   // it will never answer again
+  virtual bool serves() const { return false; }                    // the others read it from this process
+  virtual std::string name() const = 0;                            // "the first machine, n1:29400", for messages
+
+ protected:
+  explicit MembershipStore(std::string own_address) : own_address_(std::move(own_address)) {}
+
+  std::string own_address_;
 };
 
 struct Meeting {

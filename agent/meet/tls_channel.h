@@ -2,7 +2,7 @@
 // agent/meet/tls_channel.h: a channel that only somebody with the job's secret can open, read or change: TLS 1.3
 // with a key that both ends have already (RFC 8446, 2.2), and a fresh Diffie-Hellman exchange. There are no certificates.
 //
-// Flow:    secured_channel.h -> here -> OpenSSL
+// Flow:    secured_meeting.cc -> here -> OpenSSL
 // Owns:    OpenSSL's state of one connection
 // Threads: one at a time
 #pragma once

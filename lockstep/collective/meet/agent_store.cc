@@ -8,12 +8,12 @@
 #include <cstdlib>
 #include <mutex>
 #include <string>
-#include <thread>
 
 #include <c10/util/Logging.h>
 
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "lockstep/base/retry.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/meet/job_store.h"
@@ -48,19 +48,17 @@ RendezvousError no_agent_store(const Endpoint& endpoint, const std::string& why)
 }
 
 // c10d's client waits a second between attempts; this saves that second for a rank that is slightly early.
-Endpoint wait_for_agent(const Endpoint& endpoint, const JobEnvironment& job, const Deadline& deadline) {
+Endpoint wait_for_agent(const Endpoint& endpoint, const Deadline& deadline) {
   const AddressList addresses = resolve(endpoint, deadline);
-  for (;;) {
+  const char* why = "";
+  const auto found = retry(deadline, kRetryEvery, [&]() -> std::optional<Endpoint> {
     const auto answered = connect_to(addresses, deadline);
-    if (answered && is_agent_store(*answered, deadline)) return {answered->address, endpoint.port};
-    if (deadline.passed() && answered)
-      throw no_agent_store(endpoint, "what listens there does not answer as a store does");
-    if (deadline.passed())
-      throw RendezvousError({.what = concat("rank ", job.rank, " got no answer at ", endpoint.text()),
-                             .likely = "torchrun has ended on the first machine",
-                             .next = "look at its output; `lockstep env` shows what each rank was told"});
-    std::this_thread::sleep_for(kRetryEvery);
-  }
+    why = answered ? "what listens there does not answer as a store does" : "no answer";
+    if (!answered || !is_agent_store(*answered, deadline)) return std::nullopt;
+    return Endpoint{answered->address, endpoint.port};
+  });
+  if (!found) throw no_agent_store(endpoint, why);
+  return *found;
 }
 
 // c10d warns on each rank of an address that has no name, which nothing here needs. Its other warnings come again in the
@@ -83,8 +81,8 @@ bool agent_serves_store() {
   return told != nullptr && std::string(told) == "True";
 }
 
-StorePtr join_agent_store(const Endpoint& endpoint, const JobEnvironment& job, milliseconds timeout) {
-  const Endpoint found = wait_for_agent(endpoint, job, Deadline::after(timeout));
+StorePtr join_agent_store(const Endpoint& endpoint, milliseconds timeout) {
+  const Endpoint found = wait_for_agent(endpoint, Deadline::after(timeout));
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(found.port);
   options.waitWorkers = false;

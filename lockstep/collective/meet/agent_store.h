@@ -8,7 +8,6 @@
 // Ranks:   all of them join
 #pragma once
 
-#include "agent/clusters/environment.h"
 #include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/collective/meet/store_ptr.h"
 
@@ -18,6 +17,6 @@ namespace lockstep {
 bool agent_serves_store();
 
 // Blocks until a store answers there. Throws RendezvousError.
-StorePtr join_agent_store(const Endpoint& endpoint, const JobEnvironment& job, milliseconds timeout);
+StorePtr join_agent_store(const Endpoint& endpoint, milliseconds timeout);
 
 }  // namespace lockstep

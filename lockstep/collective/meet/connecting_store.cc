@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/meet/connecting_store.h"
 
-#include <algorithm>
-#include <thread>
-
+#include "lockstep/base/retry.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
@@ -37,12 +35,13 @@ void ConnectingStore::require_no_failure() {
 
 // By check(), since c10d would log a warning for each short wait() without an answer.
 void ConnectingStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
-  const Deadline deadline = Deadline::after(timeout);
-  for (milliseconds pause{1}; !PrefixStore::check(keys); pause = std::min(2 * pause, kLongestPause)) {
-    require_no_failure();
-    if (deadline.passed()) return PrefixStore::wait(keys, milliseconds(1));  // its error
-    std::this_thread::sleep_for(std::min(pause, deadline.left()));
-  }
+  const auto are_there = [&] {
+    const bool found = PrefixStore::check(keys);
+    if (!found) require_no_failure();
+    return found;
+  };
+  if (!retry(Deadline::after(timeout), kLongestPause, are_there))
+    PrefixStore::wait(keys, milliseconds(1));  // its error
 }
 
 std::vector<std::uint8_t> ConnectingStore::get(const std::string& key) {

@@ -6,12 +6,12 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <optional>
 #include <thread>
 
-#include "agent/meet/secured_channel.h"
+#include "agent/meet/secured_meeting.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/process/host_name.h"
+#include "lockstep/base/retry.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/meet/store_client.h"
@@ -21,8 +21,8 @@ namespace lockstep {
 namespace {
 
 constexpr milliseconds kResolveEvery{200};
-constexpr milliseconds kAskAgainEvery{50};          // who did not let this rank in
-constexpr milliseconds kSecretComesWithin{60'000};  // a file in a home on NFS may be seen late
+constexpr milliseconds kLongestPauseOfJoin{20};
+constexpr milliseconds kStrangerAnswersIn{1000};  // at a port that may be another program's
 
 RendezvousError cannot_resolve(const Endpoint& endpoint, const std::string& why) {
   return RendezvousError({.what = concat("can't resolve MASTER_ADDR=", endpoint.host, ": ", why),
@@ -42,27 +42,22 @@ RendezvousError cannot_listen(const Endpoint& endpoint) {
                       : "set MASTER_ADDR to rank 0's machine on every rank"});
 }
 
-RendezvousError nobody_at(const Endpoint& endpoint, const JobEnvironment& job) {
-  return RendezvousError({.what = concat("rank ", job.rank, " got no answer at ", endpoint.text()),
-                          .likely = "rank 0 did not start, died early, or has another MASTER_ADDR or MASTER_PORT; or a "
-                                    "firewall drops packets to this port",
-                          .next = "look at rank 0's output; `lockstep env` shows what each rank was told"});
+// False also if it has gone.
+bool is_own_job(c10d::Store& store, const JobEnvironment& job) try {
+  return store.check({"job"}) && text_in(store, "job") == name_of_job(job);
+} catch (const std::exception&) {
+  return false;
 }
 
-RendezvousError not_let_in(const Endpoint& endpoint, const JobEnvironment& job) {
-  return RendezvousError(
-      {.what = concat("rank ", job.rank, " was refused at ", endpoint.text(),
-                      ": what listens there is not this job's store"),
-       .likely =
-           "another secret here than on rank 0's machine, --insecure-network on one of them only, or another program",
-       .next = ways_to_a_secret()});
-}
-
-RendezvousError no_secret_here(const Endpoint& endpoint, const JobEnvironment& job) {
-  return RendezvousError({.what = concat("rank ", job.rank, " has no secret for the job at ", endpoint.text()),
-                          .likely = "rank 0 has put one into its home, which is not the home of this machine; or this "
-                                    "machine has no munged, and rank 0's has",
-                          .next = ways_to_a_secret()});
+// One try at one of several ports: what another program or another job's rank 0 answers there is no error.
+StorePtr find_at(SecuredJoin& join, const AddressList& addresses, const JobEnvironment& job, const Deadline& deadline,
+                 milliseconds timeout) try {
+  auto client = join.try_at(addresses, Deadline::after(std::min(kStrangerAnswersIn, deadline.left())));
+  if (!client) return nullptr;
+  auto store = c10::make_intrusive<MeetingStore>(std::move(client), timeout);
+  return is_own_job(*store, job) ? store : nullptr;
+} catch (const EnvironmentError&) {
+  return nullptr;
 }
 
 }  // namespace
@@ -101,34 +96,30 @@ SecretPtr secret_of(const JobEnvironment& job, const std::string& place) {
 }
 
 StorePtr serve_store(UniqueFd listener, SecretPtr secret, milliseconds timeout) {
-  const std::string host = endpoint_of(listener.get()).host;
-  return serve_meeting(std::move(listener), admit_by(std::move(secret)), timeout, host);
+  return c10::make_intrusive<MeetingStore>(serve_secured(std::move(listener), std::move(secret)), timeout);
 }
 
-StorePtr store_at(const AddressList& addresses, const JobSecret& secret, const Deadline& deadline,
-                  milliseconds timeout) {
-  auto answered = connect_securely(addresses, secret, deadline);
-  return answered ? join_meeting(std::move(answered->channel), deadline, timeout, answered->address) : nullptr;
-}
-
-StorePtr join_store(const Endpoint& endpoint, const JobEnvironment& job, const JobSecret& secret,
-                    milliseconds timeout) {
+StorePtr join_store(const Endpoint& endpoint, const JobEnvironment& job, SecretPtr secret, milliseconds timeout,
+                    int ports) {
   const Deadline deadline = Deadline::after(timeout);
   const AddressList addresses = resolve(endpoint, deadline);
-  std::optional<Deadline>
-      secret_by;  // since rank 0 answered, and did not let this rank in; it may have gone since then
-  for (;;) {
-    if (auto answered = connect_securely(addresses, secret, deadline)) {
-      if (auto store = join_meeting(std::move(answered->channel), deadline, timeout, answered->address)) return store;
-      if (!secret_by) secret_by = Deadline::after(std::min(kSecretComesWithin, deadline.left()));
+  const std::string who = concat("rank ", job.rank);
+  const std::string place = ports == 1 ? endpoint.text() : concat(endpoint.text(), " to ", endpoint.port + ports - 1);
+  SecuredJoin join(std::move(secret));
+  const StorePtr store = retry(deadline, kLongestPauseOfJoin, [&]() -> StorePtr {
+    if (ports == 1) {
+      auto client = join.try_at(addresses, deadline);
+      if (!client && join.is_hopeless()) throw join.error(who, place);
+      return client ? c10::make_intrusive<MeetingStore>(std::move(client), timeout) : nullptr;
     }
-    const bool is_late = deadline.passed();
-    if (is_late && !secret_by) throw nobody_at(endpoint, job);
-    if ((is_late || (secret_by && secret_by->passed())) && !secret.is_off() && !secret.find())
-      throw no_secret_here(endpoint, job);
-    if (is_late) throw not_let_in(endpoint, job);
-    std::this_thread::sleep_for(std::min(secret_by ? kAskAgainEvery : kRetryEvery, deadline.left()));
-  }
+    for (int port = endpoint.port; port < endpoint.port + ports; ++port) {
+      set_port(addresses, port);
+      if (auto found = find_at(join, addresses, job, deadline, timeout)) return found;
+    }
+    return nullptr;
+  });
+  if (!store) throw join.error(who, place);
+  return store;
 }
 
 void require_own_job(c10d::Store& store, const std::string& where, const JobEnvironment& job) {
@@ -151,14 +142,12 @@ void require_own_job(c10d::Store& store, const std::string& where, const JobEnvi
 void wait_for_everyone(c10d::Store& store, const std::string& where, const JobEnvironment& job,
                        const Deadline& deadline) {
   std::int64_t came = store.add("joined", 1);
-  for (; job.rank == 0 && came < job.world_size; came = store.add("joined", 0)) {
-    if (deadline.passed())
-      throw RendezvousError({.what = concat("only ", came, " of ", job.world_size, " ranks came"),
-                             .here = concat("rank 0, waiting at ", where),
-                             .likely = "a rank died before it got here, runs on another machine, or was refused",
-                             .next = "look at the other ranks' output; on several machines set MASTER_ADDR"});
-    std::this_thread::sleep_for(kRetryEvery);
-  }
+  const auto all_came = [&] { return (came = store.add("joined", 0)) >= job.world_size; };
+  if (job.rank != 0 || retry(deadline, kRetryEvery, all_came)) return;
+  throw RendezvousError({.what = concat("only ", came, " of ", job.world_size, " ranks came"),
+                         .here = concat("rank 0, waiting at ", where),
+                         .likely = "a rank died before it got here, runs on another machine, or was refused",
+                         .next = "look at the other ranks' output; on several machines set MASTER_ADDR"});
 }
 
 std::string text_in(c10d::Store& store, const std::string& key) try {

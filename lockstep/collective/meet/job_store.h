@@ -30,12 +30,9 @@ UniqueFd listen_on(const Endpoint& endpoint, const Deadline& deadline, int ports
 // Serves a store where `listener` listens, for whoever has the secret. Does not wait for anybody.
 StorePtr serve_store(UniqueFd listener, SecretPtr secret, milliseconds timeout);
 
-// Blocks until a store with this secret answers there. Throws RendezvousError.
-StorePtr join_store(const Endpoint& endpoint, const JobEnvironment& job, const JobSecret& secret, milliseconds timeout);
-
-// One try, until `deadline`. None: nobody, or no store with this secret, answers at any of the addresses.
-StorePtr store_at(const AddressList& addresses, const JobSecret& secret, const Deadline& deadline,
-                  milliseconds timeout);
+// Blocks until a store with this secret answers there; of several ports, the store of this job. Throws RendezvousError.
+StorePtr join_store(const Endpoint& endpoint, const JobEnvironment& job, SecretPtr secret, milliseconds timeout,
+                    int ports = 1);
 
 // Finds the secret of the ranks that meet at `place`, a text that is the same on all of them. Throws EnvironmentError.
 SecretPtr secret_of(const JobEnvironment& job, const std::string& place);

@@ -5,9 +5,9 @@
 #include <unistd.h>
 
 #include <memory>
-#include <thread>
 
 #include "lockstep/base/hash.h"
+#include "lockstep/base/retry.h"
 #include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
@@ -69,26 +69,13 @@ std::unique_ptr<Channel> admit_own_user(UniqueFd fd) {
   return is_own_user(fd.get()) ? std::make_unique<Channel>(std::move(fd)) : nullptr;
 }
 
-StorePtr serve_on_machine(const JobEnvironment& job, milliseconds timeout) {
-  auto store = serve_meeting(listen_for(job, name_of_socket(job)), &admit_own_user, timeout);
-  require_own_job(*store, where(job), job);
-  wait_for_everyone(*store, where(job), job, Deadline::after(timeout));
-  store->server()->stop_listening();
-  return store;
-}
-
-StorePtr join_on_machine(const JobEnvironment& job, milliseconds timeout) {
+MeetingClientPtr join_on_machine(const JobEnvironment& job, const Deadline& deadline) {
   const std::string name = name_of_socket(job);
-  const Deadline deadline = Deadline::after(timeout);
-  for (; !deadline.passed(); std::this_thread::sleep_for(kRetryEvery)) {
+  const auto client = retry(deadline, kRetryEvery, [&] {
     UniqueFd fd = try_to_connect(name);
-    if (!fd) continue;
-    const auto store = join_meeting(std::make_unique<Channel>(std::move(fd)), deadline, timeout);
-    if (!store) continue;
-    require_own_job(*store, where(job), job);
-    wait_for_everyone(*store, where(job), job, deadline);
-    return store;
-  }
+    return fd ? MeetingClient::join(std::make_unique<Channel>(std::move(fd)), deadline) : nullptr;
+  });
+  if (client) return client;
   throw RendezvousError(
       {.what = concat("rank ", job.rank, " found no rank 0 of ", where(job), " on this machine"),
        .here = name,
@@ -104,7 +91,14 @@ bool is_on_one_machine(const JobEnvironment& job) {
 }
 
 StorePtr meet_on_machine(const JobEnvironment& job, milliseconds timeout) {
-  return job.rank == 0 ? serve_on_machine(job, timeout) : join_on_machine(job, timeout);
+  const Deadline deadline = Deadline::after(timeout);
+  const auto client = job.rank == 0 ? MeetingClient::serve(listen_for(job, name_of_socket(job)), &admit_own_user)
+                                    : join_on_machine(job, deadline);
+  auto store = c10::make_intrusive<MeetingStore>(client, timeout);
+  require_own_job(*store, where(job), job);
+  wait_for_everyone(*store, where(job), job, deadline);
+  client->stop_listening();
+  return store;
 }
 
 }  // namespace lockstep

@@ -119,8 +119,8 @@ TEST_F(MachineMeeting, another_user_is_ignored) {
   auto first = begin(job(0, 2));
   const std::string address = socket();
   const pid_t stranger = fork_stranger([&] {
-    MeetingClient client(std::make_unique<Channel>(connect_locally(address, SOCK_STREAM)));
-    return client.hello(Deadline::after(kMeetingPatience)) ? 1 : 0;
+    auto channel = std::make_unique<Channel>(connect_locally(address, SOCK_STREAM));
+    return MeetingClient::join(std::move(channel), Deadline::after(kMeetingPatience)) ? 1 : 0;
   });
   int status = -1;
   ::waitpid(stranger, &status, 0);

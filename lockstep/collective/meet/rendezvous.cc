@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -28,8 +27,6 @@
 namespace lockstep {
 namespace {
 
-constexpr milliseconds kStrangerAnswersIn{1000};  // at a port that may be another program's
-constexpr milliseconds kLookAgainEvery{20};       // at all ports
 constexpr milliseconds kOwnNameKnownIn{5000};
 constexpr int kAnyPort = 1;  // where only the route counts
 
@@ -61,28 +58,6 @@ Endpoint reachable_endpoint(const JobEnvironment& job, const Deadline& deadline)
 std::string attempt() {
   const char* restarts = std::getenv("TORCHELASTIC_RESTART_COUNT");
   return concat("lockstep/", restarts != nullptr ? restarts : "0");
-}
-
-// Rank 0 took the first port that nobody had; at those before it other programs answer, or another job's rank 0.
-StorePtr find_own_job(const Endpoint& endpoint, const JobEnvironment& job, const JobSecret& secret,
-                      milliseconds timeout) {
-  const Deadline deadline = Deadline::after(timeout);
-  const AddressList addresses = resolve(endpoint, deadline);
-  for (; !deadline.passed(); std::this_thread::sleep_for(kLookAgainEvery))
-    for (int port = job.master_port; port < job.master_port + job.master_ports; ++port) {
-      set_port(addresses, port);
-      try {
-        auto store =
-            store_at(addresses, secret, Deadline::after(std::min(kStrangerAnswersIn, deadline.left())), timeout);
-        if (store && store->check({"job"}) && text_in(*store, "job") == name_of_job(job)) return store;
-      } catch (const std::exception&) {  // it has gone
-      }
-    }
-  throw RendezvousError(
-      {.what = concat("rank ", job.rank, " did not find its job at ", endpoint.text(), " to ",
-                      job.master_port + job.master_ports - 1),
-       .likely = "rank 0 did not start, died early or has another secret; or a firewall drops packets to these ports",
-       .next = "look at rank 0's output; or set MASTER_PORT, on all ranks, to a port that is open"});
 }
 
 // Note [Rendezvous through mpirun]
@@ -141,7 +116,7 @@ StorePtr connect_through(LauncherStore& launcher, const JobEnvironment& job, mil
          .here = concat("rank ", job.rank, " of ", job.world_size),
          .likely = "rank 0 has failed, and its output says why; or it has another version of lockstep",
          .next = "install the same on all machines, or set MASTER_ADDR and MASTER_PORT"});
-  return join_store(endpoint, job, *secret_of(job, endpoint.text()), timeout);
+  return join_store(endpoint, job, secret_of(job, endpoint.text()), timeout);
 }
 
 // Carried by what connects the processes already: one text of each rank at a time.
@@ -171,9 +146,8 @@ StorePtr connect_at_address(const JobEnvironment& job, milliseconds timeout) {
   // A rank 0 that finds its port taken leaves the secret of the other job alone.
   UniqueFd listener = job.rank == 0 ? listen_on(endpoint, deadline, job.master_ports) : UniqueFd();
   const auto secret = secret_of(job, concat(job.job_id, " ", job.master_addr, ":", job.master_port));
-  auto store = listener               ? serve_store(std::move(listener), secret, timeout)
-               : job.master_ports > 1 ? find_own_job(endpoint, job, *secret, timeout)
-                                      : join_store(endpoint, job, *secret, timeout);
+  auto store = listener ? serve_store(std::move(listener), secret, timeout)
+                        : join_store(endpoint, job, secret, timeout, job.master_ports);
   require_own_job(*store, endpoint.text(), job);
   return store;
 }
@@ -181,7 +155,7 @@ StorePtr connect_at_address(const JobEnvironment& job, milliseconds timeout) {
 StorePtr connect_store(const JobEnvironment& job, milliseconds timeout) {
   if (agent_serves_store())
     return c10::make_intrusive<c10d::PrefixStore>(
-        attempt(), join_agent_store(reachable_endpoint(job, Deadline::after(timeout)), job, timeout));
+        attempt(), join_agent_store(reachable_endpoint(job, Deadline::after(timeout)), timeout));
   if (is_on_one_machine(job)) return meet_on_machine(job, timeout);
   if (!job.master_addr.empty()) return connect_at_address(job, timeout);
   return connect_through(*open_launcher_store(job, timeout), job, timeout);
@@ -206,7 +180,7 @@ StorePtr connect_process_group(JobEnvironment job, milliseconds timeout) {
 
 void let_nobody_else_in(c10d::Store& store) {
   const auto* meeting = dynamic_cast<const MeetingStore*>(beneath_prefixes(&store));
-  if (meeting != nullptr && meeting->server() != nullptr) meeting->server()->stop_listening();
+  if (meeting != nullptr) meeting->client().stop_listening();
 }
 
 std::string address_towards(const std::string& host, milliseconds timeout) {
@@ -218,7 +192,7 @@ std::string address_towards(const std::string& host, milliseconds timeout) {
 
 std::string address_towards_store(c10d::Store& store, milliseconds timeout) {
   const auto* meeting = dynamic_cast<const MeetingStore*>(beneath_prefixes(&store));
-  if (meeting != nullptr && !meeting->host().empty()) return address_towards(meeting->host(), timeout);
+  if (meeting != nullptr && !meeting->client().own_address().empty()) return meeting->client().own_address();
   if (const auto* tcp = dynamic_cast<const c10d::TCPStore*>(beneath_prefixes(&store)))
     return address_towards(tcp->getHost(), timeout);
   const Lookup own_name =

@@ -2,10 +2,10 @@
 #include "lockstep/collective/meet/store_client.h"
 
 #include <algorithm>
-#include <thread>
 
 #include <c10/util/Exception.h>
 
+#include "lockstep/base/retry.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep {
@@ -22,21 +22,6 @@ Bytes bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 
 }  // namespace
 
-c10::intrusive_ptr<MeetingStore> serve_meeting(UniqueFd listener, MeetingServer::Admit admit, milliseconds timeout,
-                                               std::string host) {
-  auto server = std::make_shared<MeetingServer>(std::move(listener), std::move(admit));
-  auto client = std::make_shared<MeetingClient>(std::make_unique<Channel>(server->own_connection()));
-  return c10::make_intrusive<MeetingStore>(std::move(client), std::move(server), timeout, std::move(host));
-}
-
-StorePtr join_meeting(std::unique_ptr<Channel> channel, const Deadline& deadline, milliseconds timeout,
-                      std::string host) {
-  if (!channel) return {};
-  auto client = std::make_shared<MeetingClient>(std::move(channel));
-  if (!client->hello(deadline)) return {};
-  return c10::make_intrusive<MeetingStore>(std::move(client), nullptr, timeout, std::move(host));
-}
-
 Packet MeetingStore::ask(const Packet& request) {
   auto answer = client_->ask(request, Deadline::after(std::max(getTimeout(), kLeastPatience)));
   if (!answer) C10_THROW_ERROR(DistNetworkError, "the store in rank 0 does not answer: rank 0 has ended, or hangs");
@@ -45,7 +30,7 @@ Packet MeetingStore::ask(const Packet& request) {
   return std::move(*answer);
 }
 
-StorePtr MeetingStore::clone() { return c10::make_intrusive<MeetingStore>(client_, server_, getTimeout(), host_); }
+StorePtr MeetingStore::clone() { return c10::make_intrusive<MeetingStore>(client_, getTimeout()); }
 
 void MeetingStore::set(const std::string& key, const Bytes& value) {
   ask({.kind = Kind::kSet, .texts = {key, text_of(value)}});
@@ -74,12 +59,8 @@ bool MeetingStore::check(const std::vector<std::string>& keys) {
 std::int64_t MeetingStore::getNumKeys() { return ask({.kind = Kind::kCount}).number; }
 
 void MeetingStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
-  const Deadline deadline = Deadline::after(timeout);
-  for (milliseconds pause{1}; !check(keys); pause = std::min(2 * pause, kLongestPauseOfWait)) {
-    if (deadline.passed())
-      C10_THROW_ERROR(DistStoreError, concat("wait timeout after ", timeout.count(), "ms, keys: ", join(keys, ", ")));
-    std::this_thread::sleep_for(std::min(pause, deadline.left()));
-  }
+  if (!retry(Deadline::after(timeout), kLongestPauseOfWait, [&] { return check(keys); }))
+    C10_THROW_ERROR(DistStoreError, concat("wait timeout after ", timeout.count(), "ms, keys: ", join(keys, ", ")));
 }
 
 void MeetingStore::append(const std::string& key, const Bytes& value) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // collective/meet/store_client.h: the c10d::Store that a job's ranks meet at.
 //
-// Flow:    rendezvous.h, machine_meeting.h -> here -> agent/meet/meeting_client.h, store_server.h
-// Owns:    the connection; the first rank's also the server
+// Flow:    rendezvous.h, machine_meeting.h -> here -> agent/meet/meeting_client.h
+// Owns:    the connection, and with it in rank 0 the server
 // Threads: any; one request at a time
 // Ranks:   each has one
 #pragma once
@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "agent/meet/meeting_client.h"
-#include "agent/meet/store_server.h"
 #include "lockstep/collective/meet/store_ptr.h"
 #include "lockstep/deadline.h"
 
@@ -23,9 +22,7 @@ class MeetingStore final : public c10d::Store {
  public:
   using Bytes = std::vector<std::uint8_t>;
 
-  MeetingStore(std::shared_ptr<MeetingClient> client, std::shared_ptr<MeetingServer> server, milliseconds timeout,
-               std::string host = "")
-      : Store(timeout), client_(std::move(client)), server_(std::move(server)), host_(std::move(host)) {}
+  MeetingStore(MeetingClientPtr client, milliseconds timeout) : Store(timeout), client_(std::move(client)) {}
 
   using Store::compareSet;
   using Store::set;
@@ -44,23 +41,12 @@ class MeetingStore final : public c10d::Store {
   void multiSet(const std::vector<std::string>& keys, const std::vector<Bytes>& values) override;
   bool hasExtendedApi() const override { return true; }
 
-  MeetingServer* server() const { return server_.get(); }  // where this rank serves
-  const std::string& host() const { return host_; }        // where the store is, as a number; empty: on this machine
+  const MeetingClient& client() const { return *client_; }
 
  private:
   Packet ask(const Packet& request);
 
-  std::shared_ptr<MeetingClient> client_;
-  std::shared_ptr<MeetingServer> server_;
-  std::string host_;
+  MeetingClientPtr client_;
 };
-
-// Serves a store to whom `admit` lets in. Returns the connection of rank 0, whose process this is. Throws SystemError.
-c10::intrusive_ptr<MeetingStore> serve_meeting(UniqueFd listener, MeetingServer::Admit admit, milliseconds timeout,
-                                               std::string host = "");
-
-// Returns none if there is no channel, or its other end is no store, or has not let this process in.
-StorePtr join_meeting(std::unique_ptr<Channel> channel, const Deadline& deadline, milliseconds timeout,
-                      std::string host = "");
 
 }  // namespace lockstep

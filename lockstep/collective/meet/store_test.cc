@@ -51,7 +51,7 @@ struct ServedStore : ::testing::TestWithParam<std::string> {
   c10::intrusive_ptr<c10d::Store> store = serve_store(std::move(listener), secret_of({}, ""), kStorePatience);
 
   c10::intrusive_ptr<c10d::Store> join(milliseconds timeout = kStorePatience) const {
-    return join_store(endpoint, {}, *secret_of({}, ""), timeout);
+    return join_store(endpoint, {}, secret_of({}, ""), timeout);
   }
   UniqueFd connection() const {
     const Deadline deadline = Deadline::after(kStorePatience);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "agent/meet/secured_channel.h"
+#include "agent/meet/secured_meeting.h"
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -10,13 +10,14 @@
 
 #include "agent/meet/tls_channel.h"
 #include "lockstep/base/sockets/poll.h"
-#include "lockstep/error.h"
+#include "lockstep/base/text.h"
 
 namespace lockstep {
 namespace {
 
 constexpr std::string_view kAsksForSecret = "munge?\n";  // TLS begins with 0x16
 constexpr std::size_t kLongestCredential = 4096;
+constexpr std::chrono::minutes kSecretIsSeenWithin{1};  // a file in a home on NFS may be seen late
 
 // Gives credentials to who asks for one, and is a TlsChannel to everybody else.
 class OfferingChannel final : public TlsChannel {
@@ -68,38 +69,64 @@ std::optional<std::string> ask_for_credential(const UniqueFd& fd, const Deadline
   return std::nullopt;
 }
 
-}  // namespace
-
-std::unique_ptr<Channel> serve_channel(UniqueFd fd, const SecretPtr& secret) {
+// Null: it has no secret yet, or the secret can't be had.
+std::unique_ptr<Channel> admit(UniqueFd fd, const SecretPtr& secret) try {
   if (secret->is_off()) return std::make_unique<Channel>(std::move(fd));
   if (secret->comes_by_munge()) return std::make_unique<OfferingChannel>(std::move(fd), secret);
   const auto key = secret->find();
   return key ? std::make_unique<TlsChannel>(std::move(fd), *key, TlsChannel::Role::kServer) : nullptr;
+} catch (const Error&) {
+  return nullptr;
 }
 
-std::function<std::unique_ptr<Channel>(UniqueFd)> admit_by(SecretPtr secret) {
-  return [secret = std::move(secret)](UniqueFd fd) -> std::unique_ptr<Channel> {
-    try {
-      return serve_channel(std::move(fd), secret);
-    } catch (const Error&) {
-      return nullptr;
-    }
-  };
+}  // namespace
+
+MeetingClientPtr serve_secured(UniqueFd listener, SecretPtr secret) {
+  const std::string address = endpoint_of(listener.get()).host;
+  const auto admit_holders = [secret = std::move(secret)](UniqueFd fd) { return admit(std::move(fd), secret); };
+  return MeetingClient::serve(std::move(listener), admit_holders, address);
 }
 
-std::optional<SecuredConnection> connect_securely(const AddressList& addresses, const JobSecret& secret,
-                                                  const Deadline& deadline) {
+// A connection does not prove that the other end has the same secret: the first read or write shows it.
+std::unique_ptr<Channel> SecuredJoin::connect(const AddressList& addresses, const Deadline& deadline) {
   auto answered = connect_to(addresses, deadline);
-  if (!answered) return std::nullopt;
-  if (secret.is_off()) return SecuredConnection{std::make_unique<Channel>(std::move(answered->fd)), answered->address};
-  auto key = secret.find();
-  if (secret.comes_by_munge()) {
+  if (!answered) return nullptr;
+  if (!secret_by_) secret_by_ = Deadline::after(kSecretIsSeenWithin);
+  if (secret_->is_off()) return std::make_unique<Channel>(std::move(answered->fd));
+  auto key = secret_->find();
+  if (secret_->comes_by_munge()) {
     if (const auto credential = ask_for_credential(answered->fd, deadline)) key = secret_in(*credential);
     answered = connect_to(addresses, deadline);
   }
-  if (!answered || !key) return SecuredConnection{nullptr, ""};
-  return SecuredConnection{std::make_unique<TlsChannel>(std::move(answered->fd), *key, TlsChannel::Role::kClient),
-                           answered->address, key};
+  if (!answered || !key) return nullptr;
+  return std::make_unique<TlsChannel>(std::move(answered->fd), *key, TlsChannel::Role::kClient);
+}
+
+MeetingClientPtr SecuredJoin::try_at(const AddressList& addresses, const Deadline& deadline) {
+  auto channel = connect(addresses, deadline);
+  if (!channel) return nullptr;
+  const std::string address = endpoint_of(channel->fd()).host;
+  return MeetingClient::join(std::move(channel), deadline, address);
+}
+
+RendezvousError SecuredJoin::error(const std::string& who, const std::string& place) const {
+  if (!secret_by_)
+    return RendezvousError(
+        {.what = concat(who, " got no answer at ", place),
+         .likely =
+             "the first process of the job did not start, died early or was given another address or port; a name "
+             "that does not resolve; or a firewall drops packets to this port",
+         .next = "look at its output; give all machines the same address, of the first one, and the same port"});
+  if (lacks_secret())
+    return RendezvousError({.what = concat(who, " has no secret for the job at ", place),
+                            .likely = "the first machine has put one into its home, which is not the home of this "
+                                      "machine; or this machine has no munged, and the first one has",
+                            .next = ways_to_a_secret()});
+  return RendezvousError(
+      {.what = concat(who, " was refused at ", place, ": what listens there is not this job's store"),
+       .likely = "another secret here than on the first machine, --insecure-network on one of them "
+                 "only, or another program",
+       .next = ways_to_a_secret()});
 }
 
 }  // namespace lockstep
