@@ -129,10 +129,10 @@ class Reader {
     if (!read(job_.master_addr, "master_addr", {"MASTER_ADDR"})) {
       const Setting nodes = require({"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"});
       throw_if_missing();
-      const auto names = nodes_in(nodes.value);
-      if (names.empty()) throw_malformed(nodes, "a list of nodes, as in \"node[01-04,07]\"");
-      set(job_.master_addr, "master_addr", names.front(), nodes.source);
-      if (names.size() > 1) job_.other_host = names[1];
+      const auto ends = ends_of(nodes.value);
+      if (!ends) throw_malformed(nodes, "a list of nodes, as in \"node[01-04,07]\"");
+      set(job_.master_addr, "master_addr", ends->first, nodes.source);
+      if (ends->second != ends->first) job_.other_host = ends->second;
     }
     if (read(job_.master_port, "master_port", {"MASTER_PORT"})) return check_port();
     set(job_.master_port, "master_port", first_port_of_step(job_.job_id), "derived: SLURM_JOB_ID, SLURM_STEP_ID");

@@ -6,7 +6,7 @@
 // Owns:    with PMIx the process's connection to mpirun, until the process exits: PMIx can't be opened twice, and an MPI in
 //          the same process uses the same one
 // Threads: one at a time
-// Ranks:   all ranks make the same calls of fence()
+// Ranks:   all ranks make the same calls of exchange()
 #pragma once
 
 #include <memory>
@@ -21,14 +21,15 @@ class LauncherStore {
  public:
   virtual ~LauncherStore() = default;
 
-  // A text without blanks, of at most 1,000 characters. Other ranks find it after the next fence(). A name is used once.
-  virtual void put(const std::string& name, const std::string& text) = 0;
+  // Gives the others a text without blanks, of at most 1,000 characters. Blocks until all ranks are here. Throws RendezvousError at
+  // the deadline, SystemError if mpirun is gone.
+  virtual void exchange(const std::string& mine) = 0;
 
-  // Blocks until all ranks are here. Throws RendezvousError at the deadline, SystemError if mpirun is gone.
-  virtual void fence() = 0;
+  // Returns what `rank` gave in the last exchange. Throws RendezvousError.
+  virtual std::string text_of(int rank) = 0;
 
-  // Returns what `rank` has put before the last fence(). Throws RendezvousError.
-  virtual std::string get(int rank, const std::string& name) = 0;
+ protected:
+  static std::string next_name();  // of an exchange: mpirun takes each name once
 };
 
 // Opens that of Open MPI or MPICH. Throws RendezvousError: the job's launcher has none, or none that can be reached.

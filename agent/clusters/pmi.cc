@@ -49,16 +49,16 @@ class PmiStore final : public LauncherStore {
     space_ = value_in(ask("cmd=get_my_kvsname", "my_kvsname"), "kvsname");
   }
 
-  void put(const std::string& name, const std::string& text) override {
-    ask(concat("cmd=put kvsname=", space_, " key=", name, "-", rank_, " value=", text), "put_result");
+  void exchange(const std::string& mine) override {
+    name_ = next_name();
+    ask(concat("cmd=put kvsname=", space_, " key=", name_, "-", rank_, " value=", mine), "put_result");
+    ask("cmd=barrier_in", "barrier_out");
   }
 
-  void fence() override { ask("cmd=barrier_in", "barrier_out"); }
-
-  std::string get(int rank, const std::string& name) override {
-    const std::string answer = ask(concat("cmd=get kvsname=", space_, " key=", name, "-", rank), "get_result");
+  std::string text_of(int rank) override {
+    const std::string answer = ask(concat("cmd=get kvsname=", space_, " key=", name_, "-", rank), "get_result");
     if (value_in(answer, "rc") == "0") return value_in(answer, "value");
-    throw pmi_error(concat("rank ", rank, " has not given its ", name, " to PMI_FD"));
+    throw pmi_error(concat("rank ", rank, " has given no text to PMI_FD"));
   }
 
  private:
@@ -75,6 +75,7 @@ class PmiStore final : public LauncherStore {
   int rank_;
   milliseconds timeout_;
   std::string space_;  // where Hydra keeps the texts of this job
+  std::string name_;
 };
 
 }  // namespace

@@ -8,15 +8,13 @@
 // Threads: one at a time; libpmix has a thread of its own
 #include "agent/clusters/launcher_store.h"
 
-#include <dlfcn.h>
-
 #include <array>
 #include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <future>
 #include <thread>
 
+#include "lockstep/base/shared_library.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
@@ -43,31 +41,18 @@ RendezvousError pmix_error(const std::string& what) {
                           .next = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"});
 }
 
-// Open once and never closed.
 struct Pmix {
-  Pmix() : library(::dlopen("libpmix.so.2", RTLD_NOW | RTLD_LOCAL)) {
-    if (library == nullptr) throw pmix_error("can't load libpmix.so.2");
-    load(init, "PMIx_Init");
-    load(put, "PMIx_Put");
-    load(commit, "PMIx_Commit");
-    load(fence, "PMIx_Fence");
-    load(get, "PMIx_Get");
-    load(finalize, "PMIx_Finalize");
+  Pmix() {
+    if (!library.is_complete()) throw pmix_error("can't load libpmix.so.2");
   }
 
-  template <class Function>
-  void load(Function& function, const char* name) {
-    function = reinterpret_cast<Function>(::dlsym(library, name));
-    if (function == nullptr) throw pmix_error(concat("libpmix.so.2 has no ", name));
-  }
-
-  void* library;
-  int (*init)(PmixProcess*, void*, std::size_t) = nullptr;
-  int (*put)(std::uint8_t, const char*, PmixValue*) = nullptr;
-  int (*commit)() = nullptr;
-  int (*fence)(const PmixProcess*, std::size_t, const void*, std::size_t) = nullptr;
-  int (*get)(const PmixProcess*, const char*, const void*, std::size_t, PmixValue**) = nullptr;
-  int (*finalize)(const void*, std::size_t) = nullptr;
+  SharedLibrary library{"libpmix.so.2"};
+  int (*init)(PmixProcess*, void*, std::size_t) = library.find("PMIx_Init");
+  int (*put)(std::uint8_t, const char*, PmixValue*) = library.find("PMIx_Put");
+  int (*commit)() = library.find("PMIx_Commit");
+  int (*fence)(const PmixProcess*, std::size_t, const void*, std::size_t) = library.find("PMIx_Fence");
+  int (*get)(const PmixProcess*, const char*, const void*, std::size_t, PmixValue**) = library.find("PMIx_Get");
+  int (*finalize)(const void*, std::size_t) = library.find("PMIx_Finalize");
   PmixProcess me{};
 };
 
@@ -95,29 +80,28 @@ class PmixStore final : public LauncherStore {
     }();
   }
 
-  void put(const std::string& name, const std::string& text) override {
-    PmixValue value{.type = kPmixString, .text = text.c_str(), .others = {}};
-    if (pmix().put(kPmixGlobal, name.c_str(), &value) != kPmixSuccess) throw pmix_error("PMIx_Put failed");
-  }
-
-  void fence() override {
+  void exchange(const std::string& mine) override {
+    name_ = next_name();
+    PmixValue value{.type = kPmixString, .text = mine.c_str(), .others = {}};
+    if (pmix().put(kPmixGlobal, name_.c_str(), &value) != kPmixSuccess) throw pmix_error("PMIx_Put failed");
     call("PMIx_Commit", timeout_, [] { return pmix().commit(); });
     call("PMIx_Fence", timeout_, [] { return pmix().fence(nullptr, 0, nullptr, 0); });
   }
 
-  std::string get(int rank, const std::string& name) override {
+  std::string text_of(int rank) override {
     auto found = std::make_shared<PmixValue*>(nullptr);
-    call("PMIx_Get", timeout_, [rank, name, found] {
+    call("PMIx_Get", timeout_, [rank, name = name_, found] {
       PmixProcess process = pmix().me;
       process.rank = static_cast<std::uint32_t>(rank);
       return pmix().get(&process, name.c_str(), nullptr, 0, found.get());
     });
-    if (*found == nullptr || (*found)->type != kPmixString) throw pmix_error(concat("rank ", rank, " gave no ", name));
+    if (*found == nullptr || (*found)->type != kPmixString) throw pmix_error(concat("rank ", rank, " gave no text"));
     return (*found)->text;  // a few bytes that are never freed: that is a macro of PMIx's header
   }
 
  private:
   milliseconds timeout_;
+  std::string name_;
 };
 
 }  // namespace

@@ -8,16 +8,16 @@
 
 #include <optional>
 #include <string>
-#include <vector>
+#include <utility>
 
 namespace lockstep {
 
 // "2(x3),1" -> the ranks of node 0, 1, 2 are 2 each, of node 3 it is 1; nothing if the text is not of that form.
 std::optional<int> tasks_of_node(const std::string& text, int node);
 
-// The nodes of a list in Slurm's short form: "gpu[01-02,07],login" -> gpu01, gpu02, gpu07, login; "rack[2-3]n[5-6]" ->
-// rack2n5, rack2n6, rack3n5, rack3n6. None if the text is not of that form.
-std::vector<std::string> nodes_in(const std::string& list);
+// The first and the last node of a list in Slurm's short form: "gpu[01-02,07],login" -> gpu01, login; "rack[2-3]n[5-6]" ->
+// rack2n5, rack3n6. Nothing if the text is not of that form.
+std::optional<std::pair<std::string, std::string>> ends_of(const std::string& list);
 
 // The ports at which the ranks of a step may meet: kStepPorts from this one on. Steps that run at the same time mostly
 // have different ones. Below the ports that Linux gives to outgoing connections.

@@ -8,21 +8,22 @@
 namespace lockstep {
 namespace {
 
-using Nodes = std::vector<std::string>;
+using Ends = std::pair<std::string, std::string>;
 
-TEST(Slurm, spells_out_a_list_of_nodes) {
-  EXPECT_EQ(nodes_in("n1"), Nodes({"n1"}));
-  EXPECT_EQ(nodes_in("n1,n2"), Nodes({"n1", "n2"}));
-  EXPECT_EQ(nodes_in("node[08-10,007],login"), Nodes({"node08", "node09", "node10", "node007", "login"}));
-  EXPECT_EQ(nodes_in("gpu-[3]"), Nodes({"gpu-3"}));
-  EXPECT_EQ(nodes_in("rack[2-3]n[5-6]-ib,x"), Nodes({"rack2n5-ib", "rack2n6-ib", "rack3n5-ib", "rack3n6-ib", "x"}));
-  EXPECT_EQ(nodes_in("a.example.org,b[1-2]"), Nodes({"a.example.org", "b1", "b2"}));
+TEST(Slurm, finds_both_ends_of_a_list_of_nodes) {
+  EXPECT_EQ(ends_of("n1"), Ends("n1", "n1"));
+  EXPECT_EQ(ends_of("n1,n2"), Ends("n1", "n2"));
+  EXPECT_EQ(ends_of("node[08-10,007],login"), Ends("node08", "login"));
+  EXPECT_EQ(ends_of("node[08-10,007]"), Ends("node08", "node007"));
+  EXPECT_EQ(ends_of("gpu-[3]"), Ends("gpu-3", "gpu-3"));
+  EXPECT_EQ(ends_of("x,rack[2-3]n[5-6]-ib"), Ends("x", "rack3n6-ib"));
+  EXPECT_EQ(ends_of("rack[2-3]n[5,12]-ib,y,z"), Ends("rack2n5-ib", "z"));
+  EXPECT_EQ(ends_of("a.example.org,b[1-2]"), Ends("a.example.org", "b2"));
 }
 
-TEST(Slurm, a_list_that_is_not_one_has_no_nodes) {
-  for (const char* list :
-       {"", ",", "n1,", "n[", "n[1-2", "n[]", "n[-2]", "n[2-1]", "n[1-x]", "n[0-2000000000]", "n]1", "[,]", "n[1[2]]"})
-    EXPECT_TRUE(nodes_in(list).empty()) << list;
+TEST(Slurm, a_list_that_is_not_one_has_no_ends) {
+  for (const char* list : {"", ",", "n1,", "n[", "n[1-2", "n[]", "n[-2]", "n[1-x]", "n]1", "[,]", "n[1[2]]"})
+    EXPECT_FALSE(ends_of(list)) << list;
 }
 
 TEST(Slurm, steps_have_ports_of_their_own) {

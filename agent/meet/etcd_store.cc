@@ -4,9 +4,6 @@
 // Flow:    membership_store.h -> here -> etcd's JSON gateway (etcd 3.4 and later), through libcurl
 // Owns:    a lease, and the keys PREFIX JOB/..., of which the record stays for the next job of that name
 // Threads: one
-//
-// libcurl is loaded when it is needed, as PMIx is: neither the build nor the wheel depends on it.
-#include <dlfcn.h>
 #include <openssl/evp.h>
 
 #include <algorithm>
@@ -17,6 +14,7 @@
 #include "agent/meet/interfaces.h"
 #include "agent/meet/membership_store.h"
 #include "lockstep/base/retry.h"
+#include "lockstep/base/shared_library.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
@@ -47,30 +45,19 @@ enum CurlOption {
 };
 
 struct Curl {
-  Curl() : library(::dlopen("libcurl.so.4", RTLD_NOW | RTLD_LOCAL)) {
-    if (library == nullptr)
+  Curl() {
+    if (!library.is_complete())
       throw EnvironmentError({.what = "--rdzv-backend etcd needs libcurl.so.4, which this machine does not have",
                               .next = "install it (Debian: libcurl4), or use --rdzv-backend c10d"});
-    load(init, "curl_easy_init");
-    load(set, "curl_easy_setopt");
-    load(perform, "curl_easy_perform");
-    load(reset, "curl_easy_reset");
-    load(describe, "curl_easy_strerror");
     handle = init();
   }
 
-  template <class Function>
-  void load(Function& function, const char* name) {
-    function = reinterpret_cast<Function>(::dlsym(library, name));
-    if (function == nullptr) throw EnvironmentError({.what = concat("libcurl.so.4 has no ", name)});
-  }
-
-  void* library;
-  void* (*init)() = nullptr;
-  int (*set)(void*, CurlOption, ...) = nullptr;
-  int (*perform)(void*) = nullptr;
-  void (*reset)(void*) = nullptr;
-  const char* (*describe)(int) = nullptr;
+  SharedLibrary library{"libcurl.so.4"};
+  void* (*init)() = library.find("curl_easy_init");
+  int (*set)(void*, CurlOption, ...) = library.find("curl_easy_setopt");
+  int (*perform)(void*) = library.find("curl_easy_perform");
+  void (*reset)(void*) = library.find("curl_easy_reset");
+  const char* (*describe)(int) = library.find("curl_easy_strerror");
   void* handle = nullptr;  // with its connections, which stay open; until the process ends
 };
 

@@ -221,7 +221,7 @@ Machines::Machines(const Meeting& meeting, const OpenStore& open) : beat_(meetin
     Contact(meeting, std::move(theirs)).run(open);
     return 0;
   };
-  ProcessOptions options{.body = contact, .close_in_child = descriptors()};
+  ProcessOptions options{.body = contact, .keeps = std::set{theirs.get()}};
   ::sigfillset(&options.signal_mask);  // signals are the launcher's; the end of the socket ends it
   process_.emplace(options);
   theirs.reset();

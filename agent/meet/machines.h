@@ -59,8 +59,6 @@ class Machines {
   // Lines about machines that are lost, come and go, since the last call.
   std::vector<std::string> take_words() { return std::exchange(words_, {}); }
 
-  std::vector<int> descriptors() const { return {stream_.fd()}; }  // that a forked child must close
-
  private:
   void tell(const std::string& what, const std::string& more = "");
   void hear(const Packet& packet);

@@ -38,7 +38,7 @@ class Launcher {
     auto [ours, theirs] = connected_pair();
     ours_ = std::move(ours);
     const int fd = theirs.get();
-    process_.emplace(ProcessOptions{.body = [&] { return run(meeting, open, fd); }, .close_in_child = {ours_.get()}});
+    process_.emplace(ProcessOptions{.body = [&] { return run(meeting, open, fd); }, .keeps = std::set{fd}});
   }
 
   // The next line it says; "": none in time, or it has ended.

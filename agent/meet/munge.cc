@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "agent/meet/munge.h"
 
-#include <dlfcn.h>
 #include <unistd.h>
 
 #include <cstdlib>
 #include <memory>
 
 #include "lockstep/base/process/host_name.h"
+#include "lockstep/base/shared_library.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
@@ -21,32 +21,19 @@ constexpr int kMungeAes256 = 5;
 constexpr int kMungeSha256 = 5;
 
 struct Munge {
-  Munge() : library(::dlopen("libmunge.so.2", RTLD_NOW | RTLD_LOCAL)) {
-    if (library == nullptr) return;
-    usable = load(encode, "munge_encode") && load(decode, "munge_decode") && load(describe, "munge_strerror") &&
-             load(create, "munge_ctx_create") && load(set, "munge_ctx_set") && load(destroy, "munge_ctx_destroy");
-  }
-
-  template <class Function>
-  bool load(Function& function, const char* name) const {
-    function = reinterpret_cast<Function>(::dlsym(library, name));
-    return function != nullptr;
-  }
-
-  void* library;
-  bool usable = false;
-  int (*encode)(char** credential, void* context, const void* bytes, int count) = nullptr;
-  int (*decode)(const char* credential, void* context, void** bytes, int* count, uid_t*, gid_t*) = nullptr;
-  const char* (*describe)(int error) = nullptr;
-  void* (*create)() = nullptr;
-  int (*set)(void* context, int option, ...) = nullptr;
-  void (*destroy)(void* context) = nullptr;
+  SharedLibrary library{"libmunge.so.2"};
+  int (*encode)(char** credential, void* context, const void* bytes, int count) = library.find("munge_encode");
+  int (*decode)(const char* credential, void* context, void** bytes, int* count, uid_t*,
+                gid_t*) = library.find("munge_decode");
+  const char* (*describe)(int error) = library.find("munge_strerror");
+  void* (*create)() = library.find("munge_ctx_create");
+  int (*set)(void* context, int option, ...) = library.find("munge_ctx_set");
+  void (*destroy)(void* context) = library.find("munge_ctx_destroy");
 };
 
-// Open once and never closed.
-const Munge& munge() {
-  static const Munge opened;
-  return opened;
+const Munge& loaded_munge() {
+  static const Munge loaded;
+  return loaded;
 }
 
 // Memory that libmunge has allocated.
@@ -57,7 +44,7 @@ EnvironmentError cannot_read(int error) {
   const bool clocks = error == kMungeExpired || error == kMungeRewound;
   return EnvironmentError(
       {.what = concat("can't read the secret that rank 0 sends through munge: ",
-                      error == kMungeSuccess ? "another user has sent it" : munge().describe(error)),
+                      error == kMungeSuccess ? "another user has sent it" : loaded_munge().describe(error)),
        .here = concat("munged of ", host_name()),
        .likely = clocks ? "the clocks of this machine and rank 0's differ by minutes"
                  : error == kMungeInvalid
@@ -71,14 +58,14 @@ EnvironmentError cannot_read(int error) {
 }  // namespace
 
 std::optional<std::string> seal_by_munge(const std::string& text) {
-  const Munge& library = munge();
-  if (!library.usable) return std::nullopt;
-  const std::unique_ptr<void, void (*)(void*)> context(library.create(), library.destroy);
+  const Munge& munge = loaded_munge();
+  if (!munge.library.is_complete()) return std::nullopt;
+  const std::unique_ptr<void, void (*)(void*)> context(munge.create(), munge.destroy);
   char* made = nullptr;
-  const bool sealed = context != nullptr && library.set(context.get(), kMungeCipher, kMungeAes256) == kMungeSuccess &&
-                      library.set(context.get(), kMungeMac, kMungeSha256) == kMungeSuccess &&
-                      library.set(context.get(), kMungeReader, ::geteuid()) == kMungeSuccess &&
-                      library.encode(&made, context.get(), text.data(), static_cast<int>(text.size())) == kMungeSuccess;
+  const bool sealed = context != nullptr && munge.set(context.get(), kMungeCipher, kMungeAes256) == kMungeSuccess &&
+                      munge.set(context.get(), kMungeMac, kMungeSha256) == kMungeSuccess &&
+                      munge.set(context.get(), kMungeReader, ::geteuid()) == kMungeSuccess &&
+                      munge.encode(&made, context.get(), text.data(), static_cast<int>(text.size())) == kMungeSuccess;
   const Allocated<char> credential(made, &std::free);
   return sealed ? std::optional<std::string>(credential.get()) : std::nullopt;
 }
@@ -88,8 +75,10 @@ std::string open_by_munge(const std::string& credential) {
   int count = 0;
   uid_t user = ~uid_t{0};
   gid_t group = 0;
-  const int error =
-      munge().usable ? munge().decode(credential.c_str(), nullptr, &made, &count, &user, &group) : kMungeSuccess;
+  const Munge& munge = loaded_munge();
+  const int error = munge.library.is_complete()
+                        ? munge.decode(credential.c_str(), nullptr, &made, &count, &user, &group)
+                        : kMungeSuccess;
   const Allocated<void> text(made, &std::free);
   if (error != kMungeSuccess || user != ::geteuid()) throw cannot_read(error);
   return {static_cast<const char*>(text.get()), static_cast<std::size_t>(count)};

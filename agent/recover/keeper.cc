@@ -34,14 +34,6 @@ void Keeper::add_events(std::vector<Event>& events) {
   for (Client& client : clients_) events.push_back({client.socket.get(), POLLIN, [this, &client] { serve(client); }});
 }
 
-std::vector<int> Keeper::descriptors() const {
-  std::vector<int> fds = {listener_.get()};
-  for (const Client& client : clients_) fds.push_back(client.socket.get());
-  for (const auto& [generation, all] : kept_)
-    for (const Kept& kept : all) fds.push_back(kept.fd.get());
-  return fds;
-}
-
 void Keeper::accept_new() {
   std::erase_if(clients_, [](const Client& client) { return !client.socket; });  // no event refers to them now
   while (UniqueFd socket = accept_locally(listener_.get()))

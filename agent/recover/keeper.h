@@ -35,7 +35,6 @@ class Keeper {
 
   std::string address(int seat) const;          // LOCKSTEP_KEEPER of the process at that seat
   void add_events(std::vector<Event>& events);  // for the next poll_events()
-  std::vector<int> descriptors() const;         // which a forked child must close
   void read_all();                              // what has been sent until now, also by ranks that have ended
 
   // Answers the rank that waits for a generation, with its variables. No effect if none waits.

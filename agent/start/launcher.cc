@@ -206,6 +206,7 @@ LaunchResult launch(const StartOptions& start, ProcessOptions what, const Failur
   check(start, failing, place);
   raise_descriptor_limit();
   what.variables = common_variables(start, failing);
+  what.keeps = all_descriptors();  // those that the launcher opens from now on are its own
   Sinks sinks;
   const LaunchResult result = Job(start, failing, place, what, sinks).run();  // the job is gone before the rest
   sinks.flush();  // blocks if the reader has stopped, but signals are back to normal

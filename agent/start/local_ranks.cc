@@ -106,7 +106,6 @@ void LocalRanks::start(LocalRank& rank) {
   ProcessOptions what = process_of(rank);
   what.output_fd = output.get();
   what.error_fd = error.get();
-  what.close_in_child.insert(what.close_in_child.end(), {output.get(), error.get()});
   std::optional<Process> spare = spare_ ? spare_->take(what) : std::nullopt;
   spare ? rank.process.emplace(std::move(*spare)) : rank.process.emplace(what);
 }
@@ -134,7 +133,6 @@ ProcessOptions LocalRanks::process_of(const LocalRank& rank) {
   if (!cores_.empty() && !is_server(rank))
     what.cores = cores_of_rank(cores_, rank.seat - options_.servers, options_.ranks - options_.servers);
   what.group = guardian_.group(rank.seat);
-  what.close_in_child = descriptors();
   return what;
 }
 
@@ -185,24 +183,6 @@ void LocalRanks::start_spare() try {
   spare_.reset();
 }
 
-// Descriptors that a forked child must close.
-std::vector<int> LocalRanks::descriptors() const {
-  std::vector<int> fds = {signals_.fd()};
-  if (port_) fds.push_back(port_->fd());
-  if (keeper_ != nullptr) std::ranges::copy(keeper_->descriptors(), std::back_inserter(fds));
-  if (machines_ != nullptr) std::ranges::copy(machines_->descriptors(), std::back_inserter(fds));
-  if (page_) fds.push_back(page_->fd());
-  std::ranges::copy(watch_.descriptors(), std::back_inserter(fds));
-  if (spare_) std::ranges::copy(spare_->descriptors(), std::back_inserter(fds));
-  for (const Sink* sink : {&sinks_.out, &sinks_.err})
-    if (sink->fd() > STDERR_FILENO) fds.push_back(sink->fd());
-  for (const LocalRank& rank : ranks_) {
-    fds.insert(fds.end(), {rank.output.fd(), rank.error.fd()});
-    if (rank.process) fds.push_back(rank.process->pidfd());
-  }
-  return fds;
-}
-
 // ---- While they run
 
 void LocalRanks::add_events(std::vector<Event>& events, std::vector<LocalRank*>& ended) {
@@ -226,7 +206,7 @@ bool LocalRanks::kill_the_one_that_hangs() {
   std::vector<LivingRank> living;
   for (const LocalRank& rank : ranks_)
     if (rank.is_alive()) living.push_back({rank.seat, rank.rank, rank.process->pid()});
-  const std::optional<Hang> hang = watch_.look(living, descriptors());
+  const std::optional<Hang> hang = watch_.look(living);
   if (!hang || !ranks_[hang->local].is_alive()) return false;
   sinks_.err.add_line("lockstep: ", concat("rank ", hang->rank, " is killed"));
   ranks_[hang->local].hang = hang->what;

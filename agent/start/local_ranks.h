@@ -84,7 +84,6 @@ class LocalRanks {
   Variables variables(int seat) const;
   std::string log_of(const LocalRank& rank, const char* suffix) const;  // "": there is none
   UniqueFd open_output(const LocalRank& rank, RankStream& stream, const char* suffix) const;
-  std::vector<int> descriptors() const;
 
   const StartOptions& options_;
   Machines* machines_;  // null: they do not number themselves

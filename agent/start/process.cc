@@ -9,6 +9,7 @@
 
 #include <array>
 #include <cstring>
+#include <filesystem>
 #include <limits>
 
 #include "lockstep/base/files/write_all.h"
@@ -73,7 +74,9 @@ void execute(const std::vector<std::string>& command) {
     write_all(report.get(), error.text().what);
     ::_exit(kFailed);
   }
-  for (const int fd : options.close_in_child) ::close(fd);
+  if (options.keeps)
+    for (const int fd : all_descriptors())
+      if (fd > STDERR_FILENO && fd != report.get() && !options.keeps->contains(fd)) ::close(fd);
   report.reset();
   exit_after(options.body);
 }
@@ -153,6 +156,16 @@ void detach(int launcher) {
 }  // namespace
 
 // ---- The process
+
+// Without that of the folder itself, which is closed again.
+std::set<int> all_descriptors() {
+  std::set<int> all;
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", ignored))
+    if (int fd = 0; parse_int(entry.path().filename().string(), fd)) all.insert(fd);
+  std::erase_if(all, [](int fd) { return ::fcntl(fd, F_GETFD) < 0; });
+  return all;
+}
 
 std::string how_it_ended(const ExitStatus& end) {
   if (end.signal != 0) return concat("was ended by signal ", end.signal, " (", ::strsignal(end.signal), ")");

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <functional>
 #include <optional>
+#include <set>
 #include <span>
 
 #include "lockstep/base/files/unique_fd.h"
@@ -31,9 +32,11 @@ struct ProcessOptions {
   int error_fd = -1;                                           // becomes its stderr; -1: the parent's
   sigset_t signal_mask{};                                      // what it starts with
   std::atomic<pid_t>* group = nullptr;                   // where the child writes its process group before it starts
-  std::vector<int> close_in_child;                       // exec closes these by itself, a body would keep them
+  std::optional<std::set<int>> keeps;                    // the descriptors above 2 that a body keeps; none: all
   milliseconds start_timeout = std::chrono::minutes(5);  // until its program or body begins
 };
+
+std::set<int> all_descriptors();  // of this process
 
 constexpr int kSignalBase = 128;  // a shell's exit code for a signal
 

@@ -93,9 +93,4 @@ std::optional<Process> Spare::take(const ProcessOptions& rank) {
   return process;
 }
 
-std::vector<int> Spare::descriptors() const {
-  if (!process_) return {};
-  return {channel_.get(), process_->pidfd()};
-}
-
 }  // namespace lockstep

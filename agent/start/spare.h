@@ -25,8 +25,6 @@ class Spare {
   // The process, which becomes a rank now, with its variables, cores and output, and runs the program. Nothing: none is there.
   std::optional<Process> take(const ProcessOptions& rank);
 
-  std::vector<int> descriptors() const;  // that a forked child must close
-
  private:
   ProcessOptions what_;  // without a command: there is no spare
   std::optional<Process> process_;

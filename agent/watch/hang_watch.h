@@ -19,6 +19,7 @@
 #include "agent/start/output.h"
 #include "agent/start/process.h"
 #include "agent/watch/hang_options.h"
+#include "lockstep/base/int_vector.h"
 #include "lockstep/deadline.h"
 #include "lockstep/observe/job_page.h"
 
@@ -46,29 +47,29 @@ class HangWatch {
 
   std::optional<milliseconds> next_look() const;  // when look() wants to be called; nothing: never
   void add_events(std::vector<Event>& events);    // for the launcher's poll
-  std::vector<int> descriptors() const;
 
-  // After each poll: the rank to be killed, once, after its stack was shown. `close_in_child`: as in ProcessOptions.
-  std::optional<Hang> look(const std::vector<LivingRank>& living, const std::vector<int>& close_in_child);
+  // After each poll: the rank to be killed, once, after its stack was shown.
+  std::optional<Hang> look(const std::vector<LivingRank>& living);
 
  private:
   struct Suspect {
-    int index = 0;  // among the living
-    enum class Why { kAwaited, kCircle, kStopped, kBehind, kOtherMachine } why = Why::kBehind;
+    const LivingRank* rank;
+    enum { kAwaited, kCircle, kStopped, kBehind, kOtherMachine } why;
   };
   using Living = std::vector<LivingRank>;
 
+  const RankRecord& record_of(const LivingRank& rank) const { return page_->record(rank.local); }
   bool has_moved(const Living& living);
   bool may_be_slow(const Living& living, const Suspect& suspect) const;
   Suspect find_suspect(const Living& living) const;
-  Suspect follow_waits(const Living& living, int from) const;
+  Suspect follow_waits(const Living& living, const LivingRank& from) const;
   bool stands_still(const RankRecord& waiting) const;
   std::string describe(const Living& living, const LivingRank& rank) const;
   std::string reason(const Living& living, const Suspect& suspect) const;
   pid_t pid_of(const LivingRank& rank) const;
-  Living::const_iterator with_pid(const Living& living, pid_t pid) const;
-  void accuse(const Living& living, const Suspect& suspect, const std::vector<int>& close_in_child);
-  void take_stacks(const Living& living, int first, const std::vector<int>& close_in_child);
+  const LivingRank* with_pid(const Living& living, pid_t pid) const;
+  void accuse(const Living& living, const Suspect& suspect);
+  void take_stacks(const Living& living, const LivingRank& first);
   std::optional<Hang> finish_stacks();
 
   const JobPage* page_;
@@ -78,7 +79,7 @@ class HangWatch {
   Deadline::Clock::time_point last_look_ = Deadline::Clock::now();
   std::chrono::nanoseconds still_{0};  // how long no rank has moved, while this process watched
   std::size_t alive_ = 0;              // ranks at the last look
-  std::vector<std::uint64_t> seen_;    // what has to change in each record, by local rank
+  IntVector<std::uint64_t> seen_;      // what has to change in each record, by local rank
   bool reported_ = false;              // since a rank moved last
   std::optional<Hang> accused_;        // while its stack is taken
   bool only_report_ = false;

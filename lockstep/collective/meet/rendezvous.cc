@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <utility>
 #include <vector>
@@ -65,11 +64,10 @@ std::string attempt() {
 // advance: each rank gives the addresses of its machine; rank 0 takes the one of its own that is in a network with another machine, listens on a free port
 // there, and gives the others both. Two rounds; after that mpirun is not asked any more.
 
-std::string address_of_rank_0(LauncherStore& launcher, const std::string& name, const JobEnvironment& job,
-                              const Deadline& deadline) {
+std::string address_of_rank_0(LauncherStore& launcher, const JobEnvironment& job, const Deadline& deadline) {
   const std::vector<std::string> mine = own_addresses();
   for (int rank = 1; rank < job.world_size; ++rank) {
-    const std::vector<std::string> theirs = split(launcher.get(rank, name), ',');
+    const std::vector<std::string> theirs = split(launcher.text_of(rank), ',');
     if (theirs == mine) continue;  // on this machine
     if (const std::string near = address_near(theirs); !near.empty()) return near;
     for (const std::string& other : theirs)
@@ -84,30 +82,29 @@ std::string address_of_rank_0(LauncherStore& launcher, const std::string& name, 
        .next = "set MASTER_ADDR and MASTER_PORT on all ranks; GLOO_SOCKET_IFNAME names an interface"});
 }
 
-// Rank 0's store; the launcher carries its endpoint to the others, who wait at the next fence.
-StorePtr serve_through(LauncherStore& launcher, const std::string& number, const JobEnvironment& job,
-                       const Deadline& deadline, milliseconds timeout) try {
-  UniqueFd listener = listen_on({address_of_rank_0(launcher, "addresses" + number, job, deadline), 0}, deadline);
-  const Endpoint endpoint = endpoint_of(listener.get());
-  StorePtr served = serve_store(std::move(listener), secret_of(job, endpoint.text()), timeout);
-  launcher.put("endpoint" + number, concat(endpoint.port, ",", endpoint.host));
+// Rank 0's store; the launcher carries its endpoint to the others, who wait for it.
+StorePtr serve_through(LauncherStore& launcher, const JobEnvironment& job, const Deadline& deadline,
+                       milliseconds timeout) {
+  StorePtr served;
+  Endpoint endpoint;
+  try {
+    UniqueFd listener = listen_on({address_of_rank_0(launcher, job, deadline), 0}, deadline);
+    endpoint = endpoint_of(listener.get());
+    served = serve_store(std::move(listener), secret_of(job, endpoint.text()), timeout);
+  } catch (const std::exception&) {
+    launcher.exchange("none");
+    throw;
+  }
+  launcher.exchange(concat(endpoint.port, ",", endpoint.host));
   return served;
-} catch (const std::exception&) {
-  launcher.put("endpoint" + number, "none");
-  launcher.fence();
-  throw;
 }
 
 StorePtr connect_through(LauncherStore& launcher, const JobEnvironment& job, milliseconds timeout) {
   const Deadline deadline = Deadline::after(timeout);
-  static std::atomic<int> meetings{0};
-  const std::string number = concat(++meetings);  // a name is given once
-  launcher.put("addresses" + number, join(own_addresses(), ","));
-  launcher.fence();
-  const StorePtr served = job.rank == 0 ? serve_through(launcher, number, job, deadline, timeout) : nullptr;
-  launcher.fence();
-  if (served) return served;
-  const auto parts = split(launcher.get(0, "endpoint" + number), ',');
+  launcher.exchange(join(own_addresses(), ","));
+  if (job.rank == 0) return serve_through(launcher, job, deadline, timeout);
+  launcher.exchange("-");
+  const auto parts = split(launcher.text_of(0), ',');
   Endpoint endpoint{parts.back()};
   constexpr int kLastPort = 65535;
   if (parts.size() != 2 || !parse_int(parts.front(), endpoint.port) || endpoint.port < 1 || endpoint.port > kLastPort)
@@ -123,13 +120,11 @@ StorePtr connect_through(LauncherStore& launcher, const JobEnvironment& job, mil
 class ExchangedTexts final : public LauncherStore {
  public:
   explicit ExchangedTexts(const ExchangeTexts& exchange) : exchange_(exchange) {}
-  void put(const std::string&, const std::string& text) override { mine_ = text; }
-  void fence() override { all_ = exchange_(mine_); }
-  std::string get(int rank, const std::string&) override { return all_.at(to_size(rank)); }
+  void exchange(const std::string& mine) override { all_ = exchange_(mine); }
+  std::string text_of(int rank) override { return all_.at(to_size(rank)); }
 
  private:
   const ExchangeTexts& exchange_;
-  std::string mine_;
   std::vector<std::string> all_;
 };
 
