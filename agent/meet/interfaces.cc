@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "agent/meet/interfaces.h"
 
-#include <arpa/inet.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netinet/in.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdlib>
 #include <memory>
 
@@ -32,19 +30,13 @@ AddressBytes bytes_of(const sockaddr* address) {
   return {};
 }
 
-AddressBytes bytes_of(const std::string& text) {
-  std::array<unsigned char, sizeof(in6_addr)> bytes{};
-  if (::inet_pton(AF_INET, text.c_str(), bytes.data()) == 1) return {bytes.begin(), bytes.begin() + sizeof(in_addr)};
-  if (::inet_pton(AF_INET6, text.c_str(), bytes.data()) == 1) return {bytes.begin(), bytes.end()};
-  return {};
-}
-
-std::string text_of_address(const AddressBytes& bytes) {
-  std::array<char, INET6_ADDRSTRLEN> text{};
-  return ::inet_ntop(bytes.size() == sizeof(in_addr) ? AF_INET : AF_INET6, bytes.data(), text.data(), text.size());
+AddressBytes bytes_of(const std::string& number) {
+  const AddressList found = address_of_number({number});
+  return found ? bytes_of(found->ai_addr) : AddressBytes();
 }
 
 struct Interface {
+  std::string text;  // of its address
   AddressBytes address;
   AddressBytes mask;
 };
@@ -72,7 +64,9 @@ std::vector<Interface> interfaces() {
   const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> owner(list, &::freeifaddrs);
   std::vector<Interface> found;
   for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next)
-    if (serves_others(*entry)) found.push_back({bytes_of(entry->ifa_addr), bytes_of(entry->ifa_netmask)});
+    if (serves_others(*entry))
+      found.push_back(
+          {numeric(entry->ifa_addr, sizeof(sockaddr_in6)), bytes_of(entry->ifa_addr), bytes_of(entry->ifa_netmask)});
   return found;
 }
 
@@ -87,14 +81,14 @@ bool in_network_of(const Interface& mine, const AddressBytes& other) {
 
 std::vector<std::string> own_addresses() {
   std::vector<std::string> texts;
-  for (const Interface& interface : interfaces()) texts.push_back(text_of_address(interface.address));
+  for (const Interface& interface : interfaces()) texts.push_back(interface.text);
   return texts;
 }
 
 std::string address_near(const std::vector<std::string>& theirs) {
   for (const Interface& interface : interfaces())
     for (const std::string& other : theirs)
-      if (in_network_of(interface, bytes_of(other))) return text_of_address(interface.address);
+      if (in_network_of(interface, bytes_of(other))) return interface.text;
   return "";
 }
 

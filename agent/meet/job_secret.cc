@@ -2,6 +2,8 @@
 #include "agent/meet/job_secret.h"
 
 #include <fcntl.h>
+#include <openssl/crypto.h>
+#include <openssl/err.h>
 #include <pwd.h>
 #include <sys/mman.h>
 #include <sys/random.h>
@@ -10,7 +12,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cstdlib>
 #include <cstring>
 
@@ -33,22 +34,20 @@ EnvironmentError no_secret(const std::string& what, const std::string& here = ""
   return EnvironmentError({.what = what, .here = here, .next = ways_to_a_secret()});
 }
 
-std::optional<Secret> parse_secret(std::string_view text) {
-  while (!text.empty() && text.back() == '\n') text.remove_suffix(1);
-  if (text.size() != kDigits) return std::nullopt;
+std::optional<Secret> parse_secret(std::string text) {
+  while (text.ends_with('\n')) text.pop_back();
   Secret secret{};
-  for (std::size_t i = 0; i < secret.size(); ++i) {
-    const char* const digits = text.data() + 2 * i;
-    if (std::from_chars(digits, digits + 2, secret[i], 16).ptr != digits + 2) return std::nullopt;
-  }
-  return secret;
+  std::size_t bytes = 0;
+  const bool parsed = ::OPENSSL_hexstr2buf_ex(secret.data(), secret.size(), &bytes, text.c_str(), '\0') == 1;
+  ::ERR_clear_error();
+  return parsed && bytes == secret.size() && text.size() == kDigits ? std::optional(secret) : std::nullopt;
 }
 
 std::string digits_of(const Secret& secret) {
-  constexpr std::string_view kHex = "0123456789abcdef";
-  std::string text;
-  for (const unsigned char byte : secret) text += {kHex[byte >> 4U], kHex[byte & 15U]};
-  return text + "\n";
+  std::string text(kDigits + 1, '\0');
+  ::OPENSSL_buf2hexstr_ex(text.data(), text.size(), nullptr, secret.data(), secret.size(), '\0');
+  text.back() = '\n';
+  return text;
 }
 
 // Returns nothing if there is no such file. Throws EnvironmentError: others can read it, or it is another user's.

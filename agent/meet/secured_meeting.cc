@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "agent/meet/secured_meeting.h"
 
-#include <poll.h>
 #include <sys/socket.h>
 
 #include <array>
@@ -9,7 +8,7 @@
 #include <string_view>
 
 #include "agent/meet/tls_channel.h"
-#include "lockstep/base/sockets/poll.h"
+#include "lockstep/base/pipe.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep {
@@ -58,15 +57,8 @@ class OfferingChannel final : public TlsChannel {
 std::optional<std::string> ask_for_credential(const UniqueFd& fd, const Deadline& deadline) {
   if (::send(fd.get(), kAsksForSecret.data(), kAsksForSecret.size(), MSG_NOSIGNAL) != std::ssize(kAsksForSecret))
     return std::nullopt;
-  std::string answer;
-  std::array<char, 512> room{};
-  while (answer.size() < kLongestCredential && wait_for(POLLIN, fd.get(), deadline)) {
-    const ssize_t bytes = ::recv(fd.get(), room.data(), room.size(), 0);
-    if (bytes < 0 && (errno == EAGAIN || errno == EINTR)) continue;
-    if (bytes <= 0) return bytes == 0 && answer.starts_with("MUNGE:") ? std::optional(answer) : std::nullopt;
-    answer.append(room.data(), static_cast<std::size_t>(bytes));
-  }
-  return std::nullopt;
+  auto [answer, has_ended] = read_to_end_of(fd.get(), deadline, kLongestCredential);
+  return has_ended && answer.starts_with("MUNGE:") ? std::optional(std::move(answer)) : std::nullopt;
 }
 
 // Null: it has no secret yet, or the secret can't be had.

@@ -7,7 +7,6 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 
-#include <array>
 #include <cstring>
 #include <filesystem>
 #include <limits>
@@ -79,19 +78,6 @@ void execute(const std::vector<std::string>& command) {
       if (fd > STDERR_FILENO && fd != report.get() && !options.keeps->contains(fd)) ::close(fd);
   report.reset();
   exit_after(options.body);
-}
-
-// Until the child execs, reports an error or dies, each of which closes its end. Nothing: none of it by the deadline.
-std::optional<std::string> read_to_end(int fd, Deadline deadline) {
-  std::string text;
-  std::array<char, 512> buffer;
-  while (wait_for(POLLIN, fd, deadline)) {
-    const ssize_t bytes = ::read(fd, buffer.data(), buffer.size());
-    if (bytes < 0 && errno == EINTR) continue;
-    if (bytes <= 0) return text;
-    text.append(buffer.data(), to_size(bytes));
-  }
-  return {};
 }
 
 // Takes a child that was killed or has reported its error: only the kernel is waited for, so no deadline.
@@ -184,11 +170,12 @@ Process::Process(const ProcessOptions& options) {
     be_child(options, parent, std::move(write_end));
   }
   write_end.reset();
-  const auto trouble = read_to_end(report.get(), Deadline::after(options.start_timeout));
-  if (!trouble) give_up(pid_, options);
-  if (!trouble->empty()) {
+  // Until the child execs, reports an error or dies, each of which closes its end.
+  const auto [trouble, has_begun] = read_to_end_of(report.get(), Deadline::after(options.start_timeout));
+  if (!has_begun) give_up(pid_, options);
+  if (!trouble.empty()) {
     wait_for(pid_);
-    throw SystemError({.what = *trouble,
+    throw SystemError({.what = trouble,
                        .here = join(options.command, " "),
                        .likely = "a misspelt name, one that is not in PATH, or a file that is not executable",
                        .next = "check the name, and that the file is executable on this machine"});

@@ -17,15 +17,12 @@
 #include "lockstep/base/files/file.h"
 #include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/pipe.h"
-#include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
 
-constexpr std::size_t kMostText = 1 << 20;  // of a tool
 constexpr std::size_t kLongestFrame = 300;  // names of templates are longer
 constexpr const char* kMostFrames = "40";   // of a thread
 constexpr auto kPerTool = std::chrono::seconds(45);
@@ -57,19 +54,6 @@ std::vector<Tool> tools_for(pid_t pid) {
   return tools;
 }
 
-// Until its end or the deadline.
-std::string read_until(int fd, Deadline deadline) {
-  std::string text;
-  std::array<char, 65536> buffer;
-  while (text.size() < kMostText) {
-    if (!wait_for(POLLIN, fd, deadline)) break;
-    const ssize_t bytes = ::read(fd, buffer.data(), buffer.size());
-    if (bytes <= 0) break;
-    text.append(buffer.data(), to_size(bytes));
-  }
-  return text;
-}
-
 bool is_in_name(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_' || c == '.' || c == '$'; }
 
 // "#1  0x1 in _ZN8lockstep3runE ()" -> "#1  0x1 in lockstep::run ()"
@@ -93,7 +77,7 @@ std::string lines_of(const Tool& tool, Deadline deadline) try {
                          .error_fd = nothing.get()});
   to_us.reset();
   std::string shown;
-  for (const std::string& line : split(read_until(from_tool.get(), deadline), '\n'))
+  for (const std::string& line : split(read_to_end_of(from_tool.get(), deadline).text, '\n'))
     if (tool.shows(line)) shown += demangled(line).substr(0, kLongestFrame) + '\n';
   return shown;
 } catch (const Error&) {

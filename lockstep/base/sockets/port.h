@@ -30,6 +30,7 @@ class ReservedPort {
  public:
   explicit ReservedPort(const std::string& address = "127.0.0.1");  // a number; throws SystemError
   int number() const { return number_; }
+  int fd() const { return fd_.get(); }
 
  private:
   UniqueFd fd_;
