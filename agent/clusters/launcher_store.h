@@ -14,6 +14,7 @@
 
 #include "agent/clusters/environment.h"
 #include "lockstep/deadline.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 
@@ -31,6 +32,9 @@ class LauncherStore {
  protected:
   static std::string next_name();  // of an exchange: mpirun takes each name once
 };
+
+// What can't be done, with what to do instead.
+RendezvousError mpirun_error(const std::string& what);
 
 // Opens that of Open MPI or MPICH. Throws RendezvousError: the job's launcher has none, or none that can be reached.
 std::unique_ptr<LauncherStore> open_launcher_store(const JobEnvironment& job, milliseconds timeout);

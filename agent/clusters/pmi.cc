@@ -19,18 +19,12 @@
 namespace lockstep {
 namespace {
 
-RendezvousError pmi_error(const std::string& what) {
-  return RendezvousError({.what = concat(what, ", MPICH's way to tell the ranks where to meet"),
-                          .likely = "another rank has ended, or mpirun did not start this process",
-                          .next = "look at the other ranks' output; or set MASTER_ADDR and MASTER_PORT on all ranks"});
-}
-
 // One line. It comes in one piece: mpirun's proxy answers nothing else before the next question.
 std::string read_line(int fd, const Deadline& deadline) {
   std::string line;
   for (char letter = 0; letter != '\n'; line += letter) {
-    if (!wait_for(POLLIN, fd, deadline)) throw pmi_error("no answer from mpirun through PMI_FD before the deadline");
-    if (::recv(fd, &letter, 1, 0) != 1) throw pmi_error("mpirun has closed PMI_FD");
+    if (!wait_for(POLLIN, fd, deadline)) throw mpirun_error("no answer from mpirun through PMI_FD before the deadline");
+    if (::recv(fd, &letter, 1, 0) != 1) throw mpirun_error("mpirun has closed PMI_FD");
   }
   return line.substr(0, line.size() - 1);
 }
@@ -58,16 +52,17 @@ class PmiStore final : public LauncherStore {
   std::string text_of(int rank) override {
     const std::string answer = ask(concat("cmd=get kvsname=", space_, " key=", name_, "-", rank), "get_result");
     if (value_in(answer, "rc") == "0") return value_in(answer, "value");
-    throw pmi_error(concat("rank ", rank, " has given no text to PMI_FD"));
+    throw mpirun_error(concat("rank ", rank, " has given no text to PMI_FD"));
   }
 
  private:
   std::string ask(const std::string& command, const std::string& wanted) {
     const std::string line = command + "\n";
     if (::send(fd_, line.data(), line.size(), MSG_NOSIGNAL) != std::ssize(line))
-      throw pmi_error("can't write to PMI_FD");
+      throw mpirun_error("can't write to PMI_FD");
     const std::string answer = read_line(fd_, Deadline::after(timeout_));
-    if (value_in(answer, "cmd") != wanted) throw pmi_error(concat("mpirun answered \"", answer, "\" through PMI_FD"));
+    if (value_in(answer, "cmd") != wanted)
+      throw mpirun_error(concat("mpirun answered \"", answer, "\" through PMI_FD"));
     return answer;
   }
 

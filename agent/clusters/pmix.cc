@@ -35,15 +35,9 @@ struct PmixValue {
   std::array<char, 48> others;  // no member of the union is longer
 };
 
-RendezvousError pmix_error(const std::string& what) {
-  return RendezvousError({.what = concat(what, ", Open MPI's way to tell the ranks where to meet"),
-                          .likely = "an Open MPI without a libpmix.so.2 in the library path, or another rank has ended",
-                          .next = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"});
-}
-
 struct Pmix {
   Pmix() {
-    if (!library.is_complete()) throw pmix_error("can't load libpmix.so.2");
+    if (!library.is_complete()) throw mpirun_error("can't load libpmix.so.2");
   }
 
   SharedLibrary library{"libpmix.so.2"};
@@ -66,8 +60,8 @@ void call(const char* name, milliseconds timeout, const std::function<int()>& fu
   std::packaged_task<int()> task(function);
   auto result = task.get_future();
   std::thread(std::move(task)).detach();
-  if (result.wait_for(timeout) != std::future_status::ready) throw pmix_error(concat("no answer to ", name));
-  if (const int code = result.get(); code != kPmixSuccess) throw pmix_error(concat(name, " failed with code ", code));
+  if (result.wait_for(timeout) != std::future_status::ready) throw mpirun_error(concat("no answer to ", name));
+  if (const int code = result.get(); code != kPmixSuccess) throw mpirun_error(concat(name, " failed with code ", code));
 }
 
 class PmixStore final : public LauncherStore {
@@ -83,7 +77,7 @@ class PmixStore final : public LauncherStore {
   void exchange(const std::string& mine) override {
     name_ = next_name();
     PmixValue value{.type = kPmixString, .text = mine.c_str(), .others = {}};
-    if (pmix().put(kPmixGlobal, name_.c_str(), &value) != kPmixSuccess) throw pmix_error("PMIx_Put failed");
+    if (pmix().put(kPmixGlobal, name_.c_str(), &value) != kPmixSuccess) throw mpirun_error("PMIx_Put failed");
     call("PMIx_Commit", timeout_, [] { return pmix().commit(); });
     call("PMIx_Fence", timeout_, [] { return pmix().fence(nullptr, 0, nullptr, 0); });
   }
@@ -95,7 +89,7 @@ class PmixStore final : public LauncherStore {
       process.rank = static_cast<std::uint32_t>(rank);
       return pmix().get(&process, name.c_str(), nullptr, 0, found.get());
     });
-    if (*found == nullptr || (*found)->type != kPmixString) throw pmix_error(concat("rank ", rank, " gave no text"));
+    if (*found == nullptr || (*found)->type != kPmixString) throw mpirun_error(concat("rank ", rank, " gave no text"));
     return (*found)->text;  // a few bytes that are never freed: that is a macro of PMIx's header
   }
 

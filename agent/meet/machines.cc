@@ -6,10 +6,10 @@
 
 #include <algorithm>
 #include <set>
-#include <thread>
 #include <utility>
 
 #include "agent/meet/membership.h"
+#include "lockstep/base/retry.h"
 #include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/sockets/port.h"
@@ -181,12 +181,12 @@ class Contact {
 
   // A process that serves the store stays until the others have read the end, and have gone.
   void say_goodbye() {
-    const Deadline deadline = Deadline::after(std::max(kLastWordsWithin, meeting_.silence));
-    while ((has_left_ || end_) && store_->serves() && !deadline.passed()) {
+    if ((!has_left_ && !end_) || !store_->serves()) return;
+    const auto is_alone = [this] {
       const auto entries = store_->read();
-      if (!entries || JobView(*entries).present.size() < 2) return;
-      std::this_thread::sleep_for(kLookEvery);
-    }
+      return !entries || JobView(*entries).present.size() < 2;
+    };
+    retry(Deadline::after(std::max(kLastWordsWithin, meeting_.silence)), kLookEvery, is_alone);
   }
 
   Meeting meeting_;

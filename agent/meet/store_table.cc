@@ -67,11 +67,10 @@ bool StoreTable::put(const std::string& key, const std::string& value, int owner
 }
 
 void StoreTable::erase_keys_of(int owner) {
-  for (auto entry = entries_.begin(); entry != entries_.end();) {
-    const auto next = std::next(entry);
-    if (entry->second.owner == owner) erase(std::string(entry->first));
-    entry = next;
-  }
+  std::vector<std::string> own;
+  for (const auto& [key, entry] : entries_)
+    if (entry.owner == owner) own.push_back(key);
+  for (const std::string& key : own) erase(key);
 }
 
 Packet StoreTable::list(const std::string& prefix) const {

@@ -10,7 +10,6 @@
 #include <cctype>
 #include <cstdlib>
 #include <filesystem>
-#include <functional>
 #include <memory>
 
 #include "agent/start/process.h"
@@ -29,29 +28,25 @@ constexpr auto kPerTool = std::chrono::seconds(45);
 
 // ---- Tools
 
-struct Tool {
-  std::string name;
-  std::vector<std::string> command;
-  std::function<bool(std::string_view line)> shows;  // what people want to read of its output
-};
+using Command = std::vector<std::string>;
 
-bool is_gdbs(std::string_view line) { return line.starts_with("Thread ") || line.starts_with('#'); }
-bool is_eu_stacks(std::string_view line) { return line.starts_with("TID ") || line.starts_with('#'); }
-bool is_text(std::string_view line) { return !line.empty(); }
-
-std::vector<Tool> tools_for(pid_t pid) {
+std::vector<Command> tools_for(pid_t pid) {
   const std::string process = concat(pid);
   std::error_code error;
   const std::string program = std::filesystem::read_symlink(concat("/proc/", pid, "/exe"), error).filename();
-  std::vector<Tool> tools;
-  if (program.starts_with("python")) tools.push_back({"py-spy", {"py-spy", "dump", "--pid", process}, is_text});
+  std::vector<Command> tools;
+  if (program.starts_with("python")) tools.push_back({"py-spy", "dump", "--pid", process});
   // The faster one first: of a process with libtorch eu-stack takes 1 s, gdb 6 s, and 15 s where it demangles all names.
-  tools.push_back({"eu-stack", {"eu-stack", "-n", kMostFrames, "-p", process}, is_eu_stacks});
-  tools.push_back({"gdb",
-                   {"gdb", "-nx", "-batch", "-iex", "set debuginfod enabled off", "-iex", "set demangle-style none",
-                    "-p", process, "-ex", concat("thread apply all -ascending bt ", kMostFrames)},
-                   is_gdbs});
+  tools.push_back({"eu-stack", "-n", kMostFrames, "-p", process});
+  tools.push_back({"gdb", "-nx", "-batch", "-iex", "set debuginfod enabled off", "-iex", "set demangle-style none",
+                   "-p", process, "-ex", concat("thread apply all -ascending bt ", kMostFrames)});
   return tools;
+}
+
+// Shows frames and their threads; py-spy writes nothing else.
+bool is_shown(const std::string& tool, std::string_view line) {
+  if (tool == "py-spy") return !line.empty();
+  return line.starts_with('#') || line.starts_with("Thread ") || line.starts_with("TID ");
 }
 
 bool is_in_name(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_' || c == '.' || c == '$'; }
@@ -68,17 +63,17 @@ std::string demangled(const std::string& line) {
 }
 
 // Empty: it is not installed, or must not look.
-std::string lines_of(const Tool& tool, Deadline deadline) try {
+std::string lines_of(const Command& tool, Deadline deadline) try {
   auto [from_tool, to_us] = make_pipe();
   const UniqueFd nothing(::open("/dev/null", O_WRONLY | O_CLOEXEC));
-  const Process process({.command = tool.command,
+  const Process process({.command = tool,
                          .variables = {{"DEBUGINFOD_URLS", ""}},  // nothing is fetched
                          .output_fd = to_us.get(),
                          .error_fd = nothing.get()});
   to_us.reset();
   std::string shown;
   for (const std::string& line : split(read_to_end_of(from_tool.get(), deadline).text, '\n'))
-    if (tool.shows(line)) shown += demangled(line).substr(0, kLongestFrame) + '\n';
+    if (is_shown(tool.front(), line)) shown += demangled(line).substr(0, kLongestFrame) + '\n';
   return shown;
 } catch (const Error&) {
   return "";
@@ -154,12 +149,12 @@ std::string tasks_of(pid_t pid) {
 std::string stacks_of(pid_t pid, Deadline deadline) {
   std::string text;
   bool has_native = false;
-  for (const Tool& tool : tools_for(pid)) {
+  for (const Command& tool : tools_for(pid)) {
     if (has_native || deadline.passed()) break;
     const auto left = std::min<milliseconds>(kPerTool, deadline.left());
     const std::string shown = lines_of(tool, Deadline::after(left));
-    if (!shown.empty()) text += concat("by ", tool.name, ":\n", shown);
-    has_native = !shown.empty() && tool.name != "py-spy";
+    if (!shown.empty()) text += concat("by ", tool.front(), ":\n", shown);
+    has_native = !shown.empty() && tool.front() != "py-spy";
   }
   if (!has_native)
     text +=
