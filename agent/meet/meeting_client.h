@@ -6,6 +6,7 @@
 // Threads: any; one request at a time
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>

@@ -3,10 +3,8 @@
 
 #include <cxxabi.h>
 #include <fcntl.h>
-#include <sys/syscall.h>
 
 #include <algorithm>
-#include <array>
 #include <cctype>
 #include <cstdlib>
 #include <filesystem>
@@ -81,33 +79,6 @@ std::string lines_of(const Command& tool, Deadline deadline) try {
 
 // ---- Without tools
 
-struct SystemCall {
-  long number;
-  const char* name;
-};
-constexpr auto kSystemCalls = std::to_array<SystemCall>({
-    {SYS_read, "read"},
-    {SYS_write, "write"},
-    {SYS_futex, "futex"},
-    {SYS_openat, "openat"},
-    {SYS_ppoll, "ppoll"},
-    {SYS_epoll_pwait, "epoll_pwait"},
-    {SYS_recvfrom, "recvfrom"},
-    {SYS_sendto, "sendto"},
-    {SYS_clock_nanosleep, "sleep"},
-    {SYS_fsync, "fsync"},
-    {SYS_ioctl, "ioctl"},
-    {SYS_sched_yield, "sched_yield"},
-    {SYS_wait4, "wait4"},
-    {SYS_close, "close"},
-    {SYS_fdatasync, "fdatasync"},
-#ifdef SYS_poll
-    {SYS_poll, "poll"},
-    {SYS_open, "open"},
-    {SYS_epoll_wait, "epoll_wait"},
-#endif
-});
-
 // Empty where there is none, or this user may not read it.
 std::string proc_file(const std::filesystem::path& task, const char* name) try {
   std::string text = read_file(task / name);
@@ -117,19 +88,10 @@ std::string proc_file(const std::filesystem::path& task, const char* name) try {
   return "";
 }
 
-// "running", or "in futex".
-std::string system_call_of(const std::filesystem::path& task) {
-  const std::string first = split(proc_file(task, "syscall"), ' ').front();
-  int number = -1;
-  if (!parse_int(first, number)) return first;
-  const auto* const found = std::ranges::find(kSystemCalls, number, &SystemCall::number);
-  return found == kSystemCalls.end() ? concat("in system call ", number) : concat("in ", found->name);
-}
-
 std::string describe_task(const std::filesystem::path& task) {
   std::string text = concat("thread ", task.filename().string(), " (", proc_file(task, "comm"),
                             "): ", proc_value(task / "status", "State:"));
-  if (const std::string call = system_call_of(task); !call.empty()) text += ", " + call;
+  // The kernel's function also tells the system call: futex_wait_queue, do_poll, pipe_read.
   if (const std::string kernel = proc_file(task, "wchan"); kernel.size() > 1) text += ", in the kernel in " + kernel;
   for (const std::string& frame : split(proc_file(task, "stack"), '\n'))
     if (!frame.empty()) text += "\n  " + frame;
