@@ -147,7 +147,7 @@ class EtcdStore final : public MembershipStore {
 
   // This machine's address on the way to etcd; where etcd runs here, the one that others probably reach.
   void find_own_address(const Deadline& deadline) {
-    const auto towards = own_address_towards(look_up(meeting_.places[place_], deadline, SOCK_DGRAM).addresses);
+    const auto towards = own_address_towards(look_up(meeting_.places[place_], deadline).addresses);
     own_address_ = towards.value_or("127.0.0.1");
     if (std::string others = address_for_others(); is_loopback(own_address_) && !others.empty())
       own_address_ = std::move(others);

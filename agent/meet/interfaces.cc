@@ -95,7 +95,7 @@ std::string address_near(const std::vector<std::string>& theirs) {
 std::string address_for_others() {
   constexpr std::chrono::seconds kAtOnce{1};
   const Endpoint somewhere{"192.0.2.1", 1};  // reserved for documentation; nothing is sent to it
-  const auto by_route = own_address_towards(look_up(somewhere, Deadline::after(kAtOnce), SOCK_DGRAM).addresses);
+  const auto by_route = own_address_towards(look_up(somewhere, Deadline::after(kAtOnce)).addresses);
   if (by_route && !is_loopback(*by_route)) return *by_route;
   const auto all = own_addresses();
   return all.size() == 1 ? all.front() : "";

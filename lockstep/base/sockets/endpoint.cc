@@ -31,11 +31,11 @@ bool is_connected(const pollfd& socket) {
 }  // namespace
 
 // getaddrinfo has no deadline (a name server that does not answer), so it gets a thread, which is left behind if it hangs.
-Lookup look_up(const Endpoint& endpoint, const Deadline& deadline, int socket_type) {
-  std::packaged_task<Lookup()> task([endpoint, socket_type] {
+Lookup look_up(const Endpoint& endpoint, const Deadline& deadline) {
+  std::packaged_task<Lookup()> task([endpoint] {
     addrinfo hints{};
     hints.ai_family = AF_UNSPEC;
-    hints.ai_socktype = socket_type;
+    hints.ai_socktype = SOCK_STREAM;
     addrinfo* found = nullptr;
     const int failed = ::getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints, &found);
     return Lookup{failed, AddressList(found)};

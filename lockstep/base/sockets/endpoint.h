@@ -35,7 +35,7 @@ struct Lookup {
   int failed;  // getaddrinfo's code; EAI_INPROGRESS: no answer before the deadline
   AddressList addresses;
 };
-Lookup look_up(const Endpoint& endpoint, const Deadline& deadline, int socket_type = SOCK_STREAM);
+Lookup look_up(const Endpoint& endpoint, const Deadline& deadline);
 
 void set_port(const AddressList& addresses, int port);
 
@@ -62,7 +62,7 @@ struct Connection {
 // To all addresses at once, because some may never answer; the first that does. Nothing where none does.
 std::optional<Connection> connect_to(const AddressList& addresses, const Deadline& deadline);
 
-// This machine's address on the route to the first of `addresses` (of SOCK_DGRAM) that there is one to.
+// This machine's address on the route to the first of `addresses` that there is one to.
 std::optional<std::string> own_address_towards(const AddressList& addresses);
 
 }  // namespace lockstep

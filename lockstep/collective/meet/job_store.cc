@@ -66,9 +66,9 @@ std::string name_of_job(const JobEnvironment& job) {
   return concat(job.world_size, " ranks", job.job_name.empty() ? "" : " (" + job.job_name + ")");
 }
 
-AddressList resolve(const Endpoint& endpoint, const Deadline& deadline, int socket_type) {
+AddressList resolve(const Endpoint& endpoint, const Deadline& deadline) {
   for (bool told = false;; told = true) {
-    auto [failed, addresses] = look_up(endpoint, deadline, socket_type);
+    auto [failed, addresses] = look_up(endpoint, deadline);
     if (failed == 0) return std::move(addresses);
     if (failed == EAI_INPROGRESS) throw cannot_resolve(endpoint, "no answer before the deadline");
     const bool may_come = failed == EAI_AGAIN || failed == EAI_NONAME || failed == EAI_NODATA;

@@ -21,7 +21,7 @@ inline constexpr milliseconds kRetryEvery{2};
 
 // A name may be new: where machines start with the job, DNS learns it a little later, so it is tried until the deadline.
 // Throws RendezvousError.
-AddressList resolve(const Endpoint& endpoint, const Deadline& deadline, int socket_type = SOCK_STREAM);
+AddressList resolve(const Endpoint& endpoint, const Deadline& deadline);
 
 // c10d's own server would listen on every interface; this one listens at `endpoint` only. Of `ports` ports from
 // endpoint.port on it takes the first that nobody has. Throws RendezvousError: names the process that has the port.

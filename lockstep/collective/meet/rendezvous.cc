@@ -33,7 +33,7 @@ constexpr int kAnyPort = 1;  // where only the route counts
 std::string own_address(const JobEnvironment& job, const Deadline& deadline) {
   if (is_loopback(job.master_addr)) return "";
   if (!job.other_host.empty()) {
-    const auto mine = own_address_towards(look_up({job.other_host, kAnyPort}, deadline, SOCK_DGRAM).addresses);
+    const auto mine = own_address_towards(look_up({job.other_host, kAnyPort}, deadline).addresses);
     if (mine && !is_loopback(*mine)) return *mine;
   }
   return address_for_others();
@@ -72,8 +72,7 @@ std::string address_of_rank_0(LauncherStore& launcher, const JobEnvironment& job
     if (const std::string near = address_near(theirs); !near.empty()) return near;
     for (const std::string& other : theirs)
       if (std::ranges::find(mine, other) == mine.end())
-        if (const auto by_route = own_address_towards(resolve({other, kAnyPort}, deadline, SOCK_DGRAM)))
-          return *by_route;
+        if (const auto by_route = own_address_towards(resolve({other, kAnyPort}, deadline))) return *by_route;
   }
   throw RendezvousError(
       {.what = "rank 0 has no network address at which other machines reach it",
@@ -180,7 +179,7 @@ void let_nobody_else_in(c10d::Store& store) {
 
 std::string address_towards(const std::string& host, milliseconds timeout) {
   const Endpoint endpoint{host, kAnyPort};
-  const AddressList addresses = resolve(endpoint, Deadline::after(timeout), SOCK_DGRAM);
+  const AddressList addresses = resolve(endpoint, Deadline::after(timeout));
   if (const auto mine = own_address_towards(addresses)) return *mine;
   throw system_error("find a route to", host);
 }
@@ -190,8 +189,7 @@ std::string address_towards_store(c10d::Store& store, milliseconds timeout) {
   if (meeting != nullptr && !meeting->client().own_address().empty()) return meeting->client().own_address();
   if (const auto* tcp = dynamic_cast<const c10d::TCPStore*>(beneath_prefixes(&store)))
     return address_towards(tcp->getHost(), timeout);
-  const Lookup own_name =
-      look_up({host_name(), kAnyPort}, Deadline::after(std::min(timeout, kOwnNameKnownIn)), SOCK_DGRAM);
+  const Lookup own_name = look_up({host_name(), kAnyPort}, Deadline::after(std::min(timeout, kOwnNameKnownIn)));
   return own_address_towards(own_name.addresses).value_or("127.0.0.1");
 }
 
