@@ -22,8 +22,8 @@ class LauncherStore {
  public:
   virtual ~LauncherStore() = default;
 
-  // Gives the others a text without blanks, of at most 1,000 characters. Blocks until all ranks are here. Throws RendezvousError at
-  // the deadline, SystemError if mpirun is gone.
+  // Gives the others a text without blanks, of at most 1,000 characters. Blocks until all ranks are here. Throws
+  // RendezvousError at the deadline or if mpirun is gone.
   virtual void exchange(const std::string& mine) = 0;
 
   // Returns what `rank` gave in the last exchange. Throws RendezvousError.

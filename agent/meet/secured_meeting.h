@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// agent/meet/secured_meeting.h: the store of a job on several machines: how its first process serves it, and how the others join.
+// agent/meet/secured_meeting.h: the store of a job on several machines: how its first process serves it, and how the
+// others join.
 //
 // Flow:    collective/meet/job_store.h, first_machine_store.cc -> here -> meeting_client.h, tls_channel.h, endpoint.h
 // Owns:    nothing
@@ -27,8 +28,8 @@ class SecuredJoin {
  public:
   explicit SecuredJoin(SecretPtr secret) : secret_(std::move(secret)) {}
 
-  // Tries each address once, until `deadline`. Null: nobody answers, or no store with this secret. Throws EnvironmentError:
-  // munge's credential can't be read.
+  // Tries each address once, until `deadline`. Null: nobody answers, or no store with this secret. Throws
+  // EnvironmentError: munge's credential can't be read.
   MeetingClientPtr try_at(const AddressList& addresses, const Deadline& deadline);
 
   // Tells whether somebody has answered for a minute, and this machine has found no secret meanwhile.

@@ -9,8 +9,8 @@
 
 namespace lockstep {
 
-// Calls `attempt` until its result counts as true, or once after the deadline. Pauses double, from 1 ms to `longest_pause`.
-// Returns the last result.
+// Calls `attempt` until its result counts as true, the last time after the deadline. Pauses double, from 1 ms to
+// `longest_pause`. Returns the last result.
 template <class Attempt>
 auto retry(const Deadline& deadline, milliseconds longest_pause, const Attempt& attempt) {
   for (milliseconds pause{1};; pause = std::min(2 * pause, longest_pause)) {

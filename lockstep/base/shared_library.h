@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// base/shared_library.h: a library that is loaded when it is needed, so that neither the build nor the wheel depends on it.
+// base/shared_library.h: a library that is loaded when it is needed, so that neither the build nor the wheel depends on
+// it.
 //
 // Owns:    nothing: what is loaded stays until the process ends
 // Threads: make it on one
