@@ -8,50 +8,28 @@
 namespace lockstep {
 namespace {
 
-using Kind = Packet::Kind;
-
-Packet refused(const std::string& why) { return {Kind::kRefused, 0, {why}}; }
+Packet refused(const std::string& why) { return {Packet::Kind::kRefused, 0, {why}}; }
 
 Packet no_room() { return refused(concat("the store is full: ", StoreTable::kMostBytes >> 20, " MiB")); }
 
 }  // namespace
 
 Packet StoreTable::answer(const Packet& request, int owner) {
+  using enum Packet::Kind;
   const auto& texts = request.texts;
-  const std::size_t count = texts.size();
-  switch (request.kind) {
-    case Kind::kHello:
-      if (count == 0) return {};
-      break;
-    case Kind::kSet:
-      if (count > 0 && count % 2 == 0) return set(texts);
-      break;
-    case Kind::kGet: return get(texts);
-    case Kind::kAdd:
-      if (count == 1) return add(texts[0], request.number);
-      break;
-    case Kind::kCompareSet:
-      if (count == 3) return compare_set(texts[0], texts[1], texts[2]);
-      break;
-    case Kind::kDelete:
-      if (count == 1) return erase(texts[0]);
-      break;
-    case Kind::kCheck:
-      return {.number = std::ranges::all_of(texts, [this](const auto& key) { return entries_.contains(key); }) ? 1 : 0};
-    case Kind::kCount:
-      if (count == 0) return {.number = std::ssize(entries_)};
-      break;
-    case Kind::kAppend:
-      if (count == 2) return append(texts[0], texts[1]);
-      break;
-    case Kind::kSetOwn:
-      if (count == 2) return put(texts[0], texts[1], owner) ? Packet{} : no_room();
-      break;
-    case Kind::kList:
-      if (count == 1) return list(texts[0]);
-      break;
-    default: break;
-  }
+  const auto is = [&](Packet::Kind kind, std::size_t count) { return request.kind == kind && texts.size() == count; };
+  if (is(kHello, 0)) return {};
+  if (request.kind == kSet && !texts.empty() && texts.size() % 2 == 0) return set(texts);
+  if (request.kind == kGet) return get(texts);
+  if (is(kAdd, 1)) return add(texts[0], request.number);
+  if (is(kCompareSet, 3)) return compare_set(texts[0], texts[1], texts[2]);
+  if (is(kDelete, 1)) return erase(texts[0]);
+  if (request.kind == kCheck)
+    return {.number = std::ranges::all_of(texts, [this](const auto& key) { return entries_.contains(key); }) ? 1 : 0};
+  if (is(kCount, 0)) return {.number = std::ssize(entries_)};
+  if (is(kAppend, 2)) return append(texts[0], texts[1]);
+  if (is(kSetOwn, 2)) return put(texts[0], texts[1], owner) ? Packet{} : no_room();
+  if (is(kList, 1)) return list(texts[0]);
   return refused("a malformed request");
 }
 
@@ -95,7 +73,7 @@ Packet StoreTable::get(const std::vector<std::string>& keys) const {
   Packet answer;
   for (const std::string& key : keys) {
     const auto found = entries_.find(key);
-    if (found == entries_.end()) return {Kind::kMissing, 0, {key}};
+    if (found == entries_.end()) return {Packet::Kind::kMissing, 0, {key}};
     answer.number += std::ssize(found->second.value);
     if (static_cast<std::size_t>(answer.number) > PacketStream::kLongestPacket / 2)
       return refused("more bytes at a time than the store sends");
