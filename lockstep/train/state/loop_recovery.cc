@@ -153,7 +153,7 @@ struct Recovery::State {
 
   // Releases what was found: everything that there is to keep is known.
   void begin() {
-    if (!std::exchange(begun, true) && kept) kept->taken();
+    if (!std::exchange(begun, true) && kept) kept->taken(steps);
   }
 
   void require_forward(const LoaderPosition& now) const {

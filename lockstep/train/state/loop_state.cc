@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <iterator>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -13,12 +13,25 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/checkpoint/file_image.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
 
-constexpr const char* kCommon = "state.common";
-constexpr const char* kOwn = "state.own";
+// Names in the launcher's memory; that of arenas is collective/shared_memory.cc's.
+constexpr const char* kArena = "arena";
+constexpr const char* kManifest = "manifest";
+
+std::string image_name(const char* kind, bool in_place) { return concat(in_place ? "in place." : "state.", kind); }
+
+std::map<int, MappedMemory> map_arenas(const std::vector<JobMemory::Kept>& kept) {
+  std::map<int, MappedMemory> of_ranks;
+  for (const JobMemory::Kept& each : kept)
+    if (each.name == kArena)
+      if (MappedMemory memory = map_memory(each.fd); memory.size > 0)
+        of_ranks.try_emplace(each.local_rank, std::move(memory));
+  return of_ranks;
+}
 
 // The steps of which this machine has the common image and every rank's own.
 std::set<std::int64_t> whole_steps(const std::vector<StateImage>& common, const std::vector<StateImage>& own) {
@@ -69,28 +82,50 @@ bool is_so_on_all(const World& world, bool here) {
   return std::ranges::count(world.exchange_texts(here ? "yes" : "no"), "no") == 0;
 }
 
-LoopState::LoopState(const World& world, JobMemory& memory, double share_of_time, bool in_parts)
+LoopState::LoopState(const World& world, JobMemory& memory, double share_of_time, bool in_parts, Optimizer* optimizer)
     : world_(world),
       memory_(memory),
       share_of_time_(share_of_time),
-      common_(memory, kCommon, world),
-      own_(memory, kOwn, world) {
+      in_place_(is_so_on_all(world, optimizer != nullptr && !optimizer->manifest().empty()) ? optimizer : nullptr),
+      common_(memory, image_name("common", in_place()), world),
+      own_(memory, image_name("own", in_place()), world) {
   find(in_parts);
+}
+
+// Returns how many updates the lost ranks had made.
+std::int64_t LoopState::take_over(const std::vector<JobMemory::Kept>& kept, const StateImage& manifest) const {
+  const auto arenas = map_arenas(kept);
+  const auto find = [&](int rank, std::uint64_t offset, std::size_t size) {
+    const auto found = arenas.find(rank);
+    if (found == arenas.end() || offset + size > found->second.size)
+      throw CheckpointError({.what = concat("the memory that rank ", rank, " has left is incomplete"),
+                             .next = "start the job again with --resume"});
+    return found->second.begin.get() + offset;
+  };
+  return static_cast<std::int64_t>(in_place_->take_over(reader_of(manifest.bytes).metadata().at(kManifest), find));
 }
 
 // The first rank of a machine that has the newest state sends it to those whose machine has not.
 void LoopState::find(bool in_parts) {
   std::vector<JobMemory::Kept> kept = memory_.previous();
-  const auto common = images_in(kept, kCommon);
-  const auto own = images_in(kept, kOwn);
+  const auto common = images_in(kept, image_name("common", in_place()));
+  const auto own = images_in(kept, image_name("own", in_place()));
   const bool has_state = !common.empty() || !own.empty();
-  const auto steps = world_.exchange_texts(
-      nlohmann::json{{"has_state", has_state}, {"steps", whole_steps(common, own)}, {"in_parts", in_parts}}.dump());
+  std::set<std::int64_t> here;
+  if (!in_place())
+    here = whole_steps(common, own);
+  else if (is_so_on_all(world_, !common.empty()))
+    here = {take_over(kept, common.front())};
+  const auto steps =
+      world_.exchange_texts(nlohmann::json{{"has_state", has_state}, {"steps", here}, {"in_parts", in_parts}}.dump());
   memory_.met();
   const auto [newest, source] = newest_in(steps);
   if (newest < 0) return;
-  const bool whole_here = whole_steps(common, own).contains(newest);
-  const StateImage* const all = whole_here ? image_of(common, newest) : nullptr;
+  const bool whole_here = here.contains(newest);
+  if (whole_here && image_of(own, newest) == nullptr)
+    throw CheckpointError({.what = concat("no rank has kept its own state after ", newest, " updates"),
+                           .next = "start the job again with --resume"});
+  const StateImage* const all = whole_here ? image_of(common, in_place() ? 0 : newest) : nullptr;
   const StateImage* const mine = whole_here ? image_of(own, newest, world_.rank()) : nullptr;
   const StateImage* const rest = mine == nullptr && world_.rank() == source ? image_of(own, newest) : mine;
   SafetensorsReader common_state = reader_of(mine_or_sent(world_, all, source));
@@ -98,12 +133,14 @@ void LoopState::find(bool in_parts) {
   const torch::Tensor ranks = torch::tensor({all != nullptr ? all->owner.ranks : 0});
   world_.broadcast(ranks, source);
   found_ = Found{.step = newest,
+                 .in_place = in_place(),
                  .common = std::move(common_state),
                  .own = std::move(own_state),
                  .is_own_rank = mine != nullptr,
                  .ranks = ranks.item<int>()};
   for (const StateImage& image : own)
     if (image.step == newest) found_->here.push_back(reader_of(image.bytes));
+  if (in_place()) return;
   const bool adopts_common = !keeps_common() || (all != nullptr && common_.adopt(kept, newest));
   const bool adopts_own = mine != nullptr && own_.adopt(kept, newest);
   goes_on_ = adopts_common && adopts_own && found_->ranks == world_.size();
@@ -115,13 +152,14 @@ void LoopState::drop_found() {
 }
 
 // The state of this World is whole already where as many ranks go on with the images of their predecessors; else with the first
-// keep(). Until then the launcher has that of the World before.
-void LoopState::taken() {
+// keep().
+bool LoopState::taken(std::int64_t step) {
   is_whole_ = is_so_on_all(world_, goes_on_);
-  if (found_ && world_.rank() == 0) log_info(concat("a rank was replaced: going on after step ", found_->step));
+  if (found_ && world_.rank() == 0) log_info(concat("a rank was replaced: going on after step ", step));
   found_.reset();
   if (is_whole_ && world_.local_rank() == 0) memory_.complete();
   since_last_ = Stopwatch();
+  return is_whole_;
 }
 
 bool LoopState::is_due() {
@@ -132,19 +170,26 @@ bool LoopState::is_due() {
   return true;
 }
 
-// The first copies take memory, which the later ones have.
+// The first copies take memory, which the later ones have. In place they have numbers as Optimizer::take_over() counts updates.
 void LoopState::keep(std::int64_t step, const TensorFile& common, const TensorFile& own) {
   constexpr std::size_t kHead = std::size_t{1} << 16;
-  if (kept_ == 0) {
+  const bool is_first = kept_ == 0;
+  if (is_first) {
     if (keeps_common()) common_.reserve(tensor_bytes(common) + kHead);
     own_.reserve(tensor_bytes(own) + kHead);
     cost_ = Stopwatch();
   }
-  if (keeps_common()) common_.write(step, common);
-  own_.write(step, own);
+  if (in_place()) {
+    if (is_first && keeps_common()) common_.write(0, {.tensors = {}, .metadata = {{kManifest, in_place_->manifest()}}});
+    own_.write(kept_, own);
+    if (!is_first) return static_cast<void>(++kept_);
+  } else {
+    if (keeps_common()) common_.write(step, common);
+    own_.write(step, own);
+  }
   const torch::Tensor between = torch::full({1}, steps_between(cost_.seconds()), torch::kInt64).to(world_.device());
   world_.all_reduce(between, ReduceOp::kMax);
-  between_ = kept_ == 0 ? 1 : between.item<std::int64_t>();
+  between_ = is_first ? 1 : between.item<std::int64_t>();
   if (!is_whole_ && world_.local_rank() == 0) memory_.complete();
   is_whole_ = true;
   ++kept_;

@@ -340,11 +340,16 @@ void restore_model(SharedCheckpoint& file, torch::nn::Module& model) {
   file.require_same_on_all_ranks();
 }
 
-StateParts state_parts(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options) {
-  strategy.synchronise();
+StateParts state_parts(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options,
+                       bool in_place) {
   StateParts parts;
-  (is_in_parts(strategy) ? parts.own : parts.common).tensors = own_tensors(strategy);
-  parts.common.metadata = metadata_of(position, options);
+  if (in_place) {
+    parts.own.tensors = places_of(strategy, named_buffers(strategy.model()));
+  } else {
+    strategy.synchronise();
+    (is_in_parts(strategy) ? parts.own : parts.common).tensors = own_tensors(strategy);
+  }
+  parts.own.metadata = metadata_of(position, options);
   parts.own.tensors.merge(generators_of(world));
   parts.own.tensors.merge(with_prefix(kOwnPart, strategy.own_state()));
   return parts;
@@ -355,7 +360,7 @@ namespace {
 // The tensors that were kept, of which those of this rank's number come first.
 SavedState state_in_memory(const LoopState::Found& found) {
   std::map<std::string, const SafetensorsReader*> readers;
-  SavedState kept{.metadata = found.common.metadata(), .shapes = {}, .read = nullptr};
+  SavedState kept{.metadata = found.own.metadata(), .shapes = {}, .read = nullptr};
   const auto add = [&](const SafetensorsReader& reader, bool is_own) {
     for (const auto& [name, entry] : reader.entries()) {
       const bool of_one_rank = name.starts_with(kGenerator) || name.starts_with(kOwnPart);
@@ -372,10 +377,10 @@ SavedState state_in_memory(const LoopState::Found& found) {
 
 using Names = std::set<std::string>;
 
-// The parameters and buffers that some rank holds and has no values of.
-Names names_lacking(const World& world, Strategy& strategy, const TensorsByName& shapes) {
+// Those of the tensors of some rank of which it has no values.
+Names names_lacking(const World& world, const std::vector<NamedTensor>& tensors, const TensorsByName& shapes) {
   Names mine, all;
-  for (const auto& [name, tensor] : held(named_tensors(strategy.model())))
+  for (const auto& [name, tensor] : tensors)
     if (!shapes.contains("model." + name)) mine.insert(name);
   for (const std::string& text : world.exchange_texts(Json(mine).dump())) all.merge(Json::parse(text).get<Names>());
   return all;
@@ -390,8 +395,8 @@ bool belongs_to(const std::string& key, const Names& names) {
 
 // 1. Ranks say what they lack. 2. Each says which of those tensors it has. 3. The first rank that has a tensor sends it to all.
 // Returns a name that no rank has; "": there is none.
-std::string send_lacking_parts(const World& world, Strategy& strategy, SavedState& kept) {
-  const Names lacking = names_lacking(world, strategy, kept.shapes);
+std::string send_lacking_parts(const World& world, const std::vector<NamedTensor>& tensors, SavedState& kept) {
+  const Names lacking = names_lacking(world, tensors, kept.shapes);
   if (lacking.empty()) return "";
   TensorsByName mine = kept.shapes;
   std::erase_if(mine, [&](const auto& each) { return !belongs_to(each.first, lacking); });
@@ -418,26 +423,14 @@ std::string send_lacking_parts(const World& world, Strategy& strategy, SavedStat
 std::optional<Position> restore_parts(const LoopState::Found& found, const World& world, Strategy& strategy,
                                       const TrainOptions& options) {
   SavedState kept = state_in_memory(found);
-  if (const std::string lost = send_lacking_parts(world, strategy, kept); !lost.empty()) {
+  const auto tensors = found.in_place ? named_buffers(strategy.model()) : held(named_tensors(strategy.model()));
+  if (const std::string lost = send_lacking_parts(world, tensors, kept); !lost.empty()) {
     if (world.rank() == 0) log_warning(concat("no machine that is left has ", lost, ", a part of the model"));
     return {};
   }
-  return restore(kept, places_of(strategy, held(named_tensors(strategy.model()))), world, strategy, options,
-                 [&] { restore_optimizer(kept, strategy); });
-}
-
-TensorFile own_state(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options) {
-  TensorFile file{.tensors = places_of(strategy, named_buffers(strategy.model())),
-                  .metadata = metadata_of(position, options)};
-  file.tensors.merge(generators_of(world));
-  return file;
-}
-
-Position restore_own_state(const SafetensorsReader& file, const World& world, Strategy& strategy,
-                           const TrainOptions& options) {
-  SavedState saved{file.metadata(), {}, [&](const std::string& name) { return file.read(name); }};
-  for (const auto& [name, entry] : file.entries()) saved.shapes[name] = meta_tensor(entry);
-  return restore(saved, places_of(strategy, named_buffers(strategy.model())), world, strategy, options, [] {});
+  return restore(kept, places_of(strategy, tensors), world, strategy, options, [&] {
+    if (!found.in_place) restore_optimizer(kept, strategy);
+  });
 }
 
 }  // namespace lockstep

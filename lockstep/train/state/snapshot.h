@@ -104,14 +104,15 @@ void restore_model(SharedCheckpoint& file, torch::nn::Module& model);
 // Metadata of a state in memory: the event of the last step, to be written once more by those who go on; "": none.
 constexpr const char* kLastStep = "lockstep.last_step";
 
-// The state that this rank keeps in memory for those who go on after a loss. common: what all ranks have alike; nothing but the
-// position where ranks hold parts of the model. own: its generators, and such a part. Blocks where the strategy has to make
-// its replicas one model.
+// The state that this rank keeps in memory for those who go on after a loss. common: what all ranks have alike; nothing in place, and
+// where ranks hold parts of the model. own: the position, its generators, and such a part, or in place its buffers. Blocks where
+// the strategy has to make its replicas one model. Refers to the strategy's tensors.
 struct StateParts {
   TensorFile common;
   TensorFile own;
 };
-StateParts state_parts(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options);
+StateParts state_parts(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options,
+                       bool in_place);
 
 // Tells whether a rank has only a part of the model (a pipeline).
 bool is_in_parts(Strategy& strategy);
@@ -122,14 +123,6 @@ bool is_in_parts(Strategy& strategy);
 // CheckpointError: another model, other options.
 std::optional<Position> restore_parts(const LoopState::Found& found, const World& world, Strategy& strategy,
                                       const TrainOptions& options);
-
-// This rank's generators, buffers, what the strategy keeps, and the position: all but parameters and the optimizer's state.
-// Refers to the strategy's tensors.
-TensorFile own_state(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options);
-
-// Puts it back, after parameters and the optimizer's state. Collective. Throws CheckpointError, as restore_snapshot().
-Position restore_own_state(const SafetensorsReader& file, const World& world, Strategy& strategy,
-                           const TrainOptions& options);
 
 // The first tensor of this rank that holds NaN or infinity: its name, or "" if there is none.
 std::string first_non_finite(const std::vector<NamedTensor>& tensors);

@@ -39,41 +39,31 @@ StateKeeper::StateKeeper(const World& world, const World& step_world, Strategy& 
 }
 
 Position StateKeeper::begin() {
-  if (JobMemory* const memory = JobMemory::get(); memory != nullptr && step_world_.size() == world_.size()) {
-    in_place_ = InPlaceState::of(*memory, world_, strategy_, options_);
-    if (!in_place_) kept_.emplace(step_world_, *memory, kShareForCopies, is_in_parts(strategy_));
-  }
+  // What is in place is kept before the update, which changes the strategy's own state: there must be none.
+  if (JobMemory* const memory = JobMemory::get(); memory != nullptr && step_world_.size() == world_.size())
+    kept_.emplace(step_world_, *memory, kShareForCopies, is_in_parts(strategy_),
+                  strategy_.state().empty() ? &strategy_.optimizer() : nullptr);
   std::optional<Position> found = restore_from_memory();
   if (found && checkpoints_) checkpoints_->folder().take_over();
   if (!found && options_.resume) found = restore_checkpoint();
   const Position position = found.value_or(Position{});
-  if (in_place_) in_place_->begin(position, last_event_);
-  if (!kept_) return position;
-  const bool is_kept = kept_->found() != nullptr;
-  kept_->taken();
-  if (!is_kept) keep(position);
+  if (kept_ && !kept_->taken(position.step)) keep(position, last_event_);
   return position;
 }
 
 // Returns nothing where nothing was kept, or where it is incomplete and there are checkpoints. Writes the event of the last step
 // once more, because it may be missing.
 std::optional<Position> StateKeeper::restore_from_memory() {
-  std::optional<Position> position;
-  if (in_place_) {
-    position = in_place_->take_over(last_event_);
-  } else if (kept_ && kept_->found() != nullptr) {
-    last_event_ = kept_->found()->common.metadata().at(kLastStep);
-    position = restore_parts(*kept_->found(), world_, strategy_, options_);
-    if (!position) {
-      require_checkpoint_folder();
-      kept_->drop_found();
-      last_event_.clear();
-    }
+  if (!kept_ || kept_->found() == nullptr) return {};
+  const auto position = restore_parts(*kept_->found(), world_, strategy_, options_);
+  if (!position) {
+    require_checkpoint_folder();
+    kept_->drop_found();
+    return {};
   }
-  if (!position) return {};
+  last_event_ = kept_->found()->own.metadata().at(kLastStep);
   metrics_.write({{"event", "resume"}, {"step", position->step}});
   if (!last_event_.empty()) metrics_.write(Json::parse(last_event_));
-  if (in_place_ && world_.rank() == 0) log_info(concat("a rank was replaced: going on at step ", position->step));
   return position;
 }
 
@@ -104,28 +94,25 @@ std::optional<Position> StateKeeper::restore_checkpoint() {
 }
 
 void StateKeeper::before_update(const Position& next, const Json& event) {
-  if (!in_place_) return;
-  metrics_.hand_over();
-  in_place_->publish(next, event.dump());
+  if (kept_ && kept_->in_place()) keep(next, event.dump());
 }
 
 void StateKeeper::after_update(const Position& now, const Json& event) {
-  if (kept_) last_event_ = event.dump();
   record_saved();
   report_saved();
   make_room_to_save();
-  keep(now);
+  if (kept_ && !kept_->in_place()) keep(now, event.dump());
   if (options_.checkpoint_every > 0 && now.step % options_.checkpoint_every == 0) save(now);
 }
 
-// Copies the state now and then.
-void StateKeeper::keep(const Position& now) {
-  if (!kept_ || !strategy_.is_one_model() || !kept_->is_due()) return;
-  const trace::Span span("keep the state", now.step);
+// Copies the state now and then; in place what each rank has for itself, each time.
+void StateKeeper::keep(const Position& position, const std::string& last_event) {
+  if (!strategy_.is_one_model() || !kept_->is_due()) return;
+  const trace::Span span("keep the state", position.step);
   metrics_.hand_over();
-  StateParts parts = state_parts(step_world_, strategy_, now, options_);
-  parts.common.metadata[kLastStep] = last_event_;
-  kept_->keep(now.step, parts.common, parts.own);
+  StateParts parts = state_parts(step_world_, strategy_, position, options_, kept_->in_place());
+  parts.own.metadata[kLastStep] = last_event;
+  kept_->keep(position.step, parts.common, parts.own);
 }
 
 bool StateKeeper::saves() const { return !options_.checkpoint_dir.empty() && takes_part(step_world_, world_); }

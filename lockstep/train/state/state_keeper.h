@@ -2,14 +2,13 @@
 // train/state/state_keeper.h: keeps the state of a run for those who go on with it: checkpoints in a folder; and, where a launcher
 // replaces lost ranks, its memory.
 //
-// Flow:    strategy/ + Position -> checkpoint/, train/state/in_place_state.h or train/state/loop_state.h -> begin() of a later run
+// Flow:    strategy/ + Position -> checkpoint/, train/state/loop_state.h -> begin() of a later run
 // Owns:    the checkpoint folder (rank 0), the images in the launcher's memory
 // Threads: one thread
 // Ranks:   the ranks of step_world call together
 #pragma once
 
 #include <functional>
-#include <memory>
 #include <optional>
 #include <string>
 
@@ -19,7 +18,6 @@
 #include "lockstep/train/options/options.h"
 #include "lockstep/train/reports/metrics.h"
 #include "lockstep/train/reports/progress.h"
-#include "lockstep/train/state/in_place_state.h"
 #include "lockstep/train/state/loop_state.h"
 #include "lockstep/world.h"
 
@@ -58,7 +56,7 @@ class StateKeeper {
   std::optional<Position> restore_from_memory();
   std::optional<Position> restore_checkpoint();
   void require_checkpoint_folder() const;
-  void keep(const Position& now);
+  void keep(const Position& position, const std::string& last_event);
 
   World world_;
   World step_world_;
@@ -67,9 +65,8 @@ class StateKeeper {
   MetricsFile& metrics_;
   std::function<void(const CheckpointEvent&)> on_checkpoint_;
   std::optional<CheckpointWriter> checkpoints_;  // rank 0, with --checkpoint-dir
-  std::unique_ptr<InPlaceState> in_place_;       // where the state lies in the launcher's memory
-  std::optional<LoopState> kept_;                // where it has to be copied there
-  std::string last_event_;                       // of a step, for those who go on after a loss
+  std::optional<LoopState> kept_;                // in the launcher's memory
+  std::string last_event_;                       // of the last step before a loss
   std::int64_t resumed_step_ = -1;               // of the checkpoint
   bool has_room_to_save_ = false;
   std::int64_t awaited_ = -1;     // with on_checkpoint: the newest checkpoint, until all ranks know that it is saved

@@ -280,7 +280,7 @@ class Recovery:
 
     def _begin(self):
         if not self._begun and self._kept is not None:
-            self._kept.taken()
+            self._kept.taken(self.steps)
         self._begun = True
 
     def _note_step(self, _optimizer, _args, kwargs):
