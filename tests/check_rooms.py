@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps the layout true. It is one of the tests.
 
-Planner:  tools/plan/ includes rooms up to strategy/; only lockstep/train/choose_strategy.cc includes it, with one header.
+Planner:  tools/plan/ includes rooms up to strategy/; only lockstep/train/run.cc includes it, with one header.
 Rooms:    agent/ and the folders of lockstep/ are those in HACKING.md. A room includes itself and the rooms before it, and no torch where
           HACKING.md says "no"; spdlog and fmt stay in .cc files of base/.
 Public:   include/lockstep/ is what is installed. Each of its headers belongs to the room that has a source of its name, or to
@@ -40,7 +40,7 @@ PUBLIC = {  # headers that have no source of their name in their room alone
     "checkpoint": "checkpoint",
     "train": "lockstep",
 }
-PLANNER = ("lockstep/train/choose_strategy.cc", "tools/plan/auto.h")
+PLANNER = ("lockstep/train/run.cc", "tools/plan/auto.h")
 VERSIONS = "lockstep/base/torch_version.h"  # what differs between releases of torch
 NO_TORCH = tuple(folder for folder, torch in ROWS if torch == "no")
 LICENCE = "SPDX-License-Identifier: Apache-2.0"

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <functional>
 #include <iomanip>
 #include <regex>
 #include <set>
@@ -62,7 +61,7 @@ std::vector<OwnFile> own_files(const fs::path& folder) {
 
 std::int64_t step_of(const fs::path& path) { return own_file(path)->step; }
 
-// The index comes before one file of the same step: a save replaces it last (save_files()).
+// The index comes before one file of the same step: a save replaces it last (save()).
 bool is_later(const fs::path& a, const fs::path& b) {
   return std::pair(step_of(a), a.string()) > std::pair(step_of(b), b.string());
 }
@@ -162,13 +161,6 @@ LoadedCheckpoint find_checkpoint(const fs::path& path, std::optional<std::int64_
                          .next = "name the --checkpoint-dir of a run that has saved one"});
 }
 
-// The files of a checkpoint, and how to write the i-th.
-struct CheckpointFolder::Files {
-  std::vector<std::vector<std::string>> names;  // of the tensors of each
-  std::size_t bytes = 0;
-  std::function<void(std::size_t i, const fs::path& path)> write;
-};
-
 CheckpointFolder::CheckpointFolder(fs::path folder, int keep, std::size_t shard_bytes)
     : folder_(std::move(folder)), keep_(keep), shard_bytes_(shard_bytes) {
   require_writable(folder_);
@@ -187,42 +179,21 @@ void CheckpointFolder::require_newest(std::int64_t step) const {
                          .next = "go on from the newest, go back to another one (after=STEP), or name another folder"});
 }
 
-fs::path CheckpointFolder::save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) {
-  const auto shards = split(file);
-  Files files{.write = [&](std::size_t i, const fs::path& path) { save_safetensors(path, shards[i], fetch); }};
-  for (const TensorFile& shard : shards) {
-    files.names.emplace_back();
-    for (const auto& [name, tensor] : shard.tensors) {
-      files.names.back().push_back(name);
-      files.bytes += tensor.nbytes();
-    }
-  }
-  return save_files(step, files);
-}
-
-fs::path CheckpointFolder::save(std::int64_t step, FileImage& image) {
-  Files files{.write = [&](std::size_t i, const fs::path& path) { image.write(image.files()[i], path); }};
-  for (const FileImage::File& file : image.files()) {
-    files.names.push_back(file.names);
-    files.bytes += file.tensor_bytes;
-  }
-  return save_files(step, files);
-}
-
 // The rename or removal of an index, or else the rename of one file, makes the new checkpoint the one that is there. Until then
 // the old one is whole.
-fs::path CheckpointFolder::save_files(std::int64_t step, const Files& files) try {
+fs::path CheckpointFolder::save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) try {
   std::string stem = stem_of(step);
   const fs::path whole = folder_ / (stem + kSuffix), index = folder_ / (stem + kIndexSuffix);
-  const std::size_t count = files.names.size();
+  const auto shards = split_into_shards(file, shard_bytes_);
+  const std::size_t count = shards.size();
   if (count == 1) {
-    files.write(0, whole);
+    save_safetensors(whole, file, fetch);
     if (::unlink(index.c_str()) != 0 && errno != ENOENT && errno != EISDIR) throw system_error("remove", index);
   } else {
     const auto old = files_of(index);
     if (std::ranges::find(old, folder_ / shard_name(stem, 0, count)) != old.end()) stem += "-again";
-    for (std::size_t i = 0; i < count; ++i) files.write(i, folder_ / shard_name(stem, i, count));
-    write_file(index, index_of_shards(stem, files.names, files.bytes));
+    for (std::size_t i = 0; i < count; ++i) save_safetensors(folder_ / shard_name(stem, i, count), shards[i], fetch);
+    write_file(index, index_of_shards(stem, shards));
     ::unlink(whole.c_str());
   }
   rename_later(step);
@@ -266,12 +237,12 @@ void CheckpointFolder::go_back(std::int64_t step) {
   unread_ = step;
 }
 
-std::optional<CheckpointFolder::Loaded> CheckpointFolder::load_newest() {
+std::optional<LoadedCheckpoint> CheckpointFolder::load_newest() {
   const auto files = newest_first(folder_);
   std::vector<fs::path> damaged;
   for (auto path = files.begin(); path != files.end(); ++path) {
     try {
-      Loaded found{*path, CheckpointReader(*path, Checksum::kRequired)};
+      LoadedCheckpoint found{*path, CheckpointReader(*path, Checksum::kRequired)};
       for (const fs::path& each : damaged) rename_checkpoint(each, ".damaged");
       unread_ = path + 1 == files.end() ? -1 : step_of(*(path + 1));
       return found;

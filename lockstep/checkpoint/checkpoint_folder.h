@@ -16,7 +16,6 @@
 
 #include "lockstep/base/files/unique_fd.h"
 #include "lockstep/checkpoint.h"
-#include "lockstep/checkpoint/file_image.h"
 #include "lockstep/checkpoint/shards.h"
 
 namespace lockstep {
@@ -51,21 +50,15 @@ class CheckpointFolder {
   // save_safetensors(). Returns the path of the file, or of the index of several.
   std::filesystem::path save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch = nullptr);
 
-  // The same for a copy of the state, of what split() returns.
-  std::filesystem::path save(std::int64_t step, FileImage& image);
-
-  std::vector<TensorFile> split(const TensorFile& file) const { return split_into_shards(file, shard_bytes_); }
-
   // save() does not remove the checkpoint of this step.
   void keep_also(std::int64_t step) { also_ = step; }
 
   bool empty() const;
 
-  using Loaded = LoadedCheckpoint;
   // The newest checkpoint that is not damaged; a damaged one is named in a warning, and renamed to NAME.damaged. Nothing if
   // the folder has none. Throws CheckpointError if it has some, but all are damaged; SystemError if one can't be read. Then
   // all stay as they are.
-  std::optional<Loaded> load_newest();
+  std::optional<LoadedCheckpoint> load_newest();
 
   // Makes `step` the newest: renames the files of later ones to NAME.after-STEP. Throws CheckpointError: that one is damaged,
   // or not there; then all stay as they are.
@@ -75,8 +68,6 @@ class CheckpointFolder {
   void take_over() { unread_ = -1; }
 
  private:
-  struct Files;
-  std::filesystem::path save_files(std::int64_t step, const Files& files);
   void remove_older(std::int64_t newest);
   void rename_later(std::int64_t newest);
 

@@ -6,7 +6,7 @@
 
 #include "lockstep/base/files/file.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
-#include "lockstep/checkpoint/file_image.h"
+#include "lockstep/checkpoint/checkpoint_writer.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "tests/safetensors.h"
 #include "tests/support.h"
@@ -67,10 +67,9 @@ TEST(Safetensors, saves_every_dtype_that_the_format_has) {
     file.tensors[c10::toString(dtype)] = torch::tensor({{1, 0, 3}, {4, 5, 6}}, torch::kFloat32).to(dtype).t();
   const TempFolder folder;
   save_safetensors(folder / "file", file);
-  FileImage image;
-  image.copy({file});
-  image.write(image.files().front(), folder / "image");
-  EXPECT_EQ(read_file(folder / "image"), read_file(folder / "file"));
+  StateCopy copy;
+  save_safetensors(folder / "copy", copy.copy(file));
+  EXPECT_EQ(read_file(folder / "copy"), read_file(folder / "file"));
   for (const auto& [name, tensor] : load_safetensors(folder / "file").tensors) {
     EXPECT_EQ(tensor.dtype(), file.tensors.at(name).dtype());
     const auto wide = tensor.is_complex() ? torch::kComplexDouble : torch::kFloat64;
@@ -83,11 +82,10 @@ TEST(Safetensors, saves_the_values_of_conjugates_and_of_their_parts) {
   const torch::Tensor conjugate = torch::complex(torch::ones({3}), torch::arange(3, torch::kFloat32)).conj();
   const TensorFile file = {.tensors = {{"conjugate", conjugate}, {"part", torch::imag(conjugate)}}, .metadata = {}};
   const TempFolder folder;
-  FileImage image;
-  image.copy({file});
-  image.write(image.files().front(), folder / "image");
-  EXPECT_EQ(read_file(folder / "image"), to_safetensors(file));
-  for (const auto& [name, tensor] : load_safetensors(folder / "image").tensors)
+  StateCopy copy;
+  save_safetensors(folder / "copy", copy.copy(file));
+  EXPECT_EQ(read_file(folder / "copy"), to_safetensors(file));
+  for (const auto& [name, tensor] : load_safetensors(folder / "copy").tensors)
     EXPECT_TRUE(torch::equal(tensor, file.tensors.at(name))) << name;
 }
 

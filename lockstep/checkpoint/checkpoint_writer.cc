@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/checkpoint/checkpoint_writer.h"
 
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -12,6 +13,7 @@
 #include <utility>
 
 #include "lockstep/base/log.h"
+#include "lockstep/base/process/cgroup.h"
 #include "lockstep/base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -31,11 +33,39 @@ void receive_rest(const TensorFile& file, const FetchTensor& fetch, int received
 
 }  // namespace
 
+StateCopy::~StateCopy() {
+  if (!memory_.empty()) ::munmap(memory_.data(), memory_.size());
+}
+
+void StateCopy::reserve(std::size_t bytes) {
+  if (bytes <= memory_.size()) return;
+  require_memory_room(bytes, memory_room());
+  if (!memory_.empty()) ::munmap(memory_.data(), memory_.size());
+  memory_ = {};
+  void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw system_error("take memory for", "a copy of the state");
+  memory_ = {static_cast<std::byte*>(memory), bytes};
+  ::madvise(memory, bytes, MADV_HUGEPAGE);
+  ::madvise(memory, bytes, MADV_POPULATE_WRITE);  // an older kernel has none: then the first copy takes longer
+}
+
+TensorFile StateCopy::copy(const TensorFile& file) {
+  reserve(tensor_bytes(file));
+  TensorFile copied{.tensors = {}, .metadata = file.metadata};
+  copy_file("", file, memory_.data());
+  std::byte* begin = memory_.data();
+  for (const auto& [name, tensor] : file.tensors) {
+    copied.tensors[name] = torch::from_blob(begin, tensor.sizes(), torch::TensorOptions(tensor.scalar_type()));
+    begin += tensor.nbytes();
+  }
+  return copied;
+}
+
 struct CheckpointWriter::Shared {
   explicit Shared(CheckpointFolder its) : folder(std::move(its)) {}
 
   CheckpointFolder folder;  // these two: of the thread while there is a job, else of the caller
-  FileImage image;
+  StateCopy copy;
 
   mutable std::mutex mutex;  // guards what follows; never held while the disk is written to
   std::condition_variable changed;
@@ -115,15 +145,6 @@ bool CheckpointWriter::wait_until_idle(std::chrono::milliseconds timeout) {
   return !stalled_;
 }
 
-void CheckpointWriter::reserve(std::size_t bytes) {
-  shared_->start([shared = shared_, bytes] {
-    try {
-      shared->image.reserve(bytes);
-    } catch (const SystemError&) {  // save() tries again
-    }
-  });
-}
-
 void CheckpointWriter::save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) {
   const PhaseScope saving(Phase::kSaving);
   static_cast<void>(safetensors_head(file));  // throws what this thread has to throw
@@ -135,13 +156,15 @@ void CheckpointWriter::save(std::int64_t step, const TensorFile& file, const Fet
   }
   shared_->folder.keep_also(also_);
   if (elsewhere) return save_now(step, file, fetch);
+  TensorFile copy;
   try {
-    shared_->image.copy(shared_->folder.split(file));
+    copy = shared_->copy.copy(file);
   } catch (const SystemError&) {  // no memory for a copy
     return save_now(step, file, fetch);
   }
-  shared_->start(
-      [shared = shared_, step] { shared->write(step, [&] { return shared->folder.save(step, shared->image); }); });
+  shared_->start([shared = shared_, step, copy = std::move(copy)] {
+    shared->write(step, [&] { return shared->folder.save(step, copy); });
+  });
 }
 
 void CheckpointWriter::save_now(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) {

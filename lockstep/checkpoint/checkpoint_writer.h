@@ -2,7 +2,7 @@
 // checkpoint/checkpoint_writer.h: saves while training goes on: a save costs the step one copy of the state, and a thread
 // writes it. A disk that is full or does not answer ends no job: the log says so, and the next save tries again.
 //
-// Flow:    save() -> FileImage -> the writer's thread -> CheckpointFolder
+// Flow:    save() -> StateCopy -> the writer's thread -> CheckpointFolder
 // Owns:    the folder, one copy of the state and the thread. Where the disk does not answer in time, the thread is left
 //          behind, with what it uses (the folder's lock, too), and ends when the disk answers
 // Threads: one thread calls. The writer's own has a low priority: the ranks need the cores
@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -19,6 +20,23 @@
 #include "lockstep/checkpoint/checkpoint_folder.h"
 
 namespace lockstep {
+
+// A copy of tensors, in memory that it keeps for the next one: fetching and clearing fresh pages takes time, too.
+class StateCopy {
+ public:
+  StateCopy() = default;
+  ~StateCopy();
+  StateCopy& operator=(StateCopy&&) = delete;
+
+  // Copies the tensors, of which none is on the meta device, at the speed of memory. What it returns refers to the memory
+  // here, until the next call. Throws SystemError: the cgroup or the machine has no room.
+  TensorFile copy(const TensorFile& file);
+
+ private:
+  void reserve(std::size_t bytes);
+
+  std::span<std::byte> memory_;
+};
 
 class CheckpointWriter {
  public:
@@ -29,9 +47,6 @@ class CheckpointWriter {
 
   // Waits until nothing is being written, at most `patience`; then throws CheckpointError.
   CheckpointFolder& folder();
-
-  // Takes memory for the first save, in the background.
-  void reserve(std::size_t bytes);
 
   // Blocks for a copy of the state. If the save before it is still being written, waits for that first, at most `patience`;
   // then leaves this one out and says so, and the next ones at once until the disk has answered. Where tensors come from

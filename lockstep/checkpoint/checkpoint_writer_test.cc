@@ -56,18 +56,15 @@ bool comes_true(const std::function<bool()>& condition) {
   return true;
 }
 
-TEST(FileImage, is_the_file_that_is_written_without_a_copy) {
-  const TempFolder folder;
+TEST(StateCopy, is_written_as_what_was_copied) {
   const TensorFile file = {.tensors = {{"a", torch::arange(24, torch::kFloat32).reshape({4, 6}).t()},
                                        {"b", torch::tensor({true, false, true})},
                                        {"c", torch::arange(5, torch::kFloat64)},
                                        {"empty", torch::empty({0})}},
                            .metadata = {{"step", "3"}}};
-  FileImage image;
-  image.copy({state_of(1, 1 << 16)});  // larger: what it leaves must not matter
-  image.copy({file});
-  image.write(image.files().front(), folder / "image");
-  EXPECT_EQ(read_file(folder / "image"), to_safetensors(file));
+  StateCopy copy;
+  copy.copy(state_of(1, 1 << 16));  // larger: what it leaves must not matter
+  EXPECT_EQ(to_safetensors(copy.copy(file)), to_safetensors(file));
 }
 
 TEST(CheckpointWriter, saves_the_state_at_the_time_of_the_call) {
@@ -75,7 +72,6 @@ TEST(CheckpointWriter, saves_the_state_at_the_time_of_the_call) {
   TensorFile state = state_of(1, 8 << 20);
   {
     CheckpointWriter writer{CheckpointFolder(folder.path())};
-    writer.reserve(1 << 20);
     writer.save(1, state);
     state.tensors["values"].fill_(7);  // the next step
     EXPECT_TRUE(writer.finish(1, kLong));
@@ -189,10 +185,8 @@ TEST(Shards, hold_a_large_checkpoint_and_leave_with_it) {
 
 TEST(Shards, are_written_alike_from_a_copy_and_as_they_come) {
   const TempFolder copied, streamed;
-  FileImage image;
-  CheckpointFolder to(copied.path(), 2, kTwoTensors);
-  image.copy(to.split(large_state(3)));
-  to.save(3, image);
+  StateCopy copy;
+  CheckpointFolder(copied.path(), 2, kTwoTensors).save(3, copy.copy(large_state(3)));
   CheckpointFolder(streamed.path(), 2, kTwoTensors).save(3, large_state(3));
   for (const auto& entry : std::filesystem::directory_iterator(streamed.path()))
     if (entry.path().filename() != ".lock") {

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cstring>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -13,7 +14,6 @@
 
 #include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
-#include "lockstep/checkpoint/hash.h"
 
 namespace lockstep {
 namespace {
@@ -154,6 +154,16 @@ void check_layout(const Json& header, std::size_t data_bytes, const std::string&
   if (end != data_bytes) throw damaged_file(origin, concat("its tensors have ", end, " bytes, the file ", data_bytes));
 }
 
+// The values in row-major order, from any layout or device. memcpy() passes large copies by the caches, copy_() does not.
+void copy_values(const torch::Tensor& tensor, std::byte* into) {
+  if (tensor.nbytes() == 0) return;
+  if (tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
+    std::memcpy(into, tensor.const_data_ptr(), tensor.nbytes());
+    return;
+  }
+  torch::from_blob(into, tensor.sizes(), torch::TensorOptions(tensor.scalar_type())).copy_(tensor.detach());
+}
+
 }  // namespace
 
 CheckpointError damaged_file(const std::filesystem::path& origin, const std::string& what) {
@@ -170,15 +180,18 @@ std::string safetensors_head(const TensorFile& file) {
   return std::string(reinterpret_cast<const char*>(&length), kLengthBytes) + header;
 }
 
-void set_checksum(std::span<std::byte> file) {
-  std::uint64_t length = 0;
-  std::memcpy(&length, file.data(), kLengthBytes);
-  const std::string head(reinterpret_cast<const char*>(file.data()), kLengthBytes + length);
-  std::byte* const digits = file.data() + checksum_position(head);
-  std::memcpy(digits, kNoChecksum, kChecksumDigits);
-  Hash hash;
-  hash.add(file.data(), file.size());
-  std::memcpy(digits, hash.digits().data(), kChecksumDigits);
+std::size_t tensor_bytes(const TensorFile& file) {
+  std::size_t bytes = 0;
+  for (const auto& [name, tensor] : file.tensors) bytes += tensor.nbytes();
+  return bytes;
+}
+
+void copy_file(const std::string& head, const TensorFile& file, std::byte* into) {
+  into = std::ranges::copy(std::as_bytes(std::span(head)), into).out;
+  for (const auto& [name, tensor] : file.tensors) {
+    copy_values(tensor, into);
+    into += tensor.nbytes();
+  }
 }
 
 void ByteSource::read(std::size_t at, void* into, std::size_t bytes) const {

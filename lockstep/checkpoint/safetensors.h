@@ -6,14 +6,17 @@
 // Ranks:   no communication
 #pragma once
 
+#include <xxhash.h>
+
 #include <cstdint>
 #include <functional>
+#include <iomanip>
 #include <map>
 #include <memory>
-#include <span>
 #include <string>
 #include <vector>
 
+#include "lockstep/base/text.h"
 #include "lockstep/checkpoint.h"
 #include "lockstep/error.h"
 
@@ -29,11 +32,29 @@ void save_safetensors(const std::filesystem::path& path, const TensorFile& file,
 // without gaps. Throws UsageError for a dtype that the format does not know, and for names that it has for itself.
 std::string safetensors_head(const TensorFile& file);
 
+std::size_t tensor_bytes(const TensorFile& file);  // of all its tensors together
+
+// Copies a whole file, which begins with safetensors_head(), at the speed of memory.
+void copy_file(const std::string& head, const TensorFile& file, std::byte* into);
+
+// XXH3 (64 bits) of bytes that come in parts. Against accidents, not against attackers.
+class Hash {
+ public:
+  Hash() : state_(XXH3_createState()) { XXH3_64bits_reset(state_.get()); }
+  void add(const void* data, std::size_t bytes) { XXH3_64bits_update(state_.get(), data, bytes); }
+  std::string digits() const {  // 16
+    return concat(std::hex, std::setfill('0'), std::setw(16), XXH3_64bits_digest(state_.get()));
+  }
+
+ private:
+  struct Frees {
+    void operator()(XXH3_state_t* state) const { XXH3_freeState(state); }
+  };
+  std::unique_ptr<XXH3_state_t, Frees> state_;
+};
+
 // The error of a file that is damaged, and how.
 CheckpointError damaged_file(const std::filesystem::path& origin, const std::string& what);
-
-// Puts the checksum of a whole file, which begins with what safetensors_head() returns, into its head.
-void set_checksum(std::span<std::byte> file);
 
 // Other tools write no checksum; lockstep's own files always have one.
 // kTrusted: it is not verified: another rank of the job has done so.

@@ -50,13 +50,15 @@ std::string shard_name(const std::string& stem, std::size_t i, std::size_t shard
   return concat(stem, "-", std::setfill('0'), std::setw(5), i + 1, "-of-", std::setw(5), shards, ".safetensors");
 }
 
-std::string index_of_shards(const std::string& stem, const std::vector<std::vector<std::string>>& names,
-                            std::size_t total_bytes) {
-  nlohmann::ordered_json index = {{"metadata", {{"total_size", total_bytes}}},
-                                  {"weight_map", nlohmann::ordered_json::object()}};
-  for (std::size_t i = 0; i < names.size(); ++i)
-    for (const std::string& name : names[i]) index["weight_map"][name] = shard_name(stem, i, names.size());
-  return index.dump(2) + "\n";
+std::string index_of_shards(const std::string& stem, const std::vector<TensorFile>& shards) {
+  std::size_t bytes = 0;
+  auto map = nlohmann::ordered_json::object();
+  for (std::size_t i = 0; i < shards.size(); ++i)
+    for (const auto& [name, tensor] : shards[i].tensors) {
+      map[name] = shard_name(stem, i, shards.size());
+      bytes += tensor.nbytes();
+    }
+  return nlohmann::ordered_json{{"metadata", {{"total_size", bytes}}}, {"weight_map", map}}.dump(2) + "\n";
 }
 
 std::set<std::string> shards_in(const std::filesystem::path& index) { return files_in(read_index(index)); }

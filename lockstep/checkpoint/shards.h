@@ -30,9 +30,7 @@ std::vector<TensorFile> split_into_shards(const TensorFile& file, std::size_t mo
 // "step-00000470" -> "step-00000470-00001-of-00002.safetensors"; i: from 0.
 std::string shard_name(const std::string& stem, std::size_t i, std::size_t shards);
 
-// The text of an index. names: the tensors of each shard.
-std::string index_of_shards(const std::string& stem, const std::vector<std::vector<std::string>>& names,
-                            std::size_t total_bytes);
+std::string index_of_shards(const std::string& stem, const std::vector<TensorFile>& shards);  // its text
 
 // The files that an index names. Throws SystemError; CheckpointError: it is damaged.
 std::set<std::string> shards_in(const std::filesystem::path& index);

@@ -17,7 +17,6 @@
 #include "lockstep/stop.h"
 #include "lockstep/strategy/option_names.h"
 #include "lockstep/train/evaluate.h"
-#include "lockstep/train/reports/run_facts.h"
 #include "lockstep/train/state/snapshot.h"
 
 namespace lockstep {
@@ -296,7 +295,9 @@ void TrainingLoop::finish_epoch() {
                .step = p.step,
                .samples = p.samples,
                .best_epoch = is_best ? p.epoch : p.best_epoch,
-               .best_step = !is_best ? p.best_step : options_.keep_best ? p.step : -1,
+               .best_step = !is_best             ? p.best_step
+                            : options_.keep_best ? p.step
+                                                 : -1,
                .best_loss = is_best ? found.loss : p.best_loss};
   if (options_.checkpoint_every == 0 || (options_.keep_best && is_best)) keeper_.save(position_);
   if (!has_patience() && world_.rank() == 0)

@@ -2,17 +2,14 @@
 #include "lockstep/run.h"
 
 #include <signal.h>
-#include <spawn.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <cerrno>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
 #include <iostream>
+#include <optional>
 
 #include <ATen/Parallel.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -37,14 +34,14 @@
 #include "lockstep/stop.h"
 #include "lockstep/strategy/strategies.h"
 #include "lockstep/train/builtin.h"
-#include "lockstep/train/choose_strategy.h"
 #include "lockstep/train/end_process.h"
 #include "lockstep/train/loop.h"
 #include "lockstep/train/options/options.h"
 #include "lockstep/train/options/ranks_and_devices.h"
-#include "lockstep/train/reports/run_facts.h"
+#include "lockstep/train/reports/metrics.h"
 #include "lockstep/train/use_model.h"
 #include "lockstep/train/weights.h"
+#include "tools/plan/auto.h"
 
 namespace lockstep {
 namespace {
@@ -113,17 +110,7 @@ std::string one_of(const std::vector<DevicePlace>& places) {
 }
 
 // scontrol has deadlines of its own (Slurm's MessageTimeout).
-bool run_scontrol() {
-  std::string job = std::getenv("SLURM_JOB_ID");
-  std::string command = "scontrol", action = "requeue";
-  const std::array<char*, 4> arguments = {command.data(), action.data(), job.data(), nullptr};
-  pid_t pid = 0;
-  if (::posix_spawnp(&pid, "scontrol", nullptr, nullptr, arguments.data(), ::environ) != 0) return false;
-  int status = 0;
-  while (::waitpid(pid, &status, 0) < 0)
-    if (errno != EINTR) return false;
-  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
-}
+bool run_scontrol() { return std::system("scontrol requeue \"$SLURM_JOB_ID\"") == 0; }
 
 void requeue(const World& world) {
   const torch::Tensor done = torch::ones({1});
@@ -240,6 +227,56 @@ void check_before_start(const TrainOptions& options, const Program& program, int
   if (!options.checkpoint_dir.empty()) CheckpointFolder{options.checkpoint_dir};
 }
 
+// ---- --strategy auto
+
+// The reason why no other strategy can do what was asked for.
+std::optional<std::string> why_ddp(const TrainOptions& options) {
+  if (options.max_restarts > 0 || options.min_ranks > 0) return "lost ranks are to be replaced, so ranks are processes";
+  if (options.strategy.precision == Precision::kFloat16) return "not every strategy has --precision float16";
+  if (options.strategy.ddp.virtual_shards > 0) return "--virtual-shards is an option of ddp";
+  if (options.strategy.accumulate > 1 || !options.strategy.no_decay.empty())
+    return "not every strategy has --accumulate and --no-decay";
+  if (!options.strategy.ddp.share_parameters) return "--separate-parameters is an option of ddp";
+  if (options.strategy.compression.kind != Compression::kNone)
+    return "--compression goes between ranks that are processes";
+  return {};
+}
+
+void say(const std::string& text) { log_info(concat("--strategy auto is ", text)); }
+
+// Sets the strategy that `lockstep plan` would recommend for this machine, its devices and this batch, and logs in one line which
+// and why. Before ranks are started, and before this process has threads: it forks. Blocks for 20 to 30 s where there is a
+// choice.
+void choose_strategy(TrainOptions& options, const Task& task) {
+  if (options.launcher != "none")
+    throw UsageError({.what = concat("--strategy auto in ranks that ", options.launcher, " has started"),
+                      .likely = "it measures on a whole machine before there are ranks",
+                      .next = "ask lockstep plan, and give --strategy what it recommends"});
+  options.strategy.kind = StrategyKind::kDdp;
+  const int devices = ranks_to_start(options);
+  if (devices == 1) {
+    options.strategy.kind = StrategyKind::kSingle;
+    return say("single: there is one device");
+  }
+  if (const auto why = why_ddp(options)) return say(concat("ddp: ", *why));
+  const auto wanted = wanted_kind(options);  // unless told: GPUs if there are enough
+  if (wanted ? *wanted == torch::kCUDA : cuda_device_count_before_fork() >= devices)
+    throw UsageError({.what = "--strategy auto with GPUs, of which it has no measurements",
+                      .next = "choose a --strategy (ddp suits nearly always), or train on cores: --device cpu"});
+  require_batch_for_ranks(options.loader.batch_size, devices);
+  log_info(concat("--strategy auto measures ", task.name, " on this machine, 20 to 30 s"));
+  plan::Subject subject{.task = fitted_before_fork(task, options.source, options.classes),
+                        .strategy = options.strategy,
+                        .batch = options.loader.batch_size,
+                        .data = [&] { return load_datasets(options.source, task); }};
+  const bool names_cores = options.devices != "auto" && options.devices != "cpu";  // of each device
+  say(plan::choose_strategy(subject, devices, !names_cores));
+  options.strategy = subject.strategy;
+  if (options.strategy.kind != StrategyKind::kSingle) return;
+  options.ranks = "1";  // which has the cores of all
+  options.threads = options.threads > 0 ? options.threads * devices : allotted_cores();
+}
+
 // False: it was asked to stop meanwhile.
 bool choose(TrainOptions& options, const Program& program) try {
   choose_strategy(options, program.make_task(options));
@@ -249,6 +286,8 @@ bool choose(TrainOptions& options, const Program& program) try {
   if (stop_signal() == 0) throw;
   return false;
 }
+
+// ---- The program
 
 int run_parsed(TrainOptions options, const Program& program) {
   const JobEnvironment job = read_job_environment();

@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/train/use_model.h"
 
+#include <bit>
 #include <filesystem>
 #include <iomanip>
 #include <iostream>
+#include <limits>
 #include <optional>
+#include <utility>
 
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/error.h"
 #include "lockstep/train/builtin.h"
 #include "lockstep/train/evaluate.h"
-#include "lockstep/train/predictions.h"
 #include "lockstep/train/reports/metrics.h"
 #include "lockstep/train/state/snapshot.h"
 
@@ -130,6 +133,101 @@ void evaluate_model(const World& world, const TrainOptions& options, const Task&
   MetricsFile metrics(options.metrics, /*append=*/true);
   metrics.write(event);
   metrics.require_written();
+}
+
+// ---- Predictions
+
+static_assert(std::endian::native == std::endian::little);
+
+// NEP 1, version 1.0: everything before the data, padded to a multiple of 64 bytes.
+std::string npy_head(std::int64_t samples, torch::IntArrayRef sizes) {
+  constexpr std::size_t kAlignment = 64, kBeforeText = 10;
+  std::string shape = concat(samples, ",");
+  for (const std::int64_t size : sizes) shape += concat(" ", size, ",");
+  std::string text = concat("{'descr': '<f4', 'fortran_order': False, 'shape': (", shape, "), }");
+  text.resize((kBeforeText + text.size()) / kAlignment * kAlignment + kAlignment - kBeforeText, ' ');
+  text.back() = '\n';
+  const auto size = static_cast<std::uint16_t>(text.size());
+  return std::string("\x93NUMPY\x01\x00", 8) + static_cast<char>(size & 0xFF) + static_cast<char>(size >> 8) + text;
+}
+
+std::string digits_of(float value) {
+  return concat(std::setprecision(std::numeric_limits<float>::max_digits10), value);
+}
+
+// A field of a table (RFC 4180).
+std::string csv_field(const std::string& text) {
+  if (text.find_first_of(",\"\r\n") == std::string::npos) return text;
+  std::string quoted = "\"";
+  for (const char c : text) quoted += c == '"' ? "\"\"" : std::string(1, c);
+  return quoted + '"';
+}
+
+// The file that `predict` writes: as NumPy's .npy the model's outputs; as .csv a line per sample. It is there, whole, after
+// finish().
+class PredictionFile {
+ public:
+  // classes: the number of the model's classes, and their names, if they have any; 0: its outputs are numbers. Throws SystemError.
+  PredictionFile(const std::string& path, std::int64_t samples, std::int64_t classes, std::vector<std::string> names)
+      : file_(path),
+        is_array_(path.ends_with(".npy")),
+        samples_(samples),
+        classes_(classes),
+        names_(std::move(names)) {}
+
+  // The outputs (B, ...) of the next samples, on the CPU. Throws UsageError: outputs that a table can't have; SystemError.
+  void add(const torch::Tensor& outputs) {
+    const torch::Tensor rows = outputs.to(torch::kFloat32).contiguous();
+    is_array_ ? add_array(rows) : add_lines(rows.dim() == 1 ? rows.unsqueeze(1) : rows);
+    written_ += rows.size(0);
+  }
+  void finish() { file_.commit(); }
+
+ private:
+  void add_array(const torch::Tensor& outputs);
+  void add_lines(const torch::Tensor& outputs);
+
+  AtomicFile file_;
+  bool is_array_;
+  std::int64_t samples_;
+  std::int64_t classes_;
+  std::vector<std::string> names_;
+  std::int64_t written_ = 0;
+};
+
+void PredictionFile::add_array(const torch::Tensor& outputs) {
+  if (written_ == 0) {
+    const std::string head = npy_head(samples_, outputs.sizes().slice(1));
+    file_.write(head.data(), head.size());
+  }
+  file_.write(outputs.const_data_ptr(), outputs.nbytes());
+}
+
+// The class and its probability, or the numbers.
+void PredictionFile::add_lines(const torch::Tensor& outputs) {
+  if (outputs.dim() != 2)
+    throw UsageError({.what = concat("outputs of shape ", outputs.sizes().slice(1), " for each sample in a .csv file"),
+                      .next = "give --output a name that ends in .npy"});
+  std::string text;
+  if (written_ == 0) {
+    text = "sample";
+    if (classes_ > 0) text += ",class,probability";
+    for (std::int64_t i = 0; classes_ == 0 && i < outputs.size(1); ++i) text += concat(",output", i);
+    text += '\n';
+  }
+  const auto [probability, best] = classes_ > 0 ? outputs.softmax(1).max(1) : std::tuple(outputs, outputs);
+  for (std::int64_t row = 0; row < outputs.size(0); ++row) {
+    text += concat(written_ + row);
+    if (classes_ > 0) {
+      const auto label = best[row].item<std::int64_t>();
+      text += concat(',', names_.empty() ? concat(label) : csv_field(names_[to_size(label)]), ',',
+                     digits_of(probability[row].item<float>()));
+    } else {
+      for (std::int64_t i = 0; i < outputs.size(1); ++i) text += ',' + digits_of(outputs[row][i].item<float>());
+    }
+    text += '\n';
+  }
+  file_.write(text.data(), text.size());
 }
 
 // Returns no outputs, but in the right shape, where a rank has no samples of a batch.

@@ -23,10 +23,11 @@ namespace {
 
 namespace fs = std::filesystem;
 
-TensorFile state_of(int tag) {
+// More than the folder's shard_bytes, or just as much.
+TensorFile state_of(int tag, bool in_shards) {
   TensorFile file = {.tensors = {}, .metadata = {{"tag", concat(tag)}}};
   for (const char* name : {"a", "b", "c", "d"}) {
-    torch::Tensor& values = file.tensors[name] = torch::empty({100});
+    torch::Tensor& values = file.tensors[name] = torch::empty({in_shards ? 100 : 25});
     std::fill_n(values.data_ptr<float>(), values.numel(), static_cast<float>(tag));  // without threads
   }
   return file;
@@ -71,7 +72,7 @@ class Program {
     if (what == "back") return folder_->go_back(step), "back";
     folder_->require_newest(step);
     try {
-      save(step, state_of(tag), shards != 0);
+      folder_->save(step, state_of(tag, shards != 0));
     } catch (const std::exception& error) {  // training goes on, and the next save tries again
       return concat("failed ", error.what());
     }
@@ -79,13 +80,6 @@ class Program {
   }
 
  private:
-  void save(std::int64_t step, const TensorFile& file, bool in_shards) {
-    if (in_shards) return static_cast<void>(folder_->save(step, file));
-    FileImage image;
-    image.copy({file});
-    folder_->save(step, image);
-  }
-
   std::optional<CheckpointFolder> folder_;
 };
 

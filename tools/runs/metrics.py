@@ -6,7 +6,7 @@ from statistics import median
 
 from common import DataError, count, number, parse, quotient, read, require_format
 
-FORMAT = 1  # kMetricsFormat of lockstep/train/reports/run_facts.h
+FORMAT = 1  # kMetricsFormat of lockstep/train/reports/metrics.h
 MOST_POINTS = 500
 WARM_UP = 3  # steps that connect, order buckets and grow memory
 EPOCH = ("train_loss", "val_loss", "val_accuracy", "samples_per_second", "seconds")  # numbers of its event

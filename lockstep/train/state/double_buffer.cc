@@ -16,7 +16,6 @@
 #include "lockstep/base/process/program_identity.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/checkpoint/file_image.h"
 #include "lockstep/error.h"
 
 namespace lockstep {

@@ -12,7 +12,6 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/checkpoint/file_image.h"
 #include "lockstep/error.h"
 
 namespace lockstep {

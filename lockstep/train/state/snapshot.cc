@@ -169,14 +169,15 @@ void restore_optimizer(const SavedState& saved, Strategy& strategy) {
   }
 }
 
-// Reads the tensors in the order of their names, so that all ranks read the same ones at the same time. finish: called
-// when all were read. A rank without a saved generator keeps its own.
-Position restore(const SavedState& saved, const TensorsByName& places, const World& world, Strategy& strategy,
-                 const TrainOptions& options, const std::function<void()>& finish) {
+// Reads the tensors in the order of their names, so that all ranks read the same ones at the same time. tensors: of the
+// model. has_optimizer: its state is saved, too. A rank without a saved generator keeps its own.
+Position restore(const SavedState& saved, const std::vector<NamedTensor>& tensors, bool has_optimizer,
+                 const World& world, Strategy& strategy, const TrainOptions& options) {
   const torch::NoGradGuard no_grad;
   const ParameterWrite write;
   const SavedRun run = saved_run(saved.metadata);
   require_same_fingerprint(run.settings, options);
+  const TensorsByName places = places_of(strategy, tensors);
   require_tensors(places, saved.shapes);
   TensorsByName generators;
   std::vector<NamedTensor> own;
@@ -188,7 +189,7 @@ Position restore(const SavedState& saved, const TensorsByName& places, const Wor
     if (const auto place = places.find(name); place != places.end() && is_held(place->second))
       torch::Tensor(place->second).copy_(value);
   }
-  finish();
+  if (has_optimizer) restore_optimizer(saved, strategy);
   strategy.restored(run.position.step);
   if (!own.empty()) strategy.set_own_state(own);
   for (const torch::Device device : devices_with_generators(world))
@@ -247,14 +248,6 @@ void require_finite_everywhere(const World& world, Strategy& strategy, const Pos
                             .next = kLowerRate});
 }
 
-std::size_t snapshot_bytes(Strategy& strategy) {
-  constexpr std::size_t kRest = std::size_t{1} << 20;  // header and generators
-  if (is_in_parts(strategy)) return 0;
-  std::size_t bytes = kRest;
-  for (const auto& [name, tensor] : own_tensors(strategy)) bytes += tensor.nbytes();
-  return bytes;
-}
-
 Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options) {
   strategy.synchronise();
   TensorsByName own = own_tensors(strategy);
@@ -282,7 +275,7 @@ Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& p
   return {.file = std::move(file), .fetch = fetch, .send = nullptr};
 }
 
-SharedCheckpoint::SharedCheckpoint(const World& world, std::optional<CheckpointFolder::Loaded> found) : world_(world) {
+SharedCheckpoint::SharedCheckpoint(const World& world, std::optional<LoadedCheckpoint> found) : world_(world) {
   Json header;
   if (found) {
     for (const auto& [name, entry] : found->file.entries()) shapes_[name] = meta_tensor(entry);
@@ -326,10 +319,9 @@ void SharedCheckpoint::require_same_on_all_ranks() const {
 
 Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& strategy, const TrainOptions& options) {
   const SavedState saved{file.metadata(), file.shapes(), [&](const std::string& name) { return file.read(name); }};
-  return restore(saved, places_of(strategy, named_tensors(strategy.model())), world, strategy, options, [&] {
-    restore_optimizer(saved, strategy);
-    file.require_same_on_all_ranks();
-  });
+  const Position position = restore(saved, named_tensors(strategy.model()), true, world, strategy, options);
+  file.require_same_on_all_ranks();
+  return position;
 }
 
 void restore_model(SharedCheckpoint& file, torch::nn::Module& model) {
@@ -428,9 +420,7 @@ std::optional<Position> restore_parts(const LoopState::Found& found, const World
     if (world.rank() == 0) log_warning(concat("no machine that is left has ", lost, ", a part of the model"));
     return {};
   }
-  return restore(kept, places_of(strategy, tensors), world, strategy, options, [&] {
-    if (!found.in_place) restore_optimizer(kept, strategy);
-  });
+  return restore(kept, tensors, !found.in_place, world, strategy, options);
 }
 
 }  // namespace lockstep

@@ -14,7 +14,7 @@
 //
 // Flow:    strategy/ + Position <-> here <-> checkpoint/
 // Threads: one thread
-// Ranks:   take_snapshot, snapshot_bytes, Snapshot::send, share_checkpoint and restore_snapshot are collective
+// Ranks:   take_snapshot, Snapshot::send, SharedCheckpoint, restore_snapshot and restore_parts are collective
 #pragma once
 
 #include <functional>
@@ -24,7 +24,6 @@
 
 #include "lockstep/checkpoint.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
-#include "lockstep/checkpoint/hash.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/strategy.h"
 #include "lockstep/train/options/options.h"
@@ -52,16 +51,12 @@ Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& p
 // Throws on all ranks NonFiniteError naming a parameter that is not finite: such a model is not worth a checkpoint. Blocks.
 void require_finite_everywhere(const World& world, Strategy& strategy, const Position& position);
 
-// About how large this rank's snapshot will be; 0 where ranks hold parts of the model. Blocks where each rank has a slice of the
-// optimizer's state, which is gathered.
-std::size_t snapshot_bytes(Strategy& strategy);
-
 // A checkpoint that rank 0 has found, for all ranks. Where every rank can open the same file, all map it: the machine then
 // has one copy, the kernel's. Else rank 0 sends each tensor when its turn comes, so that machines need no shared disk.
 class SharedCheckpoint {
  public:
   // found: on rank 0, if there is one. Sends its header to all ranks. Blocks.
-  SharedCheckpoint(const World& world, std::optional<CheckpointFolder::Loaded> found);
+  SharedCheckpoint(const World& world, std::optional<LoadedCheckpoint> found);
 
   bool is_there() const { return is_there_; }
   bool is_mapped() const { return is_mapped_; }  // by all ranks

@@ -100,7 +100,6 @@ void StateKeeper::before_update(const Position& next, const Json& event) {
 void StateKeeper::after_update(const Position& now, const Json& event) {
   record_saved();
   report_saved();
-  make_room_to_save();
   if (kept_ && !kept_->in_place()) keep(now, event.dump());
   if (options_.checkpoint_every > 0 && now.step % options_.checkpoint_every == 0) save(now);
 }
@@ -125,14 +124,6 @@ void StateKeeper::save(const Position& now) {
   const Snapshot snapshot = take_snapshot(step_world_, strategy_, now, options_);
   checkpoints_ ? checkpoints_->save(now.step, snapshot.file, snapshot.fetch) : snapshot.send();
   if (on_checkpoint_) awaited_ = now.step;
-}
-
-// After the first step, when the optimizer has its state: then the first save takes no longer than others. All ranks that save
-// count, because slices of the optimizer's state are gathered from them.
-void StateKeeper::make_room_to_save() {
-  if (!saves() || std::exchange(has_room_to_save_, true)) return;
-  const std::size_t bytes = snapshot_bytes(strategy_);
-  if (checkpoints_ && bytes > 0) checkpoints_->reserve(bytes);
 }
 
 void StateKeeper::record_saved() {

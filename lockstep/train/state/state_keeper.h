@@ -52,7 +52,6 @@ class StateKeeper {
   bool is_saved(const Position& now);
   void record_saved();
   void report_saved();
-  void make_room_to_save();
   std::optional<Position> restore_from_memory();
   std::optional<Position> restore_checkpoint();
   void require_checkpoint_folder() const;
@@ -68,7 +67,6 @@ class StateKeeper {
   std::optional<LoopState> kept_;                // in the launcher's memory
   std::string last_event_;                       // of the last step before a loss
   std::int64_t resumed_step_ = -1;               // of the checkpoint
-  bool has_room_to_save_ = false;
   std::int64_t awaited_ = -1;     // with on_checkpoint: the newest checkpoint, until all ranks know that it is saved
   Json written_ = Json::array();  // on rank 0: [step, path] of those that they do not know yet
 };
