@@ -30,44 +30,36 @@ TraceJson name_of(const trace::Process& process) {
   return {{"ph", "M"}, {"name", "process_name"}, {"pid", process.rank}, {"args", {{"name", name}}}};
 }
 
-// An event of a rank. Times begin with 0 at `start`.
-class EventWriter {
- public:
-  EventWriter(int rank, std::int64_t start) : rank_(rank), start_(start) {}
+double as_microseconds(std::int64_t ns) { return static_cast<double>(ns) / 1000; }
 
-  TraceJson counter(const trace::Event& event) const {
-    return at("C", event.name.text(), event.begin, {{"args", {{"value", event.number}}}});
-  }
+// What an event of a rank begins with.
+TraceJson json_of(const char* type, const std::string& name, int rank, std::int64_t time) {
+  return {{"ph", type}, {"name", name}, {"pid", rank}, {"ts", as_microseconds(time)}};
+}
 
-  TraceJson span(const trace::Event& event) const {
-    const std::string name = event.number < 0 ? event.name.text() : concat(event.name.text(), ' ', event.number);
-    TraceJson json =
-        at("X", name, event.begin, {{"tid", event.thread}, {"dur", microseconds(event.end - event.begin)}});
-    if (event.kind != Kind::kSpan) json["cat"] = event.kind == Kind::kForward ? "forward" : "backward";
-    if (event.bytes >= 0) json["args"] = {{"bytes", event.bytes}};
-    return json;
-  }
+TraceJson counter_json(const trace::Event& event, int rank) {
+  TraceJson json = json_of("C", event.name.text(), rank, event.begin);
+  json["args"] = {{"value", event.number}};
+  return json;
+}
 
-  // One end of a message, within its span.
-  TraceJson flow(const trace::Event& event) const {
-    TraceJson json = at(event.arrives ? "f" : "s", "message", event.arrives ? event.end : event.begin,
-                        {{"tid", event.thread}, {"cat", "message"}, {"id", concat(event.flow)}});
-    if (event.arrives) json["bp"] = "e";
-    return json;
-  }
+TraceJson span_json(const trace::Event& event, int rank) {
+  const std::string name = event.number < 0 ? event.name.text() : concat(event.name.text(), ' ', event.number);
+  TraceJson json = json_of("X", name, rank, event.begin);
+  json["tid"] = event.thread;
+  json["dur"] = as_microseconds(event.end - event.begin);
+  if (event.kind != Kind::kSpan) json["cat"] = event.kind == Kind::kForward ? "forward" : "backward";
+  if (event.bytes >= 0) json["args"] = {{"bytes", event.bytes}};
+  return json;
+}
 
- private:
-  static double microseconds(std::int64_t ns) { return static_cast<double>(ns) / 1000; }
-
-  TraceJson at(const char* type, const std::string& name, std::int64_t time, const TraceJson& more) const {
-    TraceJson json = {{"ph", type}, {"name", name}, {"pid", rank_}, {"ts", microseconds(time - start_)}};
-    json.update(more);
-    return json;
-  }
-
-  int rank_;
-  std::int64_t start_;
-};
+// One end of a message, within its span.
+TraceJson flow_json(const trace::Event& event, int rank) {
+  TraceJson json = json_of(event.arrives ? "f" : "s", "message", rank, event.arrives ? event.end : event.begin);
+  json.update({{"tid", event.thread}, {"cat", "message"}, {"id", concat(event.flow)}});
+  if (event.arrives) json["bp"] = "e";
+  return json;
+}
 
 // ---- Rings
 
@@ -131,10 +123,12 @@ void write_timeline(const std::string& file, const Recordings& recordings, bool 
   const auto add = [&](const TraceJson& event) { text += std::exchange(separator, ",\n") + event.dump(); };
   for (const trace::Recording& recording : recordings) {
     add(name_of(recording.process));
-    const EventWriter writer(recording.process.rank, start);
-    for (const trace::Event& event : recording.events) {
-      add(event.kind == Kind::kCounter ? writer.counter(event) : writer.span(event));
-      if (event.flow != 0) add(writer.flow(event));
+    for (trace::Event event : recording.events) {
+      event.begin -= start;
+      event.end -= start;
+      const int rank = recording.process.rank;
+      add(event.kind == Kind::kCounter ? counter_json(event, rank) : span_json(event, rank));
+      if (event.flow != 0) add(flow_json(event, rank));
     }
   }
   write_file(file, text + "\n]}\n");

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // train/builtin.h: the datasets of a run: the task's own, or those that `lockstep train` knows by name, and what --data
-// auto chooses.
+// auto chooses; and the task with a model that suits them, the values with which its parameters begin (--weights), and those that
+// stay (--freeze).
 //
-// Flow:    --data, --data-dir -> here -> lockstep/datasets.h -> train/loop.h
+// Flow:    --data, --data-dir -> here -> lockstep/datasets.h -> train/loop.h; options -> Task::make_model of the task that is
+//          returned -> a strategy
 // Threads: any
-// Ranks:   no communication; every rank gets the same datasets
+// Ranks:   no communication; every rank gets the same datasets and reads the same file, rank 0 says what did not fit
 #pragma once
 
 #include <string>
@@ -44,5 +46,14 @@ Task fitted_before_fork(const Task& task, const DataSource& source, std::int64_t
 
 // The task with a loss that smooths labels; 0: as it is. Throws UsageError: its loss is not CrossEntropy.
 Task smoothed(Task task, double label_smoothing);
+
+// The task with models that begin with the tensors of a file (or of the index of several): lockstep's checkpoints, and files with
+// the names of torchvision and Hugging Face. What is missing there, or has another shape, stays as make_model has it. Throws
+// SystemError, CheckpointError; make_model throws UsageError: nothing fits.
+Task with_weights(Task task, const std::string& file);
+
+// The task with models whose parameters with names that the regular expression (ECMAScript) is found in require no gradient. Throws
+// UsageError: no expression; make_model throws UsageError: it is found in none, or in all.
+Task with_frozen(Task task, const std::string& pattern);
 
 }  // namespace lockstep

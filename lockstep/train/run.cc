@@ -40,7 +40,6 @@
 #include "lockstep/train/options/ranks_and_devices.h"
 #include "lockstep/train/reports/metrics.h"
 #include "lockstep/train/use_model.h"
-#include "lockstep/train/weights.h"
 #include "tools/plan/auto.h"
 
 namespace lockstep {

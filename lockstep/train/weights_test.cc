@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lockstep/train/weights.h"
+#include "lockstep/train/builtin.h"
 
 #include "lockstep/checkpoint.h"
 #include "lockstep/models.h"

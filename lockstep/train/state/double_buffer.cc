@@ -54,9 +54,7 @@ MappedMemory map_memory(const UniqueFd& fd) {
 }
 
 DoubleBuffer::DoubleBuffer(JobMemory& memory, std::string name, const World& world)
-    : memory_(memory),
-      name_(std::move(name)),
-      owner_{world.rank(), world.size(), world.local_rank(), world.local_size()} {}
+    : memory_(memory), name_(std::move(name)), owner_{world.rank(), world.size(), world.local_size()} {}
 
 bool DoubleBuffer::adopt(std::vector<JobMemory::Kept>& former, std::int64_t step) {
   for (std::size_t index = 0; index < 2; ++index)
@@ -75,10 +73,6 @@ bool DoubleBuffer::adopt(std::vector<JobMemory::Kept>& former, std::int64_t step
   }
   next_ = 0;
   return false;
-}
-
-void DoubleBuffer::reserve(std::size_t bytes) {
-  for (std::size_t index = 0; index < 2; ++index) resize(index, bytes + kHeadBytes);
 }
 
 // Gives the memory to the launcher once; it grows with the file.

@@ -28,7 +28,6 @@ namespace lockstep {
 struct ImageOwner {
   std::int32_t rank = 0;
   std::int32_t ranks = 1;
-  std::int32_t local_rank = 0;
   std::int32_t local_ranks = 1;
 };
 
@@ -51,11 +50,8 @@ class DoubleBuffer {
   // have kept, and is dropped. Returns whether there is one of that step.
   bool adopt(std::vector<JobMemory::Kept>& former, std::int64_t step);
 
-  // Takes room for images of that many bytes, now: the first copy into fresh memory takes three times as long.
-  void reserve(std::size_t bytes);
-
-  // Blocks for a copy, which says what program has made it. Throws SystemError (no memory left), UsageError (a dtype that
-  // safetensors does not know).
+  // Blocks for a copy, which says what program has made it; the first two take memory, and three times as long. Throws
+  // SystemError (no memory left), UsageError (a dtype that safetensors does not know).
   void write(std::int64_t step, TensorFile file);
 
  private:

@@ -169,15 +169,10 @@ bool LoopState::is_due() {
   return true;
 }
 
-// The first copies take memory, which the later ones have. In place they have numbers as Optimizer::take_over() counts updates.
+// In place images have numbers as Optimizer::take_over() counts updates. What the first two copies cost tells nothing: they take
+// memory, which the later ones have.
 void LoopState::keep(std::int64_t step, const TensorFile& common, const TensorFile& own) {
-  constexpr std::size_t kHead = std::size_t{1} << 16;
   const bool is_first = kept_ == 0;
-  if (is_first) {
-    if (keeps_common()) common_.reserve(tensor_bytes(common) + kHead);
-    own_.reserve(tensor_bytes(own) + kHead);
-    cost_ = Stopwatch();
-  }
   if (in_place()) {
     if (is_first && keeps_common()) common_.write(0, {.tensors = {}, .metadata = {{kManifest, in_place_->manifest()}}});
     own_.write(kept_, own);
@@ -188,7 +183,7 @@ void LoopState::keep(std::int64_t step, const TensorFile& common, const TensorFi
   }
   const torch::Tensor between = torch::full({1}, steps_between(cost_.seconds()), torch::kInt64).to(world_.device());
   world_.all_reduce(between, ReduceOp::kMax);
-  between_ = is_first ? 1 : between.item<std::int64_t>();
+  between_ = kept_ < 2 ? 1 : between.item<std::int64_t>();
   if (!is_whole_ && world_.local_rank() == 0) memory_.complete();
   is_whole_ = true;
   ++kept_;
