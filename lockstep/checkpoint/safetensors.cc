@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/checkpoint/safetensors.h"
 
+#include <xxhash.h>
+
 #include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
+#include <iomanip>
 #include <memory>
 #include <span>
 #include <utility>
@@ -19,6 +22,22 @@ namespace lockstep {
 namespace {
 
 using Json = nlohmann::ordered_json;
+
+// XXH3 (64 bits) of bytes that come in parts. Against accidents, not against attackers.
+class Hash {
+ public:
+  Hash() : state_(XXH3_createState()) { XXH3_64bits_reset(state_.get()); }
+  void add(const void* data, std::size_t bytes) { XXH3_64bits_update(state_.get(), data, bytes); }
+  std::string digits() const {  // 16
+    return concat(std::hex, std::setfill('0'), std::setw(16), XXH3_64bits_digest(state_.get()));
+  }
+
+ private:
+  struct Frees {
+    void operator()(XXH3_state_t* state) const { XXH3_freeState(state); }
+  };
+  std::unique_ptr<XXH3_state_t, Frees> state_;
+};
 
 static_assert(std::endian::native == std::endian::little, "safetensors is a little-endian format");
 
@@ -201,8 +220,7 @@ void ByteSource::read(std::size_t at, void* into, std::size_t bytes) const {
 ByteSource bytes_in(const std::filesystem::path& path) {
   const auto file = std::make_shared<ReadableFile>(path);
   return {.size = file->size(),
-          .from_disk = [file](std::size_t at, void* into, std::size_t bytes) { file->read(at, into, bytes); },
-          .mapped = file->map()};
+          .from_disk = [file](std::size_t at, void* into, std::size_t bytes) { file->read(at, into, bytes); }};
 }
 
 SafetensorsReader::SafetensorsReader(ByteSource source, const std::string& origin, Checksum checksum)
@@ -224,7 +242,7 @@ SafetensorsReader::SafetensorsReader(ByteSource source, const std::string& origi
   } catch (const nlohmann::json::exception& error) {
     throw damaged_file(origin, concat("its header is not what the format says: ", error.what()));
   }
-  if (const auto found = metadata_.extract(kChecksum)) checksum_ = found.mapped();
+  metadata_.erase(kChecksum);
 }
 
 torch::Tensor SafetensorsReader::read(const std::string& name) const {

@@ -6,17 +6,13 @@
 // Ranks:   no communication
 #pragma once
 
-#include <xxhash.h>
-
 #include <cstdint>
 #include <functional>
-#include <iomanip>
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "lockstep/base/text.h"
 #include "lockstep/checkpoint.h"
 #include "lockstep/error.h"
 
@@ -37,30 +33,14 @@ std::size_t tensor_bytes(const TensorFile& file);  // of all its tensors togethe
 // Copies a whole file, which begins with safetensors_head(), at the speed of memory.
 void copy_file(const std::string& head, const TensorFile& file, std::byte* into);
 
-// XXH3 (64 bits) of bytes that come in parts. Against accidents, not against attackers.
-class Hash {
- public:
-  Hash() : state_(XXH3_createState()) { XXH3_64bits_reset(state_.get()); }
-  void add(const void* data, std::size_t bytes) { XXH3_64bits_update(state_.get(), data, bytes); }
-  std::string digits() const {  // 16
-    return concat(std::hex, std::setfill('0'), std::setw(16), XXH3_64bits_digest(state_.get()));
-  }
-
- private:
-  struct Frees {
-    void operator()(XXH3_state_t* state) const { XXH3_freeState(state); }
-  };
-  std::unique_ptr<XXH3_state_t, Frees> state_;
-};
-
 // The error of a file that is damaged, and how.
 CheckpointError damaged_file(const std::filesystem::path& origin, const std::string& what);
 
 // Other tools write no checksum; lockstep's own files always have one.
-// kTrusted: it is not verified: another rank of the job has done so.
+// kTrusted: it is not verified: memory of the launcher's; or nothing is wanted but what the file says of itself.
 enum class Checksum { kRequired, kOptional, kTrusted };
 
-// The bytes of a file: in memory, or on the disk, or both.
+// The bytes of a file: in memory, or on the disk.
 struct ByteSource {
   std::size_t size = 0;
   std::function<void(std::size_t at, void* into, std::size_t bytes)> from_disk{};  // none: all are in memory
@@ -69,8 +49,7 @@ struct ByteSource {
   void read(std::size_t at, void* into, std::size_t bytes) const;
 };
 
-// Mapped, so that all processes of a machine that read the file share the kernel's copy. read() reads it as usual: an error
-// of the disk is a SystemError there, and SIGBUS in the mapping. Throws SystemError.
+// Not mapped: an error of the disk would be SIGBUS. Throws SystemError.
 ByteSource bytes_in(const std::filesystem::path& path);
 
 // An open file, whose tensors are read when they are asked for.
@@ -88,9 +67,8 @@ class SafetensorsReader {
 
   const std::map<std::string, Entry>& entries() const { return entries_; }
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
-  const std::string& checksum() const { return checksum_; }  // as the file has it; empty: it has none
 
-  // On the CPU, contiguous, not to be written to: of a mapped file it is the mapping, which the tensor keeps. Throws
+  // On the CPU, contiguous. Of a file in memory it is that memory, which the tensor keeps: not to be written to. Throws
   // SystemError.
   torch::Tensor read(const std::string& name) const;
 
@@ -98,7 +76,6 @@ class SafetensorsReader {
   ByteSource source_;
   std::map<std::string, Entry> entries_;
   std::map<std::string, std::string> metadata_;
-  std::string checksum_;
 };
 
 }  // namespace lockstep

@@ -89,18 +89,12 @@ void CheckpointReader::open_shards(const std::filesystem::path& index, Checksum 
   if (entries_.size() != map.size()) throw damaged_file(index, "it names tensors that its files do not have");
 }
 
-std::string CheckpointReader::checksum() const {
-  std::string all;
-  for (const SafetensorsReader& file : files_) all += file.checksum();
-  return all;
-}
-
 torch::Tensor CheckpointReader::read(const std::string& name) const { return files_[file_of_.at(name)].read(name); }
 
 TensorFile load_safetensors(const std::filesystem::path& path) {
   const CheckpointReader reader(path, Checksum::kOptional);
   TensorFile file{.tensors = {}, .metadata = reader.metadata()};
-  for (const auto& [name, entry] : reader.entries()) file.tensors[name] = reader.read(name).clone();  // not the mapping
+  for (const auto& [name, entry] : reader.entries()) file.tensors[name] = reader.read(name);
   return file;
 }
 

@@ -44,7 +44,6 @@ class CheckpointReader {
 
   const std::map<std::string, SafetensorsReader::Entry>& entries() const { return entries_; }
   const std::map<std::string, std::string>& metadata() const { return files_.front().metadata(); }
-  std::string checksum() const;                       // of all files, one after another
   torch::Tensor read(const std::string& name) const;  // as SafetensorsReader::read()
 
  private:

@@ -278,8 +278,8 @@ void require_output(const TrainOptions& options) {
 void use_model(const World& world, TrainOptions options, const std::function<Task(const TrainOptions&)>& make_task) {
   std::optional<LoadedCheckpoint> found;
   if (world.rank() == 0) found = checkpoint_to_use(options);
-  SharedCheckpoint file(world, std::move(found));
-  const SavedRun run = saved_run(file.metadata());
+  const SavedState saved = share_checkpoint(world, std::move(found)).value();
+  const SavedRun run = saved_run(saved.metadata);
   const Fit fit = fit_of(run.fit);
   options.model = run.settings.value("model", options.model);
   Task task = make_task(options);
@@ -289,7 +289,7 @@ void use_model(const World& world, TrainOptions options, const std::function<Tas
   const auto& dataset = data.validation ? data.validation : data.train;
   require_samples(*dataset, task, options.use == Use::kEval);
   const ModulePtr model = task.make_model();
-  restore_model(file, *model);
+  restore_model(saved, *model);
   model->to(world.device());
   options.use == Use::kEval ? evaluate_model(world, options, task, *model, dataset, run, fit.data)
                             : predict(world, options, task, *model, dataset, fit.data);

@@ -133,13 +133,6 @@ std::map<std::string, Owned> tensors_elsewhere(const World& world, Strategy& str
 
 // ---- Putting a state back
 
-// A checkpoint, or copies in memory.
-struct SavedState {
-  std::map<std::string, std::string> metadata;
-  TensorsByName shapes;                                        // of all its tensors, on the meta device
-  std::function<torch::Tensor(const std::string& name)> read;  // with a checkpoint: a call of all ranks
-};
-
 void require_tensors(const TensorsByName& places, const TensorsByName& shapes) {
   for (const auto& [name, tensor] : places) {
     const auto found = shapes.find(name);
@@ -196,14 +189,6 @@ Position restore(const SavedState& saved, const std::vector<NamedTensor>& tensor
     if (const auto found = generators.find(generator_name(device, world.rank())); found != generators.end())
       set_generator_state(device, found->second);
   return run.position;
-}
-
-// The file that rank 0 has opened and verified, if this rank sees it under the same name.
-std::optional<CheckpointReader> open_same(const std::string& path, const std::string& checksum) try {
-  CheckpointReader file(path, Checksum::kTrusted);
-  return file.checksum() == checksum ? std::optional(std::move(file)) : std::nullopt;
-} catch (const Error&) {
-  return std::nullopt;
 }
 
 // All bits of the exponent are set in NaN and infinity, and in nothing else. One pass, at the speed of memory.
@@ -275,61 +260,35 @@ Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& p
   return {.file = std::move(file), .fetch = fetch, .send = nullptr};
 }
 
-SharedCheckpoint::SharedCheckpoint(const World& world, std::optional<LoadedCheckpoint> found) : world_(world) {
+std::optional<SavedState> share_checkpoint(const World& world, std::optional<LoadedCheckpoint> found) {
   Json header;
   if (found) {
-    for (const auto& [name, entry] : found->file.entries()) shapes_[name] = meta_tensor(entry);
-    header = {{"path", std::filesystem::absolute(found->path).string()},
-              {"checksum", found->file.checksum()},
-              {"tensors", looks_of(shapes_)},
-              {"metadata", found->file.metadata()}};
-    file_ = std::move(found->file);
+    TensorsByName shapes;
+    for (const auto& [name, entry] : found->file.entries()) shapes[name] = meta_tensor(entry);
+    header = {{"tensors", looks_of(shapes)}, {"metadata", found->file.metadata()}};
   }
   const Json sent = Json::parse(world.exchange_texts(header.dump()).front());
-  is_there_ = !sent.is_null();
-  if (!is_there_) return;
-  metadata_ = sent["metadata"].get<std::map<std::string, std::string>>();
-  shapes_ = meta_tensors(sent["tensors"]);
-  if (world.rank() != 0) file_ = open_same(sent["path"], sent["checksum"]);
-  is_mapped_ = is_so_on_all(world, file_.has_value());
-  if (!is_mapped_ && world.rank() != 0) file_.reset();
+  if (sent.is_null()) return {};
+  SavedState saved{.metadata = sent["metadata"], .shapes = meta_tensors(sent["tensors"]), .read = nullptr};
+  saved.read = [world, found = std::move(found), shapes = saved.shapes](const std::string& name) {
+    const torch::Tensor tensor =
+        found ? found->file.read(name) : torch::empty_like(shapes.at(name), torch::TensorOptions(torch::kCPU));
+    if (tensor.numel() > 0) world.broadcast(bytes_of(tensor));
+    return tensor;
+  };
+  return saved;
 }
 
-torch::Tensor SharedCheckpoint::read(const std::string& name) {
-  torch::Tensor tensor =
-      file_ ? file_->read(name) : torch::empty_like(shapes_.at(name), torch::TensorOptions(torch::kCPU));
-  if (!is_mapped_) {
-    if (file_) tensor = tensor.clone();  // a transport may write to what it sends
-    world_.broadcast(bytes_of(tensor));
-  }
-  read_.add(tensor.const_data_ptr(), tensor.nbytes());
-  return tensor;
+Position restore_snapshot(const SavedState& saved, const World& world, Strategy& strategy,
+                          const TrainOptions& options) {
+  return restore(saved, named_tensors(strategy.model()), true, world, strategy, options);
 }
 
-void SharedCheckpoint::require_same_on_all_ranks() const {
-  const auto digests = world_.exchange_texts(read_.digits());
-  for (int rank = 1; rank < world_.size(); ++rank)
-    if (digests[to_size(rank)] != digests.front())
-      throw CheckpointError(
-          {.what = concat("rank ", rank, " has read other values from the checkpoint than rank 0: digest ",
-                          digests[to_size(rank)], ", not ", digests.front()),
-           .likely = "a disk or memory that fails, or an old copy in the cache of a network disk",
-           .next = "resume again; if it stays so, on other machines"});
-}
-
-Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& strategy, const TrainOptions& options) {
-  const SavedState saved{file.metadata(), file.shapes(), [&](const std::string& name) { return file.read(name); }};
-  const Position position = restore(saved, named_tensors(strategy.model()), true, world, strategy, options);
-  file.require_same_on_all_ranks();
-  return position;
-}
-
-void restore_model(SharedCheckpoint& file, torch::nn::Module& model) {
+void restore_model(const SavedState& saved, torch::nn::Module& model) {
   const torch::NoGradGuard no_grad;
   const TensorsByName places = with_prefix("model.", named_tensors(model));
-  require_tensors(places, file.shapes());
-  for (const auto& [name, tensor] : places) torch::Tensor(tensor).copy_(file.read(name));
-  file.require_same_on_all_ranks();
+  require_tensors(places, saved.shapes);
+  for (const auto& [name, tensor] : places) torch::Tensor(tensor).copy_(saved.read(name));
 }
 
 StateParts state_parts(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options,

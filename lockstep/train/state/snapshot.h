@@ -14,7 +14,7 @@
 //
 // Flow:    strategy/ + Position <-> here <-> checkpoint/
 // Threads: one thread
-// Ranks:   take_snapshot, Snapshot::send, SharedCheckpoint, restore_snapshot and restore_parts are collective
+// Ranks:   take_snapshot, Snapshot::send, share_checkpoint, restore_snapshot and restore_parts are collective
 #pragma once
 
 #include <functional>
@@ -51,39 +51,21 @@ Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& p
 // Throws on all ranks NonFiniteError naming a parameter that is not finite: such a model is not worth a checkpoint. Blocks.
 void require_finite_everywhere(const World& world, Strategy& strategy, const Position& position);
 
-// A checkpoint that rank 0 has found, for all ranks. Where every rank can open the same file, all map it: the machine then
-// has one copy, the kernel's. Else rank 0 sends each tensor when its turn comes, so that machines need no shared disk.
-class SharedCheckpoint {
- public:
-  // found: on rank 0, if there is one. Sends its header to all ranks. Blocks.
-  SharedCheckpoint(const World& world, std::optional<LoadedCheckpoint> found);
-
-  bool is_there() const { return is_there_; }
-  bool is_mapped() const { return is_mapped_; }  // by all ranks
-  const std::map<std::string, std::string>& metadata() const { return metadata_; }
-  const std::map<std::string, torch::Tensor>& shapes() const { return shapes_; }  // its tensors on the meta device
-
-  // Every rank calls it with the same name, and gets the tensor, which is not to be written to. Blocks.
-  torch::Tensor read(const std::string& name);
-
-  // Compares a digest of everything that was read. Throws CheckpointError on all ranks if a rank has read something else
-  // than rank 0. Blocks.
-  void require_same_on_all_ranks() const;
-
- private:
-  World world_;
-  std::optional<CheckpointReader> file_;  // on rank 0; on all ranks where it is mapped
-  bool is_there_ = false;
-  bool is_mapped_ = false;
-  std::map<std::string, torch::Tensor> shapes_;
-  std::map<std::string, std::string> metadata_;
-  Hash read_;
+// A state that was kept: a checkpoint, or copies in memory.
+struct SavedState {
+  std::map<std::string, std::string> metadata;
+  std::map<std::string, torch::Tensor> shapes;  // of all its tensors, on the meta device
+  std::function<torch::Tensor(const std::string& name)> read;
 };
+
+// A checkpoint that rank 0 has found, for all ranks; nothing: it has found none. Every rank calls read() with the same name, and gets
+// the tensor, which rank 0 sends: machines need no shared disk. Blocks.
+std::optional<SavedState> share_checkpoint(const World& world, std::optional<LoadedCheckpoint> found);
 
 // Puts model, optimizer, generator and position back, tensor by tensor. A rank without a saved generator keeps its own.
 // Throws CheckpointError: a tensor that is missing or of another shape, another model,
-// an option that must not change and has, or ranks that read different values.
-Position restore_snapshot(SharedCheckpoint& file, const World& world, Strategy& strategy, const TrainOptions& options);
+// an option that must not change and has.
+Position restore_snapshot(const SavedState& saved, const World& world, Strategy& strategy, const TrainOptions& options);
 
 // A checkpoint says this about its run.
 struct SavedRun {
@@ -94,7 +76,7 @@ struct SavedRun {
 SavedRun saved_run(const std::map<std::string, std::string>& metadata);  // throws CheckpointError
 
 // Puts parameters and buffers alone into a model on the CPU. Collective. Throws CheckpointError: another model.
-void restore_model(SharedCheckpoint& file, torch::nn::Module& model);
+void restore_model(const SavedState& saved, torch::nn::Module& model);
 
 // Metadata of a state in memory: the event of the last step, to be written once more by those who go on; "": none.
 constexpr const char* kLastStep = "lockstep.last_step";

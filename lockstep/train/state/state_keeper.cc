@@ -81,12 +81,12 @@ void StateKeeper::require_checkpoint_folder() const {
 std::optional<Position> StateKeeper::restore_checkpoint() {
   if (checkpoints_ && options_.from_step > 0) checkpoints_->folder().go_back(options_.from_step);
   auto newest = checkpoints_ ? checkpoints_->folder().load_newest() : std::nullopt;
-  SharedCheckpoint file(world_, newest);
-  if (!file.is_there()) {
+  const auto saved = share_checkpoint(world_, newest);
+  if (!saved) {
     if (checkpoints_) log_info(concat("nothing to resume in ", options_.checkpoint_dir, ": starting at step 0"));
     return {};
   }
-  const Position position = restore_snapshot(file, world_, strategy_, options_);
+  const Position position = restore_snapshot(*saved, world_, strategy_, options_);
   resumed_step_ = position.step;
   metrics_.write({{"event", "resume"}, {"step", position.step}});
   if (checkpoints_) log_info(concat("resuming from ", newest->path.string(), " at step ", position.step));
