@@ -2,7 +2,6 @@
 #include "lockstep/base/files/file.h"
 
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 
 #include <array>
@@ -102,12 +101,6 @@ void ReadableFile::read(std::size_t at, void* into, std::size_t bytes) const {
   if (read_fully(fd_.get(), at, {static_cast<std::byte*>(into), bytes}).empty()) return;
   if (errno == 0) errno = EIO;  // shorter than it was
   throw system_error("read", path_);
-}
-
-std::shared_ptr<const std::byte> ReadableFile::map() const {
-  void* const memory = size_ == 0 ? MAP_FAILED : ::mmap(nullptr, size_, PROT_READ, MAP_SHARED, fd_.get(), 0);
-  if (memory == MAP_FAILED) return nullptr;
-  return {static_cast<std::byte*>(memory), [bytes = size_](std::byte* mapped) { ::munmap(mapped, bytes); }};
 }
 
 }  // namespace lockstep

@@ -7,7 +7,6 @@
 
 #include <cstddef>
 #include <filesystem>
-#include <memory>
 #include <string>
 
 #include "lockstep/base/files/unique_fd.h"
@@ -36,16 +35,12 @@ class AtomicFile {
 void write_file(const std::filesystem::path& path, const std::string& content);  // through an AtomicFile
 std::string read_file(const std::filesystem::path& path);
 
-// Reads parts of a file. Every call but map() throws SystemError naming the path.
+// Reads parts of a file. Every call throws SystemError naming the path.
 class ReadableFile {
  public:
   explicit ReadableFile(std::filesystem::path path);
   std::size_t size() const { return size_; }
   void read(std::size_t at, void* into, std::size_t bytes) const;
-
-  // All of it as memory, for as long as somebody holds it: all processes of a machine that map it share the kernel's copy. Null
-  // where it can't be mapped. An error of the disk is SIGBUS where the memory is read, and so is what is cut off later.
-  std::shared_ptr<const std::byte> map() const;
 
  private:
   std::filesystem::path path_;
