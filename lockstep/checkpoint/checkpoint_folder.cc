@@ -145,13 +145,13 @@ UniqueFd lock_folder(const fs::path& folder) {
 
 }  // namespace
 
-LoadedCheckpoint find_checkpoint(const fs::path& path, std::optional<std::int64_t> step, Checksum checksum) {
-  if (fs::is_regular_file(path)) return {path, CheckpointReader(path, checksum)};
+LoadedCheckpoint find_checkpoint(const fs::path& path, std::optional<std::int64_t> step) {
+  if (fs::is_regular_file(path)) return {path, CheckpointReader(path, Checksum::kRequired)};
   std::string trouble = "there is none";
   for (const fs::path& each : fs::is_directory(path) ? newest_first(path) : std::vector<fs::path>()) {
     if (step && step_of(each) != *step) continue;
     try {
-      return {each, CheckpointReader(each, checksum)};
+      return {each, CheckpointReader(each, Checksum::kRequired)};
     } catch (const Error& error) {
       trouble = what_of(error);
     }

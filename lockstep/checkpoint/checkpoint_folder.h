@@ -22,14 +22,12 @@ namespace lockstep {
 
 struct LoadedCheckpoint {
   std::filesystem::path path;
-  CheckpointReader file;  // whole and verified, unless it is trusted
+  CheckpointReader file;  // whole and verified
 };
 
 // Reads `path`, a checkpoint's file or index; or of the folder `path` the checkpoint of `step`, or the newest that is whole. Changes
-// nothing, and needs no lock: a training may go on there. With Checksum::kTrusted it reads only what the file says of itself.
-// Throws CheckpointError, SystemError.
-LoadedCheckpoint find_checkpoint(const std::filesystem::path& path, std::optional<std::int64_t> step = std::nullopt,
-                                 Checksum checksum = Checksum::kRequired);
+// nothing, and needs no lock: a training may go on there. Throws CheckpointError, SystemError.
+LoadedCheckpoint find_checkpoint(const std::filesystem::path& path, std::optional<std::int64_t> step = std::nullopt);
 
 class CheckpointFolder {
  public:

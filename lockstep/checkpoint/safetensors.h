@@ -37,7 +37,7 @@ void copy_file(const std::string& head, const TensorFile& file, std::byte* into)
 CheckpointError damaged_file(const std::filesystem::path& origin, const std::string& what);
 
 // Other tools write no checksum; lockstep's own files always have one.
-// kTrusted: it is not verified: memory of the launcher's; or nothing is wanted but what the file says of itself.
+// kTrusted: it is not verified: memory of the launcher's.
 enum class Checksum { kRequired, kOptional, kTrusted };
 
 // The bytes of a file: in memory, or on the disk.

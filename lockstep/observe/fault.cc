@@ -13,7 +13,6 @@
 #include <array>
 #include <cstdio>
 #include <cstdlib>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -161,57 +160,47 @@ void send_own_after_instructions(int signal, int instructions) {
                        .next = "use delay= (microseconds) instead of after="});
 }
 
-class Plan {
- public:
-  explicit Plan(const std::string& text) : faults_(faults_in(text)) {}
+std::vector<Fault> plan;
+std::atomic<const Fault*> pending{nullptr};
 
-  // A phase does not end before its fault.
-  void strike(Phase phase, bool at_end) {
-    if (at_end)
-      if (const Fault* const fault = pending_.load(); fault != nullptr && fault->phase == phase) {
-        pending_.store(nullptr);
-        send_own(fault->signal);
-      }
-    Fault* const fault = next(phase, at_end);
-    if (fault == nullptr) return;
-    say(*fault);
-    if (at_end || fault->instructions + fault->microseconds == 0) return send_own(fault->signal);
-    pending_.store(fault);
-    if (fault->instructions > 0)
-      send_own_after_instructions(fault->signal, fault->instructions);
-    else
-      send_own_later(fault->signal, fault->microseconds);
+Fault* next(Phase phase, bool at_end) {
+  const int rank = number_in_variable("RANK"), generation = number_in_variable("TORCHELASTIC_RESTART_COUNT");
+  for (Fault& fault : plan) {
+    if (fault.phase != phase || fault.at_end != at_end || !is_at(fault.rank, rank) ||
+        !is_at(fault.step, present_step()) || !is_at(fault.generation, generation))
+      continue;
+    if (!std::atomic_ref(fault.used).exchange(true)) return &fault;
   }
-
- private:
-  Fault* next(Phase phase, bool at_end) {
-    const int rank = number_in_variable("RANK"), generation = number_in_variable("TORCHELASTIC_RESTART_COUNT");
-    for (Fault& fault : faults_) {
-      if (fault.phase != phase || fault.at_end != at_end || !is_at(fault.rank, rank) ||
-          !is_at(fault.step, present_step()) || !is_at(fault.generation, generation))
-        continue;
-      if (!std::atomic_ref(fault.used).exchange(true)) return &fault;
-    }
-    return nullptr;
-  }
-
-  std::vector<Fault> faults_;
-  std::atomic<const Fault*> pending_{nullptr};
-};
-
-Plan* plan = nullptr;
+  return nullptr;
+}
 
 }  // namespace
 
 void read_plan() {
-  static const std::unique_ptr<Plan> read = [] {
+  static const bool is_read = [] {
     const char* const text = std::getenv(kVariable);
-    return text == nullptr || *text == '\0' ? nullptr : std::make_unique<Plan>(text);
+    if (text != nullptr && *text != '\0') plan = faults_in(text);
+    return true;
   }();
-  plan = read.get();
-  are_planned.store(plan != nullptr, std::memory_order_release);
+  are_planned.store(is_read && !plan.empty(), std::memory_order_release);
 }
 
-void strike(Phase phase, bool at_end) { plan->strike(phase, at_end); }
+// A phase does not end before its fault.
+void strike(Phase phase, bool at_end) {
+  if (at_end)
+    if (const Fault* const fault = pending.load(); fault != nullptr && fault->phase == phase) {
+      pending.store(nullptr);
+      send_own(fault->signal);
+    }
+  Fault* const fault = next(phase, at_end);
+  if (fault == nullptr) return;
+  say(*fault);
+  if (at_end || fault->instructions + fault->microseconds == 0) return send_own(fault->signal);
+  pending.store(fault);
+  if (fault->instructions > 0)
+    send_own_after_instructions(fault->signal, fault->instructions);
+  else
+    send_own_later(fault->signal, fault->microseconds);
+}
 
 }  // namespace lockstep::fault

@@ -144,7 +144,6 @@ Task fitted(const Task& task, const Datasets& datasets, std::int64_t classes) {
   SampleShape found = shape_of(datasets, task);
   if (classes > 0) found.classes = classes;
   if (task.fit) return fitted_as(task, found);
-  if (found == task.sample) return task;
   if (found.sizes == task.sample.sizes) return task;
   throw UsageError(
       {.what = concat(task.name, " takes samples of shape ", torch::IntArrayRef(task.sample.sizes), ", but those of ",

@@ -4,12 +4,12 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
 #include <iostream>
 #include <optional>
+#include <set>
 
 #include <ATen/Parallel.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -102,9 +102,8 @@ void catch_signals(const PreemptionOptions& options) {
 
 // Names of the devices, for an error of a GPU that does not say which.
 std::string one_of(const std::vector<DevicePlace>& places) {
-  std::vector<std::string> names;
-  for (const DevicePlace& place : places)
-    if (std::ranges::find(names, place.device.str()) == names.end()) names.push_back(place.device.str());
+  std::set<std::string> names;
+  for (const DevicePlace& place : places) names.insert(place.device.str());
   return join(names, " or ");
 }
 

@@ -33,12 +33,9 @@ std::optional<std::int64_t> better_step(const LoadedCheckpoint& newest) {
 LoadedCheckpoint checkpoint_to_use(const TrainOptions& options) {
   const std::string& path = options.checkpoint_dir;
   if (options.from_step > 0) return find_checkpoint(path, options.from_step);
-  if (std::filesystem::is_regular_file(path)) return find_checkpoint(path);
-  if (const auto better = better_step(find_checkpoint(path, std::nullopt, Checksum::kTrusted)))
-    return find_checkpoint(path, better);
   LoadedCheckpoint newest = find_checkpoint(path);  // an older one, if the newest is damaged
-  if (const auto better = better_step(newest)) return find_checkpoint(path, better);
-  return newest;
+  const auto better = better_step(newest);
+  return better && !std::filesystem::is_regular_file(path) ? find_checkpoint(path, better) : newest;
 }
 
 // The data that was asked for, else that of the training.
