@@ -3,7 +3,7 @@
 // nothing but older checkpoints, and files of saves that were not finished: by their whole names, which only lockstep makes.
 //
 // Flow:    train/ -> TensorFile -> DIR/step-00000470.safetensors -> --resume
-// Owns:    a checkpoint's files (shards.h), and a lock on the folder: the file .lock, which also says who holds it
+// Owns:    a checkpoint's files (safetensors.h), and a lock on the folder: the file .lock, which also says who holds it
 // Threads: one thread
 // Ranks:   only rank 0 has one
 #pragma once
@@ -16,7 +16,7 @@
 
 #include "lockstep/base/files/unique_fd.h"
 #include "lockstep/checkpoint.h"
-#include "lockstep/checkpoint/shards.h"
+#include "lockstep/checkpoint/safetensors.h"
 
 namespace lockstep {
 

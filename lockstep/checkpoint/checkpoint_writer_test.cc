@@ -227,17 +227,6 @@ TEST(Shards, index_from_elsewhere_opens_no_other_folder) {
   EXPECT_THROW(load_safetensors(folder / "x.safetensors.index.json"), CheckpointError);
 }
 
-TEST(CheckpointReader, gives_the_mapping_itself) {
-  const TempFolder folder;
-  CheckpointFolder checkpoints(folder.path());
-  TensorFile state = state_of(1, 1 << 20);
-  state.tensors["a_values"] = state.tensors["values"];  // before the byte: aligned
-  checkpoints.save(1, state);
-  const CheckpointReader file(folder / "step-00000001.safetensors", Checksum::kRequired);
-  const torch::Tensor once = file.read("a_values"), again = file.read("a_values");
-  EXPECT_EQ(once.const_data_ptr(), again.const_data_ptr());
-}
-
 // Nothing comes of the last shard.
 TEST(Shards, stay_whole_when_their_step_cannot_be_saved_again) {
   const TempFolder folder;

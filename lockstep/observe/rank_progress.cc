@@ -90,7 +90,7 @@ std::int64_t refused_until = 0;
 
 void look_again_in_children() {
   static const int registered = ::pthread_atfork(nullptr, nullptr, [] {
-    look_again();
+    present.store(nullptr);
     trace::forget_memory();
     follows_order.store(false);
     refused_until = 0;
@@ -155,8 +155,6 @@ void end_overdue_trace(std::int64_t now) {
 }
 
 }  // namespace
-
-void look_again() { present.store(nullptr); }
 
 RankRecord& find_record() {
   look_again_in_children();

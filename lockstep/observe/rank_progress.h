@@ -21,7 +21,6 @@ namespace lockstep::observe {
 
 inline std::atomic<RankRecord*> present{nullptr};  // find_record() alone changes it
 RankRecord& find_record();                         // never fails
-void look_again();                                 // LOCKSTEP_PAGE has changed
 
 inline RankRecord& record() {
   RankRecord* const found = present.load(std::memory_order_acquire);

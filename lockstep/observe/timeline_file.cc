@@ -68,6 +68,15 @@ struct Ring {
   trace::Recording recording;
 };
 
+// The inverse of ring_file(); empty: it is no ring.
+std::string file_of_ring(const std::string& ring) {
+  constexpr std::string_view kRank = ".rank";
+  const std::size_t end = std::min(ring.rfind(kRank), ring.size());
+  int rank = 0;
+  const bool is_ring = end < ring.size() && parse_int(ring.substr(end + kRank.size()), rank);
+  return is_ring && ring.substr(0, end).ends_with(".json") ? ring.substr(0, end) : "";
+}
+
 std::vector<std::filesystem::path> ring_files(const std::filesystem::path& file) {
   std::vector<std::filesystem::path> rings;
   std::error_code ignored;
@@ -135,14 +144,6 @@ void write_timeline(const std::string& file, const Recordings& recordings, bool 
 }
 
 std::string ring_file(const std::string& file, int rank) { return concat(file, ".rank", rank); }
-
-std::string file_of_ring(const std::string& ring) {
-  constexpr std::string_view kRank = ".rank";
-  const std::size_t end = std::min(ring.rfind(kRank), ring.size());
-  int rank = 0;
-  const bool is_ring = end < ring.size() && parse_int(ring.substr(end + kRank.size()), rank);
-  return is_ring && ring.substr(0, end).ends_with(".json") ? ring.substr(0, end) : "";
-}
 
 bool merge_rings(const std::string& file, bool ended_well) {
   std::vector<Ring> rings = read_rings(file);

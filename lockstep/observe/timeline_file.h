@@ -26,7 +26,6 @@ void write_timeline(const std::string& file, const Recordings& recordings, bool 
 // ---- Rings
 
 std::string ring_file(const std::string& file, int rank);
-std::string file_of_ring(const std::string& ring);  // the inverse; empty: it is no ring
 
 // Puts the rings beside `file` into it and removes them. Marks it as incomplete unless all ranks have finished and the job
 // `ended_well`. Returns false if there are none. A ring that can't be read, or of an earlier job, stays, with a warning.

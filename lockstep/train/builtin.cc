@@ -16,7 +16,7 @@
 #include "agent/clusters/environment.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/checkpoint/shards.h"
+#include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/datasets.h"
 #include "lockstep/error.h"
 #include "lockstep/memory.h"

@@ -108,11 +108,9 @@ std::string one_of(const std::vector<DevicePlace>& places) {
 }
 
 // scontrol has deadlines of its own (Slurm's MessageTimeout).
-bool run_scontrol() { return std::system("scontrol requeue \"$SLURM_JOB_ID\"") == 0; }
-
 void requeue(const World& world) {
   const torch::Tensor done = torch::ones({1});
-  if (world.rank() == 0 && !run_scontrol()) done.zero_();
+  if (world.rank() == 0 && std::system("scontrol requeue \"$SLURM_JOB_ID\"") != 0) done.zero_();
   world.broadcast(done);
   if (done.item<float>() == 0)
     throw SystemError({.what = "scontrol requeue failed",

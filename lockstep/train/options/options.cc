@@ -377,13 +377,6 @@ void add_options(CLI::App& app, TrainOptions& options, const Choices& choices) {
   app.formatter(std::make_shared<ShortHelp>());
   app.set_help_flag("-h,--help", "show the common options");
   app.set_help_all_flag("--help-all", "show all options");
-  const auto gone = [&app](const std::string& name, const char* next) {
-    app.add_option_function<std::string>(
-           name, [=](const std::string&) { throw UsageError({.what = name + " was removed", .next = next}); }, "")
-        ->group("");  // not in --help
-  };
-  gone("--histograms", "write them with torch.utils.tensorboard in a loop of your own");
-  gone("--tensorboard", "--metrics FILE, and `lockstep report FILE --tensorboard FOLDER`");
   app.set_config("--config", "", "read options from a TOML file; the command line wins");
   app.footer(strategy_help());
 }

@@ -75,11 +75,12 @@ MappedMemory mine_or_sent(const World& world, const StateImage* mine, int source
   return {{static_cast<std::byte*>(sent.data_ptr()), [sent](std::byte*) {}}, sent.nbytes()};
 }
 
-}  // namespace
-
+// Tells whether all ranks pass true. Collective.
 bool is_so_on_all(const World& world, bool here) {
   return std::ranges::count(world.exchange_texts(here ? "yes" : "no"), "no") == 0;
 }
+
+}  // namespace
 
 LoopState::LoopState(const World& world, JobMemory& memory, double share_of_time, bool in_parts, Optimizer* optimizer)
     : world_(world),
@@ -131,8 +132,7 @@ void LoopState::find(bool in_parts) {
   SafetensorsReader own_state = reader_of(mine_or_sent(world_, rest, source));
   const torch::Tensor ranks = torch::tensor({all != nullptr ? all->owner.ranks : 0});
   world_.broadcast(ranks, source);
-  found_ = Found{.step = newest,
-                 .in_place = in_place(),
+  found_ = Found{.in_place = in_place(),
                  .common = std::move(common_state),
                  .own = std::move(own_state),
                  .is_own_rank = mine != nullptr,

@@ -31,9 +31,6 @@
 
 namespace lockstep {
 
-// Tells whether all ranks pass true. Collective, blocks.
-bool is_so_on_all(const World& world, bool here);
-
 class LoopState {
  public:
   // Finds the newest state that a machine has whole, and gives it to ranks whose machine lacks it. Blocks.
@@ -47,7 +44,6 @@ class LoopState {
 
   // The newest state that some machine has.
   struct Found {
-    std::int64_t step = 0;  // in place: updates of its World
     bool in_place = false;  // then `common` is taken over
     SafetensorsReader common;
     SafetensorsReader own;                  // of the rank that had this rank's number; else of the first rank

@@ -3,8 +3,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
-#include <iterator>
 #include <set>
 #include <span>
 
@@ -15,6 +13,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
+#include "lockstep/memory.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/model/partial_model.h"
 #include "lockstep/train/state/generators.h"
@@ -281,7 +280,9 @@ std::optional<SavedState> share_checkpoint(const World& world, std::optional<Loa
 
 Position restore_snapshot(const SavedState& saved, const World& world, Strategy& strategy,
                           const TrainOptions& options) {
-  return restore(saved, named_tensors(strategy.model()), true, world, strategy, options);
+  const Position position = restore(saved, named_tensors(strategy.model()), true, world, strategy, options);
+  give_back_freed_memory();  // tensors, as they were read
+  return position;
 }
 
 void restore_model(const SavedState& saved, torch::nn::Module& model) {

@@ -46,13 +46,14 @@ Position StateKeeper::begin() {
   std::optional<Position> found = restore_from_memory();
   if (found && checkpoints_) checkpoints_->folder().take_over();
   if (!found && options_.resume) found = restore_checkpoint();
+  if (found) metrics_.write({{"event", "resume"}, {"step", found->step}});
+  if (!last_event_.empty()) metrics_.write(Json::parse(last_event_));  // once more: it may be missing
   const Position position = found.value_or(Position{});
   if (kept_ && !kept_->taken(position.step)) keep(position, last_event_);
   return position;
 }
 
-// Returns nothing where nothing was kept, or where it is incomplete and there are checkpoints. Writes the event of the last step
-// once more, because it may be missing.
+// Returns nothing where nothing was kept, or where it is incomplete and there are checkpoints.
 std::optional<Position> StateKeeper::restore_from_memory() {
   if (!kept_ || kept_->found() == nullptr) return {};
   const auto position = restore_parts(*kept_->found(), world_, strategy_, options_);
@@ -62,8 +63,6 @@ std::optional<Position> StateKeeper::restore_from_memory() {
     return {};
   }
   last_event_ = kept_->found()->own.metadata().at(kLastStep);
-  metrics_.write({{"event", "resume"}, {"step", position->step}});
-  if (!last_event_.empty()) metrics_.write(Json::parse(last_event_));
   return position;
 }
 
@@ -88,7 +87,6 @@ std::optional<Position> StateKeeper::restore_checkpoint() {
   }
   const Position position = restore_snapshot(*saved, world_, strategy_, options_);
   resumed_step_ = position.step;
-  metrics_.write({{"event", "resume"}, {"step", position.step}});
   if (checkpoints_) log_info(concat("resuming from ", newest->path.string(), " at step ", position.step));
   return position;
 }
