@@ -21,17 +21,30 @@
 // Ranks:   all ranks of the machine, once
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <string>
 #include <vector>
 
 #include "lockstep/base/files/unique_fd.h"
-#include "lockstep/collective/shm/connect/message.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/deadline.h"
 
 namespace lockstep::shm {
+
+// What the ranks say to each other while they connect.
+struct Message {
+  enum class Kind : std::uint32_t { kHello = 1, kWelcome, kRank, kReady, kGo };
+  using enum Kind;
+
+  std::array<char, 8> magic{'l', 'o', 'c', 'k', 's', 't', 'e', 'p'};
+  std::uint32_t version = 3;
+  Kind kind = Kind::kHello;
+  std::int32_t rank = -1;
+  std::int32_t size = 0;
+  std::uint64_t layout = 0;  // bytes of the control segment: another build has another one
+};
 
 struct Options {
   milliseconds timeout = kDefaultTimeout;  // of every wait in a collective; each rank's own
