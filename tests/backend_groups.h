@@ -33,7 +33,7 @@ inline Machines one_machine(int size) { return Machines(to_size(size), 0); }
 inline GroupPtr make_group(const StorePtr& store, int rank, int size, int machine = 0) {
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
   group->setBackend(c10::kCPU, c10d::ProcessGroup::BackendType::CUSTOM,
-                    c10::make_intrusive<C10dBackend>(store, rank, size, kTimeout, concat("machine ", machine)));
+                    make_c10d_backend(store, rank, size, kTimeout, concat("machine ", machine)));
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
   return group;
 }

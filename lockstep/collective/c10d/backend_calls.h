@@ -7,8 +7,7 @@
 // Ranks:   no communication
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Types.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <functional>
 #include <string_view>
@@ -66,16 +65,9 @@ std::function<void(Transport&)> sparse_all_reduce(GroupRank member, const torch:
 // ---- A barrier that can say which ranks did not come (monitored_barrier.cc): all report to rank 0, which then lets them go.
 // 2(p-1) messages of a byte. The messages of its errors have Gloo's words, for which programs look.
 
-inline constexpr std::int64_t kBarrierTag = 0x3fffffff;  // the largest that a message between machines may have
-
-// Starts a message to or from a rank.
-using StartMessage = std::function<c10::intrusive_ptr<c10d::Work>(Tensors& byte, int peer)>;
-
-// Rank 0 blocks until all ranks have reported, at most for `timeout`. Throws PeerLost: ranks that did not; `all`: it names
-// all of them, else the first.
-void hear_of_all_ranks(int size, milliseconds timeout, bool all, const StartMessage& send, const StartMessage& receive);
-
-// The others block until rank 0 has heard of all ranks, at most for the group's timeout. Throws PeerLost.
-void report_to_rank_0(int rank, const StartMessage& send, const StartMessage& receive);
+// Rank 0 blocks until all ranks have reported, at most for `timeout`; the others until it has heard of all, at most for
+// the group's timeout. Throws PeerLost: on rank 0 about the ranks that did not report; `all`: it names all of them,
+// else the first.
+void monitored_barrier(c10d::Backend& group, milliseconds timeout, bool all);
 
 }  // namespace lockstep::backend

@@ -153,13 +153,13 @@ TEST(BackendOverMachines, a_lost_rank_is_an_error_on_all_others_that_names_it_or
 
 TEST(BackendOverMachines, split_keeps_what_machine_each_rank_is_on) {
   run_threads(4, [](int rank, const StorePtr& store) {
-    C10dBackend whole(store, rank, 4, kTimeout, concat("machine ", rank / 2));
+    const auto whole = make_c10d_backend(store, rank, 4, kTimeout, concat("machine ", rank / 2));
     const auto prefix = c10::make_intrusive<c10d::PrefixStore>(concat("half", rank % 2), store);
-    const auto half = whole.split(prefix, {rank % 2, 2 + rank % 2}, whole.getBackendOptions());
+    const auto half = whole->split(prefix, {rank % 2, 2 + rank % 2}, whole->getBackendOptions());
     Tensors tensors{torch::full({10}, rank)};
     half->allreduce(tensors, {})->wait();
     expect_equal(tensors[0], torch::full({10}, rank % 2 == 0 ? 2 : 4));
-    whole.barrier({})->wait();
+    whole->barrier({})->wait();
   });
 }
 

@@ -58,10 +58,10 @@ TEST(Backend, a_tensor_stays_until_its_message_has_come_though_nobody_waits_any_
 TEST(Backend, tensors_from_it_are_exchanged_and_outlive_it) {
   torch::Tensor kept;
   run_threads(2, [&](int rank, const StorePtr& store) {
-    C10dBackend backend(store, rank, 2, kTimeout);
-    Tensors tensors{backend.allocateTensor(1001, torch::kFloat32)};
+    const auto backend = make_c10d_backend(store, rank, 2, kTimeout);
+    Tensors tensors{backend->allocateTensor(1001, torch::kFloat32)};
     tensors[0].copy_(data_of(rank));
-    backend.allreduce(tensors, {})->wait();
+    backend->allreduce(tensors, {})->wait();
     if (rank == 0) kept = tensors[0];
   });
   expect_equal(kept, sum_of_all(2));
@@ -122,8 +122,8 @@ TEST_P(SeveralThreads, wait_for_one_call) {
     const int peer = 1 - group->getRank();
     for (int round = 0; round < 50; ++round) {
       Tensors sum{torch::ones({10})}, sent{torch::ones({100000})}, received{torch::zeros({100000})};
-      const std::vector<C10dBackend::WorkPtr> works{group->allreduce(sum), group->send(sent, peer, 0),
-                                                    group->recv(received, peer, 0)};
+      const std::vector<c10::intrusive_ptr<c10d::Work>> works{group->allreduce(sum), group->send(sent, peer, 0),
+                                                              group->recv(received, peer, 0)};
       std::vector<std::thread> threads;
       for (const auto timeout : {kNoTimeout, std::chrono::milliseconds(kTimeout), std::chrono::milliseconds(kTimeout)})
         threads.emplace_back([&works, timeout] {
@@ -164,16 +164,16 @@ TEST(Backend, the_timeout_of_a_call_ends_it_and_names_who_is_missing) {
 
 TEST(Backend, splits_into_backends_that_work_at_the_same_time) {
   run_threads(4, [](int rank, const StorePtr& store) {
-    C10dBackend whole(store, rank, 4, kTimeout);
+    const auto whole = make_c10d_backend(store, rank, 4, kTimeout);
     const std::vector<int> ranks = rank % 2 == 0 ? std::vector{0, 2} : std::vector{1, 3};
     const auto prefix = c10::make_intrusive<c10d::PrefixStore>(rank % 2 == 0 ? "even" : "odd", store);
-    const auto half = whole.split(prefix, ranks, whole.getBackendOptions());
+    const auto half = whole->split(prefix, ranks, whole->getBackendOptions());
     EXPECT_EQ(half->getRank(), rank / 2);
     Tensors tensors{torch::full({10}, static_cast<double>(rank))};
     half->allreduce(tensors, {})->wait();
     expect_equal(tensors[0], torch::full({10}, rank % 2 == 0 ? 2.0 : 4.0));
-    EXPECT_EQ(whole.split(store, {(rank + 1) % 4}, nullptr), nullptr);
-    whole.barrier({})->wait();
+    EXPECT_EQ(whole->split(store, {(rank + 1) % 4}, nullptr), nullptr);
+    whole->barrier({})->wait();
   });
 }
 
@@ -199,17 +199,17 @@ TEST(Backend, arguments_that_make_no_sense_are_refused_at_once) {
 TEST(Backend, rank_0_that_goes_away_before_it_gives_its_address_is_an_error_within_the_timeout) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   store->set("lockstep/connection/1/lockstep/machine/0", std::string("machine 0"));
-  const auto join = [&] { C10dBackend(store, 1, 2, std::chrono::milliseconds(50), "machine 0"); };
+  const auto join = [&] { make_c10d_backend(store, 1, 2, std::chrono::milliseconds(50), "machine 0"); };
   store->setTimeout(kTimeout);
   EXPECT_TRUE(contains(message_of<RendezvousError>(join), "not all ranks have come"));
 }
 
 TEST(Backend, a_call_after_shutdown_is_an_error) {
   run_threads(2, [](int rank, const StorePtr& store) {
-    C10dBackend backend(store, rank, 2, kTimeout);
-    backend.shutdown();
+    const auto backend = make_c10d_backend(store, rank, 2, kTimeout);
+    backend->shutdown();
     Tensors tensors{torch::ones({1})};
-    EXPECT_THROW(backend.allreduce(tensors, {}), UsageError);
+    EXPECT_THROW(backend->allreduce(tensors, {}), UsageError);
   });
 }
 

@@ -48,7 +48,7 @@ Timeout timeout_of(c10d::ProcessGroup& group, const torch::Device& device) {
 // Blocks until all ranks are connected. Has torch's own return type: Python sees it as a torch.distributed Backend.
 c10::intrusive_ptr<c10d::Backend> create_backend(const StorePtr& store, int rank, int size,
                                                  std::chrono::milliseconds timeout) {
-  return c10::make_intrusive<C10dBackend>(store, rank, size, timeout);
+  return make_c10d_backend(store, rank, size, timeout);
 }
 
 // The store at which the ranks of a launcher meet, this rank, and how many there are. Blocks until rank 0 answers; rank 0 until
