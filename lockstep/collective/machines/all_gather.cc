@@ -20,9 +20,7 @@ using shm::Part;
 
 class MachineAllGather : private MachineParts {
  public:
-  MachineAllGather(Hierarchy& hierarchy, const Call& call)
-      : MachineParts(hierarchy, call, static_cast<std::byte*>(call.output),
-                     static_cast<std::byte*>(const_cast<void*>(call.input))) {}
+  MachineAllGather(Hierarchy& hierarchy, const Call& call) : MachineParts(hierarchy, call, call.output, call.input) {}
 
   // While round c is in steps 1 and 2, what was sent in c-1 is waited for and shared.
   void run() {

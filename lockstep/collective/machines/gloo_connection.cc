@@ -35,11 +35,14 @@ Gloo connect_gloo(const StorePtr& store, const TransportOptions& options) try {
   // Not create_default: that would put a loopback device first.
   auto gloo_options = c10d::ProcessGroupGloo::Options::create(options.timeout);
   const auto network = options.network ? options.network : join_gloo_network(*store, options);
-  const auto entrance = open_gloo_entrance(network, *store, options);  // which closes when all have met
-  gloo_options->devices.push_back(entrance->device());
-  auto gloo = c10::make_intrusive<GlooConnection>(with_prefix(store, "gloo"), options, gloo_options, network);
-  issue_alone([&] { return gloo->barrier(); })->wait();  // a rank that leaves at once would disturb others' connecting
-  entrance->require_own_users();
+  Gloo gloo;
+  connect_through(*network, *store, options, [&](const GlooDevice& device) {
+    gloo_options->devices.push_back(device);
+    gloo = c10::make_intrusive<GlooConnection>(with_prefix(store, "gloo"), options, gloo_options, network);
+    issue_alone([&] {
+      return gloo->barrier();
+    })->wait();  // a rank that leaves at once would disturb others' connecting
+  });
   return gloo;
 } catch (const Error&) {
   throw;

@@ -3,7 +3,6 @@
 
 #include <arpa/inet.h>
 #include <fcntl.h>
-#include <sys/random.h>
 
 #include <algorithm>
 #include <array>
@@ -13,6 +12,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <random>
 #include <set>
 #include <utility>
 #include <vector>
@@ -51,12 +51,6 @@ std::string network_namespace() {
 std::string interface_that_is_named() {
   const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
   return interface == nullptr ? "" : interface;
-}
-
-std::uint32_t random_number() {
-  std::uint32_t number = 0;
-  if (::getrandom(&number, sizeof number, 0) != sizeof number) throw system_error("read", "random numbers");
-  return number;
 }
 
 // Exchanges what each rank says of itself before they connect.
@@ -122,7 +116,22 @@ std::map<int, int> listeners_at(const std::string& host) {  // descriptors by po
 // A device of Gloo on the loopback interface, which several connections share.
 class GlooListener {
  public:
-  explicit GlooListener(const std::string& host) : GlooListener(host, std::lock_guard(making())) {}
+  // Gloo does not say at which port it listens: it is the one that was not there before.
+  explicit GlooListener(const std::string& host) {
+    static std::mutex making;
+    const std::lock_guard lock(making);
+    const auto before = listeners_at(host);
+    device_ = c10d::ProcessGroupGloo::createDeviceForHostname(host);
+    for (const auto& [port, fd] : listeners_at(host))
+      if (!before.contains(port)) {
+        endpoint_ = {host, port};
+        socket_.reset(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+      }
+    if (!socket_)
+      throw SystemError(
+          {.what = concat("can't find the socket at which Gloo listens, at ", host), .here = "/proc/self/fd"});
+    admit_only({}, socket_);
+  }
 
   const GlooDevice& device() const { return device_; }
   const Endpoint& endpoint() const { return endpoint_; }
@@ -131,7 +140,7 @@ class GlooListener {
     const std::lock_guard lock(mutex_);
     std::vector<Endpoint> all = sources_;
     all.insert(all.end(), sources.begin(), sources.end());
-    filter_.admit_only(all);
+    admit_only(all, socket_);
     sources_ = std::move(all);
   }
 
@@ -139,59 +148,27 @@ class GlooListener {
     const std::lock_guard lock(mutex_);
     for (const Endpoint& source : sources)
       sources_.erase(std::ranges::find_if(sources_, [&](const Endpoint& one) { return one.text() == source.text(); }));
-    filter_.admit_only(sources_);
+    admit_only(sources_, socket_);
   }
 
  private:
-  static std::mutex& making() {
-    static std::mutex mutex;
-    return mutex;
-  }
-
-  // Gloo does not say at which port it listens: it is the one that was not there before.
-  GlooListener(const std::string& host, const std::lock_guard<std::mutex>& /*no other is made meanwhile*/)
-      : GlooListener(host, listeners_at(host)) {}
-  GlooListener(const std::string& host, const std::map<int, int>& before)
-      : device_(c10d::ProcessGroupGloo::createDeviceForHostname(host)), filter_(new_listener(host, before)) {
-    filter_.admit_only({});
-  }
-
-  UniqueFd new_listener(const std::string& host, const std::map<int, int>& before) {
-    for (const auto& [port, fd] : listeners_at(host))
-      if (!before.contains(port)) {
-        endpoint_ = {host, port};
-        return UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
-      }
-    throw SystemError(
-        {.what = concat("can't find the socket at which Gloo listens, at ", host), .here = "/proc/self/fd"});
-  }
-
-  const GlooDevice device_;
+  GlooDevice device_;
   Endpoint endpoint_;
-  ListenerFilter filter_;
+  UniqueFd socket_;
   std::mutex mutex_;
   std::vector<Endpoint> sources_;  // of all connections that are being made
 };
 
-// Lets these in while it lives.
-class Admission {
- public:
-  Admission(std::shared_ptr<GlooListener> listener, std::vector<Endpoint> sources)
-      : listener_(std::move(listener)), sources_(std::move(sources)) {
-    listener_->admit(sources_);
-  }
-  ~Admission() {
-    try {
-      listener_->admit_no_more(sources_);
-    } catch (const std::exception&) {  // those can still connect that could before
-    }
-  }
-  Admission& operator=(Admission&&) = delete;
-
- private:
-  std::shared_ptr<GlooListener> listener_;
-  std::vector<Endpoint> sources_;
-};
+// Lets these in while what is returned lives.
+std::shared_ptr<void> admission(const std::shared_ptr<GlooListener>& listener, const std::vector<Endpoint>& sources) {
+  listener->admit(sources);
+  return {nullptr, [listener, sources](void*) {
+            try {
+              listener->admit_no_more(sources);
+            } catch (const std::exception&) {  // those can still connect that could before
+            }
+          }};
+}
 
 }  // namespace
 
@@ -205,7 +182,7 @@ class GlooNetwork {
     auto identity = std::make_shared<TlsIdentity>();
     const std::string space = network_namespace();
     const Texts texts =
-        exchange_alike(store, concat(space, ' ', identity->fingerprint(), ' ', random_number()), options);
+        exchange_alike(store, concat(space, ' ', identity->fingerprint(), ' ', std::random_device()()), options);
     std::set<std::string> fingerprints;
     std::vector<std::string> machines;
     for (const std::string& text : texts) {
@@ -264,19 +241,10 @@ class GlooNetwork {
 
 namespace {
 
-class InsecureEntrance final : public GlooEntrance {
+// Lets the ranks in while it lives. All make it at the same time, in steps that each end with an exchange.
+class Entrance {
  public:
-  explicit InsecureEntrance(GlooDevice device) : device_(std::move(device)) {}
-  const GlooDevice& device() const override { return device_; }
-
- private:
-  const GlooDevice device_;
-};
-
-// All ranks make it at the same time, in steps that each end with an exchange.
-class SecureEntrance final : public GlooEntrance {
- public:
-  SecureEntrance(GlooNetwork& network, c10d::Store& store, const TransportOptions& options)
+  Entrance(GlooNetwork& network, c10d::Store& store, const TransportOptions& options)
       : network_(network), store_(store), options_(options), listener_(network.next_listener()) {
     while (!find_ports_that_are_free_everywhere())
       if (++tries_ == kMostTries)
@@ -284,16 +252,16 @@ class SecureEntrance final : public GlooEntrance {
             {.what = concat("no port of the loopback interface is free on all machines, tried ", kMostTries),
              .here = options.describe,
              .likely = "programs that listen at most ports of a machine"});
-    admission_.emplace(listener_, sources_);
+    admission_ = admission(listener_, sources_);
     const std::string failure = start_tunnel();
     for (const std::string& text : exchange("tunnel", failure))
       if (!text.empty()) throw could_not_connect(text);
   }
 
-  const GlooDevice& device() const override { return listener_->device(); }
+  const GlooDevice& device() const { return listener_->device(); }
 
   // While they connected, a process of another user could from this machine, too.
-  void require_own_users() const override {
+  void require_own_users() const {
     for_sockets_at(network_.host(), false, [&](int fd, const Endpoint& own) {
       if (own.port != listener_->endpoint().port) return;
       const auto user = user_of_other_end(fd);
@@ -391,7 +359,7 @@ class SecureEntrance final : public GlooEntrance {
   std::vector<Endpoint> sources_;                            // from which it is connected to here
   std::map<std::string, std::pair<int, Endpoint>> tunnels_;  // of each machine: its rank and where it listens
   std::optional<Tunnel> tunnel_;
-  std::optional<Admission> admission_;
+  std::shared_ptr<void> admission_;
 };
 
 }  // namespace
@@ -400,10 +368,12 @@ std::shared_ptr<GlooNetwork> join_gloo_network(c10d::Store& store, const Transpo
   return std::make_shared<GlooNetwork>(store, options);
 }
 
-std::unique_ptr<GlooEntrance> open_gloo_entrance(const std::shared_ptr<GlooNetwork>& network, c10d::Store& store,
-                                                 const TransportOptions& options) {
-  if (network->is_secure()) return std::make_unique<SecureEntrance>(*network, store, options);
-  return std::make_unique<InsecureEntrance>(network->next_device(options));
+void connect_through(GlooNetwork& network, c10d::Store& store, const TransportOptions& options,
+                     const std::function<void(const GlooDevice&)>& connect) {
+  if (!network.is_secure()) return connect(network.next_device(options));
+  const Entrance entrance(network, store, options);
+  connect(entrance.device());
+  entrance.require_own_users();
 }
 
 }  // namespace lockstep

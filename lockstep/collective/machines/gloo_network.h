@@ -16,6 +16,7 @@
 
 #include <gloo/transport/device.h>
 
+#include <functional>
 #include <memory>
 
 #include "lockstep/collective/meet/store_ptr.h"
@@ -29,16 +30,10 @@ using GlooDevice = std::shared_ptr<gloo::transport::Device>;
 // come, or they don't want the same.
 std::shared_ptr<GlooNetwork> join_gloo_network(c10d::Store& store, const TransportOptions& options);
 
-// For some ranks of that network, while they connect: what lets their connections pass, and nobody else's.
-class GlooEntrance {
- public:
-  virtual ~GlooEntrance() = default;  // nobody else gets in
-  virtual const GlooDevice& device() const = 0;
-  virtual void require_own_users() const {}  // all are connected. Throws RendezvousError: a stranger is
-};
-
-// Blocks until all of them can connect. Throws RendezvousError on all ranks: a machine does not answer, or has none of the keys.
-std::unique_ptr<GlooEntrance> open_gloo_entrance(const std::shared_ptr<GlooNetwork>& network, c10d::Store& store,
-                                                 const TransportOptions& options);
+// For some ranks of that network: blocks until all of them can connect, and calls connect(device). While that runs,
+// their connections pass, and nobody else's. Throws RendezvousError: on all ranks, where a machine does not answer or
+// has none of the keys; afterwards, where a stranger is connected.
+void connect_through(GlooNetwork& network, c10d::Store& store, const TransportOptions& options,
+                     const std::function<void(const GlooDevice&)>& connect);
 
 }  // namespace lockstep

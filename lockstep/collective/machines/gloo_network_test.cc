@@ -275,15 +275,14 @@ TEST(ListenerFilter, admits_the_given_ends_and_later_nobody) {
   const sockaddr_in there = address_of(own.host, own.port);
   const ReservedPort port("127.64.0.9");
   const auto from = [&](const std::string& host, int number = 0) { return address_of(host, number); };
-  const ListenerFilter filter{UniqueFd(::dup(listener.get()))};
   constexpr int kLong = 10000, kShort = 200;
   EXPECT_TRUE(connects(from("127.0.0.2"), there, kLong));
-  filter.admit_only({{"10.1.2.3", 0}, {"127.0.0.1", 0}, {"127.64.0.9", port.number()}, {"fe80::1", 0}});
+  admit_only({{"10.1.2.3", 0}, {"127.0.0.1", 0}, {"127.64.0.9", port.number()}, {"fe80::1", 0}}, listener);
   EXPECT_TRUE(connects(from("127.0.0.1"), there, kLong));
   EXPECT_FALSE(connects(from("127.0.0.2"), there, kShort));
   EXPECT_FALSE(connects(from("127.64.0.9"), there, kShort));
   EXPECT_TRUE(connects(from("127.64.0.9", port.number()), there, kLong));
-  filter.admit_only({});
+  admit_only({}, listener);
   EXPECT_FALSE(connects(from("127.0.0.1"), there, kShort));
 }
 

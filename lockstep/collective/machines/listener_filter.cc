@@ -39,12 +39,12 @@ std::vector<sock_filter> program_for(const std::vector<Endpoint>& sources) {
 
 }  // namespace
 
-void ListenerFilter::admit_only(const std::vector<Endpoint>& sources) const {
+void admit_only(const std::vector<Endpoint>& sources, const UniqueFd& listener) {
   auto program = program_for(sources);
   errno = E2BIG;
   const sock_fprog filter{.len = static_cast<unsigned short>(program.size()), .filter = program.data()};
   if (program.size() > BPF_MAXINSNS ||
-      ::setsockopt(listener_.get(), SOL_SOCKET, SO_ATTACH_FILTER, &filter, sizeof filter) != 0)
+      ::setsockopt(listener.get(), SOL_SOCKET, SO_ATTACH_FILTER, &filter, sizeof filter) != 0)
     throw SystemError(
         {.what = concat("can't admit only the job's ", sources.size(),
                         " ends of connections to a socket: ", std::strerror(errno)),

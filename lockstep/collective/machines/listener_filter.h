@@ -3,7 +3,6 @@
 // whoever connects sends, and ends the process when there are no descriptors left.
 //
 // Flow:    gloo_network.h -> here -> the kernel, which drops the packets of everybody else
-// Owns:    a descriptor of the socket
 // Threads: one at a time
 #pragma once
 
@@ -14,16 +13,8 @@
 
 namespace lockstep {
 
-class ListenerFilter {
- public:
-  explicit ListenerFilter(UniqueFd listener) : listener_(std::move(listener)) {}  // of IPv4
-
-  // Ends of connections, with addresses as numbers; port 0: any. Connections that are made already are not affected. Throws
-  // SystemError.
-  void admit_only(const std::vector<Endpoint>& sources) const;
-
- private:
-  UniqueFd listener_;
-};
+// `sources`: ends of connections, with addresses as numbers; port 0: any. `listener`: of IPv4. Connections that are
+// made already are not affected. Throws SystemError.
+void admit_only(const std::vector<Endpoint>& sources, const UniqueFd& listener);
 
 }  // namespace lockstep

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "lockstep/collective/machines/hierarchy.h"
+#include "lockstep/collective/shm/reduce_kernels.h"
 
 namespace lockstep {
 
@@ -56,7 +57,11 @@ class MachineCollective {
   std::size_t bytes(std::size_t elements) const { return elements * size_of(call_.dtype); }
 
   // The slice of `owner` in a range of elements; empty for a local rank that owns none.
-  shm::Part slice_of(const shm::Part& range, int owner) const;
+  shm::Part slice_of(const shm::Part& range, int owner) const {
+    if (owner >= slices_) return {range.begin + range.count, 0};
+    const shm::Part slice = shm::Partition::even(range.count, slices_, kCacheLine / bytes(1))[owner];
+    return {range.begin + slice.begin, slice.count};
+  }
   shm::Part own_slice(const shm::Part& range) const { return slice_of(range, local_rank()); }
 
   // Owners compare the call's signature with the other machines': start to, and wait for it. Transfers may be started
@@ -88,14 +93,22 @@ class MachineCollective {
 
   // A collective inside the machine. In that of chunk 0 the machine's ranks compare the signature of the whole call:
   // what they do inside may be alike where the calls are not (a mean is a sum until the machines divide it).
-  void run_inside(std::size_t chunk, const Call& call);
+  void run_inside(std::size_t chunk, const Call& call) {
+    hierarchy_.inside->run(call, chunk == 0 ? &signature_ : nullptr);
+  }
   void run_inside(const Call& call) { hierarchy_.inside->run(call); }
 
   // The reduction inside, and on the way around a ring: a mean is divided once, at the end.
   ReduceOp op_inside() const { return call_.op == ReduceOp::kMean ? ReduceOp::kSum : call_.op; }
 
   // destination[i] = sources[0][i] op sources[1][i] op ...
-  void reduce(std::span<const std::byte* const> sources, std::byte* destination, std::size_t count, ReduceOp op) const;
+  void reduce(std::span<const std::byte* const> sources, std::byte* destination, std::size_t count, ReduceOp op) const {
+    shm::reduce({.sources = sources,
+                 .destinations = std::span(&destination, 1),
+                 .count = count,
+                 .divisor = hierarchy_.topology.ranks()},
+                call_.dtype, op);
+  }
 
   void wait_for_transfers(ChunkBuffers& buffers) const {
     link().wait(buffers.receives);
@@ -105,7 +118,10 @@ class MachineCollective {
   ChunkBuffers& buffers_of(std::size_t chunk) { return hierarchy_.buffers[chunk % hierarchy_.buffers.size()]; }
 
   // Grows `memory` to at least so many bytes, which the ranks of the machine can read.
-  std::byte* grown(shm::Memory& memory, std::size_t bytes);
+  std::byte* grown(shm::Memory& memory, std::size_t bytes) {
+    if (memory.size() < bytes) memory = hierarchy_.inside->allocate(bytes);
+    return memory.data();
+  }
 
   Hierarchy& hierarchy_;
   const Call& call_;

@@ -23,8 +23,7 @@ using shm::Part;
 class MachineReduceScatter : private MachineParts {
  public:
   MachineReduceScatter(Hierarchy& hierarchy, const Call& call)
-      : MachineParts(hierarchy, call, static_cast<std::byte*>(const_cast<void*>(call.input)),
-                     static_cast<std::byte*>(call.output)) {}
+      : MachineParts(hierarchy, call, call.input, call.output) {}
 
   // While round c is in steps 1 and 2, what c-1 sent is waited for, reduced and delivered.
   void run() {

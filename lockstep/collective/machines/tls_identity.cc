@@ -2,7 +2,6 @@
 #include "lockstep/collective/machines/tls_identity.h"
 
 #include <openssl/ec.h>
-#include <openssl/rand.h>
 #include <openssl/x509.h>
 
 #include <array>
@@ -14,15 +13,8 @@
 namespace lockstep {
 namespace {
 
-template <auto free>
-struct Free {
-  template <class Object>
-  void operator()(Object* object) const {
-    free(object);
-  }
-};
-using Key = std::unique_ptr<EVP_PKEY, Free<::EVP_PKEY_free>>;
-using Certificate = std::unique_ptr<X509, Free<::X509_free>>;
+using Key = std::unique_ptr<EVP_PKEY, FreeWith<::EVP_PKEY_free>>;
+using Certificate = std::unique_ptr<X509, FreeWith<::X509_free>>;
 
 constexpr const char* kAlwaysSince = "19700101000000Z";
 constexpr const char* kForEver = "99991231235959Z";  // RFC 5280: has no end
@@ -58,9 +50,6 @@ std::string fingerprint_of(const X509* certificate) {
 }
 
 }  // namespace
-
-void FreeSsl::operator()(SSL* ssl) const { ::SSL_free(ssl); }
-void FreeSsl::operator()(SSL_CTX* context) const { ::SSL_CTX_free(context); }
 
 TlsIdentity::TlsIdentity() : context_(::SSL_CTX_new(::TLS_method())) {
   const Key key(::EVP_EC_gen("P-256"));

@@ -19,11 +19,11 @@
 
 namespace lockstep {
 
-struct FreeSsl {
-  void operator()(SSL* ssl) const;
-  void operator()(SSL_CTX* context) const;
+template <auto free>
+struct FreeWith {
+  void operator()(auto* object) const { free(object); }
 };
-using SslPtr = std::unique_ptr<SSL, FreeSsl>;
+using SslPtr = std::unique_ptr<SSL, FreeWith<::SSL_free>>;
 
 class TlsIdentity {
  public:
@@ -38,7 +38,7 @@ class TlsIdentity {
  private:
   static int is_trusted(X509_STORE_CTX* presented, void* identity);
 
-  std::unique_ptr<SSL_CTX, FreeSsl> context_;
+  std::unique_ptr<SSL_CTX, FreeWith<::SSL_CTX_free>> context_;
   std::string fingerprint_;
   std::set<std::string> trusted_;
 };

@@ -31,8 +31,6 @@
 namespace lockstep {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr std::size_t kRoom = std::size_t{64} << 10;            // of a connection, in each direction
 constexpr std::uint64_t kBytesPerKey = std::uint64_t{1} << 36;  // 2^22 records: AES-GCM's limit is 2^24.5
 constexpr std::chrono::seconds kHandshakeWithin{20};
@@ -51,37 +49,46 @@ sockaddr_in loopback(const Endpoint& endpoint) {
 
 const sockaddr* raw(const sockaddr_in& address) { return reinterpret_cast<const sockaddr*>(&address); }
 
+bool switch_on(const UniqueFd& fd, int level, int option) {
+  const int yes = 1;
+  return ::setsockopt(fd.get(), level, option, &yes, sizeof yes) == 0;
+}
+
 UniqueFd new_socket(int family) {
   UniqueFd fd(::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  const int yes = 1;
-  if (!fd || ::setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes) != 0)
-    throw system_error("make", "a socket");
+  if (!fd || !switch_on(fd, IPPROTO_TCP, TCP_NODELAY)) throw system_error("make", "a socket");
   return fd;
 }
 
 // Several sockets of this user can have the port, and nobody else's.
-UniqueFd bound_socket(const sockaddr_in& address) {
+UniqueFd bound_socket(const Endpoint& own) {
+  const sockaddr_in address = loopback(own);
   UniqueFd fd = new_socket(AF_INET);
-  const int yes = 1;
-  if (::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEPORT, &yes, sizeof yes) != 0 ||
-      ::bind(fd.get(), raw(address), sizeof address) != 0)
-    throw system_error("bind", concat("a port of ", numeric(raw(address), sizeof address)));
+  if (!switch_on(fd, SOL_SOCKET, SO_REUSEPORT) || ::bind(fd.get(), raw(address), sizeof address) != 0)
+    throw system_error("bind", concat("a port of ", own.host));
   return fd;
 }
 
 // Begins; whoever sends finds out whether it has become one. None: it could not begin.
+UniqueFd begin_to_connect(UniqueFd fd, const sockaddr* there, socklen_t length) {
+  return ::connect(fd.get(), there, length) == 0 || errno == EINPROGRESS ? std::move(fd) : UniqueFd();
+}
+
 UniqueFd connection_to(const Endpoint& there) {
   const AddressList address = address_of_number(there);
   if (!address) return {};
-  UniqueFd fd = new_socket(address->ai_family);
-  const bool begun = ::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0 || errno == EINPROGRESS;
-  return begun ? std::move(fd) : UniqueFd();
+  return begin_to_connect(new_socket(address->ai_family), address->ai_addr, address->ai_addrlen);
+}
+
+// None: errno says why.
+UniqueFd listener_at(const Endpoint& own) {
+  UniqueFd fd = listen_at(address_of_number(own));
+  return fd && ::fcntl(fd.get(), F_SETFL, O_NONBLOCK) == 0 ? std::move(fd) : UniqueFd();
 }
 
 UniqueFd accepted_from(int listener) {
   UniqueFd fd(::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-  const int yes = 1;
-  if (fd) ::setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
+  if (fd) switch_on(fd, IPPROTO_TCP, TCP_NODELAY);
   if (!fd && errno != EAGAIN && errno != ECONNABORTED) std::this_thread::sleep_for(milliseconds(10));  // no descriptors
   return fd;
 }
@@ -133,7 +140,7 @@ class Carried {
 
   bool is_stranger() const { return !is_known_ && !connects_; }
   bool has_deadline() const { return !is_known_ || leaving_; }
-  bool is_late() const { return has_deadline() && Clock::now() > until_; }
+  bool is_late() const { return has_deadline() && until_.passed(); }
   bool has_more() const { return has_more_; }
 
   void add_to(std::vector<pollfd>& polls) {
@@ -229,7 +236,7 @@ class Carried {
   void leave() {
     leaving_ = true;
     close(gloo_);
-    until_ = Clock::now() + kGoodbyeWithin;
+    until_ = Deadline::after(kGoodbyeWithin);
     if (!remote_is_gone_) ask(::SSL_shutdown);
     ::shutdown(remote_.get(), SHUT_WR);
   }
@@ -271,7 +278,7 @@ class Carried {
   bool has_more_ = false;
   bool gloo_is_gone_ = false, remote_is_gone_ = false;  // it takes nothing more
   bool leaving_ = false;
-  Clock::time_point until_ = Clock::now() + kHandshakeWithin;
+  Deadline until_ = Deadline::after(kHandshakeWithin);
 };
 
 // ---- Threads that still carry something
@@ -334,81 +341,73 @@ struct Tunnel::State {
   std::list<Carried> carried;
   bool started = false;
 
-  void serve();
-  bool goes_on(Carried& one);
-  bool take_in(std::span<const pollfd> doors);
-  void connect_for(UniqueFd gloo, const Endpoint& place);
-  UniqueFd reach_gloo(const Destination& destination);
-};
-
-void Tunnel::State::serve() {
-  bool is_open = true;
-  while (is_open || !carried.empty()) {
-    const auto strangers = std::ranges::count_if(carried, [](const Carried& one) { return one.is_stranger(); });
-    std::vector<pollfd> polls{to_poll(is_open ? wake.get() : -1),
-                              to_poll(is_open && strangers < kMostStrangers ? door.get() : -1)};
-    for (const auto& [listener, place] : places) polls.push_back(to_poll(listener.get()));
-    const std::size_t first = polls.size();
-    milliseconds longest(-1);
-    for (Carried& one : carried) {
-      one.add_to(polls);
-      if (one.has_deadline() && longest < milliseconds(0)) longest = kTick;
-      if (one.has_more()) longest = milliseconds(0);
-    }
-    if (poll_for(polls, longest) < 0) continue;
-    const std::shared_lock working(Alive::working());
-    std::size_t at = first;
-    std::erase_if(carried, [&](Carried& one) {
-      const bool is_ready = one.has_more() || polls[at].revents != 0 || polls[at + 1].revents != 0;
-      at += 2;
-      return (is_ready && !goes_on(one)) || one.is_late();
-    });
-    if (is_open && !(is_open = take_in(std::span(polls).first(first)))) {
-      door.reset();
-      places.clear();
-      sources.clear();
+  void serve() {
+    bool is_open = true;
+    while (is_open || !carried.empty()) {
+      const auto strangers = std::ranges::count_if(carried, [](const Carried& one) { return one.is_stranger(); });
+      std::vector<pollfd> polls{to_poll(is_open ? wake.get() : -1),
+                                to_poll(is_open && strangers < kMostStrangers ? door.get() : -1)};
+      for (const auto& [listener, place] : places) polls.push_back(to_poll(listener.get()));
+      const std::size_t first = polls.size();
+      milliseconds longest(-1);
+      for (Carried& one : carried) {
+        one.add_to(polls);
+        if (one.has_deadline() && longest < milliseconds(0)) longest = kTick;
+        if (one.has_more()) longest = milliseconds(0);
+      }
+      if (poll_for(polls, longest) < 0) continue;
+      const std::shared_lock working(Alive::working());
+      std::size_t at = first;
+      std::erase_if(carried, [&](Carried& one) {
+        const bool is_ready = one.has_more() || polls[at].revents != 0 || polls[at + 1].revents != 0;
+        at += 2;
+        return (is_ready && !goes_on(one)) || one.is_late();
+      });
+      if (is_open && !(is_open = take_in(std::span(polls).first(first)))) {
+        door.reset();
+        places.clear();
+        sources.clear();
+      }
     }
   }
-}
 
-// A connection for which there is no socket or memory is lost, and those at its ends find that out.
-bool Tunnel::State::goes_on(Carried& one) try {
-  return one.go_on([&](const Destination& place) { return reach_gloo(place); });
-} catch (const std::exception&) {
-  return false;
-}
+  // A connection for which there is no socket or memory is lost, and those at its ends find that out.
+  bool goes_on(Carried& one) try {
+    return one.go_on([&](const Destination& place) { return reach_gloo(place); });
+  } catch (const std::exception&) {
+    return false;
+  }
 
-// False: nobody else is to be let in.
-bool Tunnel::State::take_in(std::span<const pollfd> doors) try {
-  if (doors[1].revents != 0)
-    if (UniqueFd fd = accepted_from(door.get())) carried.emplace_back(*identity, std::move(fd));
-  for (std::size_t i = 0; i < places.size(); ++i)
-    if (doors[2 + i].revents != 0)
-      if (UniqueFd fd = accepted_from(places[i].first.get()); fd && user_of_other_end(fd.get()) == ::geteuid())
-        connect_for(std::move(fd), places[i].second);
-  return doors[0].revents == 0;
-} catch (const std::exception&) {  // as above
-  return doors[0].revents == 0;
-}
+  // False: nobody else is to be let in.
+  bool take_in(std::span<const pollfd> doors) try {
+    if (doors[1].revents != 0)
+      if (UniqueFd fd = accepted_from(door.get())) carried.emplace_back(*identity, std::move(fd));
+    for (std::size_t i = 0; i < places.size(); ++i)
+      if (doors[2 + i].revents != 0)
+        if (UniqueFd fd = accepted_from(places[i].first.get()); fd && user_of_other_end(fd.get()) == ::geteuid())
+          connect_for(std::move(fd), places[i].second);
+    return doors[0].revents == 0;
+  } catch (const std::exception&) {  // as above
+    return doors[0].revents == 0;
+  }
 
-void Tunnel::State::connect_for(UniqueFd gloo, const Endpoint& place) {
-  const sockaddr_in address = loopback(place);
-  if (UniqueFd remote = connection_to(tunnels.at(place.host)))
-    carried.emplace_back(*identity, std::move(gloo), std::move(remote),
-                         Destination{address.sin_addr.s_addr, address.sin_port});
-}
+  void connect_for(UniqueFd gloo, const Endpoint& place) {
+    const sockaddr_in address = loopback(place);
+    if (UniqueFd remote = connection_to(tunnels.at(place.host)))
+      carried.emplace_back(*identity, std::move(gloo), std::move(remote),
+                           Destination{address.sin_addr.s_addr, address.sin_port});
+  }
 
-UniqueFd Tunnel::State::reach_gloo(const Destination& destination) {
-  sockaddr_in there = loopback(own);
-  there.sin_port = static_cast<in_port_t>(destination.port);
-  const int port = ntohs(there.sin_port);
-  if (destination.address != there.sin_addr.s_addr || !gloo_here.contains(port) ||
-      connected[port] >= source_ports.size())
-    return {};
-  UniqueFd fd = bound_socket(loopback({own.host, source_ports[connected[port]++]}));
-  const bool begun = ::connect(fd.get(), raw(there), sizeof there) == 0 || errno == EINPROGRESS;
-  return begun ? std::move(fd) : UniqueFd();
-}
+  UniqueFd reach_gloo(const Destination& destination) {
+    sockaddr_in there = loopback(own);
+    there.sin_port = static_cast<in_port_t>(destination.port);
+    const int port = ntohs(there.sin_port);
+    if (destination.address != there.sin_addr.s_addr || !gloo_here.contains(port) ||
+        connected[port] >= source_ports.size())
+      return {};
+    return begin_to_connect(bound_socket({own.host, source_ports[connected[port]++]}), raw(there), sizeof there);
+  }
+};
 
 // ---- Tunnel
 
@@ -417,10 +416,10 @@ Tunnel::Tunnel(std::shared_ptr<const TlsIdentity> identity, const std::string& a
     : state_(std::make_shared<State>()) {
   state_->identity = std::move(identity);
   state_->own = {own, 0};
-  state_->door = listen_at(address_of_number({address, 0}));
-  if (!state_->door || ::fcntl(state_->door.get(), F_SETFL, O_NONBLOCK) != 0) throw system_error("listen at", address);
+  state_->door = listener_at({address, 0});
+  if (!state_->door) throw system_error("listen at", address);
   for (int i = 0; i < others; ++i) {
-    state_->sources.push_back(bound_socket(loopback(state_->own)));
+    state_->sources.push_back(bound_socket(state_->own));
     state_->source_ports.push_back(endpoint_of(state_->sources.back().get()).port);
   }
 }
@@ -435,14 +434,9 @@ Endpoint Tunnel::endpoint() const { return endpoint_of(state_->door.get()); }
 std::vector<int> Tunnel::sources() const { return state_->source_ports; }
 
 bool Tunnel::listen_for(const Endpoint& gloo) {
-  UniqueFd fd = new_socket(AF_INET);
-  const sockaddr_in address = loopback(gloo);
-  const int yes = 1;  // connections that came in at this port before don't matter
-  if (::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes) != 0 ||
-      ::bind(fd.get(), raw(address), sizeof address) != 0 || ::listen(fd.get(), SOMAXCONN) != 0) {
-    if (errno == EADDRINUSE) return false;
-    throw system_error("listen at", gloo.text());
-  }
+  UniqueFd fd = listener_at(gloo);
+  if (!fd && errno == EADDRINUSE) return false;
+  if (!fd) throw system_error("listen at", gloo.text());
   state_->places.emplace_back(std::move(fd), gloo);
   return true;
 }
@@ -469,7 +463,7 @@ std::string Tunnel::try_to_reach(const Endpoint& tunnel, const Deadline& deadlin
   if (refused != 0) return std::strerror(refused);
   const SslPtr ssl = state_->identity->end_of(fd.get(), true);
   const Destination nowhere;
-  std::array<char, 1> nothing{};
+  char nothing = 0;
   // The other end says whether it trusts this one by how it ends: TLS 1.3 clients are done before that.
   const auto run = [&](auto&& call) {
     for (;;) {
@@ -483,7 +477,7 @@ std::string Tunnel::try_to_reach(const Endpoint& tunnel, const Deadline& deadlin
   };
   int error = run([&] { return ::SSL_do_handshake(ssl.get()); });
   if (error == SSL_ERROR_NONE) error = run([&] { return ::SSL_write(ssl.get(), &nowhere, sizeof nowhere); });
-  if (error == SSL_ERROR_NONE) error = run([&] { return ::SSL_read(ssl.get(), nothing.data(), nothing.size()); });
+  if (error == SSL_ERROR_NONE) error = run([&] { return ::SSL_read(ssl.get(), &nothing, 1); });
   if (error == SSL_ERROR_ZERO_RETURN) return "";
   if (error == SSL_ERROR_SSL) return "it has no key of this job, or does not trust this rank's";
   return error == SSL_ERROR_WANT_ASYNC ? "it does not answer" : "it closes the connection";
