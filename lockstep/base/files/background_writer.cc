@@ -30,12 +30,9 @@ void block_sigpipe() {
 }  // namespace
 
 struct BackgroundWriter::Shared {
-  Shared(UniqueFd its_file, std::string its_name, const BackgroundWriterOptions& its_options)
-      : file(std::move(its_file)), name(std::move(its_name)), options(its_options) {}
-
-  const UniqueFd file;
-  const std::string name;
-  const BackgroundWriterOptions options;
+  UniqueFd file;
+  std::string name;
+  BackgroundWriterOptions options;
 
   std::mutex mutex;  // guards what follows; never held while the disk is written to
   std::condition_variable changed;
@@ -88,7 +85,7 @@ struct BackgroundWriter::Shared {
 };
 
 BackgroundWriter::BackgroundWriter(UniqueFd file, std::string name, const BackgroundWriterOptions& options)
-    : shared_(std::make_shared<Shared>(std::move(file), std::move(name), options)) {
+    : shared_(new Shared{std::move(file), std::move(name), options}) {
   std::thread([shared = shared_] { shared->work(); }).detach();
 }
 

@@ -1,55 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/base/process/program_identity.h"
 
-#include <elf.h>
 #include <link.h>
 
-#include <algorithm>
-#include <cstdio>
-#include <cstring>
 #include <filesystem>
 
-#include "lockstep/base/cache_line.h"
+#include "lockstep/base/hash.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
 
-constexpr std::size_t kBytesOfId = 8;
-
-std::string digits_of(const unsigned char* bytes, std::size_t count) {
-  std::string digits;
-  for (std::size_t i = 0; i < std::min(count, kBytesOfId); ++i) {
-    char two[3];
-    std::snprintf(two, sizeof two, "%02x", bytes[i]);
-    digits += two;
-  }
-  return digits;
-}
-
-// Empty: there is none among these notes.
-std::string build_id_in(const unsigned char* note, const unsigned char* end) {
-  while (note + sizeof(ElfW(Nhdr)) <= end) {
-    const auto* const header = reinterpret_cast<const ElfW(Nhdr)*>(note);
-    const unsigned char* const name = note + sizeof *header;
-    const unsigned char* const value = name + round_up<std::size_t>(header->n_namesz, 4);
-    if (value + header->n_descsz > end) break;
-    if (header->n_type == NT_GNU_BUILD_ID && header->n_namesz == 4 && std::memcmp(name, "GNU", 4) == 0)
-      return digits_of(value, header->n_descsz);
-    note = value + round_up<std::size_t>(header->n_descsz, 4);
-  }
-  return {};
-}
-
-std::string build_id_of(const dl_phdr_info& object) {
-  for (int i = 0; i < object.dlpi_phnum; ++i) {
-    const auto& header = object.dlpi_phdr[i];
-    if (header.p_type != PT_NOTE) continue;
-    const auto* const notes = reinterpret_cast<const unsigned char*>(object.dlpi_addr + header.p_vaddr);
-    if (std::string id = build_id_in(notes, notes + header.p_memsz); !id.empty()) return id;
-  }
-  return "?";
+// A hash of the notes that the linker has put into it, of which one is the build ID.
+std::string hash_of_notes(const dl_phdr_info& object) {
+  std::string notes;
+  for (int i = 0; i < object.dlpi_phnum; ++i)
+    if (const auto& header = object.dlpi_phdr[i]; header.p_type == PT_NOTE)
+      notes.append(reinterpret_cast<const char*>(object.dlpi_addr + header.p_vaddr), header.p_memsz);
+  return concat(std::hex, hash_of(notes));
 }
 
 // The program itself has no name in the linker's list.
@@ -66,7 +35,7 @@ int add_identity(dl_phdr_info* object, std::size_t, void* to) {
   auto& identity = *static_cast<std::string*>(to);
   const std::string name = file_name_of(*object);
   const bool counts = identity.empty() || name.starts_with("liblockstep") || name.starts_with("libtorch_cpu");
-  if (counts) identity += concat(identity.empty() ? "" : " ", name, " ", build_id_of(*object));
+  if (counts) identity += concat(identity.empty() ? "" : " ", name, " ", hash_of_notes(*object));
   return 0;
 }
 

@@ -9,8 +9,8 @@
 
 namespace lockstep {
 
-// "train_task 240fc530 liblockstep.so 0407ae4e libtorch_cpu.so 274ade0e": names of files, and the beginning of the build
-// IDs that the linker has given them ("?" without one). Such libraries as are loaded.
+// "train_task 240fc5301be37a52 liblockstep.so …": names of files, each with a hash of its build ID and the other notes
+// that the linker has given it. Such libraries as are loaded.
 std::string program_identity();
 
 // Before state in memory that a process of program `other` has left is taken over. Throws CheckpointError: it is not this one.

@@ -22,6 +22,18 @@ in_port_t& port_in(sockaddr* address) {
                                         : reinterpret_cast<sockaddr_in*>(address)->sin_port;
 }
 
+std::vector<const addrinfo*> each_of(const AddressList& addresses) {
+  std::vector<const addrinfo*> each;
+  for (const addrinfo* one = addresses.get(); one != nullptr; one = one->ai_next) each.push_back(one);
+  return each;
+}
+
+Lookup resolve(const Endpoint& endpoint, const addrinfo& hints) {
+  addrinfo* found = nullptr;
+  const int failed = ::getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints, &found);
+  return {failed, AddressList(found)};
+}
+
 bool is_connected(const pollfd& socket) {
   int error = 0;
   socklen_t size = sizeof error;
@@ -32,14 +44,9 @@ bool is_connected(const pollfd& socket) {
 
 // getaddrinfo has no deadline (a name server that does not answer), so it gets a thread, which is left behind if it hangs.
 Lookup look_up(const Endpoint& endpoint, const Deadline& deadline) {
-  std::packaged_task<Lookup()> task([endpoint] {
-    addrinfo hints{};
-    hints.ai_family = AF_UNSPEC;
-    hints.ai_socktype = SOCK_STREAM;
-    addrinfo* found = nullptr;
-    const int failed = ::getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints, &found);
-    return Lookup{failed, AddressList(found)};
-  });
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  std::packaged_task<Lookup()> task([endpoint, hints] { return resolve(endpoint, hints); });
   auto result = task.get_future();
   std::thread(std::move(task)).detach();
   if (result.wait_for(deadline.left()) != std::future_status::ready) return {EAI_INPROGRESS, nullptr};
@@ -47,7 +54,7 @@ Lookup look_up(const Endpoint& endpoint, const Deadline& deadline) {
 }
 
 void set_port(const AddressList& addresses, int port) {
-  for (addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next)
+  for (const addrinfo* address : each_of(addresses))
     port_in(address->ai_addr) = htons(static_cast<std::uint16_t>(port));
 }
 
@@ -71,9 +78,7 @@ AddressList address_of_number(const Endpoint& endpoint) {
   addrinfo hints{};
   hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
   hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  ::getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints, &found);
-  return AddressList(found);
+  return resolve(endpoint, hints).addresses;
 }
 
 bool bind_to(const UniqueFd& fd, const addrinfo& address) {
@@ -84,7 +89,7 @@ bool bind_to(const UniqueFd& fd, const addrinfo& address) {
 
 UniqueFd listen_at(const AddressList& addresses) {
   int error = ENOENT;
-  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+  for (const addrinfo* address : each_of(addresses)) {
     UniqueFd fd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (fd && bind_to(fd, *address) && ::listen(fd.get(), SOMAXCONN) == 0) return fd;
     error = errno;  // closing may change it
@@ -95,7 +100,7 @@ UniqueFd listen_at(const AddressList& addresses) {
 
 std::optional<Connection> connect_to(const AddressList& addresses, const Deadline& deadline) {
   std::vector<Connection> attempts;
-  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+  for (const addrinfo* address : each_of(addresses)) {
     Connection attempt{UniqueFd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)), ""};
     if (!attempt.fd) continue;
     attempt.address = numeric(address->ai_addr, address->ai_addrlen);
@@ -113,7 +118,7 @@ std::optional<Connection> connect_to(const AddressList& addresses, const Deadlin
 }
 
 std::optional<std::string> own_address_towards(const AddressList& addresses) {
-  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+  for (const addrinfo* address : each_of(addresses)) {
     const UniqueFd fd(::socket(address->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
     // Connecting a datagram socket sends nothing: it only makes the kernel choose the route.
     if (fd && ::connect(fd.get(), address->ai_addr, address->ai_addrlen) == 0) return endpoint_of(fd.get()).host;

@@ -4,10 +4,11 @@
 #include <netinet/in.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <optional>
+
+#include <fmt/format.h>
 
 #include "lockstep/base/files/file.h"
 #include "lockstep/base/sockets/endpoint.h"
@@ -19,24 +20,30 @@ namespace {
 
 namespace fs = std::filesystem;
 
-struct Listener {
-  std::string user;
-  std::string socket;  // as a descriptor's link names it
+constexpr std::string_view kListens = "0A", kEstablished = "01";
+
+struct TcpLine {
+  std::string local, remote;  // "0100007F:1F90"
+  std::string state, user, inode;
 };
 
-// A line of /proc/net/tcp: number, local address:port, remote one, state, queues, timer, retransmits, user, timeout, inode.
-std::optional<Listener> find_listener(const char* table, int port) {
-  constexpr unsigned kListens = 0x0A;
+// Of /proc/net/tcp: number, local address:port, remote one, state, queues, timer, retransmits, user, timeout, inode.
+template <class Wanted>
+std::optional<TcpLine> find_line(const char* table, const Wanted& is_wanted) {
   std::ifstream in(table);
-  for (std::string line; std::getline(in, line);) {
-    unsigned local = 0, state = 0;
-    unsigned long user = 0, inode = 0;
-    const int read =
-        std::sscanf(line.c_str(), "%*d: %*[^:]:%x %*s %x %*s %*s %*s %lu %*s %lu", &local, &state, &user, &inode);
-    if (read == 4 && state == kListens && static_cast<int>(local) == port)
-      return Listener{concat(user), concat("socket:[", inode, "]")};
+  for (std::string text; std::getline(in, text);) {
+    TcpLine line;
+    std::string skipped;
+    std::istringstream(text) >> skipped >> line.local >> line.remote >> line.state >> skipped >> skipped >> skipped >>
+        line.user >> skipped >> line.inode;
+    if (is_wanted(line)) return line;
   }
   return std::nullopt;
+}
+
+std::optional<TcpLine> find_listener(const char* table, int port) {
+  const std::string end = fmt::format(":{:04X}", port);
+  return find_line(table, [&](const TcpLine& line) { return line.state == kListens && line.local.ends_with(end); });
 }
 
 bool holds(const fs::path& process, const std::string& socket) {
@@ -65,7 +72,7 @@ std::string listener_of_port(int port) {
   std::error_code ignored;
   for (const auto& process : fs::directory_iterator("/proc", ignored)) {
     int pid = 0;
-    if (parse_int(process.path().filename().string(), pid) && holds(process, listener->socket))
+    if (parse_int(process.path().filename().string(), pid) && holds(process, concat("socket:[", listener->inode, "]")))
       return concat("pid ", pid, " (", command_of(process), ")");
   }
   return concat("a process of user ", listener->user);
@@ -77,18 +84,15 @@ std::optional<uid_t> user_of_other_end(int fd) {
   if (::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &length) != 0 ||
       ::getpeername(fd, reinterpret_cast<sockaddr*>(&other), &length) != 0)
     return std::nullopt;
-  std::ifstream in("/proc/net/tcp");
-  for (std::string line; std::getline(in, line);) {  // as above; this one is the other end's
-    constexpr unsigned kEstablished = 0x01;          // of others the user is not told
-    unsigned from = 0, from_port = 0, to = 0, to_port = 0, state = 0;
-    unsigned long user = 0;
-    const int read = std::sscanf(line.c_str(), "%*d: %x:%x %x:%x %x %*s %*s %*s %lu", &from, &from_port, &to, &to_port,
-                                 &state, &user);
-    if (read == 6 && from == other.sin_addr.s_addr && from_port == ntohs(other.sin_port) && to == own.sin_addr.s_addr &&
-        to_port == ntohs(own.sin_port))
-      return state == kEstablished ? std::optional(static_cast<uid_t>(user)) : std::nullopt;
-  }
-  return std::nullopt;
+  const auto text_of = [](const sockaddr_in& end) {
+    return fmt::format("{:08X}:{:04X}", end.sin_addr.s_addr, ntohs(end.sin_port));
+  };
+  const auto others = find_line("/proc/net/tcp", [&](const TcpLine& line) {
+    return line.local == text_of(other) && line.remote == text_of(own);
+  });
+  uid_t user = 0;  // of connections in other states it is not told
+  if (!others || others->state != kEstablished || !parse_int(others->user, user)) return std::nullopt;
+  return user;
 }
 
 ReservedPort::ReservedPort(const std::string& address) {
