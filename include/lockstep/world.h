@@ -229,7 +229,7 @@ class World {
  private:
   friend class WorldState;
   explicit World(std::shared_ptr<WorldState> state) : state_(std::move(state)) {}
-  std::vector<int> agree_on_list(const std::vector<int>& ranks) const;
+  std::optional<World> sub_world(const std::vector<int>& ranks, std::optional<milliseconds> separate) const;
   Tensor run(const TensorCall& call) const;
   Work start(TensorCall call) const;
   std::shared_ptr<WorldState> state_;

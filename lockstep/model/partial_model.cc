@@ -133,10 +133,10 @@ class Construction : public OperatorHandler {
   bool draws_;
 };
 
-using Wanted = std::function<Tensors(torch::nn::Module&)>;
+using Selection = std::function<Tensors(torch::nn::Module&)>;
 
 // Tells for each of the model's tensors whether it is wanted.
-IntVector<bool> choose(torch::nn::Module& model, const Wanted& wanted) {
+IntVector<bool> choose(torch::nn::Module& model, const Selection& wanted) {
   std::set<const void*> chosen;
   for (const Tensor& tensor : wanted(model)) chosen.insert(tensor.unsafeGetTensorImpl());
   IntVector<bool> is_wanted;
@@ -199,7 +199,7 @@ PartialModel::PartialModel(std::function<ModulePtr()> make) : make_(std::move(ma
   free_others(*skeleton_, IntVector<bool>(tensor_of_.size()));
 }
 
-ModulePtr PartialModel::make_part(std::uint64_t seed, const Wanted& wanted) const {
+ModulePtr PartialModel::make_part(std::uint64_t seed, const Selection& wanted) const {
   const IntVector<bool> is_wanted = choose(*skeleton_, wanted);
   IntVector<bool> needed = kept_;
   std::vector<int> to_do;

@@ -103,6 +103,15 @@ void refuse_forked_child(const std::string& here) {
                     .next = "leave collectives, backward() and step() to the parent"});
 }
 
+void refuse_counts(const std::string& from, std::size_t sent, const std::string& to, std::size_t expected,
+                   const std::string& here) {
+  throw MismatchError(
+      {.what = concat("all_to_all: ", from, " sends ", sent, " elements to ", to, ", which expects ", expected),
+       .here = here,
+       .likely = "lists of rows that do not fit together",
+       .next = "leave receive_rows out: then they are exchanged"});
+}
+
 // ---- Signatures
 
 Signature signature_of(const Call& call) {

@@ -58,6 +58,10 @@ void check_call(const Call& call, int size);
 
 [[noreturn]] void refuse_forked_child(const std::string& here);  // of a rank: throws UsageError
 
+// Of an all_to_all: `from` sends other elements to `to` than that rank expects. Throws MismatchError.
+[[noreturn]] void refuse_counts(const std::string& from, std::size_t sent, const std::string& to, std::size_t expected,
+                                const std::string& here = {});
+
 // The part of a call that must be equal on all ranks. Ranks and machines compare it byte by byte; fields that an operation does not have
 // keep their defaults.
 struct Signature {

@@ -41,10 +41,7 @@ void check_counts(Hierarchy& hierarchy, const Call& call) {
   const std::size_t* sent_here = table + hierarchy.rank;
   for (std::size_t from = 0; from < ranks; ++from, sent_here += ranks)
     if (*sent_here != call.receive_counts[from])
-      throw MismatchError({.what = concat("all_to_all: rank ", from, " sends ", *sent_here, " elements to rank ",
-                                          hierarchy.rank, ", which expects ", call.receive_counts[from]),
-                           .likely = "lists of rows that do not fit together",
-                           .next = "leave receive_rows out: then they are exchanged"});
+      refuse_counts(concat("rank ", from), *sent_here, concat("rank ", hierarchy.rank), call.receive_counts[from]);
 }
 
 // Sends send[r] elements to each rank r and receives receive[r] from it; they lie one after the other in call.input and

@@ -13,12 +13,10 @@
 #include <algorithm>
 #include <numeric>
 
-#include "lockstep/base/text.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/partition.h"
 #include "lockstep/collective/shm/reduce_kernels.h"
 #include "lockstep/collective/shm/thresholds.h"
-#include "lockstep/error.h"
 
 namespace lockstep::shm {
 namespace {
@@ -146,12 +144,7 @@ void check_pairs(const Group& group) {
     for (int to = 0; to < p; ++to) {
       const std::uint64_t sent = group.counts(from)[to];
       const std::uint64_t expected = group.counts(to)[p + from];
-      if (sent == expected) continue;
-      throw MismatchError({.what = concat(group.name(from), " sends ", sent, " elements to ", group.name(to),
-                                          ", which expects ", expected),
-                           .here = group.here(),
-                           .likely = "send counts of one rank and receive counts of another that do not match",
-                           .next = "exchange the counts first, with an even all_to_all"});
+      if (sent != expected) refuse_counts(group.name(from), sent, group.name(to), expected, group.here());
     }
 }
 

@@ -18,10 +18,10 @@ namespace {
 using Nccl = c10::intrusive_ptr<c10d::Backend>;
 using Splits = std::vector<std::int64_t>;
 
-// c10d's options for a call: its reduction and root, where they have those.
+// c10d's options for a call: its reduction and root, where they have those. Reductions are in c10d's order
+// (backend_calls.cc).
 template <class Options>
 Options options_of(const Call& call) {
-  static_assert(int{c10d::ReduceOp::BXOR} == static_cast<int>(ReduceOp::kBitXor), "reductions are in c10d's order");
   Options options;
   if constexpr (requires { options.reduceOp; }) options.reduceOp = static_cast<c10d::ReduceOp::RedOpType>(call.op);
   if constexpr (requires { options.rootRank; }) options.rootRank = call.root;

@@ -95,43 +95,42 @@ IntVector<RankList> exchange_lists(const World& world, const RankList& ranks) {
 
 std::string text_of(const RankList& ranks) { return ranks.empty() ? "no ranks" : "ranks " + join(ranks, ", "); }
 
-}  // namespace
-
 // This rank's list, or an empty one for a rank that is not in its own, once it is known that no two lists contradict
 // each other.
-RankList World::agree_on_list(const RankList& ranks) const {
-  check_list(*this, ranks);
-  state_->count_sub_world();
-  const bool is_member = std::ranges::find(ranks, rank()) != ranks.end();
-  const IntVector<RankList> lists = exchange_lists(*this, is_member ? ranks : RankList());
-  for (int rank = 0; rank < size(); ++rank)
+RankList agree_on_list(const World& world, const RankList& ranks) {
+  const bool is_member = std::ranges::find(ranks, world.rank()) != ranks.end();
+  const IntVector<RankList> lists = exchange_lists(world, is_member ? ranks : RankList());
+  for (int rank = 0; rank < world.size(); ++rank)
     for (const int member : lists[rank])
       if (lists[member] != lists[rank])
         throw MismatchError({.what = concat("rank ", rank, " wants a sub-world of ", text_of(lists[rank]), ", rank ",
                                             member, " one of ", text_of(lists[member])),
-                             .here = describe(),
+                             .here = world.describe(),
                              .likely = "ranks that compute their groups from different numbers",
                              .next = "give the same list on all its ranks; other lists may not overlap it"});
-  return lists[rank()];
+  return lists[world.rank()];
 }
 
-std::optional<World> World::group(const RankList& ranks) const {
-  const RankList agreed = agree_on_list(ranks);
-  auto cpu_transport = state_->cpu_transport->group(agreed, {});
-  auto cuda_transport = state_->cuda_transport ? state_->cuda_transport->group(agreed, {}) : nullptr;
+}  // namespace
+
+std::optional<World> World::sub_world(const RankList& ranks, std::optional<milliseconds> separate) const {
+  check_list(*this, ranks);
+  state_->count_sub_world();
+  const RankList agreed = agree_on_list(*this, ranks);
+  auto cpu_transport = state_->cpu_transport->group(agreed, separate);
+  const bool with_gpus = state_->cuda_transport && !separate;
+  auto cuda_transport = with_gpus ? state_->cuda_transport->group(agreed, {}) : nullptr;
   if (!cpu_transport) return std::nullopt;
   auto state = state_->sub_world(ranks, std::move(cpu_transport));
   state->cuda_transport = std::move(cuda_transport);
+  state->timeout = separate.value_or(state_->timeout);
   return WorldState::world_of(std::move(state));
 }
 
+std::optional<World> World::group(const RankList& ranks) const { return sub_world(ranks, {}); }
+
 std::optional<World> World::separate(const RankList& ranks, milliseconds timeout) const {
-  const auto longest = timeout.count() > 0 ? timeout : state_->timeout;
-  auto cpu_transport = state_->cpu_transport->group(agree_on_list(ranks), longest);
-  if (!cpu_transport) return std::nullopt;
-  auto state = state_->sub_world(ranks, std::move(cpu_transport));
-  state->timeout = longest;
-  return WorldState::world_of(std::move(state));
+  return sub_world(ranks, timeout.count() > 0 ? timeout : state_->timeout);
 }
 
 void World::abandon(const std::string& reason) const { state_->abandon(reason); }

@@ -85,7 +85,6 @@ std::shared_ptr<WorldState> WorldState::sub_world(const std::vector<int>& ranks,
   auto state = std::make_shared<WorldState>();
   state->cpu_transport = std::move(transport);
   state->cores = cores;
-  state->timeout = timeout;
   state->serves = serves;
   for (const int member : ranks) state->nodes.push_back(nodes[member]);
   state->messages->id = mix_numbers(messages->id, sub_worlds_);
