@@ -32,16 +32,38 @@ class Future {
 
 using FuturePtr = std::shared_ptr<Future>;
 
-PeerLost not_finished_by_deadline(const std::string& here, const std::string& what = "a call that was started");
+inline PeerLost not_finished_by_deadline(const std::string& here, const std::string& what = "a call that was started") {
+  return PeerLost({.what = what + " is not finished at the deadline",
+                   .here = here,
+                   .likely = "a rank that is slower than the others, or stopped",
+                   .next = "wait longer, or see what each rank is doing"});
+}
 
 // A future that another thread completes.
 class Completion final : public Future {
  public:
-  void wait(std::optional<Deadline> deadline) override;
-  bool done() override;
+  void wait(std::optional<Deadline> deadline) override {
+    std::unique_lock lock(mutex_);
+    const auto is_done = [this] { return done_; };
+    if (!deadline)
+      changed_.wait(lock, is_done);
+    else if (!changed_.wait_for(lock, deadline->left(), is_done))
+      throw not_finished_by_deadline({});
+    if (error_) std::rethrow_exception(error_);
+  }
+  bool done() override {
+    const std::lock_guard lock(mutex_);
+    return done_;
+  }
   int source() const override { return source_; }
 
-  void complete(std::exception_ptr error = nullptr, int source = kAnyRank);  // once
+  void complete(std::exception_ptr error = nullptr, int source = kAnyRank) {  // once
+    const std::lock_guard lock(mutex_);
+    error_ = std::move(error);
+    source_ = source;
+    done_ = true;
+    changed_.notify_all();
+  }
 
  private:
   std::mutex mutex_;

@@ -5,7 +5,7 @@
 
 #include "lockstep/base/sockets/received.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/machines/gloo_connection.h"
+#include "lockstep/collective/machines/gloo_network.h"
 
 namespace lockstep {
 namespace {

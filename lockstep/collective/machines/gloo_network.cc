@@ -3,6 +3,7 @@
 
 #include <arpa/inet.h>
 #include <fcntl.h>
+#include <signal.h>
 
 #include <algorithm>
 #include <array>
@@ -17,13 +18,12 @@
 #include <utility>
 #include <vector>
 
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-
 #include "agent/meet/insecure_network.h"
 #include "agent/meet/interfaces.h"
 #include "lockstep/base/files/file.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
+#include "lockstep/collective/c10d/c10d_call.h"
 #include "lockstep/collective/machines/listener_filter.h"
 #include "lockstep/collective/machines/tunnel.h"
 #include "lockstep/collective/transport/cpu_transport.h"
@@ -32,6 +32,8 @@
 
 namespace lockstep {
 namespace {
+
+using GlooDevice = std::shared_ptr<gloo::transport::Device>;
 
 constexpr std::string_view kInsecure = "insecure";
 constexpr std::uint32_t kFirstLoopback = 0x7f400000;  // 127.64.0.0/10
@@ -241,6 +243,12 @@ class GlooNetwork {
 
 namespace {
 
+// Gloo writes into connections that peers have closed: that must be an error of the call, not the end of the process.
+void ignore_broken_pipes() {
+  struct sigaction action {};
+  if (::sigaction(SIGPIPE, nullptr, &action) == 0 && action.sa_handler == SIG_DFL) ::signal(SIGPIPE, SIG_IGN);
+}
+
 // Lets the ranks in while it lives. All make it at the same time, in steps that each end with an exchange.
 class Entrance {
  public:
@@ -364,16 +372,37 @@ class Entrance {
 
 }  // namespace
 
-std::shared_ptr<GlooNetwork> join_gloo_network(c10d::Store& store, const TransportOptions& options) {
-  return std::make_shared<GlooNetwork>(store, options);
+// c10d has no call for this, but a receive that runs into its timeout closes every connection. It must be a receive from
+// any rank: Gloo refuses one from a rank whose connection is closed already at once, and then closes nothing.
+void GlooConnection::close() {
+  if (getSize() == 1) return;
+  constexpr int kUnusedTag = 0x7fffffff;
+  std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
+  try {
+    issue_alone([&] { return recvAnysource(nothing, kUnusedTag); })->wait(milliseconds(1));
+  } catch (const std::exception&) {  // the timeout
+  }
 }
 
-void connect_through(GlooNetwork& network, c10d::Store& store, const TransportOptions& options,
-                     const std::function<void(const GlooDevice&)>& connect) {
-  if (!network.is_secure()) return connect(network.next_device(options));
-  const Entrance entrance(network, store, options);
-  connect(entrance.device());
-  entrance.require_own_users();
+Gloo connect_gloo(const StorePtr& store, const TransportOptions& options) try {
+  ignore_broken_pipes();
+  // Not create_default: that would put a loopback device first.
+  auto gloo_options = c10d::ProcessGroupGloo::Options::create(options.timeout);
+  const auto network = options.network ? options.network : std::make_shared<GlooNetwork>(*store, options);
+  std::optional<Entrance> entrance;  // which closes when all have met
+  if (network->is_secure()) entrance.emplace(*network, *store, options);
+  gloo_options->devices.push_back(entrance ? entrance->device() : network->next_device(options));
+  auto gloo = c10::make_intrusive<GlooConnection>(with_prefix(store, "gloo"), options, gloo_options, network);
+  issue_alone([&] { return gloo->barrier(); })->wait();  // a rank that leaves at once would disturb others' connecting
+  if (entrance) entrance->require_own_users();
+  return gloo;
+} catch (const Error&) {
+  throw;
+} catch (const std::exception& error) {
+  throw RendezvousError({.what = concat("can't connect the ranks over Gloo: ", first_line_of(error)),
+                         .here = concat(options.describe, " at ", options.address),
+                         .likely = "a rank died while starting, or a firewall stands between the machines",
+                         .next = "look at the other ranks' output; GLOO_SOCKET_IFNAME chooses another network"});
 }
 
 }  // namespace lockstep

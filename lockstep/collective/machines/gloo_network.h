@@ -8,32 +8,36 @@
 // that do nothing took much of the cores. So a rank has at most as many devices as cores, which the connections of its World take
 // in turn. Losing one connection does not disturb the others: Gloo closes those of one context. docs/design/hierarchy.md
 //
-// Flow:    gloo_connection.h -> here -> Gloo, tunnel.h
+// Flow:    link.h, gloo_messages.h -> here -> Gloo, tunnel.h
 // Owns:    sockets that listen, and a thread for each; tunnels
 // Threads: any
 // Ranks:   all that are to be connected, at the same time
 #pragma once
 
-#include <gloo/transport/device.h>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
-#include <functional>
-#include <memory>
-
-#include "lockstep/collective/meet/store_ptr.h"
 #include "lockstep/collective/transport/transport.h"
 
 namespace lockstep {
 
-using GlooDevice = std::shared_ptr<gloo::transport::Device>;
+// A connection of some ranks over c10d's Gloo, for the files that may see Gloo's headers.
+class GlooConnection : public c10d::ProcessGroupGloo {
+ public:
+  GlooConnection(const StorePtr& store, const TransportOptions& options, c10::intrusive_ptr<Options> gloo_options,
+                 std::shared_ptr<GlooNetwork> network_of_ranks)
+      : ProcessGroupGloo(store, options.rank, options.size, std::move(gloo_options)),
+        network(std::move(network_of_ranks)) {}
 
-// Blocks until all ranks have said over `store` whether they encrypt, and with which keys. Throws RendezvousError: not all have
-// come, or they don't want the same.
-std::shared_ptr<GlooNetwork> join_gloo_network(c10d::Store& store, const TransportOptions& options);
+  const std::shared_ptr<GlooNetwork> network;
 
-// For some ranks of that network: blocks until all of them can connect, and calls connect(device). While that runs,
-// their connections pass, and nobody else's. Throws RendezvousError: on all ranks, where a machine does not answer or
-// has none of the keys; afterwards, where a stranger is connected.
-void connect_through(GlooNetwork& network, c10d::Store& store, const TransportOptions& options,
-                     const std::function<void(const GlooDevice&)>& connect);
+  // Closes all connections, which ends every wait here and at the peers. Blocks for about a millisecond.
+  void close();
+};
+
+using Gloo = c10::intrusive_ptr<GlooConnection>;
+
+// Blocks until all ranks are connected to each other. Throws RendezvousError. From the first connection on this process
+// ignores SIGPIPE, unless it has a handler.
+Gloo connect_gloo(const StorePtr& store, const TransportOptions& options);
 
 }  // namespace lockstep

@@ -2,7 +2,7 @@
 #include "lockstep/collective/machines/link.h"
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/machines/gloo_connection.h"
+#include "lockstep/collective/machines/gloo_network.h"
 
 namespace lockstep {
 namespace {

@@ -41,18 +41,6 @@ std::vector<std::string> exchange_machines(ConnectingStore& store, const std::st
   return texts;
 }
 
-CpuConnection connect_over(const c10::intrusive_ptr<ConnectingStore>& store, const std::string& machine,
-                           TransportOptions options) {
-  stop_together();
-  const auto machine_of = number_by_first_appearance(exchange_machines(*store, machine, options));
-  const Topology topology{machine_of};
-  const auto here = topology.ranks_on(topology.machine_of[options.rank]);
-  shm::GroupPtr inside = connect_shared_memory(*store, here, options);
-  if (topology.machines() == 1) return {std::make_unique<CpuTransport>(std::move(inside)), machine_of};
-  options.address = reachable_address(*store, options);
-  return {std::make_unique<Hierarchy>(std::move(inside), topology, store, options), machine_of};
-}
-
 // Ranks that meet through a process group need no address: Slurm's and mpirun's variables count without one.
 std::optional<std::string> variable_or_any_address(const std::string& name) {
   if (const char* value = std::getenv(name.c_str())) return value;
@@ -72,10 +60,17 @@ std::string reachable_address(c10d::Store& store, const TransportOptions& option
   return is_loopback(mine) && other != all.end() ? address_towards(*other, options.timeout) : mine;
 }
 
-CpuConnection connect_cpu_ranks(const StorePtr& store, const std::string& machine, const TransportOptions& options) {
+CpuConnection connect_cpu_ranks(const StorePtr& store, const std::string& machine, TransportOptions options) {
   const auto connecting = c10::make_intrusive<ConnectingStore>(store, options.rank);
   try {
-    return connect_over(connecting, machine, options);
+    stop_together();
+    const auto machine_of = number_by_first_appearance(exchange_machines(*connecting, machine, options));
+    const Topology topology{machine_of};
+    const auto here = topology.ranks_on(topology.machine_of[options.rank]);
+    shm::GroupPtr inside = connect_shared_memory(*connecting, here, options);
+    if (topology.machines() == 1) return {std::make_unique<CpuTransport>(std::move(inside)), machine_of};
+    options.address = reachable_address(*connecting, options);
+    return {std::make_unique<Hierarchy>(std::move(inside), topology, connecting, options), machine_of};
   } catch (const std::exception& error) {
     connecting->fail(options.describe, what_of(error));
     throw;

@@ -26,7 +26,7 @@ struct CpuConnection {
 
 // Ranks with the same `machine` share memory. Blocks until all ranks are connected. Throws RendezvousError naming the
 // ranks that did not come, or at once the one that has failed; SystemError.
-CpuConnection connect_cpu_ranks(const StorePtr& store, const std::string& machine, const TransportOptions& options);
+CpuConnection connect_cpu_ranks(const StorePtr& store, const std::string& machine, TransportOptions options);
 
 // The address at which ranks on other machines reach this one, by the route to the store's host. All ranks call. Throws
 // RendezvousError, SystemError.

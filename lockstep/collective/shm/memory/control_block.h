@@ -18,8 +18,10 @@
 
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "lockstep/base/cache_line.h"
 #include "lockstep/collective/calls/call.h"
@@ -82,25 +84,57 @@ inline Location in_arena(int arena, std::uint64_t offset) {
 // may be writing.
 struct alignas(kCacheLine) Announcement {
   static constexpr std::size_t kLineBytes = 24;
+  static constexpr auto kRelaxed = std::memory_order_relaxed;
   using Words = std::array<std::uint64_t, 3>;
+  using SharedWords = std::array<std::atomic<std::uint64_t>, 3>;
   static_assert(sizeof(Signature) == sizeof(Words) && kLineBytes == sizeof(Words));
 
   Flag arrived;  // the collective's number; raised last
-  std::array<std::atomic<std::uint64_t>, 3> signature;
-  std::atomic<std::uint64_t> kinds;                 // of both places
-  std::array<std::atomic<std::uint64_t>, 3> words;  // where the input and the output lie, and the longest message;
-                                                    // kLine: the data
+  SharedWords signature;
+  std::atomic<std::uint64_t> kinds;  // of both places
+  SharedWords words;                 // where the input and the output lie, and the longest message; kLine: the data
 
-  void write(const Signature& call, Location input, Location output, std::uint64_t longest_message);
-  void write_line(const Signature& call, const std::byte* data, std::size_t bytes);  // at most kLineBytes
-  void read_line(std::byte* data) const;                                             // kLineBytes
-  Signature read_signature() const;
+  void write(const Signature& call, Location input, Location output, std::uint64_t longest_message) {
+    store(signature, std::bit_cast<Words>(call));
+    kinds.store(pack_kind(input) | pack_kind(output) << 32, kRelaxed);
+    store(words, {input.at, output.at, longest_message});
+  }
+
+  void write_line(const Signature& call, const std::byte* data, std::size_t bytes) {  // at most kLineBytes
+    store(signature, std::bit_cast<Words>(call));
+    kinds.store(pack_kind({.kind = Location::kLine}), kRelaxed);
+    Words line{};
+    if (bytes > 0) std::memcpy(line.data(), data, bytes);
+    store(words, line);
+  }
+
+  void read_line(std::byte* data) const {  // kLineBytes
+    const Words line = load(words);
+    std::memcpy(data, line.data(), kLineBytes);
+  }
+
+  Signature read_signature() const { return std::bit_cast<Signature>(load(signature)); }
   Location input() const { return place(0); }
   Location output() const { return place(1); }
-  std::size_t longest() const { return words[2].load(std::memory_order_relaxed); }  // message that this rank has
+  std::size_t longest() const { return words[2].load(kRelaxed); }  // message that this rank has
 
  private:
-  Location place(unsigned index) const;
+  static std::uint64_t pack_kind(Location place) {
+    return static_cast<std::uint64_t>(place.kind) | static_cast<std::uint64_t>(place.owner) << 8;
+  }
+  static void store(SharedWords& to, const Words& from) {
+    for (std::size_t i = 0; i < from.size(); ++i) to[i].store(from[i], kRelaxed);
+  }
+  static Words load(const SharedWords& from) {
+    return {from[0].load(kRelaxed), from[1].load(kRelaxed), from[2].load(kRelaxed)};
+  }
+
+  Location place(unsigned index) const {
+    const std::uint64_t kind = kinds.load(kRelaxed) >> (32 * index);
+    return {.kind = static_cast<Location::Kind>(kind & 0xff),
+            .owner = static_cast<std::uint16_t>(kind >> 8 & 0xffff),
+            .at = words[index].load(kRelaxed)};
+  }
 };
 static_assert(sizeof(Announcement) == kCacheLine);
 
@@ -161,7 +195,15 @@ class GroupArea {
  private:
   // Offsets inside the part of one rank, for groups of `size` ranks.
   struct Layout {
-    explicit Layout(int size);
+    explicit Layout(int size) {
+      const auto ranks = static_cast<unsigned>(size);
+      progress = 2 * sizeof(Announcement);
+      counts = progress + sizeof(Progress);
+      counts_stride = round_up(2 * ranks * sizeof(std::uint64_t), kCacheLine);
+      slot = counts + 2 * counts_stride;
+      messages = slot + 2 * kSlotBytes;
+      bytes = messages + ranks * kMessagesPerPair * sizeof(MessageHeader);
+    }
     std::size_t progress, counts, counts_stride, slot, messages, bytes;
   };
 
