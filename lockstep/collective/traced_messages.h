@@ -8,31 +8,22 @@
 // Ranks:   no communication
 #pragma once
 
-#include <cstdint>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <tuple>
-#include <utility>
 
+#include "lockstep/base/hash.h"
 #include "lockstep/base/int_vector.h"
 #include "lockstep/collective/calls/call.h"
 #include "lockstep/observe/trace.h"
 
 namespace lockstep {
 
-// Mixes well (splitmix64).
 std::uint64_t mix_numbers(auto... numbers) {
-  std::uint64_t mixed = 0;
-  const auto add = [&](std::uint64_t number) {
-    mixed += 0x9e3779b97f4a7c15U * (number + 1);
-    mixed = (mixed ^ (mixed >> 30U)) * 0xbf58476d1ce4e5b9U;
-    mixed = (mixed ^ (mixed >> 27U)) * 0x94d049bb133111ebU;
-    mixed ^= mixed >> 31U;
-  };
-  (add(static_cast<std::uint64_t>(numbers)), ...);
-  return mixed;
+  const std::array all{static_cast<std::uint64_t>(numbers)...};
+  return hash_of({reinterpret_cast<const char*>(all.data()), sizeof all});
 }
 
 // The ranks of a world or of a process group, whose messages a trace shows.

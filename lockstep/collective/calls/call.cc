@@ -39,8 +39,8 @@ std::string text_of_step(const Signature& signature) {
 // "(sum)", "(sum, ring)"
 std::string how(const Signature& signature) {
   if (!reduces(signature.operation)) return signature.counts_hash != 0 ? " in uneven parts" : "";
-  if (signature.algorithm == Algorithm::kDirect) return concat(" (", to_string(signature.op), ")");
-  return concat(" (", to_string(signature.op), ", ", to_string(signature.algorithm), ")");
+  const std::string by = signature.algorithm == Algorithm::kDirect ? "" : ", " + to_string(signature.algorithm);
+  return concat(" (", to_string(signature.op), by, ")");
 }
 
 // ---- Checks

@@ -13,12 +13,11 @@
 // Ranks:   no communication
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
+#include <algorithm>
 #include <map>
 #include <memory>
-#include <mutex>
 
+#include "lockstep/base/cache_line.h"
 #include "lockstep/collective/shm/memory/segment.h"
 
 namespace lockstep::shm {
@@ -38,7 +37,11 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // Throws SystemError: the machine has no more memory, RLIMIT_FSIZE, no addresses left.
   Memory allocate(std::size_t bytes);
 
-  std::size_t bytes_taken() const;  // from the machine
+  // From the machine.
+  std::size_t bytes_taken() const {
+    const std::lock_guard lock(mutex_);
+    return taken_;
+  }
 
  private:
   friend class Memory;
@@ -49,15 +52,75 @@ class Arena : public std::enable_shared_from_this<Arena> {
     std::uint64_t offset = 0;
     std::size_t size = 0;
   };
+
+  static constexpr std::size_t kPage = 4096;
+  static constexpr std::size_t kGrowthUnit = std::size_t{1} << 20;
+
+  // Arrays start on a cache line; large ones take whole pages.
+  static std::size_t rounded(std::size_t bytes) {
+    const std::size_t some = std::max(bytes, std::size_t{1});
+    return round_up(some, some >= kPage ? kPage : kCacheLine);
+  }
+
   using FreeRanges =
       std::map<std::uint64_t, std::size_t>;  // offset -> bytes; each in one extent, no two adjacent there
 
-  std::uint64_t take(std::size_t bytes);
-  FreeRanges::iterator best_fit(std::size_t bytes);
-  void grow(std::size_t bytes);
-  void give_back(std::uint64_t offset, std::size_t bytes);
-  void insert(std::uint64_t offset, std::size_t bytes);
-  bool adjoin(const FreeRanges::value_type& one, const FreeRanges::value_type& next) const;
+  std::uint64_t take(std::size_t bytes) {
+    auto range = best_fit(bytes);
+    if (range == free_.end()) {
+      grow(bytes);
+      range = best_fit(bytes);
+    }
+    const auto [offset, size] = *range;
+    free_.erase(range);
+    if (size > bytes) free_.emplace(offset + bytes, size - bytes);
+    return offset;
+  }
+
+  FreeRanges::iterator best_fit(std::size_t bytes) {
+    auto best = free_.end();
+    for (auto range = free_.begin(); range != free_.end(); ++range)
+      if (range->second >= bytes && (best == free_.end() || range->second < best->second)) best = range;
+    return best;
+  }
+
+  // Grows by what is missing behind a free range at the end, in whole units. What does not fit the extent of the window begins the
+  // next one that it fits: the file has a hole there, which takes no memory.
+  void grow(std::size_t bytes) {
+    std::uint64_t start = end_;
+    if (!free_.empty() && free_.rbegin()->first + free_.rbegin()->second == end_) start = free_.rbegin()->first;
+    std::size_t extent = window_.extent_of(start);
+    while (start + bytes > window_.begin_of(extent + 1)) start = window_.begin_of(++extent);
+    const std::uint64_t from = std::max(start, end_);
+    const std::uint64_t end = from + round_up(start + bytes - from, kGrowthUnit);
+    window_.grow(from, end);
+    taken_ += end - from;
+    insert(from, end - from);
+    end_ = end;
+  }
+
+  void give_back(std::uint64_t offset, std::size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    insert(offset, rounded(bytes));
+  }
+
+  void insert(std::uint64_t offset, std::size_t bytes) {
+    auto range = free_.emplace(offset, bytes).first;
+    const auto next = std::next(range);
+    if (next != free_.end() && adjoin(*range, *next)) {
+      range->second += next->second;
+      free_.erase(next);
+    }
+    if (range == free_.begin()) return;
+    const auto previous = std::prev(range);
+    if (!adjoin(*previous, *range)) return;
+    previous->second += range->second;
+    free_.erase(range);
+  }
+
+  bool adjoin(const FreeRanges::value_type& one, const FreeRanges::value_type& next) const {
+    return one.first + one.second == next.first && window_.extent_of(one.first) == window_.extent_of(next.first);
+  }
 
   Window window_;
   mutable std::mutex mutex_;
@@ -86,5 +149,16 @@ class Memory {
 
   std::unique_ptr<std::byte, Arena::GiveBack> data_;
 };
+
+inline Memory Arena::allocate(std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  const std::uint64_t offset = take(rounded(bytes));
+  try {
+    return {window_.at(offset, rounded(bytes)), {shared_from_this(), offset, bytes}};
+  } catch (...) {
+    insert(offset, rounded(bytes));
+    throw;
+  }
+}
 
 }  // namespace lockstep::shm
