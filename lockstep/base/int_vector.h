@@ -5,10 +5,7 @@
 #pragma once
 
 #include <algorithm>
-#include <cassert>
-#include <cstddef>
 #include <initializer_list>
-#include <utility>
 #include <vector>
 
 #include "lockstep/base/to_size.h"

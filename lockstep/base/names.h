@@ -8,10 +8,7 @@
 #pragma once
 
 #include <algorithm>
-#include <string>
-#include <string_view>
 #include <type_traits>
-#include <vector>
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <fcntl.h>
-#include <unistd.h>
 
 #include <array>
 #include <string>

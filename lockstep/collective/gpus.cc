@@ -6,9 +6,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
-#include <poll.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <csignal>
@@ -21,7 +19,6 @@
 #include "lockstep/base/process/machine_gpus.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
-#include "lockstep/deadline.h"
 
 namespace lockstep {
 namespace {

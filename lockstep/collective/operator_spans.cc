@@ -8,11 +8,9 @@
 
 #include <algorithm>
 #include <array>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "lockstep/base/process/own_process.h"

@@ -1,13 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shared_memory.h"
 
-#include <bit>
-#include <cstring>
-#include <new>
-
 #include "agent/recover/job_memory.h"
-#include "lockstep/base/cache_line.h"
-#include "lockstep/base/process/own_process.h"
 #include "lockstep/collective/shm/group.h"
 
 namespace lockstep {

@@ -11,11 +11,8 @@
 // tensors, a world of one), a SharedMemory has one rank and is ordinary memory.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <optional>
-#include <string>
 
 #include "lockstep/collective/calls/call.h"
 #include "lockstep/world.h"

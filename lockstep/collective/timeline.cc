@@ -1,14 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/timeline.h"
 
-#include <unistd.h>
-
-#include <chrono>
 #include <cstdlib>
 #include <filesystem>
 #include <limits>
 #include <optional>
-#include <vector>
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/process/host_name.h"

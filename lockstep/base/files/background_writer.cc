@@ -8,7 +8,6 @@
 #include <deque>
 #include <mutex>
 #include <thread>
-#include <utility>
 
 #include "lockstep/base/files/write_all.h"
 #include "lockstep/base/log.h"

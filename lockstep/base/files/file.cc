@@ -5,14 +5,12 @@
 #include <sys/stat.h>
 
 #include <array>
-#include <cerrno>
 #include <iomanip>
 #include <random>
 
 #include "lockstep/base/files/read_fully.h"
 #include "lockstep/base/files/write_all.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
 namespace lockstep {

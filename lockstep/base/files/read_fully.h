@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstddef>
 #include <span>
 
 #include "lockstep/base/to_size.h"

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdlib>
-#include <string_view>
 
 #include "lockstep/base/text.h"
 

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/base/process/own_process.h"
 
-#include <pthread.h>
-
 #include <atomic>
 
 namespace lockstep {

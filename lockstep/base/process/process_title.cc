@@ -4,7 +4,6 @@
 #include <sys/prctl.h>
 
 #include <cstring>
-#include <string_view>
 
 #include "lockstep/base/text.h"
 

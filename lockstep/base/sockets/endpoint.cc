@@ -5,11 +5,8 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
-#include <cstdint>
 #include <future>
 #include <thread>
-#include <vector>
 
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/error.h"

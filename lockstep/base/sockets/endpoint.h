@@ -12,7 +12,6 @@
 
 #include <memory>
 #include <optional>
-#include <string>
 
 #include "lockstep/base/files/unique_fd.h"
 #include "lockstep/base/text.h"

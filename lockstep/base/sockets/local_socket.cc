@@ -6,9 +6,6 @@
 #include <sys/un.h>
 
 #include <algorithm>
-#include <array>
-#include <cerrno>
-#include <cstddef>
 #include <cstring>
 #include <fstream>
 #include <thread>

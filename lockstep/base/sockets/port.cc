@@ -4,15 +4,12 @@
 #include <netinet/in.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <fstream>
-#include <optional>
 
 #include <fmt/format.h>
 
 #include "lockstep/base/files/file.h"
 #include "lockstep/base/sockets/endpoint.h"
-#include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
 namespace lockstep {

@@ -1,22 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/c10d/backend.h"
 
-#include <atomic>
-#include <exception>
-#include <mutex>
-#include <thread>
-
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 
-#include "lockstep/base/text.h"
-#include "lockstep/base/to_size.h"
 #include "lockstep/collective/c10d/backend_calls.h"
-#include "lockstep/collective/calls/call_queue.h"
 #include "lockstep/collective/trace_if_asked.h"
 #include "lockstep/collective/traced_messages.h"
 #include "lockstep/collective/transport/connect.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 

@@ -1,11 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/c10d/backend_calls.h"
 
-#include <algorithm>
 #include <numeric>
-#include <utility>
-
-#include "lockstep/base/to_size.h"
 
 namespace lockstep::backend {
 namespace {

@@ -9,14 +9,8 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include <functional>
-#include <string_view>
-#include <vector>
-
 #include "lockstep/base/text.h"
-#include "lockstep/collective/calls/tensor_call.h"
 #include "lockstep/collective/transport/transport.h"
-#include "lockstep/error.h"
 
 namespace lockstep::backend {
 

@@ -1,15 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/c10d/c10d_call.h"
 
-#include <algorithm>
-#include <atomic>
-#include <utility>
-
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "lockstep/base/text.h"
 #include "lockstep/collective/calls/call_queue.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

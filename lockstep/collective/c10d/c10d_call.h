@@ -9,13 +9,8 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include <functional>
 #include <list>
-#include <memory>
-#include <mutex>
-#include <string>
 
-#include "lockstep/collective/meet/store_ptr.h"
 #include "lockstep/collective/transport/transport.h"
 
 namespace lockstep {

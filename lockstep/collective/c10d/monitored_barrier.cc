@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <map>
 
 #include "lockstep/collective/c10d/backend_calls.h"
 

@@ -9,10 +9,6 @@
 
 #include <numeric>
 
-#include "lockstep/base/text.h"
-#include "lockstep/base/to_size.h"
-#include "lockstep/error.h"
-
 namespace lockstep::backend {
 namespace {
 

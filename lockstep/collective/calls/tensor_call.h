@@ -10,7 +10,6 @@
 #include <torch/types.h>
 
 #include <optional>
-#include <vector>
 
 #include "lockstep/collective/calls/call.h"
 #include "lockstep/named_tensor.h"

@@ -12,9 +12,6 @@
 // Ranks:   the two of a message
 #pragma once
 
-#include <atomic>
-
-#include "lockstep/collective/c10d/c10d_call.h"
 #include "lockstep/collective/machines/link.h"
 
 namespace lockstep {

@@ -5,30 +5,18 @@
 #include <fcntl.h>
 #include <signal.h>
 
-#include <algorithm>
-#include <array>
-#include <charconv>
 #include <cstdlib>
-#include <filesystem>
-#include <map>
-#include <mutex>
-#include <optional>
 #include <random>
-#include <set>
-#include <utility>
-#include <vector>
 
 #include "agent/meet/insecure_network.h"
 #include "agent/meet/interfaces.h"
 #include "lockstep/base/files/file.h"
 #include "lockstep/base/sockets/port.h"
-#include "lockstep/base/text.h"
 #include "lockstep/collective/c10d/c10d_call.h"
 #include "lockstep/collective/machines/listener_filter.h"
 #include "lockstep/collective/machines/tunnel.h"
 #include "lockstep/collective/transport/cpu_transport.h"
 #include "lockstep/cores.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -3,7 +3,6 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/collectives.h"
-#include "lockstep/observe/rank_progress.h"
 #include "lockstep/observe/trace.h"
 
 namespace lockstep {

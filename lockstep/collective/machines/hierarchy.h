@@ -18,8 +18,6 @@
 // Ranks:   all of all machines; machines may have different numbers of ranks
 #pragma once
 
-#include <array>
-
 #include "lockstep/collective/machines/gloo_messages.h"
 #include "lockstep/collective/machines/topology.h"
 #include "lockstep/collective/transport/cpu_transport.h"

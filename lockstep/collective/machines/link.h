@@ -26,11 +26,8 @@
 // (MachineCollective::run_inside).
 #pragma once
 
-#include <functional>
-#include <map>
 #include <thread>
 
-#include "lockstep/base/int_vector.h"
 #include "lockstep/collective/c10d/c10d_call.h"
 
 namespace lockstep {

@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <cstring>
 
-#include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
 namespace lockstep {

@@ -6,9 +6,6 @@
 // Threads: one at a time
 #pragma once
 
-#include <vector>
-
-#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/base/sockets/endpoint.h"
 
 namespace lockstep {

@@ -5,7 +5,6 @@
 #include <openssl/x509.h>
 
 #include <array>
-#include <cstdint>
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"

@@ -10,22 +10,16 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <condition_variable>
-#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <list>
 #include <mutex>
-#include <set>
 #include <shared_mutex>
-#include <span>
 #include <thread>
-#include <utility>
 
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/sockets/port.h"
-#include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
 namespace lockstep {

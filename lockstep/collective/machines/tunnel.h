@@ -21,13 +21,9 @@
 #pragma once
 
 #include <map>
-#include <memory>
-#include <string>
-#include <vector>
 
 #include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/collective/machines/tls_identity.h"
-#include "lockstep/deadline.h"
 
 namespace lockstep {
 

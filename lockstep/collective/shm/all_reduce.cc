@@ -15,8 +15,6 @@
 //              results of the chunk before that out of the others' lanes: K staged, 2K(p-1)/p read
 //
 // After arrive() all ranks see the same announcements, so all choose the same way.
-#include <algorithm>
-#include <atomic>
 
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/partition.h"

@@ -9,8 +9,6 @@
 //   tree     2 log2(p) steps of K: partners at distance 1, 2, 4, ... are added pairwise up to rank 0, then copied down
 //
 // ring and tree round float16 and bfloat16 after every step.
-#include <bit>
-#include <initializer_list>
 
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/partition.h"

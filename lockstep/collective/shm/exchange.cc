@@ -10,8 +10,6 @@
 //           bytes a chunk is one piece; where each wants its own, a chunk has a lane per rank
 //
 // Memory traffic: one read and one write per byte and reader; twice that when staged.
-#include <algorithm>
-#include <numeric>
 
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/partition.h"

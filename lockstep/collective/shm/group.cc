@@ -3,15 +3,9 @@
 
 #include <sched.h>
 
-#include <algorithm>
-#include <cstring>
-#include <exception>
 #include <numeric>
 
-#include "lockstep/base/text.h"
 #include "lockstep/collective/shm/mailbox.h"
-#include "lockstep/collective/shm/thresholds.h"
-#include "lockstep/error.h"
 #include "lockstep/observe/trace.h"
 
 namespace lockstep::shm {

@@ -28,13 +28,7 @@
 // group is its parent's.
 #pragma once
 
-#include <array>
-#include <memory>
-#include <string>
-#include <vector>
-
 #include "lockstep/base/process/own_process.h"
-#include "lockstep/collective/calls/call.h"
 #include "lockstep/collective/calls/future.h"
 #include "lockstep/collective/shm/waiting.h"
 

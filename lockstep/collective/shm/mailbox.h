@@ -9,17 +9,9 @@
 // Ranks:   the two that are named; no order with respect to collectives
 #pragma once
 
-#include <condition_variable>
-#include <exception>
 #include <list>
-#include <memory>
-#include <mutex>
-#include <string>
 #include <thread>
 
-#include "lockstep/collective/calls/call.h"
-#include "lockstep/collective/calls/future.h"
-#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/transfer.h"
 
 namespace lockstep::shm {

@@ -1,10 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/shm/reduce_kernels.h"
 
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
-
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif

@@ -6,10 +6,8 @@
 #pragma once
 
 #include <algorithm>
-#include <cstddef>
 
 #include "lockstep/collective/shm/memory/control_block.h"
-#include "lockstep/deadline.h"
 
 namespace lockstep::shm {
 

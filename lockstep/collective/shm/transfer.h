@@ -16,10 +16,7 @@
 // Ranks:   the two that are named
 #pragma once
 
-#include <string>
-
 #include "lockstep/base/text.h"
-#include "lockstep/collective/calls/call.h"
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/shm/reduce_kernels.h"
 #include "lockstep/collective/shm/thresholds.h"

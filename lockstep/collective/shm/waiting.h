@@ -8,14 +8,9 @@
 // Ranks:   a rank that gives up poisons the machine, so that all others give up within one slice
 #pragma once
 
-#include <atomic>
 #include <functional>
-#include <optional>
-#include <string>
 
 #include "lockstep/collective/shm/connect/peers.h"
-#include "lockstep/collective/shm/memory/flag.h"
-#include "lockstep/deadline.h"
 #include "lockstep/observe/rank_progress.h"
 
 namespace lockstep::shm {

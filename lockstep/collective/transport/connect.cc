@@ -1,12 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/transport/connect.h"
 
-#include <unistd.h>
-
-#include <algorithm>
 #include <cstdlib>
-#include <map>
-#include <optional>
 
 #include "lockstep/base/files/file.h"
 #include "lockstep/base/process/stop.h"
@@ -15,8 +10,6 @@
 #include "lockstep/collective/machines/hierarchy.h"
 #include "lockstep/collective/meet/connecting_store.h"
 #include "lockstep/collective/meet/rendezvous.h"
-#include "lockstep/error.h"
-#include "lockstep/observe/rank_progress.h"
 
 namespace lockstep {
 namespace {

@@ -9,12 +9,7 @@
 //          the same order
 #pragma once
 
-#include <memory>
-#include <string>
-#include <vector>
-
 #include "agent/clusters/environment.h"
-#include "lockstep/collective/meet/store_ptr.h"
 #include "lockstep/collective/transport/cpu_transport.h"
 
 namespace lockstep {

@@ -1,15 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/transport/cpu_transport.h"
 
-#include <algorithm>
-#include <array>
-#include <exception>
 #include <numeric>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/to_size.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

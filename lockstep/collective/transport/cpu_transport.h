@@ -8,13 +8,8 @@
 #pragma once
 
 #include <list>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <vector>
 
 #include "lockstep/collective/calls/call_queue.h"
-#include "lockstep/collective/shm/group.h"
 #include "lockstep/collective/transport/transport.h"
 
 namespace lockstep {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/transport/transport.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -11,14 +11,6 @@
 // Ranks:   every rank makes the same calls in the same order, except send and receive
 #pragma once
 
-#include <torch/types.h>
-
-#include <chrono>
-#include <memory>
-#include <string>
-#include <vector>
-
-#include "lockstep/collective/calls/future.h"
 #include "lockstep/collective/calls/tensor_call.h"
 #include "lockstep/collective/meet/store_ptr.h"
 #include "lockstep/collective/shm/group.h"

@@ -1,17 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <exception>
-#include <mutex>
-#include <thread>
 
 #include <ATen/Parallel.h>
 
 #include "lockstep/base/process/stop.h"
-#include "lockstep/base/to_size.h"
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/collective/transport/cpu_transport.h"
 #include "lockstep/collective/world/world_state.h"
-#include "lockstep/error.h"
-#include "lockstep/world.h"
 
 namespace lockstep {
 namespace {

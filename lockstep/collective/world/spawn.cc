@@ -1,11 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/spawn.h"
 
-#include <unistd.h>
-
-#include <algorithm>
-#include <atomic>
-
 #include <ATen/Parallel.h>
 
 #include "agent/start/launcher.h"
@@ -13,7 +8,6 @@
 #include "lockstep/collective/meet/rendezvous.h"
 #include "lockstep/collective/transport/connect.h"
 #include "lockstep/collective/world/world_state.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

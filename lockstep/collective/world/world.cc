@@ -1,14 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/world.h"
 
-#include <algorithm>
 #include <set>
 
 #include "lockstep/base/text.h"
-#include "lockstep/collective/calls/tensor_call.h"
 #include "lockstep/collective/world/world_state.h"
-#include "lockstep/error.h"
-#include "lockstep/observe/trace.h"
 
 namespace lockstep {
 

@@ -1,17 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // World's collectives and messages: each checks what only torch knows of this rank's arguments, and makes a TensorCall.
 // The transports check the rest (check_call).
-#include <algorithm>
 #include <numeric>
-#include <utility>
 
 #include <ATen/MemoryOverlap.h>
 
 #include "lockstep/base/text.h"
-#include "lockstep/base/to_size.h"
 #include "lockstep/collective/world/world_state.h"
-#include "lockstep/error.h"
-#include "lockstep/world.h"
 
 namespace lockstep {
 namespace {

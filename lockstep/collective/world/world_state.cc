@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/world/world_state.h"
 
-#include <algorithm>
 #include <set>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -16,7 +15,6 @@
 #include "lockstep/collective/meet/rendezvous.h"
 #include "lockstep/collective/trace_if_asked.h"
 #include "lockstep/collective/transport/connect.h"
-#include "lockstep/error.h"
 #include "lockstep/observe/phase_scope.h"
 
 namespace lockstep {

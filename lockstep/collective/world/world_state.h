@@ -7,17 +7,8 @@
 // Ranks:   no communication
 #pragma once
 
-#include <functional>
-#include <memory>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "agent/clusters/environment.h"
-#include "lockstep/base/int_vector.h"
-#include "lockstep/base/process/own_process.h"
 #include "lockstep/base/process/stoppable.h"
-#include "lockstep/collective/meet/store_ptr.h"
 #include "lockstep/collective/traced_messages.h"
 #include "lockstep/collective/transport/transport.h"
 #include "lockstep/world.h"

@@ -4,18 +4,12 @@
 #include <sched.h>
 #include <sys/ioctl.h>
 #include <sys/wait.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <bit>
-#include <optional>
 
 #include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/thresholds.h"
 #include "lockstep/cores.h"
-#include "lockstep/deadline.h"
 #include "lockstep/error.h"
 
 namespace lockstep::shm {

@@ -8,12 +8,6 @@
 // Ranks:   poisoning reaches every group of the machine: a rank that failed in one can't take part in the others
 #pragma once
 
-#include <memory>
-#include <mutex>
-#include <string>
-#include <vector>
-
-#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/base/int_vector.h"
 #include "lockstep/collective/shm/memory/arena.h"
 #include "lockstep/collective/shm/memory/control_block.h"

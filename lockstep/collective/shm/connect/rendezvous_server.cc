@@ -2,15 +2,11 @@
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 
 #include <sys/syscall.h>
-#include <unistd.h>
 
-#include "lockstep/base/int_vector.h"
 #include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
-#include "lockstep/collective/shm/connect/peers.h"
 #include "lockstep/collective/shm/thresholds.h"
-#include "lockstep/error.h"
 
 namespace lockstep::shm {
 namespace {

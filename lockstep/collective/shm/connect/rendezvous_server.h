@@ -21,15 +21,7 @@
 // Ranks:   all ranks of the machine, once
 #pragma once
 
-#include <array>
-#include <chrono>
-#include <cstddef>
-#include <string>
-#include <vector>
-
-#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/collective/shm/group.h"
-#include "lockstep/deadline.h"
 
 namespace lockstep::shm {
 

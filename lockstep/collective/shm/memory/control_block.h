@@ -17,16 +17,12 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <bit>
-#include <cstddef>
-#include <cstdint>
 #include <cstring>
 
 #include "lockstep/base/cache_line.h"
 #include "lockstep/collective/calls/call.h"
 #include "lockstep/collective/shm/memory/flag.h"
-#include "lockstep/collective_types.h"
 
 namespace lockstep::shm {
 
