@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tests that strangers can't reach Gloo's connections. tests/security/tensors_test.sh has the attacks over a network, and the tunnel
 // between machines: here all are in one network namespace, in which Gloo connects by itself.
-#include "lockstep/collective/machines/gloo_network.h"
-
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
