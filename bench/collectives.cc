@@ -21,14 +21,14 @@ struct CollectivesOptions {
   std::vector<std::string> operations = bench::operations();
   std::vector<std::string> memories = kMemories;
   std::string dtype = "float32";
-  std::size_t max_bytes = std::size_t{256} << 20;
+  size_t max_bytes = size_t{256} << 20;
 };
 
 // all_reduce at every size, the others at five.
-std::vector<std::size_t> sizes_of(const std::string& operation, const CollectivesOptions& options) {
+std::vector<size_t> sizes_of(const std::string& operation, const CollectivesOptions& options) {
   if (operation == "barrier") return {0};
-  std::vector<std::size_t> sizes;
-  for (std::size_t bytes = 4; bytes <= options.max_bytes; bytes *= 4) {
+  std::vector<size_t> sizes;
+  for (size_t bytes = 4; bytes <= options.max_bytes; bytes *= 4) {
     const bool one_of_five = bytes == 4 || bytes == 4096 || bytes == 262144 || bytes == 4194304 || bytes == 67108864;
     if (operation == "all_reduce" || one_of_five) sizes.push_back(bytes);
   }
@@ -38,7 +38,7 @@ std::vector<std::size_t> sizes_of(const std::string& operation, const Collective
 std::vector<Case> cases_of(const CollectivesOptions& options) {
   std::vector<Case> cases;
   for (const std::string& operation : options.operations)
-    for (const std::size_t bytes : sizes_of(operation, options))
+    for (const size_t bytes : sizes_of(operation, options))
       cases.push_back({.operation = operation, .bytes = bytes, .dtype = options.dtype});
   return cases;
 }
@@ -131,8 +131,7 @@ std::optional<double> ratio_to_best(const Page& page, const Case& theirs, const 
 
 std::vector<std::string> row_of(const Page& page, const Case& one) {
   const auto& results = page.results;
-  std::vector<std::string> cells{one.operation,
-                                 one.bytes > 0 ? with_thousands(static_cast<std::int64_t>(one.bytes)) : ""};
+  std::vector<std::string> cells{one.operation, one.bytes > 0 ? with_thousands(static_cast<int64_t>(one.bytes)) : ""};
   const auto copy = seconds_of(results, kLockstep, copy_of(one));
   for (const std::string& memory : page.options.memories) {
     const Case mine = in_memory(one, memory);

@@ -31,25 +31,25 @@ namespace {
 
 // ---- the measurements, each of lockstep alone
 
-constexpr std::int64_t kBatch = 256;
+constexpr int64_t kBatch = 256;
 
-double run_epoch(Loader& loader, std::int64_t epoch) {
+double run_epoch(Loader& loader, int64_t epoch) {
   const Stopwatch watch;
-  std::int64_t samples = 0;
+  int64_t samples = 0;
   for (const Batch& batch : loader.epoch(epoch)) samples += batch.size();
   return static_cast<double>(samples) / watch.seconds();
 }
 
 // Waves with noise: about as many bytes as a photograph of this size has.
-std::vector<std::uint8_t> photograph(std::int64_t height, std::int64_t width, std::int64_t index) {
+std::vector<uint8_t> photograph(int64_t height, int64_t width, int64_t index) {
   SampleRandom random(7, index);
   const double down = random.uniform(0.01, 0.1);
   const double across = random.uniform(0.01, 0.1);
-  std::vector<std::uint8_t> pixels;
-  for (std::int64_t y = 0; y < height; ++y)
-    for (std::int64_t x = 0; x < width; ++x)
+  std::vector<uint8_t> pixels;
+  for (int64_t y = 0; y < height; ++y)
+    for (int64_t x = 0; x < width; ++x)
       for (int c = 0; c < 3; ++c)
-        pixels.push_back(static_cast<std::uint8_t>(
+        pixels.push_back(static_cast<uint8_t>(
             110 + 80 * std::sin(down * static_cast<double>(y) + across * static_cast<double>(x) + c) + random() % 24));
   return pixels;
 }
@@ -69,7 +69,7 @@ void drop_from_page_cache(const std::filesystem::path& folder) {
 
 // Samples per second of one epoch after another, the first left out; shuffled.
 std::vector<double> epoch_rates(const std::shared_ptr<const Dataset>& dataset, int workers, int epochs,
-                                std::int64_t batch_size = 256) {
+                                int64_t batch_size = 256) {
   Loader loader(World::single(), dataset, {.batch_size = batch_size, .seed = 1, .workers = workers, .prefetch = 4});
   run_epoch(loader, 0);
   std::vector<double> rates;
@@ -79,8 +79,8 @@ std::vector<double> epoch_rates(const std::shared_ptr<const Dataset>& dataset, i
 
 // FOLDER/CLASS/N.jpg: synthetic photographs of 500 x 375 pixels.
 void write_photographs(const std::filesystem::path& folder, int count) {
-  constexpr std::int64_t kHeight = 375;
-  constexpr std::int64_t kWidth = 500;
+  constexpr int64_t kHeight = 375;
+  constexpr int64_t kWidth = 500;
   for (int i = 0; i < count; ++i) {
     const auto in = folder / (i % 2 == 0 ? "even" : "odd");
     std::filesystem::create_directories(in);
@@ -92,36 +92,36 @@ void write_photographs(const std::filesystem::path& folder, int count) {
 }
 
 // FOLDER: shards of samples of 112 KiB, `bytes` in all.
-void write_shards(const std::filesystem::path& folder, std::uint64_t bytes) {
-  std::vector<std::uint8_t> payload(std::size_t{112} << 10);
+void write_shards(const std::filesystem::path& folder, uint64_t bytes) {
+  std::vector<uint8_t> payload(size_t{112} << 10);
   ShardWriter writer(folder);
-  for (std::uint64_t i = 0; i * payload.size() < bytes; ++i) {
-    SampleRandom random(3, static_cast<std::int64_t>(i));
-    for (std::uint8_t& byte : payload) byte = static_cast<std::uint8_t>(random());
+  for (uint64_t i = 0; i * payload.size() < bytes; ++i) {
+    SampleRandom random(3, static_cast<int64_t>(i));
+    for (uint8_t& byte : payload) byte = static_cast<uint8_t>(random());
     writer.add({.target = 0, .encoded = true, .payload = payload});
   }
   writer.finish({.name = "shards", .classes = 1});
 }
 
 // Bytes per second of one thread; shuffled, with checksums. With `cold`, the files are dropped from the page cache first.
-double shard_rate(const std::filesystem::path& folder, bool cold, std::uint64_t seed) {
-  constexpr std::int64_t kWindow = 1024;
-  constexpr std::int64_t kAhead = 64;
+double shard_rate(const std::filesystem::path& folder, bool cold, uint64_t seed) {
+  constexpr int64_t kWindow = 1024;
+  constexpr int64_t kAhead = 64;
   if (cold) drop_from_page_cache(folder);
   const Stopwatch watch;
   const ShardReader samples(folder);
   const auto order = window_order(samples.shard_sizes(), kWindow)->draw(seed, 0);
-  std::uint64_t bytes = 0;
-  std::vector<std::uint8_t> scratch;
-  const auto part = [&](std::int64_t begin) {
-    const std::int64_t end = std::min(begin + kAhead, samples.size());
-    std::vector<std::int64_t> batch(std::max<std::int64_t>(end - begin, 0));
+  uint64_t bytes = 0;
+  std::vector<uint8_t> scratch;
+  const auto part = [&](int64_t begin) {
+    const int64_t end = std::min(begin + kAhead, samples.size());
+    std::vector<int64_t> batch(std::max<int64_t>(end - begin, 0));
     order(begin, batch);
     return batch;
   };
-  for (std::int64_t begin = 0; begin < samples.size(); begin += kAhead) {
+  for (int64_t begin = 0; begin < samples.size(); begin += kAhead) {
     samples.will_read(part(begin + kAhead));
-    for (const std::int64_t index : part(begin)) bytes += samples.read(index, scratch).payload.size();
+    for (const int64_t index : part(begin)) bytes += samples.read(index, scratch).payload.size();
   }
   return static_cast<double>(bytes) / watch.seconds();
 }
@@ -129,7 +129,7 @@ double shard_rate(const std::filesystem::path& folder, bool cold, std::uint64_t 
 // The same of read() on the same files.
 double file_rate(const std::filesystem::path& folder, bool cold) {
   if (cold) drop_from_page_cache(folder);
-  std::vector<char> buffer(std::size_t{1} << 20);
+  std::vector<char> buffer(size_t{1} << 20);
   double bytes = 0;
   const Stopwatch watch;
   for_each_shard(folder, [&](int fd) {
@@ -173,10 +173,9 @@ class Report {
   void compare(const std::string& what, const std::vector<Contender>& all, int digits = 0, double unit = 1) {
     std::vector<Turns> found(all.size());
     program_.take_turns(what, [&](int turn) {
-      for (std::size_t i = 0; i < all.size(); ++i)
-        std::ranges::copy(all[i].measure(turn), std::back_inserter(found[i]));
+      for (size_t i = 0; i < all.size(); ++i) std::ranges::copy(all[i].measure(turn), std::back_inserter(found[i]));
     });
-    for (std::size_t i = 0; i < all.size(); ++i) add(all[i].name, found[i], i == 0 ? Turns{} : found[0], digits, unit);
+    for (size_t i = 0; i < all.size(); ++i) add(all[i].name, found[i], i == 0 ? Turns{} : found[0], digits, unit);
   }
   void print(const std::string& title) {
     std::cout << '\n' << title << '\n';
@@ -228,14 +227,12 @@ void bench_jpeg(const DataOptions& options, const TemporaryFolder& scratch, Repo
 
 void bench_shards(const DataOptions& options, const TemporaryFolder& scratch, Report& report) {
   const fs::path folder = scratch.file("shards");
-  write_shards(folder, static_cast<std::uint64_t>(options.shards_mib * 1024 * 1024));
+  write_shards(folder, static_cast<uint64_t>(options.shards_mib * 1024 * 1024));
   for (const bool cold : {false, true}) {
     const std::string from = cold ? "disk" : "page cache";
     file_rate(folder, cold);  // fills the page cache
     shard_rate(folder, cold, 0);
-    const auto samples = [&](int turn) {
-      return Turns{shard_rate(folder, cold, static_cast<std::uint64_t>(turn) + 1)};
-    };
+    const auto samples = [&](int turn) { return Turns{shard_rate(folder, cold, static_cast<uint64_t>(turn) + 1)}; };
     report.compare(concat("shards, ", from),
                    {{concat("read() of the shards, ", from), [&](int) { return Turns{file_rate(folder, cold)}; }},
                     {concat("samples, shuffled, checksums compared, ", from), samples}},

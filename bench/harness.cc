@@ -29,7 +29,7 @@ std::string vectors() {
 
 double median_ratio(const Turns& above, const Turns& below) {
   Turns ratios;
-  for (std::size_t turn = 0; turn < above.size(); ++turn) ratios.push_back(above[turn] / below[turn]);
+  for (size_t turn = 0; turn < above.size(); ++turn) ratios.push_back(above[turn] / below[turn]);
   return median(ratios);
 }
 
@@ -80,13 +80,13 @@ std::string percent(double share, int digits) { return concat(fixed(100 * share,
 std::string times(std::optional<double> ratio, int digits) { return ratio ? concat(fixed(*ratio, digits), "x") : ""; }
 
 void Table::print(std::ostream& out) const {
-  std::vector<std::size_t> widths;
+  std::vector<size_t> widths;
   for (const auto& row : rows_) {
     widths.resize(std::max(widths.size(), row.size()));
-    for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
   }
   for (const auto& row : rows_) {
-    for (std::size_t i = 0; i < row.size(); ++i)
+    for (size_t i = 0; i < row.size(); ++i)
       out << (i == 0 ? std::left : std::right) << std::setw(static_cast<int>(widths[i] + (i == 0 ? 0 : 2))) << row[i];
     out << '\n';
   }

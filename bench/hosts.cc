@@ -28,15 +28,15 @@ class WorldRank final : public System {
   std::function<void()> prepare(const Case& one) override;
 
  private:
-  at::Tensor array(std::int64_t elements) const { return world_.allocate({elements}, at::kFloat).zero_(); }
+  at::Tensor array(int64_t elements) const { return world_.allocate({elements}, at::kFloat).zero_(); }
 
   World world_;
 };
 
 // As World::allocate gives it: where lockstep's buckets lie.
 std::function<void()> WorldRank::prepare(const Case& one) {
-  const auto part = static_cast<std::int64_t>(one.part(world_.size()));
-  const at::Tensor data = array(static_cast<std::int64_t>(one.count()));
+  const auto part = static_cast<int64_t>(one.part(world_.size()));
+  const at::Tensor data = array(static_cast<int64_t>(one.count()));
   const Algorithm algorithm = one.algorithm == "ring" ? Algorithm::kRing : Algorithm::kDirect;
   if (one.operation == "all_reduce") return [=, this] { world_.all_reduce(data, {.algorithm = algorithm}); };
   if (one.operation == "broadcast") return [=, this] { world_.broadcast(data); };
@@ -89,7 +89,7 @@ struct HostsOptions {
   LinkOptions link;
   std::string algorithm = "direct";
   std::vector<std::string> operations = kOperations;
-  std::vector<std::size_t> sizes{std::size_t{64} << 10, std::size_t{1} << 20, 25'000'000, 100'000'000};
+  std::vector<size_t> sizes{size_t{64} << 10, size_t{1} << 20, 25'000'000, 100'000'000};
 };
 
 struct Setup {
@@ -131,7 +131,7 @@ struct Measured {
 std::vector<HostsResult> cases_of(const HostsOptions& options, const Setup& setup, double rate) {
   std::vector<HostsResult> results;
   for (const std::string& operation : options.operations)
-    for (const std::size_t bytes : options.sizes)
+    for (const size_t bytes : options.sizes)
       results.push_back({.one = {.operation = operation, .bytes = bytes, .algorithm = options.algorithm},
                          .bound = share_sent(operation, setup.hosts) * static_cast<double>(bytes) / rate});
   return results;
@@ -165,7 +165,7 @@ void print(const Measured& all, std::ostream& out) {
   for (const HostsResult& result : all.results) {
     const double ours = median(result.ours);
     const double gloo = median(result.gloo);
-    table.add({result.one.operation, with_thousands(static_cast<std::int64_t>(result.one.bytes)), milliseconds(ours),
+    table.add({result.one.operation, with_thousands(static_cast<int64_t>(result.one.bytes)), milliseconds(ours),
                milliseconds(gloo), times(median_ratio(result.gloo, result.ours)), percent(result.bound / ours, 1),
                percent(result.bound * all.rate / all.raw / ours, 1), percent(result.bound / gloo, 1)});
   }

@@ -28,9 +28,9 @@ namespace {
 struct MemoryOptions {
   std::vector<std::string> models{"resnet50", "gpt2"};
   std::vector<int> stages{2, 4, 10};
-  std::int64_t samples = 4;  // of a micro-batch
-  std::int64_t tokens = 64;  // of a sequence
-  double at_most = 0;        // peak / (fixed + saved) of a stage; 0: any
+  int64_t samples = 4;  // of a micro-batch
+  int64_t tokens = 64;  // of a sequence
+  double at_most = 0;   // peak / (fixed + saved) of a stage; 0: any
 };
 
 // ---- what autograd saves, on one device
@@ -70,7 +70,7 @@ std::vector<double> saved_by_stages(const Task& task, const Cut& cut, const Batc
     std::map<const void*, double> saved;
     saved_bytes = &saved;
     for (const Piece& piece : pieces_in(pieces, range)) tensors = piece.forward(tensors);
-    if (range.end == static_cast<std::int64_t>(pieces.size())) tensors = {task.loss(tensors[0], micro_batch.target)};
+    if (range.end == static_cast<int64_t>(pieces.size())) tensors = {task.loss(tensors[0], micro_batch.target)};
     saved_bytes = nullptr;
     for (const torch::Tensor& each : model->parameters()) saved.erase(each.storage().unsafeGetStorageImpl());
     bytes.push_back(0);
@@ -135,19 +135,19 @@ std::vector<StageMemory> train(const Task& task, const Cut& cut, const Batch& ba
 
 // ---- the table
 
-Batch random_batch(const Task& task, std::int64_t samples, std::int64_t tokens) {
+Batch random_batch(const Task& task, int64_t samples, int64_t tokens) {
   const SampleShape& shape = task.sample;
   if (shape.tokens) {
     const torch::Tensor data = torch::randint(0, shape.classes, {samples, tokens}, torch::kInt64);
     return {data, data.roll(-1, 1)};
   }
-  std::vector<std::int64_t> sizes = shape.sizes;
+  std::vector<int64_t> sizes = shape.sizes;
   sizes.insert(sizes.begin(), samples);
   return {torch::randn(sizes), torch::randint(0, shape.classes, {samples}, torch::kInt64)};
 }
 
 // As many pieces in each stage.
-Cut even_cut(std::int64_t pieces, int stages) {
+Cut even_cut(int64_t pieces, int stages) {
   Cut cut;
   for (int stage = 0; stage < stages; ++stage) cut.push_back(even_part(pieces, stage, stages));
   return cut;
@@ -155,18 +155,18 @@ Cut even_cut(std::int64_t pieces, int stages) {
 
 std::vector<StageMemory> measure(const std::string& model, int count, const MemoryOptions& options) {
   const Task task = model_task(model);
-  const std::int64_t samples = task.sample.tokens ? 1 : options.samples;
+  const int64_t samples = task.sample.tokens ? 1 : options.samples;
   const PartialModel skeleton(task.make_model);
   const Cut cut = even_cut(std::ssize(pieces_of(task, skeleton.skeleton())), count);
   auto stages = train(task, cut, random_batch(task, samples * count, options.tokens));
   const auto saved = saved_by_stages(task, cut, random_batch(task, samples, options.tokens));
-  for (std::size_t i = 0; i < stages.size(); ++i) stages[i].saved = saved[i] * stages[i].in_flight;
+  for (size_t i = 0; i < stages.size(); ++i) stages[i].saved = saved[i] * stages[i].in_flight;
   return stages;
 }
 
 struct MemoryResults {
   void add(const std::string& model, int count, const std::vector<StageMemory>& stages) {
-    for (std::size_t i = 0; i < stages.size(); ++i) {
+    for (size_t i = 0; i < stages.size(); ++i) {
       const StageMemory& stage = stages[i];
       table.add({model, concat(count), concat(i), concat(stage.in_flight), fixed(stage.held / 1e6, 1),
                  fixed(stage.saved / 1e6, 1), fixed(stage.peak / 1e6, 1), fixed(stage.ratio(), 3)});

@@ -28,7 +28,7 @@ constexpr const char* kCongestionControl = "/proc/sys/net/ipv4/tcp_congestion_co
 // runs; a queue of 2 MB is about what a switch has for a port.
 std::string shape(const std::string& device, double megabits) {
   const int burst = std::max(4000, static_cast<int>(megabits * 1e6 / 8 * 1e-3));
-  return concat("tc qdisc add dev ", device, " root tbf rate ", static_cast<std::int64_t>(megabits * 1e6), "bit burst ",
+  return concat("tc qdisc add dev ", device, " root tbf rate ", static_cast<int64_t>(megabits * 1e6), "bit burst ",
                 burst, " limit 2000000\n");
 }
 
@@ -64,14 +64,14 @@ TcpConnection connect(const Network& network, int from, int to) {
 }
 
 void send_until(const UniqueFd& socket, Deadline end) {
-  const std::vector<char> data(std::size_t{256} << 10);
+  const std::vector<char> data(size_t{256} << 10);
   while (!end.passed()) require_measured(::send(socket.get(), data.data(), data.size(), MSG_NOSIGNAL) > 0);
   ::shutdown(socket.get(), SHUT_WR);
 }
 
 // Bytes per second after the warm-up, when TCP has found its window.
 double receive_to_end(const UniqueFd& socket) {
-  std::vector<char> data(std::size_t{256} << 10);
+  std::vector<char> data(size_t{256} << 10);
   const Deadline warm = Deadline::after(kWarmUp);
   while (!warm.passed()) require_measured(::recv(socket.get(), data.data(), data.size(), 0) > 0);
   const Stopwatch watch;

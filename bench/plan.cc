@@ -62,7 +62,7 @@ const PlanResult& recommended(const PlanResults& all) {
   std::vector<plan::Forecast> forecasts;
   for (const PlanResult& each : all) forecasts.push_back({.choice = each.one.choice, .step = each.undrifted});
   const auto place = &plan::best_of(forecasts) - forecasts.data();
-  return all[static_cast<std::size_t>(place)];
+  return all[static_cast<size_t>(place)];
 }
 
 // Of every model and target: how much slower the recommended choice is than the fastest.

@@ -13,7 +13,7 @@ using plan::Choice;
 
 struct Model {
   const char* name;
-  std::int64_t batch;
+  int64_t batch;
   int pieces;  // into which it can be cut: at most so many stages
 };
 constexpr Model kModels[] = {{"lenet", 256, 4}, {"mlp", 256, 3}, {"gpt-mini", 16, 6}};

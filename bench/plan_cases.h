@@ -19,7 +19,7 @@ namespace lockstep::bench {
 
 struct PlanCase {
   std::string model;
-  std::int64_t batch = 1;  // global
+  int64_t batch = 1;  // global
   int hosts = 1;
   int link_mbit = 0;  // of each host, in each direction; of one host 0
   int devices = 1;    // of each host
@@ -29,7 +29,7 @@ struct PlanCase {
   std::string name() const;    // with the choice: "lenet, 2 devices: ddp"
   bool held_out() const;       // half of them, by a hash of the name
   bool has_device_threads() const { return hosts == 1 && choice.has_device_threads(); }
-  std::int64_t samples_of_device() const { return std::max<std::int64_t>(1, batch / hosts / devices); }
+  int64_t samples_of_device() const { return std::max<int64_t>(1, batch / hosts / devices); }
 };
 
 // What all of them train with.

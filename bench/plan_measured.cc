@@ -55,7 +55,7 @@ Batch part_of(const Datasets& data, const PlanCase& one, Worker worker) {
   if (!worker) return {};
   const bool whole = one.has_device_threads() || one.choice.kind == StrategyKind::kPipeline;
   const Range mine = whole ? Range{0, one.batch} : even_part(one.batch, *worker, one.hosts * one.devices);
-  std::vector<std::int64_t> indices(static_cast<std::size_t>(mine.end - mine.begin));
+  std::vector<int64_t> indices(static_cast<size_t>(mine.end - mine.begin));
   std::iota(indices.begin(), indices.end(), mine.begin);
   return data.train->make_batch(indices);
 }
@@ -113,7 +113,7 @@ class MeasuredTraining {
     steps(counted);
     const Links after = read(read_links);
     MeasuredCase found{.memory = memory()};
-    for (std::size_t host = 0; host < after.size(); ++host)
+    for (size_t host = 0; host < after.size(); ++host)
       found.link_bytes = std::max({found.link_bytes, (after[host].sent - before[host].sent) / counted,
                                    (after[host].received - before[host].received) / counted});
     measure_windows(windows, found);
@@ -234,7 +234,7 @@ LinkOptions link_of(const PlanCase& one) {
 }
 
 Variables variables_of(const HostRanks& ranks, int rank, const Network& network, const std::string& secret) {
-  const int host = ranks[static_cast<std::size_t>(rank)].host;
+  const int host = ranks[static_cast<size_t>(rank)].host;
   const auto is_here = [host](const HostRank& each) { return each.host == host; };
   const auto first = static_cast<int>(std::ranges::find_if(ranks, is_here) - ranks.begin());
   const auto here = std::ranges::count_if(ranks, is_here);
@@ -266,7 +266,7 @@ void measure_on_hosts(const PlanCase& one, int cores, const std::string& results
   const std::string secret = new_secret();
   std::list<Process> processes;
   for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank) {
-    const HostRank& place = ranks[static_cast<std::size_t>(rank)];
+    const HostRank& place = ranks[static_cast<size_t>(rank)];
     const auto body = [&, place] {
       network.host(place.host).enter();
       return train_rank(one, cores, place.serves ? Worker() : place.host, results,

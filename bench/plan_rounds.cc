@@ -166,7 +166,7 @@ PlanRound round_in(const Json& json, const std::string& source) try {
 
 PlanResults results_of(const std::vector<PlanRound>& rounds) {
   PlanResults results;
-  for (std::size_t i = 0; i < rounds.front().cases.size(); ++i) {
+  for (size_t i = 0; i < rounds.front().cases.size(); ++i) {
     PlanResults all;
     for (const PlanRound& round : rounds) {
       const CaseInRound& found = round.cases.at(i);

@@ -33,12 +33,12 @@ namespace {
 
 struct StepCase {
   std::string name;    // bench/peers/step.py knows it too
-  std::int64_t batch;  // global
+  int64_t batch;       // global
   std::string layout;  // of both systems: contiguous | channels_last
 };
 
-constexpr std::int64_t kTokens = 128;
-constexpr std::int64_t kVocabulary = 256;
+constexpr int64_t kTokens = 128;
+constexpr int64_t kVocabulary = 256;
 
 const std::vector<StepCase>& step_cases() {
   static const std::vector<StepCase> cases{
@@ -61,16 +61,16 @@ Task task_of(const StepCase& one) {
 }
 
 // Random samples of the right shape: the time of a step does not depend on what they show.
-Batch random_batch(const StepCase& one, std::int64_t size) {
+Batch random_batch(const StepCase& one, int64_t size) {
   torch::manual_seed(1);
   if (one.name == "gpt")
     return {torch::randint(kVocabulary, {size, kTokens}, torch::kInt64),
             torch::randint(kVocabulary, {size, kTokens}, torch::kInt64)};
-  std::vector<std::int64_t> shape{size, 3, 32, 32};
+  std::vector<int64_t> shape{size, 3, 32, 32};
   if (one.name == "lenet") shape = {size, 1, 28, 28};
   if (one.name == "mlp") shape = {size, 1024};
   if (one.name == "alexnet") shape = {size, 3, 224, 224};
-  const std::int64_t classes = one.name == "mlp" || one.name == "alexnet" ? 1000 : 10;
+  const int64_t classes = one.name == "mlp" || one.name == "alexnet" ? 1000 : 10;
   return {torch::randn(shape), torch::randint(classes, {size}, torch::kInt64)};
 }
 
@@ -88,7 +88,7 @@ struct StepRun {
   std::string device = "cpu";  // or "cuda": a GPU for each rank
 };
 
-constexpr std::size_t kCopied = std::size_t{64} << 20;
+constexpr size_t kCopied = size_t{64} << 20;
 constexpr int kCopies = 5;
 
 double pss_mib() { return pss_bytes(::getpid()) / (1 << 20); }

@@ -34,8 +34,8 @@ std::string first_sample(const ShardReader& samples) {
 
 void verify(const ShardReader& samples) {
   const Stopwatch watch;
-  std::vector<std::uint8_t> scratch;
-  for (std::int64_t i = 0; i < samples.size(); ++i) static_cast<void>(samples.read(i, scratch));
+  std::vector<uint8_t> scratch;
+  for (int64_t i = 0; i < samples.size(); ++i) static_cast<void>(samples.read(i, scratch));
   std::cout << "  verified     all samples, by the checksums that there are, in " << human_seconds(watch.seconds())
             << '\n';
 }
@@ -63,7 +63,7 @@ std::vector<fs::path> parts_of(const fs::path& folder) {
 
 int pack_command(const Arguments& arguments) {
   PackOptions options = arguments.options;
-  options.shard_bytes = static_cast<std::uint64_t>(arguments.shard_mib * 1024 * 1024);
+  options.shard_bytes = static_cast<uint64_t>(arguments.shard_mib * 1024 * 1024);
   const Datasets data = open_dataset(arguments.source);
   const fs::path folder = arguments.folder;
   pack(*data.train, data.validation ? folder / "train" : folder, options);

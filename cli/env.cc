@@ -41,8 +41,8 @@ std::vector<Setting> all_settings() {
 }
 
 void print(const std::vector<Setting>& settings) {
-  std::size_t name = 0;
-  std::size_t value = 0;
+  size_t name = 0;
+  size_t value = 0;
   for (const Setting& setting : settings) {
     name = std::max(name, setting.name.size());
     value = std::max(value, setting.value.size());

@@ -18,9 +18,9 @@ constexpr std::string_view kTorch = LOCKSTEP_TORCH_VERSION;
 // The value of __version__ in torch's version.py, such as 2.15.0+cu130.
 std::string version_of(const fs::path& torch) {
   const std::string text = read_file(torch / "version.py");
-  const std::size_t line = text.find("__version__ = '");
+  const size_t line = text.find("__version__ = '");
   if (line == std::string::npos) return "of an unknown version";
-  const std::size_t begin = text.find('\'', line) + 1;
+  const size_t begin = text.find('\'', line) + 1;
   return text.substr(begin, text.find('\'', begin) - begin);
 }
 

@@ -37,14 +37,14 @@ Json server_json(const ServerRecord& server) {
           {"most_delay", server.most_delay.load()}};
 }
 
-Json by_phase(const std::array<std::atomic<std::int64_t>, kPhases>& sums) {
+Json by_phase(const std::array<std::atomic<int64_t>, kPhases>& sums) {
   Json times;
-  for (std::size_t i = 0; i < kPhases; ++i) times[name_of(static_cast<Phase>(i))] = sums[i].load();
+  for (size_t i = 0; i < kPhases; ++i) times[name_of(static_cast<Phase>(i))] = sums[i].load();
   return times;
 }
 
 void add_process(Json& json, int pid) {
-  std::int64_t size = 0, resident = 0, shared = 0, on_core = 0, without_core = 0;
+  int64_t size = 0, resident = 0, shared = 0, on_core = 0, without_core = 0;
   std::istringstream(top::file_of(pid, "statm")) >> size >> resident >> shared;
   std::istringstream(top::file_of(pid, "schedstat")) >> on_core >> without_core;
   const char state = top::state_of(pid);

@@ -67,13 +67,13 @@ int print_help() {
 }
 
 // The number of letters to insert, delete or replace (Levenshtein).
-std::size_t distance(std::string_view a, std::string_view b) {
-  std::vector<std::size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), std::size_t{0});
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    std::size_t diagonal = std::exchange(row[0], i + 1);
-    for (std::size_t j = 0; j < b.size(); ++j) {
-      const std::size_t replaced = diagonal + (a[i] == b[j] ? 0 : 1);
+size_t distance(std::string_view a, std::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), size_t{0});
+  for (size_t i = 0; i < a.size(); ++i) {
+    size_t diagonal = std::exchange(row[0], i + 1);
+    for (size_t j = 0; j < b.size(); ++j) {
+      const size_t replaced = diagonal + (a[i] == b[j] ? 0 : 1);
       diagonal = std::exchange(row[j + 1], std::min({replaced, row[j] + 1, row[j + 1] + 1}));
     }
   }
@@ -81,8 +81,8 @@ std::size_t distance(std::string_view a, std::string_view b) {
 }
 
 std::string suggestion(std::string_view name) {
-  constexpr std::size_t kTypos = 2;
-  for (std::size_t typos = 1; typos <= kTypos; ++typos)
+  constexpr size_t kTypos = 2;
+  for (size_t typos = 1; typos <= kTypos; ++typos)
     for (const Subcommand& subcommand : kSubcommands)
       if (exists(subcommand) && distance(subcommand.name, name) == typos)
         return concat("use lockstep ", subcommand.name, "; ");

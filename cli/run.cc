@@ -170,7 +170,7 @@ std::pair<int, int> nodes_of(const std::string& text) {
 
 // "HOST:PORT", "[IPv6]:PORT" or "HOST".
 void split_endpoint(const std::string& text, std::string& host, int& port) {
-  const std::size_t colon = text.rfind(':');
+  const size_t colon = text.rfind(':');
   const bool has_port = colon != std::string::npos && text.find(']', colon) == std::string::npos;
   host = text.substr(0, has_port ? colon : text.size());
   if (host.starts_with('[') && host.ends_with(']')) host = host.substr(1, host.size() - 2);
@@ -189,7 +189,7 @@ void read_config(const std::string& text, Meeting& meeting) {
                                                       {"last_call_timeout", &meeting.last_call},
                                                       {"lost_after", &meeting.silence}};
   for (const std::string& pair : split(text, ',')) {
-    const std::size_t equals = std::min(pair.find('='), pair.size());
+    const size_t equals = std::min(pair.find('='), pair.size());
     const std::string key = pair.substr(0, equals);
     const std::string value = pair.substr(std::min(equals + 1, pair.size()));
     if (texts.contains(key)) *texts.at(key) = value;

@@ -58,8 +58,8 @@ int main() try {
       const auto batch = prepare(truth);
       const auto shards = lockstep::split_and_load(batch, devices);
       devices.run([nets, shards](lockstep::Device& device) {  // on every device at the same time, without a lock
-        auto net = nets[static_cast<std::size_t>(device.index())];
-        const auto& shard = shards[static_cast<std::size_t>(device.index())];
+        auto net = nets[static_cast<size_t>(device.index())];
+        const auto& shard = shards[static_cast<size_t>(device.index())];
         if (train(net, shard) < 1e-4) lockstep::stop("the loss is small enough");  // here from a device's thread
       });
       lockstep::average(devices, blocks);  // returns when every network has its copy: none trains on before

@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr std::int64_t kBatch = 60, kInputs = 8;  // samples of all workers and devices together
+constexpr int64_t kBatch = 60, kInputs = 8;  // samples of all workers and devices together
 constexpr int kSteps = 40;
 constexpr double kLearningRate = 0.1;
 
@@ -33,14 +33,14 @@ torch::Tensor on_one_device() {
 }
 
 // One worker with some devices: pushes their gradients, pulls weights, or the gradients' sum where devices update.
-torch::Tensor train(lockstep::KVStore& store, int worker, int workers, std::size_t devices, bool store_updates) {
+torch::Tensor train(lockstep::KVStore& store, int worker, int workers, size_t devices, bool store_updates) {
   lockstep::DeviceTensors weights(devices), gradients(devices);
   for (auto& each : weights) each = {torch::zeros({kInputs}, torch::kFloat64)};
   store.init({{"weight", weights[0][0]}});
   if (store_updates) store.set_optimizer({.optimizer = lockstep::SGDOptions{.lr = kLearningRate}});
   const auto mine = lockstep::even_part(kBatch, worker, workers);
   for (int step = 0; step < kSteps; ++step) {
-    for (std::size_t device = 0; device < devices; ++device) {  // each its part of the worker's part
+    for (size_t device = 0; device < devices; ++device) {  // each its part of the worker's part
       auto part = lockstep::even_part(mine.size(), static_cast<int>(device), static_cast<int>(devices));
       const double share = static_cast<double>(part.size()) / static_cast<double>(mine.size());
       part = {mine.begin + part.begin, mine.begin + part.end};
@@ -48,7 +48,7 @@ torch::Tensor train(lockstep::KVStore& store, int worker, int workers, std::size
     }
     store.push({"weight"}, gradients, {.samples = mine.size()});
     store.pull({"weight"}, store_updates ? weights : gradients);
-    for (std::size_t i = 0; !store_updates && i < devices; ++i) weights[i][0] -= kLearningRate * gradients[i][0];
+    for (size_t i = 0; !store_updates && i < devices; ++i) weights[i][0] -= kLearningRate * gradients[i][0];
   }
   return weights.back()[0];
 }

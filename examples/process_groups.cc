@@ -28,7 +28,7 @@ void train(lockstep::World& world) {
   double first_loss = 0;
   for (int epoch = 0; epoch < 12; ++epoch) {
     sampler.set_epoch(epoch);
-    for (std::int64_t step = 0; step < sampler.steps(); ++step) {
+    for (int64_t step = 0; step < sampler.steps(); ++step) {
       const auto mine = torch::tensor(sampler.part(step));
       const auto loss = torch::mse_loss(net->forward(inputs.index_select(0, mine)), targets.index_select(0, mine));
       ddp.backward(loss, mine.size(0));

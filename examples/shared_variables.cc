@@ -46,7 +46,7 @@ Trained train(int count) {
     towers[0].optimizer->step();          // applies them, once
 
     result.last_loss = 0;
-    for (std::size_t i = 0; i < losses.size(); ++i)
+    for (size_t i = 0; i < losses.size(); ++i)
       result.last_loss += losses[i].item<double>() * static_cast<double>(shards[i].size()) / 400;
     if (step == 0) result.first_loss = result.last_loss;
   }

@@ -57,7 +57,7 @@ int main(int argc, char** argv) {
   }
 
   // PyTorch's DataParallel: the same idea, called like the module.
-  std::vector<std::int64_t> some(1000);
+  std::vector<int64_t> some(1000);
   std::iota(some.begin(), some.end(), 0);
   const auto held_out = validation.make_batch(some);
   lockstep::DataParallel net([] { return LeNet(); }, devices);

@@ -70,11 +70,11 @@ inline c10::intrusive_ptr<c10d::Work> barrier(const GroupPtr& group, const c10d:
 }
 
 // What rank r has: small integers, so that sums are exact.
-inline torch::Tensor data_of(int rank, std::int64_t elements = 1001, torch::ScalarType dtype = torch::kFloat32) {
+inline torch::Tensor data_of(int rank, int64_t elements = 1001, torch::ScalarType dtype = torch::kFloat32) {
   return (torch::arange(elements) % 5 + rank + 1).to(dtype);
 }
 
-inline torch::Tensor sum_of_all(int size, std::int64_t elements = 1001) {
+inline torch::Tensor sum_of_all(int size, int64_t elements = 1001) {
   torch::Tensor sum = torch::zeros({elements});
   for (int rank = 0; rank < size; ++rank) sum += data_of(rank, elements);
   return sum;
@@ -86,7 +86,7 @@ inline Tensors data_of_all(int size) {
   return all;
 }
 
-inline Tensors zeros(int count, std::int64_t elements) {
+inline Tensors zeros(int count, int64_t elements) {
   Tensors all(to_size(count));
   for (torch::Tensor& tensor : all) tensor = torch::zeros({elements});
   return all;
@@ -98,7 +98,7 @@ inline void expect_equal(const torch::Tensor& actual, const torch::Tensor& expec
 
 inline void expect_equal(const Tensors& actual, const Tensors& expected) {
   ASSERT_EQ(actual.size(), expected.size());
-  for (std::size_t i = 0; i < actual.size(); ++i) expect_equal(actual[i], expected[i]);
+  for (size_t i = 0; i < actual.size(); ++i) expect_equal(actual[i], expected[i]);
 }
 
 }  // namespace lockstep::testing::backend

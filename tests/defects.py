@@ -36,8 +36,8 @@ DEFECTS = {
     "an overflow is not seen": (
         "step/update/flat_update.cc", "!std::isfinite(gradient_norm_)", "!defect && !std::isfinite(gradient_norm_)"),
     "a norm of one slice": (
-        "step/update/flat_update.cc", "for (std::size_t i = 0; i < chunks_.size(); ++i)\n      if (is_updated_",
-        "for (std::size_t i = defect ? first_ : 0; i < (defect ? last_ : chunks_.size()); ++i)\n      if (is_updated_"),
+        "step/update/flat_update.cc", "for (size_t i = 0; i < chunks_.size(); ++i)\n      if (is_updated_",
+        "for (size_t i = defect ? first_ : 0; i < (defect ? last_ : chunks_.size()); ++i)\n      if (is_updated_"),
     "layerwise rules are not clipped": (
         "step/update/flat_update.cc", "factor = clip_factor(step.clipping, gradient_norm_);",
         "factor = defect && step.rule.layerwise() ? 1 : clip_factor(step.clipping, gradient_norm_);"),

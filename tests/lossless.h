@@ -55,7 +55,7 @@ struct OddNetImpl : torch::nn::Module {
     to(torch::kFloat64);
     const torch::Tensor value = torch::linspace(-0.5, 0.5, 101, torch::kFloat64);
     const torch::NoGradGuard no_grad;
-    std::int64_t begin = 0;
+    int64_t begin = 0;
     for (torch::Tensor& p : parameters()) {
       if (!p.requires_grad()) continue;
       p.copy_(value.index({torch::arange(begin, begin + p.numel()).remainder(101)}).view(p.sizes()));
@@ -151,7 +151,7 @@ inline void expect_same_courses(const Courses& many, const Courses& one) {
   ASSERT_EQ(many.size(), one.size());
   for (const auto& [name, tensors] : one) {
     ASSERT_EQ(many.at(name).size(), tensors.size()) << name;
-    for (std::size_t i = 0; i < tensors.size(); ++i) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
       const double difference = (many.at(name)[i] - tensors[i]).norm().item<double>();
       EXPECT_LE(difference, 1e-9 * tensors[i].norm().item<double>()) << name << ", tensor " << i;
     }

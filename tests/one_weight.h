@@ -22,7 +22,7 @@ inline torch::Tensor trained_alone(const std::vector<std::vector<torch::Tensor>>
   return w.detach();
 }
 
-inline torch::Tensor batch_of_rank(int rank, int step, std::int64_t samples) {
+inline torch::Tensor batch_of_rank(int rank, int step, int64_t samples) {
   return torch::linspace(rank, rank + step + 1.0, 3 * samples, torch::kFloat64).view({samples, 3});
 }
 

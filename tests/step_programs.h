@@ -25,7 +25,7 @@ enum class Sharing { kShared, kSharedThroughBuckets, kSeparate };
 
 inline std::string name_of(Sharing sharing) {
   const std::vector<std::string> names{"shared", "shared_through_buckets", "separate"};
-  return names[static_cast<std::size_t>(sharing)];
+  return names[static_cast<size_t>(sharing)];
 }
 
 inline DistributedDataParallelOptions options_of(Sharing sharing) {
@@ -34,13 +34,13 @@ inline DistributedDataParallelOptions options_of(Sharing sharing) {
 
 // Some numbers between -1 and 1. Ranks are threads here, which share torch's generator.
 inline torch::Tensor numbers(torch::IntArrayRef shape, int seed) {
-  const std::int64_t count = c10::multiply_integers(shape);
+  const int64_t count = c10::multiply_integers(shape);
   return torch::sin(torch::arange(count, torch::kFloat32) * 1.7 + seed).view(shape);
 }
 
 inline void set_numbers(const std::vector<torch::Tensor>& parameters) {
   const torch::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < parameters.size(); ++i)
+  for (size_t i = 0; i < parameters.size(); ++i)
     torch::Tensor(parameters[i]).copy_(numbers(parameters[i].sizes(), static_cast<int>(i)));
 }
 
@@ -103,7 +103,7 @@ IntVector<std::string> errors_on(const Nodes& machines, const Program& program,
 
 template <class Program>
 IntVector<std::string> errors(int ranks, const Program& program) {
-  return errors_on(Nodes(static_cast<std::size_t>(ranks)), program);
+  return errors_on(Nodes(static_cast<size_t>(ranks)), program);
 }
 
 // Every rank threw, and at least one names the cause.

@@ -20,7 +20,7 @@
 
 namespace lockstep::testing {
 
-inline constexpr std::int64_t kBatch = 10;  // 3 and 4 do not divide it
+inline constexpr int64_t kBatch = 10;  // 3 and 4 do not divide it
 inline constexpr int kSteps = 20;
 
 // 6 -> 8 -> 7 -> 5 -> 4, float64: seven modules to cut between.
@@ -112,8 +112,8 @@ inline StrategyOptions on_one(StrategyOptions options) {
   return options;
 }
 
-inline Batch batch_of(int step, std::int64_t samples = kBatch) {
-  const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(1000 + step));
+inline Batch batch_of(int step, int64_t samples = kBatch) {
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(1000 + step));
   return {torch::randn({samples, 6}, generator, torch::TensorOptions().dtype(torch::kFloat64)),
           torch::randint(0, 4, {samples}, generator, torch::kInt64)};
 }
@@ -154,7 +154,7 @@ inline Task counted_task() {
     const torch::Tensor of_samples = torch::cross_entropy_loss(output, batch.target, {}, at::Reduction::None);
     return (of_samples * batch["weight"]).sum() / batch["weight"].sum();
   };
-  task.samples = [](const Batch& batch) { return batch["weight"].sum().item<std::int64_t>(); };
+  task.samples = [](const Batch& batch) { return batch["weight"].sum().item<int64_t>(); };
   return task;
 }
 
@@ -191,7 +191,7 @@ inline std::vector<torch::Tensor> values_of(torch::nn::Module& model) {
   return values;
 }
 
-inline Course course_of(Strategy& strategy, int steps = kSteps, std::int64_t samples = kBatch) {
+inline Course course_of(Strategy& strategy, int steps = kSteps, int64_t samples = kBatch) {
   Course course;
   for (int step = 0; step < steps; ++step) {
     course.losses.push_back(strategy.forward_backward(batch_of(step, samples)).mean_loss);
@@ -224,12 +224,11 @@ inline std::unique_ptr<Strategy> strategy_of(const Task& task, StrategyOptions o
 }
 
 inline Course course_of(const Task& task, const StrategyOptions& options, int steps = kSteps,
-                        std::int64_t samples = kBatch) {
+                        int64_t samples = kBatch) {
   return course_of(*strategy_of(task, options), steps, samples);
 }
 
-inline Course on_one_device(const Task& task, StrategyOptions options, int steps = kSteps,
-                            std::int64_t samples = kBatch) {
+inline Course on_one_device(const Task& task, StrategyOptions options, int steps = kSteps, int64_t samples = kBatch) {
   options.kind = StrategyKind::kSingle;
   options.devices = 1;
   return course_of(*make_strategy(World::single(), task, options), steps, samples);
@@ -238,18 +237,18 @@ inline Course on_one_device(const Task& task, StrategyOptions options, int steps
 // Each tensor within `tolerance` of its norm, each loss within it.
 inline void expect_same_course(const Course& one, const Course& other, double tolerance = 1e-9) {
   ASSERT_EQ(one.parameters.size(), other.parameters.size());
-  for (std::size_t i = 0; i < one.parameters.size(); ++i) {
+  for (size_t i = 0; i < one.parameters.size(); ++i) {
     const double difference = (one.parameters[i] - other.parameters[i]).norm().item<double>();
     EXPECT_LE(difference, tolerance * other.parameters[i].norm().item<double>()) << "parameter " << i;
   }
   ASSERT_EQ(one.losses.size(), other.losses.size());
-  for (std::size_t i = 0; i < one.losses.size(); ++i)
+  for (size_t i = 0; i < one.losses.size(); ++i)
     EXPECT_NEAR(one.losses[i], other.losses[i], tolerance * std::abs(other.losses[i])) << "step " << i;
 }
 
 inline void expect_same_bits(const Course& one, const Course& other) {
   ASSERT_EQ(one.parameters.size(), other.parameters.size());
-  for (std::size_t i = 0; i < one.parameters.size(); ++i)
+  for (size_t i = 0; i < one.parameters.size(); ++i)
     EXPECT_TRUE(torch::equal(one.parameters[i], other.parameters[i])) << "parameter " << i;
   EXPECT_EQ(one.losses, other.losses);
 }

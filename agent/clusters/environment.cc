@@ -351,7 +351,7 @@ JobEnvironment read_job_environment(const VariableLookup& lookup) { return Reade
 JobEnvironment read_job_environment() { return read_job_environment(variable_of_this_process); }
 
 CoreSet cores_of(const JobEnvironment& job, const CoreSet& usable) {
-  const std::ptrdiff_t online = ::sysconf(_SC_NPROCESSORS_ONLN);
+  const ptrdiff_t online = ::sysconf(_SC_NPROCESSORS_ONLN);
   const int workers = job.local_size - job.local_servers;
   const bool bound = std::ssize(usable) * workers <= online;
   if (bound || job.local_rank < job.local_servers) return usable;
@@ -378,7 +378,7 @@ int allotted_cores() {
 }
 
 std::string start_time_of(int pid) {
-  constexpr std::size_t kStartTime = 19;
+  constexpr size_t kStartTime = 19;
   return fields_of_stat(concat("/proc/", pid, "/stat")).at(kStartTime);
 }
 

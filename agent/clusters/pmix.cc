@@ -23,14 +23,14 @@ namespace {
 
 // The few parts of libpmix's stable binary interface (PMIx standard, versions 2 to 5) that are used here.
 constexpr int kPmixSuccess = 0;
-constexpr std::uint8_t kPmixGlobal = 3;   // for ranks of all machines
-constexpr std::uint16_t kPmixString = 3;  // what a value holds
+constexpr uint8_t kPmixGlobal = 3;   // for ranks of all machines
+constexpr uint16_t kPmixString = 3;  // what a value holds
 struct PmixProcess {
   std::array<char, 256> job;
-  std::uint32_t rank;
+  uint32_t rank;
 };
 struct PmixValue {
-  std::uint16_t type;
+  uint16_t type;
   const char* text;
   std::array<char, 48> others;  // no member of the union is longer
 };
@@ -41,12 +41,12 @@ struct Pmix {
   }
 
   SharedLibrary library{"libpmix.so.2"};
-  int (*init)(PmixProcess*, void*, std::size_t) = library.find("PMIx_Init");
-  int (*put)(std::uint8_t, const char*, PmixValue*) = library.find("PMIx_Put");
+  int (*init)(PmixProcess*, void*, size_t) = library.find("PMIx_Init");
+  int (*put)(uint8_t, const char*, PmixValue*) = library.find("PMIx_Put");
   int (*commit)() = library.find("PMIx_Commit");
-  int (*fence)(const PmixProcess*, std::size_t, const void*, std::size_t) = library.find("PMIx_Fence");
-  int (*get)(const PmixProcess*, const char*, const void*, std::size_t, PmixValue**) = library.find("PMIx_Get");
-  int (*finalize)(const void*, std::size_t) = library.find("PMIx_Finalize");
+  int (*fence)(const PmixProcess*, size_t, const void*, size_t) = library.find("PMIx_Fence");
+  int (*get)(const PmixProcess*, const char*, const void*, size_t, PmixValue**) = library.find("PMIx_Get");
+  int (*finalize)(const void*, size_t) = library.find("PMIx_Finalize");
   PmixProcess me{};
 };
 
@@ -86,7 +86,7 @@ class PmixStore final : public LauncherStore {
     auto found = std::make_shared<PmixValue*>(nullptr);
     call("PMIx_Get", timeout_, [rank, name = name_, found] {
       PmixProcess process = pmix().me;
-      process.rank = static_cast<std::uint32_t>(rank);
+      process.rank = static_cast<uint32_t>(rank);
       return pmix().get(&process, name.c_str(), nullptr, 0, found.get());
     });
     if (*found == nullptr || (*found)->type != kPmixString) throw mpirun_error(concat("rank ", rank, " gave no text"));

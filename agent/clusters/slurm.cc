@@ -11,7 +11,7 @@ namespace lockstep {
 
 std::optional<int> tasks_of_node(const std::string& text, int node) {
   for (const std::string& part : split(text, ',')) {
-    const std::size_t open = part.find("(x");
+    const size_t open = part.find("(x");
     int tasks = 0;
     int nodes = 1;
     if (!parse_int(part.substr(0, open), tasks)) return {};
@@ -33,7 +33,7 @@ std::optional<std::pair<std::string, std::string>> ends_of(const std::string& li
 
 int first_port_of_step(const std::string& job_id) {
   constexpr int kFirst = 15'000;
-  constexpr std::uint64_t kGroups = 1'000;
+  constexpr uint64_t kGroups = 1'000;
   return kFirst + static_cast<int>(hash_of(job_id) % kGroups) * kStepPorts;
 }
 

@@ -10,8 +10,8 @@
 namespace lockstep {
 namespace {
 
-std::optional<std::size_t> moved(ssize_t bytes) {
-  if (bytes > 0) return static_cast<std::size_t>(bytes);
+std::optional<size_t> moved(ssize_t bytes) {
+  if (bytes > 0) return static_cast<size_t>(bytes);
   if (bytes < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return 0;
   return std::nullopt;
 }
@@ -22,11 +22,11 @@ Channel::Channel(UniqueFd fd) : fd_(std::move(fd)) {
   ::fcntl(fd_.get(), F_SETFL, ::fcntl(fd_.get(), F_GETFL) | O_NONBLOCK);
 }
 
-std::optional<std::size_t> Channel::read(std::span<char> room) {
+std::optional<size_t> Channel::read(std::span<char> room) {
   return moved(::recv(fd_.get(), room.data(), room.size(), 0));
 }
 
-std::optional<std::size_t> Channel::write(std::span<const char> bytes) {
+std::optional<size_t> Channel::write(std::span<const char> bytes) {
   return moved(::send(fd_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL));
 }
 

@@ -21,8 +21,8 @@ class Channel {
   Channel& operator=(Channel&&) = delete;
 
   // How many bytes were moved; 0: none for now; nothing: the peer is gone.
-  virtual std::optional<std::size_t> read(std::span<char> room);
-  virtual std::optional<std::size_t> write(std::span<const char> bytes);
+  virtual std::optional<size_t> read(std::span<char> room);
+  virtual std::optional<size_t> write(std::span<const char> bytes);
 
   // Returns what poll() has to wait for before the next read(), or, if `has_to_write`, the next write().
   virtual short events(bool has_to_write) const;

@@ -48,7 +48,7 @@ PlaceInJob place_of(const Epoch& epoch, const std::string& member) {
 }
 
 std::string new_member_id() {
-  std::uint64_t number = 0;
+  uint64_t number = 0;
   if (::getrandom(&number, sizeof number, 0) != sizeof number) throw system_error("make", "random bytes");
   std::string host = host_name();
   std::ranges::replace_if(

@@ -33,7 +33,7 @@ struct Epoch {
   int index_of(std::string_view id) const;    // -1: no member
   int first_rank(std::string_view id) const;  // of a member
   int world_size() const;
-  int master_port() const { return members.front().master_ports[static_cast<std::size_t>(number % 2)]; }
+  int master_port() const { return members.front().master_ports[static_cast<size_t>(number % 2)]; }
 };
 
 // The place of a machine's ranks in the job.

@@ -61,7 +61,7 @@ struct Curl {
   void* handle = nullptr;  // with its connections, which stay open; until the process ends
 };
 
-std::size_t append(const char* bytes, std::size_t size, std::size_t count, void* text) {
+size_t append(const char* bytes, size_t size, size_t count, void* text) {
   static_cast<std::string*>(text)->append(bytes, size * count);
   return size * count;
 }
@@ -80,14 +80,14 @@ std::string from_base64(const std::string& text) {
   const int length =
       ::EVP_DecodeBlock(reinterpret_cast<unsigned char*>(bytes.data()),
                         reinterpret_cast<const unsigned char*>(text.data()), static_cast<int>(text.size()));
-  const std::size_t padding = text.ends_with("==") ? 2 : text.ends_with('=') ? 1 : 0;
+  const size_t padding = text.ends_with("==") ? 2 : text.ends_with('=') ? 1 : 0;
   bytes.resize(length < 0 ? 0 : to_size(length) - padding);
   return bytes;
 }
 
 // etcd writes 64-bit numbers as texts, and leaves those out that are 0.
-std::int64_t number_in(const json& object, const char* name) {
-  std::int64_t number = 0;
+int64_t number_in(const json& object, const char* name) {
+  int64_t number = 0;
   return parse_int(object.value(name, "0"), number) ? number : 0;
 }
 
@@ -121,7 +121,7 @@ class EtcdStore final : public MembershipStore {
       if (number_in(kept->value("result", json::object()), "TTL") == 0) lease_ = 0;
     }
     const bool is_new = lease_ == 0;
-    if (is_new && (lease_ = new_lease(std::max<std::int64_t>(1, (meeting_.silence.count() + 999) / 1000))) == 0)
+    if (is_new && (lease_ = new_lease(std::max<int64_t>(1, (meeting_.silence.count() + 999) / 1000))) == 0)
       return false;
     if (is_new) written_.clear();
     if (value == written_) return true;
@@ -154,14 +154,14 @@ class EtcdStore final : public MembershipStore {
   }
 
  private:
-  std::int64_t new_lease(std::int64_t seconds) {
+  int64_t new_lease(int64_t seconds) {
     const auto granted = post("/v3/lease/grant", {{"TTL", seconds}});
     return granted ? number_in(*granted, "ID") : 0;
   }
 
   // Asks the member that has answered last, then each other one.
   std::optional<json> post(const std::string& path, const json& request) {
-    for (std::size_t i = 0; i < meeting_.places.size(); ++i) {
+    for (size_t i = 0; i < meeting_.places.size(); ++i) {
       if (auto answer = post_to(meeting_.places[place_], path, request.dump())) return answer;
       place_ = (place_ + 1) % meeting_.places.size();
     }
@@ -198,8 +198,8 @@ class EtcdStore final : public MembershipStore {
   std::string prefix_;
   std::string end_;
   Curl curl_{};
-  std::size_t place_ = 0;  // of the member that has answered last
-  std::int64_t lease_ = 0;
+  size_t place_ = 0;  // of the member that has answered last
+  int64_t lease_ = 0;
   std::string written_{};  // under this lease
   std::string why_{};      // the last request has failed
 };

@@ -45,7 +45,7 @@ class FirstMachineStore final : public MembershipStore {
     const auto answer = ask({.kind = Kind::kList, .texts = {kPrefix}});
     if (!answer) return std::nullopt;
     Entries entries;
-    for (std::size_t i = 0; i + 2 < answer->texts.size(); i += 3) {
+    for (size_t i = 0; i + 2 < answer->texts.size(); i += 3) {
       Entry entry{answer->texts[i + 1]};
       if (parse_int(answer->texts[i + 2], entry.created))
         entries.emplace(answer->texts[i].substr(std::string_view(kPrefix).size()), std::move(entry));

@@ -72,7 +72,7 @@ std::vector<Interface> interfaces() {
 
 bool in_network_of(const Interface& mine, const AddressBytes& other) {
   if (other.size() != mine.address.size() || other == mine.address || mine.mask.size() != other.size()) return false;
-  for (std::size_t i = 0; i < other.size(); ++i)
+  for (size_t i = 0; i < other.size(); ++i)
     if (((other[i] ^ mine.address[i]) & mine.mask[i]) != 0) return false;
   return true;
 }

@@ -28,7 +28,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::size_t kDigits = 2 * sizeof(Secret);
+constexpr size_t kDigits = 2 * sizeof(Secret);
 
 EnvironmentError no_secret(const std::string& what, const std::string& here = "") {
   return EnvironmentError({.what = what, .here = here, .next = ways_to_a_secret()});
@@ -37,7 +37,7 @@ EnvironmentError no_secret(const std::string& what, const std::string& here = ""
 std::optional<Secret> parse_secret(std::string text) {
   while (text.ends_with('\n')) text.pop_back();
   Secret secret{};
-  std::size_t bytes = 0;
+  size_t bytes = 0;
   const bool parsed = ::OPENSSL_hexstr2buf_ex(secret.data(), secret.size(), &bytes, text.c_str(), '\0') == 1;
   ::ERR_clear_error();
   return parsed && bytes == secret.size() && text.size() == kDigits ? std::optional(secret) : std::nullopt;
@@ -59,7 +59,7 @@ std::optional<std::string> read_private(const fs::path& path) {
     throw no_secret("other users can access the file with the job's secret", path);
   std::array<char, kDigits + 2> text{};
   const ssize_t bytes = ::read(fd.get(), text.data(), text.size());
-  return std::string(text.data(), static_cast<std::size_t>(std::max<ssize_t>(bytes, 0)));
+  return std::string(text.data(), static_cast<size_t>(std::max<ssize_t>(bytes, 0)));
 }
 
 std::optional<Secret> told_secret() {

@@ -26,9 +26,9 @@ constexpr milliseconds kLookEvery{100};
 constexpr milliseconds kPatience{60'000};  // for a store that does not answer, while something has to be decided
 constexpr milliseconds kLauncherAnswersWithin{10'000};  // it may wait for a process that takes long to end or to begin
 constexpr milliseconds kLastWordsWithin{2000};          // or lost_after, if that is longer
-constexpr std::size_t kLongestName = 176;
+constexpr size_t kLongestName = 176;
 
-RendezvousError too_few(const Meeting& meeting, std::size_t came) {
+RendezvousError too_few(const Meeting& meeting, size_t came) {
   return RendezvousError({.what = concat(came, " of at least ", meeting.least, " machines came to ",
                                          meeting.places.front().text(), " within ", human_seconds(meeting.timeout)),
                           .likely = "a machine that did not start, or has another --rdzv-endpoint",

@@ -44,7 +44,7 @@ class Launcher {
   // The next line it says; "": none in time, or it has ended.
   std::string next() {
     const Deadline deadline = Deadline::after(milliseconds(20'000));
-    for (std::size_t end = 0;;) {
+    for (size_t end = 0;;) {
       if ((end = said_.find('\n')) != std::string::npos) {
         const std::string line = said_.substr(0, end);
         said_.erase(0, end + 1);
@@ -54,7 +54,7 @@ class Launcher {
       if (!wait_for(POLLIN, ours_.get(), deadline)) return "";
       const ssize_t bytes = ::recv(ours_.get(), room.data(), room.size(), 0);
       if (bytes <= 0) return "";
-      said_.append(room.data(), static_cast<std::size_t>(bytes));
+      said_.append(room.data(), static_cast<size_t>(bytes));
     }
   }
   void say(char what) { EXPECT_EQ(::send(ours_.get(), &what, 1, MSG_NOSIGNAL), 1); }
@@ -243,8 +243,7 @@ TEST_F(JobOfMachines, strangers_take_no_place_and_keep_nobody_out) {
   std::vector<UniqueFd> strangers;
   for (int i = 0; i < 200; ++i) strangers.push_back(connection_to(port));
   const std::string claim = "let me in\n";
-  for (std::size_t i = 0; i < strangers.size(); i += 2)
-    ::send(strangers[i].get(), claim.data(), claim.size(), MSG_NOSIGNAL);
+  for (size_t i = 0; i < strangers.size(); i += 2) ::send(strangers[i].get(), claim.data(), claim.size(), MSG_NOSIGNAL);
   std::array<char, 256> answer{};
   const Deadline deadline = Deadline::after(milliseconds(20'000));
   do ASSERT_TRUE(wait_for(POLLIN, strangers[0].get(), deadline));

@@ -70,7 +70,7 @@ std::optional<Presence> parse_presence(const std::string& text) try {
 }
 
 JobView::JobView(const MembershipStore::Entries& entries) {
-  std::vector<std::pair<std::int64_t, Presence>> found;
+  std::vector<std::pair<int64_t, Presence>> found;
   for (const auto& [key, entry] : entries) {
     if (key == kRecord) record = parse_record(record_text = entry.value);
     auto presence = key.starts_with(kPresence) ? parse_presence(entry.value) : std::nullopt;
@@ -143,7 +143,7 @@ std::optional<JobRecord> Membership::go_on(const JobView& view) const {
     if (here != nullptr && !here->wants_to_leave) next.epoch.members.push_back(member);
   }
   if (all_have_finished) return ended(now, "");
-  const std::size_t stay = next.epoch.members.size();
+  const size_t stay = next.epoch.members.size();
   const bool has_changed = restarts || stay < now.epoch.members.size();
   if (has_changed && !meeting_.replaces) {
     const auto lost = view.lost();

@@ -70,7 +70,7 @@ class Membership {
 
   Meeting meeting_;
   std::string me_;
-  std::size_t came_ = 0;      // launchers that were there
+  size_t came_ = 0;           // launchers that were there
   milliseconds last_came_{};  // when their number changed
   std::optional<milliseconds> cause_since_{};
 };

@@ -23,7 +23,7 @@ class MembershipStore {
  public:
   struct Entry {
     std::string value;
-    std::int64_t created = 0;  // grows from key to key
+    int64_t created = 0;  // grows from key to key
   };
   using Entries = std::map<std::string, Entry>;  // by key
 

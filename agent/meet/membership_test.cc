@@ -32,7 +32,7 @@ class Store {
 
  private:
   MembershipStore::Entries entries_;
-  std::int64_t created_ = 0;
+  int64_t created_ = 0;
 };
 
 // Launchers that look at the store in turn, 50 ms apart.
@@ -251,7 +251,7 @@ TEST(Membership, whatever_happens_there_is_one_epoch_of_each_number) {
     }
     if (there.empty()) continue;
     job.pass(milliseconds(3000));
-    EXPECT_EQ(std::ssize(job.ids()), std::min<std::ptrdiff_t>(4, std::ssize(there))) << seed;
+    EXPECT_EQ(std::ssize(job.ids()), std::min<ptrdiff_t>(4, std::ssize(there))) << seed;
     for (const std::string& id : job.ids()) EXPECT_TRUE(there.contains(id)) << seed;
   }
 }

@@ -81,7 +81,7 @@ std::string open_by_munge(const std::string& credential) {
                         : kMungeSuccess;
   const Allocated<void> text(made, &std::free);
   if (error != kMungeSuccess || user != ::geteuid()) throw cannot_read(error);
-  return {static_cast<const char*>(text.get()), static_cast<std::size_t>(count)};
+  return {static_cast<const char*>(text.get()), static_cast<size_t>(count)};
 }
 
 }  // namespace lockstep

@@ -8,9 +8,9 @@
 namespace lockstep {
 namespace {
 
-using Length = std::uint32_t;
+using Length = uint32_t;
 
-constexpr std::size_t kLongestMessage = std::size_t{1} << 14;  // of a local socket
+constexpr size_t kLongestMessage = size_t{1} << 14;  // of a local socket
 
 template <class Number>
 void put_number(std::string& bytes, Number number) {
@@ -44,7 +44,7 @@ std::string encode(const Packet& packet) {
 
 std::optional<Packet> decode(std::string_view body) {
   const auto kind = take_number<Packet::Kind>(body);
-  const auto number = take_number<std::int64_t>(body);
+  const auto number = take_number<int64_t>(body);
   if (!number || *kind < Packet::Kind::kHello || *kind > Packet::Kind::kNext) return std::nullopt;
   Packet packet{*kind, *number, {}};
   while (!body.empty()) {
@@ -65,7 +65,7 @@ Incoming receive_packet(int socket, Packet& packet, std::vector<UniqueFd>& descr
   std::array<char, kLongestMessage> room;
   const auto bytes = receive_with_descriptors(socket, std::as_writable_bytes(std::span(room)), descriptors, 0);
   if (bytes < 0) return Incoming::kNothingYet;
-  std::string_view message(room.data(), std::min(static_cast<std::size_t>(bytes), room.size()));
+  std::string_view message(room.data(), std::min(static_cast<size_t>(bytes), room.size()));
   const auto length = take_number<Length>(message);
   auto received = length == message.size() ? decode(message) : std::nullopt;
   if (!received) return Incoming::kNoMessage;
@@ -73,7 +73,7 @@ Incoming receive_packet(int socket, Packet& packet, std::vector<UniqueFd>& descr
   return Incoming::kMessage;
 }
 
-std::optional<std::uint32_t> PacketStream::length() const {
+std::optional<uint32_t> PacketStream::length() const {
   std::string_view in = in_;
   return take_number<Length>(in);
 }

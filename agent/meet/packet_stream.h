@@ -21,7 +21,7 @@
 namespace lockstep {
 
 struct Packet {
-  enum class Kind : std::uint8_t {
+  enum class Kind : uint8_t {
     kHello = 1,
     kSet,
     kGet,
@@ -42,10 +42,10 @@ struct Packet {
     kMet,       // seat: this rank has met the others
     kNext,      // seat: this rank has lost another one; answered by kDone with its variables: name, value, ...
   };
-  static constexpr std::size_t kMostTexts = std::size_t{1} << 17;  // a key of each rank
+  static constexpr size_t kMostTexts = size_t{1} << 17;  // a key of each rank
 
   Kind kind = Kind::kDone;
-  std::int64_t number = 0;  // to and from the keeper: the generation
+  int64_t number = 0;  // to and from the keeper: the generation
   std::vector<std::string> texts{};
 };
 
@@ -59,10 +59,10 @@ Incoming receive_packet(int socket, Packet& packet, std::vector<UniqueFd>& descr
 
 class PacketStream {
  public:
-  static constexpr std::size_t kLongestPacket = std::size_t{16} << 20;
-  static constexpr std::size_t kLongestHello = 64;  // of somebody who is not known yet
+  static constexpr size_t kLongestPacket = size_t{16} << 20;
+  static constexpr size_t kLongestHello = 64;  // of somebody who is not known yet
 
-  explicit PacketStream(std::unique_ptr<Channel> channel, std::size_t longest = kLongestPacket)
+  explicit PacketStream(std::unique_ptr<Channel> channel, size_t longest = kLongestPacket)
       : channel_(std::move(channel)), longest_(longest) {}
 
   // Do not block. False: the peer is gone, or has sent what is no packet.
@@ -73,20 +73,20 @@ class PacketStream {
   void put(const Packet& packet) { out_ += encode(packet); }
   bool has_to_write() const { return sent_ < out_.size(); }
   bool is_broken() const { return broken_; }  // what came last was no packet
-  void allow(std::size_t longest) { longest_ = longest; }
+  void allow(size_t longest) { longest_ = longest; }
 
   int fd() const { return channel_->fd(); }
   short events() const { return channel_->events(has_to_write()); }
 
  private:
-  std::optional<std::uint32_t> length() const;  // of the packet that comes next; nothing: not known yet
+  std::optional<uint32_t> length() const;  // of the packet that comes next; nothing: not known yet
   bool has_packet() const;
 
   std::unique_ptr<Channel> channel_;
-  std::size_t longest_;
+  size_t longest_;
   std::string in_;
   std::string out_;
-  std::size_t sent_ = 0;  // of it
+  size_t sent_ = 0;  // of it
   bool broken_ = false;
 };
 

@@ -15,7 +15,7 @@ namespace lockstep {
 namespace {
 
 constexpr std::string_view kAsksForSecret = "munge?\n";  // TLS begins with 0x16
-constexpr std::size_t kLongestCredential = 4096;
+constexpr size_t kLongestCredential = 4096;
 constexpr std::chrono::minutes kSecretIsSeenWithin{1};  // a file in a home on NFS may be seen late
 
 // Gives credentials to who asks for one, and is a TlsChannel to everybody else.
@@ -24,11 +24,11 @@ class OfferingChannel final : public TlsChannel {
   OfferingChannel(UniqueFd fd, const SecretPtr& secret)
       : TlsChannel(std::move(fd), secret->find().value(), Role::kServer), offered_(secret) {}
 
-  std::optional<std::size_t> read(std::span<char> room) override {
+  std::optional<size_t> read(std::span<char> room) override {
     if (!offered_) return TlsChannel::read(room);
     char first = 0;
     const ssize_t bytes = asked_.empty() ? ::recv(fd(), &first, 1, MSG_PEEK) : 0;
-    if (bytes < 0) return errno == EAGAIN || errno == EINTR ? std::optional<std::size_t>(0) : std::nullopt;
+    if (bytes < 0) return errno == EAGAIN || errno == EINTR ? std::optional<size_t>(0) : std::nullopt;
     if (asked_.empty() && bytes == 1 && first != kAsksForSecret.front()) {
       offered_.reset();
       return TlsChannel::read(room);
@@ -38,7 +38,7 @@ class OfferingChannel final : public TlsChannel {
 
  private:
   // Returns nothing once all is said. Reads the whole question: closing a socket with unread bytes takes the answer back.
-  std::optional<std::size_t> hear() {
+  std::optional<size_t> hear() {
     std::array<char, kAsksForSecret.size()> room{};
     const auto count = Channel::read(std::span(room).first(kAsksForSecret.size() - asked_.size()));
     if (!count) return std::nullopt;

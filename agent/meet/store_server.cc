@@ -110,7 +110,7 @@ void MeetingServer::accept_one() {
 // Connections are in the order in which they came.
 void MeetingServer::make_room() {
   const auto is_new = [](const Connection& connection) { return !connection.known; };
-  if (static_cast<std::size_t>(std::ranges::count_if(connections_, is_new)) < kMostNewcomers && accept_again_.passed())
+  if (static_cast<size_t>(std::ranges::count_if(connections_, is_new)) < kMostNewcomers && accept_again_.passed())
     return;
   if (const auto oldest = std::ranges::find_if(connections_, is_new); oldest != connections_.end())
     connections_.erase(oldest);

@@ -29,7 +29,7 @@ namespace lockstep {
 
 class MeetingServer {
  public:
-  static constexpr std::size_t kMostNewcomers = 64;
+  static constexpr size_t kMostNewcomers = 64;
   static constexpr std::chrono::seconds kSaysHelloWithin{10};
 
   using Admit = std::function<std::unique_ptr<Channel>(UniqueFd)>;  // none: refused. Does not block, throws nothing

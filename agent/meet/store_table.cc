@@ -17,7 +17,7 @@ Packet no_room() { return refused(concat("the store is full: ", StoreTable::kMos
 Packet StoreTable::answer(const Packet& request, int owner) {
   using enum Packet::Kind;
   const auto& texts = request.texts;
-  const auto is = [&](Packet::Kind kind, std::size_t count) { return request.kind == kind && texts.size() == count; };
+  const auto is = [&](Packet::Kind kind, size_t count) { return request.kind == kind && texts.size() == count; };
   if (is(kHello, 0)) return {};
   if (request.kind == kSet && !texts.empty() && texts.size() % 2 == 0) return set(texts);
   if (request.kind == kGet) return get(texts);
@@ -36,8 +36,8 @@ Packet StoreTable::answer(const Packet& request, int owner) {
 bool StoreTable::put(const std::string& key, const std::string& value, int owner) {
   const auto found = entries_.find(key);
   const bool is_new = found == entries_.end();
-  const std::size_t before = is_new ? 0 : found->second.value.size();
-  const std::size_t bytes = bytes_ - before + value.size() + (is_new ? key.size() + kBytesOfKey : 0);
+  const size_t before = is_new ? 0 : found->second.value.size();
+  const size_t bytes = bytes_ - before + value.size() + (is_new ? key.size() + kBytesOfKey : 0);
   if (bytes > kMostBytes) return false;
   bytes_ = bytes;
   entries_[key] = {value, is_new ? ++created_ : found->second.created, owner};
@@ -59,7 +59,7 @@ Packet StoreTable::list(const std::string& prefix) const {
 }
 
 Packet StoreTable::set(const std::vector<std::string>& pairs) {
-  for (std::size_t i = 0; i < pairs.size(); i += 2)
+  for (size_t i = 0; i < pairs.size(); i += 2)
     if (!put(pairs[i], pairs[i + 1])) return no_room();
   return {};
 }
@@ -75,19 +75,19 @@ Packet StoreTable::get(const std::vector<std::string>& keys) const {
     const auto found = entries_.find(key);
     if (found == entries_.end()) return {Packet::Kind::kMissing, 0, {key}};
     answer.number += std::ssize(found->second.value);
-    if (static_cast<std::size_t>(answer.number) > PacketStream::kLongestPacket / 2)
+    if (static_cast<size_t>(answer.number) > PacketStream::kLongestPacket / 2)
       return refused("more bytes at a time than the store sends");
     answer.texts.push_back(found->second.value);
   }
   return answer;
 }
 
-Packet StoreTable::add(const std::string& key, std::int64_t number) {
+Packet StoreTable::add(const std::string& key, int64_t number) {
   const auto found = entries_.find(key);
-  std::int64_t before = 0;
+  int64_t before = 0;
   if (found != entries_.end() && !parse_int(found->second.value, before))
     return refused("adding to something that is not a number");
-  std::int64_t sum = 0;
+  int64_t sum = 0;
   if (__builtin_add_overflow(before, number, &sum)) return refused("adding beyond 64 bits");
   if (!put(key, std::to_string(sum))) return no_room();
   return {.number = sum};

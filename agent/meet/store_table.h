@@ -15,21 +15,21 @@ namespace lockstep {
 
 class StoreTable {
  public:
-  static constexpr std::size_t kMostBytes = std::size_t{128} << 20;
+  static constexpr size_t kMostBytes = size_t{128} << 20;
   static constexpr int kNobody = 0;
-  static constexpr std::size_t kBytesOfKey = 128;  // what a key costs beside its own bytes and its value's
+  static constexpr size_t kBytesOfKey = 128;  // what a key costs beside its own bytes and its value's
 
   // kRefused says why in its text; then nothing has changed. `owner`: the connection that asks.
   Packet answer(const Packet& request, int owner = kNobody);
   void erase_keys_of(int owner);
 
-  std::size_t bytes() const { return bytes_; }
+  size_t bytes() const { return bytes_; }
 
  private:
   Packet set(const std::vector<std::string>& pairs);  // key, value, key, value, …
   Packet append(const std::string& key, const std::string& value);
   Packet get(const std::vector<std::string>& keys) const;
-  Packet add(const std::string& key, std::int64_t number);
+  Packet add(const std::string& key, int64_t number);
   Packet compare_set(const std::string& key, const std::string& expected, const std::string& wanted);
   Packet erase(const std::string& key);
   Packet list(const std::string& prefix) const;  // key, value, number of its creation, …
@@ -37,12 +37,12 @@ class StoreTable {
 
   struct Entry {
     std::string value;
-    std::int64_t created;  // the how manieth key
+    int64_t created;  // the how manieth key
     int owner;
   };
   std::map<std::string, Entry> entries_;
-  std::int64_t created_ = 0;
-  std::size_t bytes_ = 0;
+  int64_t created_ = 0;
+  size_t bytes_ = 0;
 };
 
 }  // namespace lockstep

@@ -18,7 +18,7 @@ namespace {
 constexpr std::string_view kIdentity = "lockstep";           // there is one secret, so one name
 constexpr std::array<unsigned char, 2> kCipher{0x13, 0x02};  // TLS_AES_256_GCM_SHA384
 
-constexpr std::size_t kMostAtATime = std::size_t{16} << 10;  // of what is encrypted before it is sent
+constexpr size_t kMostAtATime = size_t{16} << 10;  // of what is encrypted before it is sent
 
 // OpenSSL takes a key that was agreed on before as a session to resume. The caller owns it.
 SSL_SESSION* session_of_secret(SSL* ssl) {
@@ -34,14 +34,14 @@ SSL_SESSION* session_of_secret(SSL* ssl) {
   return nullptr;
 }
 
-int use_secret(SSL* ssl, const EVP_MD*, const unsigned char** identity, std::size_t* length, SSL_SESSION** session) {
+int use_secret(SSL* ssl, const EVP_MD*, const unsigned char** identity, size_t* length, SSL_SESSION** session) {
   *identity = reinterpret_cast<const unsigned char*>(kIdentity.data());
   *length = kIdentity.size();
   *session = session_of_secret(ssl);
   return *session != nullptr ? 1 : 0;
 }
 
-int find_secret(SSL* ssl, const unsigned char* identity, std::size_t length, SSL_SESSION** session) {
+int find_secret(SSL* ssl, const unsigned char* identity, size_t length, SSL_SESSION** session) {
   const std::string_view name(reinterpret_cast<const char*>(identity), length);
   *session = name == kIdentity ? session_of_secret(ssl) : nullptr;
   return 1;  // without a session the handshake fails: there is no certificate
@@ -84,7 +84,7 @@ TlsChannel::~TlsChannel() { ::OPENSSL_cleanse(secret_.data(), secret_.size()); }
 TlsChannel::Step TlsChannel::send_encrypted() {
   std::array<char, 4096> bytes;
   for (int count = 0; (count = ::BIO_read(::SSL_get_wbio(ssl_.get()), bytes.data(), bytes.size())) > 0;)
-    to_send_.append(bytes.data(), static_cast<std::size_t>(count));
+    to_send_.append(bytes.data(), static_cast<size_t>(count));
   while (!to_send_.empty()) {
     const auto sent = Channel::write(to_send_);
     if (!sent) return Step::kGone;
@@ -124,16 +124,16 @@ TlsChannel::Step TlsChannel::shake_hands() {
   return step == Step::kDone && ::SSL_session_reused(ssl_.get()) != 1 ? Step::kGone : step;
 }
 
-std::optional<std::size_t> TlsChannel::read(std::span<char> room) {
-  std::size_t count = 0;
+std::optional<size_t> TlsChannel::read(std::span<char> room) {
+  size_t count = 0;
   Step step = shake_hands();
   if (step == Step::kDone) step = run([&] { return ::SSL_read_ex(ssl_.get(), room.data(), room.size(), &count); });
   return step == Step::kGone ? std::nullopt : std::optional(step == Step::kDone ? count : 0);
 }
 
 // Takes nothing more before what it took is on its way.
-std::optional<std::size_t> TlsChannel::write(std::span<const char> bytes) {
-  std::size_t count = 0;
+std::optional<size_t> TlsChannel::write(std::span<const char> bytes) {
+  size_t count = 0;
   Step step = shake_hands();
   if (step == Step::kDone) step = send_encrypted();
   if (step == Step::kDone)

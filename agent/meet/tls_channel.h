@@ -26,8 +26,8 @@ class TlsChannel : public Channel {
   TlsChannel(UniqueFd fd, const Secret& secret, Role role);
   ~TlsChannel() override;
 
-  std::optional<std::size_t> read(std::span<char> room) override;
-  std::optional<std::size_t> write(std::span<const char> bytes) override;
+  std::optional<size_t> read(std::span<char> room) override;
+  std::optional<size_t> write(std::span<const char> bytes) override;
   short events(bool has_to_write) const override;
 
  private:

@@ -101,7 +101,7 @@ bool JobMemory::next_generation(milliseconds timeout) {
   std::vector<UniqueFd> none;
   const auto packet = receive_from_keeper(socket_.get(), none, Deadline::after(timeout));
   if (!packet) return false;
-  for (std::size_t i = 0; i + 1 < packet->texts.size(); i += 2)
+  for (size_t i = 0; i + 1 < packet->texts.size(); i += 2)
     ::setenv(packet->texts[i].c_str(), packet->texts[i + 1].c_str(), 1);
   set_place();
   return true;

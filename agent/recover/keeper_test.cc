@@ -65,7 +65,7 @@ TEST_F(KeeperOfOneRank, tells_who_waits_its_variables_whole_and_nobody_else) {
   keeper.tell(3, 1, variables);
   const auto told = next(none);
   ASSERT_TRUE(told && told->texts.size() == 2 * variables.size());
-  for (std::size_t i = 0; i < variables.size(); ++i) {
+  for (size_t i = 0; i < variables.size(); ++i) {
     EXPECT_EQ(told->texts[2 * i], variables[i].first);
     EXPECT_EQ(told->texts[2 * i + 1], variables[i].second);
   }

@@ -46,7 +46,7 @@ void poll_events(const std::vector<Event>& events, int timeout_ms) {
   for (const Event& event : events) fds.push_back(to_poll(event.fd, event.events));
   const int ready = poll_for(fds, milliseconds(timeout_ms));
   if (ready < 0 && errno != EINTR) throw system_error("wait for", "the ranks");
-  for (std::size_t i = 0; ready > 0 && i < fds.size(); ++i)
+  for (size_t i = 0; ready > 0 && i < fds.size(); ++i)
     if (fds[i].revents != 0) events[i].on_ready();
 }
 

@@ -124,7 +124,7 @@ std::string variables_for(const SshOptions& options) {
 // Tells whether it was ended from here, or says that it ends because it has lost another.
 bool blames_others(const Remote& remote) {
   const std::string text = join(remote.error.last_lines(), "\n");
-  const std::size_t begin = text.find("RankFailed");  // other ranks' lines are before that
+  const size_t begin = text.find("RankFailed");  // other ranks' lines are before that
   return remote.end->signal != 0 || remote.end->code() == kSignalBase + SIGTERM ||
          text.find("PeerLost", begin == std::string::npos ? 0 : begin) != std::string::npos;
 }
@@ -240,7 +240,7 @@ std::vector<Host> read_hosts(const std::string& file_or_list) {
   const bool is_file = std::filesystem::exists(file_or_list);
   const Words parts = is_file ? split(read_file(file_or_list), '\n') : split(file_or_list, ',');
   std::vector<Host> hosts;
-  for (std::size_t i = 0; i < parts.size(); ++i) {
+  for (size_t i = 0; i < parts.size(); ++i) {
     const std::string here = is_file ? concat(file_or_list, ", line ", i + 1) : concat("--hosts ", file_or_list);
     std::smatch match;
     if (!std::regex_match(parts[i], match, is_file ? line : word))
@@ -272,7 +272,7 @@ UniqueFd start_remotely() {
     }
     text.push_back(byte);
     if (byte != '\0') continue;
-    const std::size_t equals = std::min(text.find('='), text.size() - 1);
+    const size_t equals = std::min(text.find('='), text.size() - 1);
     ::setenv(text.substr(0, equals).c_str(), text.data() + equals + 1, 1);
     text.clear();
   }

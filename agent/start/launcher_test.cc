@@ -58,7 +58,7 @@ void expect_no_children() {
   EXPECT_EQ(errno, ECHILD);
 }
 
-std::ptrdiff_t open_descriptors() {
+ptrdiff_t open_descriptors() {
   return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), std::filesystem::directory_iterator());
 }
 

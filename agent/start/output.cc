@@ -18,8 +18,8 @@
 namespace lockstep {
 namespace {
 
-constexpr std::size_t kPipeBytes = 64 * 1024;  // what a pipe holds, unless somebody has changed it
-constexpr std::size_t kAtomicBytes = 4096;     // PIPE_BUF: a writable pipe takes this much without blocking
+constexpr size_t kPipeBytes = 64 * 1024;  // what a pipe holds, unless somebody has changed it
+constexpr size_t kAtomicBytes = 4096;     // PIPE_BUF: a writable pipe takes this much without blocking
 
 void keep_last(std::deque<std::string>& lines, std::string_view line) {
   lines.emplace_back(line);
@@ -41,9 +41,9 @@ UniqueFd nameless_file() {
 // is passed on whole when its newline follows at once (end == 0).
 void LineSplitter::feed(std::string_view bytes, const OnLine& on_line) {
   while (!bytes.empty()) {
-    const std::size_t end = bytes.find('\n');
+    const size_t end = bytes.find('\n');
     if (rest_.size() == kLongestLine && end != 0) finish(on_line);
-    const std::size_t taken = std::min({end, bytes.size(), kLongestLine - rest_.size()});
+    const size_t taken = std::min({end, bytes.size(), kLongestLine - rest_.size()});
     rest_.append(bytes.substr(0, taken));
     bytes.remove_prefix(taken);
     if (taken != end) continue;
@@ -77,7 +77,7 @@ bool Sink::add_to_file(std::string_view text) {
   rlimit limit{};
   if (!file_) file_ = nameless_file();
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && filed_ + text.size() > limit.rlim_cur) return false;
-  for (std::size_t done = 0; done < text.size();) {
+  for (size_t done = 0; done < text.size();) {
     const ssize_t some =
         ::pwrite(file_.get(), text.data() + done, text.size() - done, static_cast<off_t>(filed_ + done));
     if (some <= 0) return false;  // the next text overwrites what was written of this one
@@ -108,7 +108,7 @@ void Sink::add_line(std::string_view prefix, std::string_view line) {
 
 void Sink::write_some() {
   const auto left = std::string_view(pending_).substr(written_);
-  const std::size_t newline = left.rfind('\n', kAtomicBytes - 1);
+  const size_t newline = left.rfind('\n', kAtomicBytes - 1);
   const ssize_t written =
       ::write(fd(), left.data(), newline < kAtomicBytes ? newline + 1 : std::min(left.size(), kAtomicBytes));
   if (written < 0 && errno != EINTR && errno != EAGAIN)

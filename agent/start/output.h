@@ -15,9 +15,9 @@
 
 namespace lockstep {
 
-constexpr std::size_t kLongestLine = 16 * 1024;  // a longer one is passed on in pieces
-constexpr std::size_t kLastLines = 20;           // kept of every stream
-constexpr std::size_t kMostPending = 1 << 20;    // bytes that a Sink keeps in memory
+constexpr size_t kLongestLine = 16 * 1024;  // a longer one is passed on in pieces
+constexpr size_t kLastLines = 20;           // kept of every stream
+constexpr size_t kMostPending = 1 << 20;    // bytes that a Sink keeps in memory
 
 // Cuts a stream of bytes into lines, without their newline.
 class LineSplitter {
@@ -52,10 +52,10 @@ class Sink {
   int fd_;
   UniqueFd terminal_;    // fd_, where that is one: poll says that it takes something, and a write of more would block
   std::string pending_;  // empty only if the rest is
-  std::size_t written_ = 0;  // of pending_
-  UniqueFd file_;            // what comes after pending_: bytes [read_, filed_)
-  std::size_t read_ = 0;
-  std::size_t filed_ = 0;
+  size_t written_ = 0;   // of pending_
+  UniqueFd file_;        // what comes after pending_: bytes [read_, filed_)
+  size_t read_ = 0;
+  size_t filed_ = 0;
   std::string tail_;  // what comes after the file
 };
 

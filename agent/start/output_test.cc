@@ -121,14 +121,14 @@ bool takes_more(const Sink& sink) {
 }
 
 // Reads from `fd` as much as was added while nobody read.
-std::string read_all(Sink& sink, int fd, std::size_t bytes) {
+std::string read_all(Sink& sink, int fd, size_t bytes) {
   std::string read;
   std::array<char, 65536> buffer;
   while (read.size() < bytes) {
     while (!sink.empty() && takes_more(sink)) sink.write_some();
     const ssize_t some = ::read(fd, buffer.data(), buffer.size());
     if (some <= 0) break;
-    read.append(buffer.data(), static_cast<std::size_t>(some));
+    read.append(buffer.data(), static_cast<size_t>(some));
   }
   return read;
 }
@@ -163,7 +163,7 @@ TEST_F(StoppedReader, makes_the_ranks_wait_where_the_file_has_no_room_and_loses_
   Sink sink(writer.get());
   ::setrlimit(RLIMIT_FSIZE, &small);
   const std::string text = numbered_lines(10000);
-  std::size_t added = 0;
+  size_t added = 0;
   for (; added < text.size() && !sink.full(); added += 1000) sink.add(std::string_view(text).substr(added, 1000));
   ::setrlimit(RLIMIT_FSIZE, &before);
   EXPECT_TRUE(sink.full());

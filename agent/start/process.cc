@@ -109,7 +109,7 @@ UniqueFd open_pidfd(pid_t pid) {
 using Groups = std::span<std::atomic<pid_t>>;
 static_assert(std::atomic<pid_t>::is_always_lock_free, "shared between processes");
 
-Groups share_groups(std::size_t count) {
+Groups share_groups(size_t count) {
   void* memory =
       ::mmap(nullptr, count * sizeof(Groups::element_type), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw system_error("map", "memory for the ranks' process groups");

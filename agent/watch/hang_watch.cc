@@ -99,7 +99,7 @@ bool HangWatch::has_moved(const Living& living) {
   for (const LivingRank& rank : living) {
     const RankRecord& record = record_of(rank);
     any_known |= record.pid != 0;
-    const std::uint64_t now = record.moves + (static_cast<std::uint64_t>(record.pid) << 40U);
+    const uint64_t now = record.moves + (static_cast<uint64_t>(record.pid) << 40U);
     moved |= std::exchange(seen_[rank.local], now) != now;
   }
   return moved || !any_known;
@@ -137,7 +137,7 @@ HangWatch::Suspect HangWatch::find_suspect(const Living& living) const {
 
 HangWatch::Suspect HangWatch::follow_waits(const Living& living, const LivingRank& from) const {
   const LivingRank* last = &from;
-  for (std::size_t others = 0; others < living.size(); ++others) {
+  for (size_t others = 0; others < living.size(); ++others) {
     const RankRecord& record = record_of(*last);
     if (is_stopped(pid_of(*last)) || stands_still(record)) return {last, Suspect::kStopped};
     if (!is_waiting(record)) return {last, calls_others(record) ? Suspect::kOtherMachine : Suspect::kAwaited};
@@ -150,7 +150,7 @@ HangWatch::Suspect HangWatch::follow_waits(const Living& living, const LivingRan
 
 // It says that it waits, but has not looked around for long: it was stopped in its wait.
 bool HangWatch::stands_still(const RankRecord& waiting) const {
-  const std::int64_t since = trace::now() - waiting.looked_at;
+  const int64_t since = trace::now() - waiting.looked_at;
   return is_waiting(waiting) && std::chrono::nanoseconds(since) > options_.timeout / 2;
 }
 

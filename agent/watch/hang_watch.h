@@ -78,8 +78,8 @@ class HangWatch {
   Deadline next_look_;
   Deadline::Clock::time_point last_look_ = Deadline::Clock::now();
   std::chrono::nanoseconds still_{0};  // how long no rank has moved, while this process watched
-  std::size_t alive_ = 0;              // ranks at the last look
-  IntVector<std::uint64_t> seen_;      // what has to change in each record, by local rank
+  size_t alive_ = 0;                   // ranks at the last look
+  IntVector<uint64_t> seen_;           // what has to change in each record, by local rank
   bool reported_ = false;              // since a rank moved last
   std::optional<Hang> accused_;        // while its stack is taken
   bool only_report_ = false;

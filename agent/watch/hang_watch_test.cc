@@ -69,7 +69,7 @@ TEST(HangWatch, shows_the_function_in_which_a_rank_loops_for_ever) {
 TEST(HangWatch, shows_both_threads_of_a_deadlock) {
   const Watched watched = launch_and_watch(2, {"stand-still", "deadlock"});
   expect_that_rank_1_is_blamed(watched);
-  const std::size_t first = watched.error.find(" wait_for_the_second_mutex");
+  const size_t first = watched.error.find(" wait_for_the_second_mutex");
   ASSERT_NE(first, std::string::npos) << watched.error;
   EXPECT_NE(watched.error.find(" wait_for_the_second_mutex", first + 1), std::string::npos) << watched.error;
 }

@@ -20,8 +20,8 @@
 namespace lockstep {
 namespace {
 
-constexpr std::size_t kLongestFrame = 300;  // names of templates are longer
-constexpr const char* kMostFrames = "40";   // of a thread
+constexpr size_t kLongestFrame = 300;      // names of templates are longer
+constexpr const char* kMostFrames = "40";  // of a thread
 constexpr auto kPerTool = std::chrono::seconds(45);
 
 // ---- Tools
@@ -51,10 +51,10 @@ bool is_in_name(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 
 
 // "#1  0x1 in _ZN8lockstep3runE ()" -> "#1  0x1 in lockstep::run ()"
 std::string demangled(const std::string& line) {
-  const std::size_t begin = line.find("_Z");
+  const size_t begin = line.find("_Z");
   if (begin == std::string::npos || (begin > 0 && is_in_name(line[begin - 1]))) return line;
-  const auto end = std::find_if_not(line.begin() + static_cast<std::ptrdiff_t>(begin), line.end(), is_in_name);
-  const std::string name(line.begin() + static_cast<std::ptrdiff_t>(begin), end);
+  const auto end = std::find_if_not(line.begin() + static_cast<ptrdiff_t>(begin), line.end(), is_in_name);
+  const std::string name(line.begin() + static_cast<ptrdiff_t>(begin), end);
   const std::unique_ptr<char, decltype(&std::free)> plain(abi::__cxa_demangle(name.c_str(), nullptr, nullptr, nullptr),
                                                           &std::free);
   return plain ? concat(line.substr(0, begin), plain.get(), std::string(end, line.end())) : line;

@@ -19,12 +19,12 @@ constexpr double kMostCalls = 1000;
 
 struct DTypeSize {
   const char* name;
-  std::size_t bytes;
+  size_t bytes;
 };
 constexpr DTypeSize kDTypes[] = {{"float32", 4}, {"float64", 8}, {"float16", 2}, {"bfloat16", 2},
                                  {"int32", 4},   {"int64", 8},   {"uint8", 1}};
 
-std::size_t size_of(const std::string& dtype) {
+size_t size_of(const std::string& dtype) {
   for (const DTypeSize& one : kDTypes)
     if (dtype == one.name) return one.bytes;
   throw std::invalid_argument("no dtype " + dtype);
@@ -61,11 +61,11 @@ double seconds_of(const std::function<void()>& call, int times) {
 
 }  // namespace
 
-std::size_t Case::count() const { return std::max<std::size_t>(1, bytes / size_of(dtype)); }
+size_t Case::count() const { return std::max<size_t>(1, bytes / size_of(dtype)); }
 
-std::size_t Case::part(std::size_t ranks) const { return std::max<std::size_t>(1, count() / ranks); }
+size_t Case::part(size_t ranks) const { return std::max<size_t>(1, count() / ranks); }
 
-std::size_t Case::whole(std::size_t ranks) const { return part(ranks) * ranks; }
+size_t Case::whole(size_t ranks) const { return part(ranks) * ranks; }
 
 const std::vector<std::string>& operations() {
   static const std::vector<std::string> all{"barrier",   "all_reduce", "reduce",  "reduce_scatter", "all_gather",

@@ -16,14 +16,14 @@ namespace lockstep::bench {
 // `bytes` of a case: what a rank gives to all_reduce, reduce, broadcast and send; the whole of p parts for all others.
 struct Case {
   std::string operation = "all_reduce";
-  std::size_t bytes = 4;
+  size_t bytes = 4;
   std::string dtype = "float32";
   std::string memory = "ordinary";  // or "arena"; lockstep only, as is the algorithm
   std::string algorithm = "direct";
 
-  std::size_t count() const;                   // elements, at least one
-  std::size_t part(std::size_t ranks) const;   // elements of one of `ranks` parts, at least one
-  std::size_t whole(std::size_t ranks) const;  // elements of all parts
+  size_t count() const;              // elements, at least one
+  size_t part(size_t ranks) const;   // elements of one of `ranks` parts, at least one
+  size_t whole(size_t ranks) const;  // elements of all parts
 };
 
 const std::vector<std::string>& operations();  // barrier, all_reduce, ... in the order of the table

@@ -50,8 +50,8 @@ class GlooRank final : public System {
 };
 
 std::function<void()> GlooRank::prepare(const Case& one) {
-  const auto elements = static_cast<std::int64_t>(one.whole(size_));
-  const at::Tensor data = at::zeros({static_cast<std::int64_t>(one.count())}, type_of(one.dtype));
+  const auto elements = static_cast<int64_t>(one.whole(size_));
+  const at::Tensor data = at::zeros({static_cast<int64_t>(one.count())}, type_of(one.dtype));
   const at::Tensor whole = at::zeros({elements}, type_of(one.dtype));
   if (one.operation == "send_receive") {
     const int peer = 1 - rank_;
@@ -73,7 +73,7 @@ GlooRank::Call GlooRank::call_for(const std::string& operation, at::Tensor data,
   Tensors own{part};
   std::vector<Tensors> at_root;
   if (rank_ == 0) at_root.push_back(whole.chunk(size_));
-  std::vector<std::int64_t> even;
+  std::vector<int64_t> even;
   const std::map<std::string, Call> calls{
       {"barrier", [=] { return gloo->barrier(); }},
       {"all_reduce", [=]() mutable { return gloo->allreduce(one); }},

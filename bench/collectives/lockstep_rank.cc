@@ -24,7 +24,7 @@ Enum named(const std::string& name, int values) {
 // Memory of one kind or the other, written once so that it is really there.
 class Array {
  public:
-  Array(shm::Group& group, const std::string& kind, std::size_t bytes) {
+  Array(shm::Group& group, const std::string& kind, size_t bytes) {
     if (kind == "arena") arena_ = group.allocate(bytes);
     if (kind != "arena") ordinary_.reset(new std::byte[bytes]);
     std::memset(data(), 0, bytes);
@@ -60,9 +60,9 @@ std::function<void()> LockstepRank::prepare(const Case& one) {
   if (one.algorithm != "direct" && one.operation != "all_reduce") return nullptr;
   const auto dtype = named<DType>(one.dtype, lockstep::kDTypes);
   const auto algorithm = named<Algorithm>(one.algorithm, 4);
-  const std::size_t count = one.count();
-  const std::size_t part = one.part(group_->size());
-  const std::size_t bytes = std::max(count, one.whole(group_->size())) * lockstep::size_of(dtype);
+  const size_t count = one.count();
+  const size_t part = one.part(group_->size());
+  const size_t bytes = std::max(count, one.whole(group_->size())) * lockstep::size_of(dtype);
   input_.reset();
   output_.reset();
   input_ = std::make_unique<Array>(*group_, one.memory, bytes);
@@ -72,7 +72,7 @@ std::function<void()> LockstepRank::prepare(const Case& one) {
   const int peer = 1 - group_->rank();
   const Call send{.operation = Operation::kSend, .input = in, .count = count, .dtype = dtype, .peer = peer};
   const Call receive{.operation = Operation::kReceive, .output = in, .count = count, .dtype = dtype, .peer = peer};
-  const auto call = [&](Operation operation, std::byte* input, std::byte* output, std::size_t elements) {
+  const auto call = [&](Operation operation, std::byte* input, std::byte* output, size_t elements) {
     return Call{.operation = operation,
                 .input = input,
                 .output = output,

@@ -24,8 +24,8 @@ namespace {
 using torch::Tensor;
 
 constexpr double kRate = 0.01, kMomentum = 0.9;
-constexpr std::int64_t kBatch = 32;
-const std::vector<std::int64_t> kWidths = {1024, 4096, 4096, 1000};
+constexpr int64_t kBatch = 32;
+const std::vector<int64_t> kWidths = {1024, 4096, 4096, 1000};
 
 struct Model {
   std::vector<Tensor> weights, biases, weight_momenta, bias_momenta;
@@ -34,7 +34,7 @@ struct Model {
 Model make_model() {
   torch::manual_seed(1);
   Model model;
-  for (std::size_t i = 1; i < kWidths.size(); ++i) {
+  for (size_t i = 1; i < kWidths.size(); ++i) {
     model.weights.push_back(torch::randn({kWidths[i], kWidths[i - 1]}) * 0.02);
     model.biases.push_back(torch::zeros({kWidths[i]}));
     model.weight_momenta.push_back(torch::zeros_like(model.weights.back()));
@@ -54,7 +54,7 @@ class OneProcess {
 
   double step(const Tensor& data, const Tensor& target) {
     Tensor x = data;
-    for (std::size_t i = 0; i < model_.weights.size(); ++i) {
+    for (size_t i = 0; i < model_.weights.size(); ++i) {
       x = torch::linear(x, model_.weights[i], model_.biases[i]);
       if (i + 1 < model_.weights.size()) x = x.relu();
     }
@@ -63,7 +63,7 @@ class OneProcess {
     std::vector<Tensor> parameters, gradients, momenta;
     for (auto [values, buffers] :
          {std::pair(&model_.weights, &model_.weight_momenta), std::pair(&model_.biases, &model_.bias_momenta)})
-      for (std::size_t i = 0; i < values->size(); ++i) {
+      for (size_t i = 0; i < values->size(); ++i) {
         parameters.push_back((*values)[i]);
         gradients.push_back((*values)[i].grad());
         momenta.push_back((*buffers)[i]);
@@ -82,8 +82,8 @@ class OneProcess {
 // ---- Update in backward
 
 // p -= rate * (m = momentum * m + g), of one run of memory.
-void update(float* p, float* m, const float* g, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) {
+void update(float* p, float* m, const float* g, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
     m[i] = static_cast<float>(kMomentum) * m[i] + g[i];
     p[i] -= static_cast<float>(kRate) * m[i];
   }
@@ -91,12 +91,12 @@ void update(float* p, float* m, const float* g, std::int64_t count) {
 
 class Tiles {
  public:
-  explicit Tiles(std::int64_t rows) : rows_(rows), model_(make_model()) {}
+  explicit Tiles(int64_t rows) : rows_(rows), model_(make_model()) {}
 
   double step(const Tensor& data, const Tensor& target) {
     const torch::NoGradGuard no_grad;
     std::vector<Tensor> inputs = {data};
-    for (std::size_t i = 0; i < model_.weights.size(); ++i) {
+    for (size_t i = 0; i < model_.weights.size(); ++i) {
       Tensor x = torch::linear(inputs.back(), model_.weights[i], model_.biases[i]);
       if (i + 1 < model_.weights.size()) x.relu_();
       inputs.push_back(x);
@@ -106,7 +106,7 @@ class Tiles {
     Tensor gradient = log.exp();
     gradient.scatter_add_(1, target.unsqueeze(1), torch::full({kBatch, 1}, -1.F));
     gradient.div_(kBatch);
-    for (std::size_t i = model_.weights.size(); i-- > 0;) {
+    for (size_t i = model_.weights.size(); i-- > 0;) {
       const Tensor bias = gradient.sum(0);
       update(model_.biases[i].data_ptr<float>(), model_.bias_momenta[i].data_ptr<float>(), bias.data_ptr<float>(),
              bias.numel());
@@ -119,20 +119,20 @@ class Tiles {
 
  private:
   // Backward and update of one layer; returns the gradient of its input (no use for the first).
-  Tensor layer(std::size_t i, const Tensor& input, const Tensor& gradient) {
+  Tensor layer(size_t i, const Tensor& input, const Tensor& gradient) {
     Tensor& weight = model_.weights[i];
-    const std::int64_t columns = weight.size(1);
+    const int64_t columns = weight.size(1);
     const int threads = at::get_num_threads();
     const Tensor columns_first = gradient.t().contiguous();  // (out, B)
-    std::vector<Tensor> of_threads(static_cast<std::size_t>(threads));
-    at::parallel_for(0, threads, 1, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<Tensor> of_threads(static_cast<size_t>(threads));
+    at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
       const torch::NoGradGuard no_grad;
-      for (std::int64_t thread = begin; thread < end; ++thread) {
+      for (int64_t thread = begin; thread < end; ++thread) {
         Tensor mine = torch::zeros({kBatch, columns}), tile_gradient = torch::empty({rows_, columns});
-        const std::int64_t share = (weight.size(0) + threads - 1) / threads;
-        const std::int64_t last = std::min(weight.size(0), (thread + 1) * share);
-        for (std::int64_t row = thread * share; row < last; row += rows_) {
-          const std::int64_t rows = std::min(rows_, last - row);
+        const int64_t share = (weight.size(0) + threads - 1) / threads;
+        const int64_t last = std::min(weight.size(0), (thread + 1) * share);
+        for (int64_t row = thread * share; row < last; row += rows_) {
+          const int64_t rows = std::min(rows_, last - row);
           const Tensor tile = weight.narrow(0, row, rows), outer = columns_first.narrow(0, row, rows);
           if (i > 0) mine.addmm_(outer.t(), tile);
           Tensor made = tile_gradient.narrow(0, 0, rows);
@@ -140,14 +140,14 @@ class Tiles {
           update(tile.data_ptr<float>(), model_.weight_momenta[i].narrow(0, row, rows).data_ptr<float>(),
                  made.data_ptr<float>(), rows * columns);
         }
-        of_threads[static_cast<std::size_t>(thread)] = mine;
+        of_threads[static_cast<size_t>(thread)] = mine;
       }
     });
-    for (std::size_t t = 1; t < of_threads.size(); ++t) of_threads[0].add_(of_threads[t]);
+    for (size_t t = 1; t < of_threads.size(); ++t) of_threads[0].add_(of_threads[t]);
     return of_threads[0];
   }
 
-  std::int64_t rows_;
+  int64_t rows_;
   Model model_;
 };
 
@@ -162,12 +162,12 @@ double median_ms(System& system, const Tensor& data, const Tensor& target, int s
     times.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count());
   }
   std::ranges::nth_element(times, times.begin() + steps / 2);
-  return times[static_cast<std::size_t>(steps / 2)];
+  return times[static_cast<size_t>(steps / 2)];
 }
 
 // GB/s of a = b + s c over arrays that no cache holds, with all threads.
 double triad() {
-  constexpr std::int64_t kFloats = 32 << 20;
+  constexpr int64_t kFloats = 32 << 20;
   Tensor a = torch::zeros({kFloats}), b = torch::ones({kFloats}), c = torch::ones({kFloats});
   double best = 0;
   for (int i = 0; i < 5; ++i) {
@@ -195,11 +195,11 @@ double gflops() {
 
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 5;
-  const std::int64_t rows = argc > 2 ? std::atoi(argv[2]) : 32;
+  const int64_t rows = argc > 2 ? std::atoi(argv[2]) : 32;
   torch::manual_seed(7);
   const Tensor data = torch::randn({kBatch, kWidths.front()}), target = torch::randint(0, kWidths.back(), {kBatch});
-  std::int64_t bytes = 0;
-  for (std::size_t i = 1; i < kWidths.size(); ++i) bytes += 4 * kWidths[i] * kWidths[i - 1];
+  int64_t bytes = 0;
+  for (size_t i = 1; i < kWidths.size(); ++i) bytes += 4 * kWidths[i] * kWidths[i - 1];
   std::printf("%d threads; triad %.1f GB/s, sgemm %.0f GFLOP/s; K = %.1f MB\n", at::get_num_threads(), triad(),
               gflops(), bytes / 1e6);
   OneProcess one;
@@ -213,7 +213,7 @@ int main(int argc, char** argv) {
                 static_cast<long>(rows), b, a / b, loss_one, loss_tiles);
   }
   double worst = 0;
-  for (std::size_t i = 0; i < one.model().weights.size(); ++i)
+  for (size_t i = 0; i < one.model().weights.size(); ++i)
     worst = std::max(worst, (one.model().weights[i].detach() - tiles.model().weights[i]).abs().max().item<double>());
   std::ranges::sort(ratios);
   std::printf("median %.2f x; the largest difference of a weight: %.1e\n", ratios[ratios.size() / 2], worst);

@@ -28,7 +28,7 @@ using Milliseconds = std::chrono::milliseconds;
 
 constexpr Milliseconds kBetweenLooks{10};
 
-std::int64_t from_now(Milliseconds time) { return trace::now() + std::chrono::nanoseconds(time).count(); }
+int64_t from_now(Milliseconds time) { return trace::now() + std::chrono::nanoseconds(time).count(); }
 
 // Waits. Returns whether SIGINT has come.
 bool is_interrupted_within(Milliseconds time) {
@@ -39,7 +39,7 @@ bool is_interrupted_within(Milliseconds time) {
 // A rank, while it is traced.
 class TracedRank {
  public:
-  TracedRank(const Seat& seat, std::int64_t ordered) : seat_(seat), ordered_(ordered), pid_(seat.record().pid) {}
+  TracedRank(const Seat& seat, int64_t ordered) : seat_(seat), ordered_(ordered), pid_(seat.record().pid) {}
 
   int rank() const { return seat_.record().job_rank; }
   bool lives() const { return seat_.record().pid == pid_ && state_of(pid_) != 0; }
@@ -49,13 +49,13 @@ class TracedRank {
   bool has_ring() const { return static_cast<bool>(ring_); }
 
   // Returns false if somebody else's trace is under way.
-  bool ask(std::int64_t until) {
-    std::int64_t before = order().until;
+  bool ask(int64_t until) {
+    int64_t before = order().until;
     asked_ = before < trace::now() && order().until.compare_exchange_strong(before, until);
     return asked_;
   }
 
-  void set_end(std::int64_t until) const {
+  void set_end(int64_t until) const {
     if (asked_) order().until = until;
   }
 
@@ -81,7 +81,7 @@ class TracedRank {
   TraceRecord& order() const { return seat_.record().trace; }
 
   Seat seat_;
-  std::int64_t ordered_;
+  int64_t ordered_;
   int pid_;
   bool asked_ = false;
   UniqueFd ring_{};
@@ -91,7 +91,7 @@ class TraceOfJob {
  public:
   explicit TraceOfJob(const JobTrace& order) : order_(order), job_(find_job(order.job)) {
     catch_stop_signals({SIGINT});
-    const std::int64_t now = trace::now();
+    const int64_t now = trace::now();
     for (const Seat& seat : job_.seats)
       if (seat.record().pid != 0 && seat.record().phase != Phase::kEnded) ranks_.emplace_back(seat, now);
     if (ranks_.empty())
@@ -106,7 +106,7 @@ class TraceOfJob {
   TraceOfJob& operator=(TraceOfJob&&) = delete;
 
   void begin() {
-    const std::int64_t at_most = from_now(2 * order_.patience + order_.length);
+    const int64_t at_most = from_now(2 * order_.patience + order_.length);
     for (TracedRank& rank : ranks_)
       if (!rank.ask(at_most)) throw is_traced(rank, "another `lockstep trace` of this job is under way");
     const Deadline deadline = Deadline::after(order_.patience);
@@ -118,7 +118,7 @@ class TraceOfJob {
   }
 
   void record() {
-    const std::int64_t end = from_now(order_.length);
+    const int64_t end = from_now(order_.length);
     for (const TracedRank& rank : ranks_) rank.set_end(end);
     const Deadline deadline = Deadline::after(order_.length);
     while (!deadline.passed() && std::ranges::any_of(ranks_, &TracedRank::lives) &&

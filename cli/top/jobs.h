@@ -27,10 +27,10 @@ struct Seat {
 };
 
 struct Job {
-  int number = 0;               // the launcher's pid; without one the lowest pid of its ranks
-  std::string name;             // of the program: "train.py"
-  std::string command;          // as it was started
-  std::int64_t started_at = 0;  // ns since 1970
+  int number = 0;          // the launcher's pid; without one the lowest pid of its ranks
+  std::string name;        // of the program: "train.py"
+  std::string command;     // as it was started
+  int64_t started_at = 0;  // ns since 1970
   int world_size = 0;
   int nodes = 1;
   int node_rank = 0;

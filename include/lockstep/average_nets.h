@@ -26,6 +26,6 @@ Tensors flat_blocks(const std::vector<ModulePtr>& nets);
 // weight of net i, such as the samples that it has seen since the last average; empty: 1 each. Device i reads all blocks
 // for its part of the sum, then copies block 0 into its own; no device goes on before all have copied. Blocks. Throws
 // UsageError: not one block or weight per device, a negative weight, all weights 0; and what Devices::run() throws.
-void average(Devices& devices, const Tensors& blocks, const std::vector<std::int64_t>& samples = {});
+void average(Devices& devices, const Tensors& blocks, const std::vector<int64_t>& samples = {});
 
 }  // namespace lockstep

@@ -23,7 +23,7 @@ struct Batch {
   Tensor target{};
   std::map<std::string, Tensor> more{};  // further ones by name, (B, ...): masks, boxes, lengths
 
-  std::int64_t size() const {
+  int64_t size() const {
     const Tensor& counted = target.defined() ? target : data;
     return counted.defined() ? counted.size(0) : 0;
   }
@@ -49,7 +49,7 @@ struct Batch {
   }
 
   // Samples [begin, end), as views. Throws DataError: a tensor that has not B rows.
-  Batch rows(std::int64_t begin, std::int64_t end) const;
+  Batch rows(int64_t begin, int64_t end) const;
 };
 
 // One batch of single samples, whose tensors have no dimension B; and of several batches. Throws DataError naming the tensor:

@@ -10,12 +10,12 @@
 namespace lockstep {
 
 struct BatchTotals {
-  std::int64_t samples = 0;   // as they count in the mean (Task::samples)
-  double mean_loss = 0;       // weighted by samples; NaN where the loss is not known
-  std::int64_t examples = 0;  // the sizes of the batches; what a strategy returns has them
+  int64_t samples = 0;   // as they count in the mean (Task::samples)
+  double mean_loss = 0;  // weighted by samples; NaN where the loss is not known
+  int64_t examples = 0;  // the sizes of the batches; what a strategy returns has them
 
   // Adds a part of the batch, or one of several batches. more: 0 adds nothing, whatever the loss is.
-  void add(std::int64_t more, double loss) {
+  void add(int64_t more, double loss) {
     if (more == 0) return;
     const double sum = mean_loss * static_cast<double>(samples) + loss * static_cast<double>(more);
     samples += more;

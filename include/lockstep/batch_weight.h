@@ -12,16 +12,16 @@ namespace lockstep {
 
 struct BatchWeight {
   // Bits: what a rank has accumulated may have several.
-  enum Kind : std::uint8_t {
+  enum Kind : uint8_t {
     kNone = 0,     // no batch
     kSamples = 1,  // by its number of samples
     kAlike = 2,    // each rank once, as in PyTorch: the sum of all .grad is divided by the number of ranks
     kJoined = 4    // no batch; where ranks count alike, it is among the ranks that the sum is divided by
   };
-  BatchWeight(std::int64_t number) : samples(number), kind(kSamples) {}
+  BatchWeight(int64_t number) : samples(number), kind(kSamples) {}
   BatchWeight(Kind how, double dimension_0 = NAN) : samples(how == kAlike ? 1 : 0), kind(how), size(dimension_0) {}
 
-  std::int64_t samples;
+  int64_t samples;
   Kind kind;
   double size = NAN;  // in examples, for reports; with kAlike also compared for a warning. NaN: not known
 };

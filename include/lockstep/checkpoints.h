@@ -23,7 +23,7 @@ class Checkpoints {
   // Makes the folder if it is missing. after: goes back to the checkpoint of this step on purpose: later ones are renamed to
   // NAME.after-STEP, and never counted or removed. Throws CheckpointError: the folder can't be written; another process writes
   // there, and which; there is no whole checkpoint of the step `after`.
-  explicit Checkpoints(const std::filesystem::path& folder, std::optional<std::int64_t> after = std::nullopt);
+  explicit Checkpoints(const std::filesystem::path& folder, std::optional<int64_t> after = std::nullopt);
 
   // Waits for the disk, at most ten seconds.
   ~Checkpoints();
@@ -39,11 +39,11 @@ class Checkpoints {
   // warning, and the next save tries again. Throws UsageError: as save_safetensors() does. Throws CheckpointError: the folder
   // has a checkpoint above `step` that this object has neither written nor read in newest(); nothing is saved. One above `step`
   // that it has is renamed to NAME.after-STEP once this one is saved.
-  void save(std::int64_t step, const TensorFile& file);
+  void save(int64_t step, const TensorFile& file);
 
   // Blocks until nothing is being written any more. Throws CheckpointError: the newest on the disk is not that of `step`, and
   // why; or the timeout.
-  void finish(std::int64_t step, std::chrono::milliseconds timeout = std::chrono::minutes(5));
+  void finish(int64_t step, std::chrono::milliseconds timeout = std::chrono::minutes(5));
 
  private:
   std::unique_ptr<CheckpointWriter> writer_;

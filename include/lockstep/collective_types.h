@@ -18,7 +18,7 @@ using ExchangeTexts = std::function<std::vector<std::string>(const std::string& 
 
 inline constexpr int kAnyRank = -1;  // a receive from whoever sends first
 
-enum class DType : std::uint8_t {
+enum class DType : uint8_t {
   kFloat32,
   kFloat64,
   kFloat16,
@@ -35,18 +35,18 @@ inline constexpr int kDTypes = 10;
 // Every reduction takes the ranks in the order 0 ... p-1. float16 and bfloat16 are accumulated in float32 and rounded
 // once. min and max give NaN where any rank has NaN. Integers wrap; their mean is the wrapped sum divided by p, towards
 // zero. For bool, sum and max are "or", product and min are "and", and there is no mean.
-enum class ReduceOp : std::uint8_t { kSum, kMean, kProduct, kMin, kMax, kBitAnd, kBitOr, kBitXor };
+enum class ReduceOp : uint8_t { kSum, kMean, kProduct, kMin, kMax, kBitAnd, kBitOr, kBitXor };
 inline constexpr int kReduceOps = 8;
 
 // The algorithm of all_reduce inside a machine. Use kDirect; the others are there for comparison.
-enum class Algorithm : std::uint8_t {
+enum class Algorithm : uint8_t {
   kDirect,   // rank r reduces slice r of everybody's buffer: the same bits as kCentral
   kCentral,  // rank 0 reduces everything, the others copy it
   kRing,     // scatter-reduce, then all-gather, around a ring; slice s is summed in the order s, s+1, ..., s-1
   kTree,     // a binomial tree up to rank 0 and down again; summed pairwise, ((0+1)+(2+3))+...
 };
 
-enum class Operation : std::uint8_t {
+enum class Operation : uint8_t {
   kNone,
   kBarrier,
   kAllReduce,
@@ -63,7 +63,7 @@ enum class Operation : std::uint8_t {
   kReceive,
 };
 
-std::size_t size_of(DType dtype);  // bytes of one element
+size_t size_of(DType dtype);  // bytes of one element
 
 std::string to_string(DType dtype);  // "float32", as torch prints it
 std::string to_string(ReduceOp op);

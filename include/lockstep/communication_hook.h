@@ -21,15 +21,15 @@
 namespace lockstep {
 
 // Size of a bucket: of gradients that are all-reduced at once (Li et al., "PyTorch Distributed", VLDB 2020).
-inline constexpr std::size_t kBucketBytes = std::size_t{25} << 20;
+inline constexpr size_t kBucketBytes = size_t{25} << 20;
 
 struct GradientBucket {
-  std::size_t number = 0;  // the same in every step
-  Tensor flat;             // (n) the weighted gradients of this rank; afterwards their sum over ranks
-  Tensors parts;           // views of `flat`, one per parameter; a matrix as (rows, columns)
-  Tensors parameters{};    // of the parts
-  bool is_last = true;     // of the buckets of a step
-  double unit = 1;         // divisor already applied to `flat`; it changes with the global batch
+  size_t number = 0;     // the same in every step
+  Tensor flat;           // (n) the weighted gradients of this rank; afterwards their sum over ranks
+  Tensors parts;         // views of `flat`, one per parameter; a matrix as (rows, columns)
+  Tensors parameters{};  // of the parts
+  bool is_last = true;   // of the buckets of a step
+  double unit = 1;       // divisor already applied to `flat`; it changes with the global batch
 };
 
 class CommunicationHook {
@@ -58,8 +58,8 @@ std::shared_ptr<CommunicationHook> sixteen_bit_hook(torch::ScalarType dtype);  /
 // a warm start from the last step's basis. A gradient of two or more dimensions is a matrix: its first dimension
 // against the others.
 struct PowerSGDOptions {
-  std::int64_t rank = 4;
-  std::uint64_t seed = 0;
+  int64_t rank = 4;
+  uint64_t seed = 0;
 };
 std::shared_ptr<CommunicationHook> power_sgd_hook(const PowerSGDOptions& options = {});
 

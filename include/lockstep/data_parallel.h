@@ -28,11 +28,11 @@ class DataParallel {
   // torch's generator seeded by `seed`: not every module can be cloned in C++.
   template <class MakeModule>
   requires(!requires { typename MakeModule::ContainedType; })
-      DataParallel(MakeModule make_module, Devices& devices, std::uint64_t seed = 0)
+      DataParallel(MakeModule make_module, Devices& devices, uint64_t seed = 0)
       : DataParallel(Task{.make_model = [make_module] { return make_module().ptr(); },
                           .forward = call_forward<typename decltype(make_module())::ContainedType>},
                      devices, seed) {}
-  DataParallel(const Task& task, Devices& devices, std::uint64_t seed = 0);  // `task` says how to make and run it
+  DataParallel(const Task& task, Devices& devices, uint64_t seed = 0);  // `task` says how to make and run it
 
   // Wraps a module that exists, such as a Net, and moves it to device 0; the other devices have clones of it, for which its class
   // has to be derived from torch::nn::Cloneable, as torch's own are. Seeds torch's generator with 0. Throws c10::Error: it has no

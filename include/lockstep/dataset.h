@@ -15,7 +15,7 @@
 
 namespace lockstep {
 
-using Indices = std::span<const std::int64_t>;  // of samples
+using Indices = std::span<const int64_t>;  // of samples
 
 class BatchMemory;
 struct SampleOrder;
@@ -46,9 +46,9 @@ class Reading {
 
 // A batch that the loader asks a dataset for.
 struct BatchRequest {
-  Indices indices;         // each in [0, size())
-  std::uint64_t seed = 0;  // random choices about a sample are a function of seed, epoch and the sample's index
-  std::int64_t epoch = 0;
+  Indices indices;    // each in [0, size())
+  uint64_t seed = 0;  // random choices about a sample are a function of seed, epoch and the sample's index
+  int64_t epoch = 0;
   BatchMemory* memory = nullptr;  // where the batch's tensors are allocated; null: by torch
   BatchTimes* times = nullptr;    // seconds are added here; null: not measured
   Reading* reading = nullptr;     // a dataset on disk notes each sample here before it reads it; null: it need not
@@ -60,10 +60,10 @@ class Dataset {
  public:
   virtual ~Dataset() = default;
   virtual std::string name() const = 0;
-  virtual std::int64_t size() const = 0;
+  virtual int64_t size() const = 0;
 
   // Targets are in [0, classes()). 0: they are not classes, or unknown.
-  virtual std::int64_t classes() const { return 0; }
+  virtual int64_t classes() const { return 0; }
 
   // The samples with these indices, in this order, on the CPU. Each index is in [0, size()).
   // Throws DataError naming file and sample: it can't be read or decoded, or its shape differs from the others'.

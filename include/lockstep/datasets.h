@@ -66,8 +66,8 @@ class TensorDataset : public Dataset {
   TensorDataset(std::string name, const Tensor& data, const Tensor& target, More more = {});
 
   std::string name() const override { return name_; }
-  std::int64_t size() const override { return data_.size(0); }
-  std::int64_t classes() const override;  // the largest target + 1, of (N) whole numbers
+  int64_t size() const override { return data_.size(0); }
+  int64_t classes() const override;  // the largest target + 1, of (N) whole numbers
   const Tensor& data() const { return data_; }
   const More& more() const { return more_; }
   const Tensor& target() const { return target_; }
@@ -87,29 +87,29 @@ class TensorDataset : public Dataset {
 // Samples [begin, end) of another dataset.
 class SubsetDataset : public Dataset {
  public:
-  SubsetDataset(DatasetPtr whole, std::int64_t begin, std::int64_t end);  // throws UsageError
+  SubsetDataset(DatasetPtr whole, int64_t begin, int64_t end);  // throws UsageError
   std::string name() const override { return whole_->name(); }
-  std::int64_t size() const override { return end_ - begin_; }
-  std::int64_t classes() const override { return whole_->classes(); }
+  int64_t size() const override { return end_ - begin_; }
+  int64_t classes() const override { return whole_->classes(); }
   const Dataset& whole() const { return *whole_; }
-  std::int64_t begin() const { return begin_; }
+  int64_t begin() const { return begin_; }
   Batch make_batch(Indices indices) const override { return assemble({.indices = indices}); }
   Batch assemble(const BatchRequest& request) const override;
   void will_read(Indices indices) const override { whole_->will_read(in_whole(indices)); }
 
  private:
-  std::vector<std::int64_t> in_whole(Indices indices) const;
+  std::vector<int64_t> in_whole(Indices indices) const;
   DatasetPtr whole_;
-  std::int64_t begin_;
-  std::int64_t end_;
+  int64_t begin_;
+  int64_t end_;
 };
 
-inline constexpr std::uint64_t kMostUnpacked = std::uint64_t{16} << 30;
+inline constexpr uint64_t kMostUnpacked = uint64_t{16} << 30;
 
 // An IDX file of the MNIST family (LeCun, Cortes and Burges, "The MNIST database"), plain or gzipped: a uint8 tensor of
 // the file's shape. Memory grows with what is read, not with what the header promises. Throws DataError naming the file
 // and the offset: missing, not IDX, another type, truncated, too long, damaged compression, more than most_bytes.
-Tensor read_idx(const std::filesystem::path& path, std::uint64_t most_bytes = kMostUnpacked);
+Tensor read_idx(const std::filesystem::path& path, uint64_t most_bytes = kMostUnpacked);
 
 // A NumPy array (NEP 1), contiguous, of the file's shape and dtype. Nothing of the file is executed: Python objects and
 // structures are refused. Throws DataError naming the file: missing, not .npy, a dtype that torch does not have,
@@ -121,7 +121,7 @@ struct TableOptions {
   bool numbers = false;  // its whole numbers are quantities, not classes
   char separator = ',';
   std::vector<std::string> classes{};  // names of the target's classes, if they are known; empty: found in the table
-  std::int64_t inputs = 0;             // a table of so many columns has no target; 0: each has one
+  int64_t inputs = 0;                  // a table of so many columns has no target; 0: each has one
 };
 
 struct Table {
@@ -139,11 +139,11 @@ Table read_csv(const std::filesystem::path& path, const TableOptions& options = 
 // ---- Text
 
 struct TokenOptions {
-  std::int64_t block = 128;  // tokens of a sample
-  int token_bytes = 1;  // 1: every byte is a token, of 256; 2 or 4: little-endian numbers, as tokenisers write them
-  std::int64_t vocabulary = 0;  // tokens are below it; 0: 256 for bytes, else not checked
-  double skip = 0;              // share of the file to leave out at its beginning
-  double leave = 0;             // and at its end
+  int64_t block = 128;     // tokens of a sample
+  int token_bytes = 1;     // 1: every byte is a token, of 256; 2 or 4: little-endian numbers, as tokenisers write them
+  int64_t vocabulary = 0;  // tokens are below it; 0: 256 for bytes, else not checked
+  double skip = 0;         // share of the file to leave out at its beginning
+  double leave = 0;        // and at its end
 };
 
 // Text as tokens, for models that predict the next one. Each batch is read from the file: it may be larger than memory.
@@ -154,8 +154,8 @@ class TokenDataset : public Dataset {
   explicit TokenDataset(const std::filesystem::path& path, const TokenOptions& options = {});
 
   std::string name() const override;
-  std::int64_t size() const override { return samples_; }
-  std::int64_t classes() const override { return options_.vocabulary; }
+  int64_t size() const override { return samples_; }
+  int64_t classes() const override { return options_.vocabulary; }
 
   // Sample i is block i of the text. data: (B, block) int64; target: (B, block) int64, the tokens one further on.
   // Throws DataError naming a token that is not in the vocabulary.
@@ -163,12 +163,12 @@ class TokenDataset : public Dataset {
   Batch assemble(const BatchRequest& request) const override;
 
  private:
-  std::int64_t token(const std::uint8_t* bytes, std::int64_t place) const;
+  int64_t token(const uint8_t* bytes, int64_t place) const;
 
   std::shared_ptr<const DataFile> file_;
   TokenOptions options_;
-  std::int64_t first_ = 0;  // this dataset's first token
-  std::int64_t samples_ = 0;
+  int64_t first_ = 0;  // this dataset's first token
+  int64_t samples_ = 0;
 };
 
 // ---- Streams
@@ -181,17 +181,17 @@ class IterableDataset : public Dataset {
   // Returns the next sample, whose tensors have no dimension B; nothing at the end. Used by one thread at a time.
   using Stream = std::function<std::optional<Batch>()>;
   // Returns a new stream from an epoch's first sample on, the same on every rank. Several threads may call it.
-  using Open = std::function<Stream(std::int64_t epoch)>;
+  using Open = std::function<Stream(int64_t epoch)>;
 
   // samples: of an epoch; what a stream has beyond them is not read. Throws UsageError: none, or no `open`.
-  IterableDataset(std::string name, std::int64_t samples, Open open);
+  IterableDataset(std::string name, int64_t samples, Open open);
 
   std::string name() const override;
-  std::int64_t size() const override;
+  int64_t size() const override;
   std::shared_ptr<const SampleOrder> shuffled_order() const override;
 
   // Throws DataError: the stream ends too early, or samples differ in shape; UsageError: indices that do not rise.
-  Batch make_batch(std::span<const std::int64_t> indices) const override { return assemble({.indices = indices}); }
+  Batch make_batch(std::span<const int64_t> indices) const override { return assemble({.indices = indices}); }
   Batch assemble(const BatchRequest& request) const override;
 
  private:
@@ -202,10 +202,10 @@ class IterableDataset : public Dataset {
 // ---- Shards of WebDataset, for data larger than memory (docs/data.md says what they hold)
 
 struct PackOptions {
-  std::uint64_t shard_bytes = std::uint64_t{256} << 20;
-  bool keep_order = false;  // false: samples are written in random order, because folders list samples class by class
-  std::int64_t shorter_edge = 0;  // encoded images with a longer one are resized to it and stored as JPEG; 0: as is
-  int quality = 90;               // of such a JPEG
+  uint64_t shard_bytes = uint64_t{256} << 20;
+  bool keep_order = false;   // false: samples are written in random order, because folders list samples class by class
+  int64_t shorter_edge = 0;  // encoded images with a longer one are resized to it and stored as JPEG; 0: as is
+  int quality = 90;          // of such a JPEG
 };
 
 // Writes every sample of images or tensors as it is stored, without transforms. Throws UsageError: another kind of

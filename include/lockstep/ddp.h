@@ -20,8 +20,8 @@
 namespace lockstep {
 
 struct DistributedDataParallelOptions {
-  std::size_t bucket_bytes = kBucketBytes;  // of gradients that are all-reduced at once
-  bool broadcast_buffers = true;            // rank 0's running statistics go to every rank after each backward
+  size_t bucket_bytes = kBucketBytes;  // of gradients that are all-reduced at once
+  bool broadcast_buffers = true;       // rank 0's running statistics go to every rank after each backward
 
   // true: the ranks of a machine share one copy of the parameters and of the optimizer's state, if the optimizer is one
   // of lockstep's and the parameters are on the CPU. false: every rank has its own.
@@ -147,8 +147,8 @@ class DistributedDataParallel {
 
   // Since the start, on this rank.
   struct Statistics {
-    std::int64_t exchanges = 0;
-    std::int64_t bytes = 0;       // of gradients in buckets, or published for other ranks to read
+    int64_t exchanges = 0;
+    int64_t bytes = 0;            // of gradients in buckets, or published for other ranks to read
     double exchange_seconds = 0;  // from the first bucket sent until all are back
     double waiting_seconds = 0;   // after the last gradient was computed: what did not overlap with backward
     double overlap() const { return exchange_seconds > waiting_seconds ? 1 - waiting_seconds / exchange_seconds : 0; }

@@ -56,7 +56,7 @@ class Device {
   void barrier();
 
   // Restarts the random numbers that dropout draws on this device (lockstep/strategy/devices/thread_generator.h).
-  void seed(std::uint64_t seed);
+  void seed(uint64_t seed);
 
  private:
   friend class DevicesState;
@@ -87,8 +87,7 @@ class Devices {
   // Divides [begin, end) among the devices, which call part(first, last) on their cores for pieces of at least `grain`.
   // Blocks until every call of `part` has returned, even after the timeout: `part` may use the caller's variables, and
   // must return. Throws as run() does.
-  void parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
-                    const std::function<void(std::int64_t, std::int64_t)>& part);
+  void parallel_for(int64_t begin, int64_t end, int64_t grain, const std::function<void(int64_t, int64_t)>& part);
 
   // Seconds that each device has spent in bodies since it was made.
   std::vector<double> busy_seconds() const;

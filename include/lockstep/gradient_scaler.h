@@ -21,7 +21,7 @@ struct GradientScalerOptions {
   double initial_scale = 65536;
   double growth = 2;     // after `growth_interval` steps without overflow
   double backoff = 0.5;  // after an overflow
-  std::int64_t growth_interval = 2000;
+  int64_t growth_interval = 2000;
 };
 
 class GradientScaler {

@@ -15,24 +15,24 @@
 
 namespace lockstep {
 
-using Bytes = std::vector<std::uint8_t>;
-using ByteView = std::span<const std::uint8_t>;
+using Bytes = std::vector<uint8_t>;
+using ByteView = std::span<const uint8_t>;
 
 // ---- Sources
 
 struct ImageShape {
-  std::int64_t channels = 0;
-  std::int64_t height = 0;
-  std::int64_t width = 0;
-  std::int64_t values() const { return channels * height * width; }
+  int64_t channels = 0;
+  int64_t height = 0;
+  int64_t width = 0;
+  int64_t values() const { return channels * height * width; }
   bool operator==(const ImageShape&) const = default;
 };
 
 struct StoredImage {
-  ByteView bytes;          // valid until the source or the scratch memory changes
-  bool encoded = false;    // a JPEG or PNG file; else pixels (C, H, W) of `shape`
-  ImageShape shape;        // of the pixels
-  std::int64_t label = 0;  // in [0, classes())
+  ByteView bytes;        // valid until the source or the scratch memory changes
+  bool encoded = false;  // a JPEG or PNG file; else pixels (C, H, W) of `shape`
+  ImageShape shape;      // of the pixels
+  int64_t label = 0;     // in [0, classes())
 };
 
 // Gives images as they are stored. Derive from it for images of your own that should get lockstep's transforms.
@@ -40,20 +40,20 @@ class ImageSource {
  public:
   virtual ~ImageSource() = default;
   virtual std::string name() const = 0;
-  virtual std::int64_t size() const = 0;
-  virtual std::int64_t classes() const = 0;
+  virtual int64_t size() const = 0;
+  virtual int64_t classes() const = 0;
   // The shape of all images; height and width 0: they differ, or are not known. Encoded images become RGB: 3 channels.
   virtual ImageShape common_shape() const = 0;
   virtual bool in_memory() const { return false; }
 
   // `scratch` is memory that the source may fill and return a view of. Throws DataError: unreadable, damaged.
-  virtual StoredImage read(std::int64_t index, Bytes& scratch) const = 0;
+  virtual StoredImage read(int64_t index, Bytes& scratch) const = 0;
 
   // As Dataset::will_read and Dataset::shuffled_order.
   virtual void will_read(Indices indices) const { static_cast<void>(indices); }
   virtual SampleOrderPtr shuffled_order() const { return nullptr; }
 
-  virtual std::string origin(std::int64_t index) const = 0;  // file and place of a sample, for error messages
+  virtual std::string origin(int64_t index) const = 0;  // file and place of a sample, for error messages
 };
 
 using ImageSourcePtr = std::shared_ptr<const ImageSource>;
@@ -63,15 +63,15 @@ class MemoryImages : public ImageSource {
  public:
   // images: (N, H, W) or (N, C, H, W) uint8; labels: (N), any whole-number dtype, in [0, classes). `origin` names the
   // file in errors. Throws DataError naming what does not fit.
-  MemoryImages(std::string name, const Tensor& images, const Tensor& labels, std::int64_t classes, std::string origin);
+  MemoryImages(std::string name, const Tensor& images, const Tensor& labels, int64_t classes, std::string origin);
 
   std::string name() const override { return name_; }
-  std::int64_t size() const override { return images_.size(0); }
-  std::int64_t classes() const override { return classes_; }
+  int64_t size() const override { return images_.size(0); }
+  int64_t classes() const override { return classes_; }
   ImageShape common_shape() const override { return shape_; }
   bool in_memory() const override { return true; }
-  StoredImage read(std::int64_t index, Bytes& scratch) const override;
-  std::string origin(std::int64_t index) const override;
+  StoredImage read(int64_t index, Bytes& scratch) const override;
+  std::string origin(int64_t index) const override;
 
   const Tensor& images() const { return images_; }  // (N, C, H, W) uint8
 
@@ -79,11 +79,11 @@ class MemoryImages : public ImageSource {
   std::string name_;
   Tensor images_;
   Tensor labels_;
-  std::int64_t classes_;
+  int64_t classes_;
   std::string origin_;
   ImageShape shape_;
-  const std::uint8_t* pixels_;
-  const std::int64_t* label_;
+  const uint8_t* pixels_;
+  const int64_t* label_;
 };
 
 // A folder of images by class: FOLDER/CLASS/NAME.jpg, .jpeg or .png. Classes are numbered in the order of their names,
@@ -96,21 +96,21 @@ class ImageFolder : public ImageSource {
   explicit ImageFolder(std::filesystem::path folder, std::vector<std::string> classes = {});
 
   std::string name() const override { return folder_.filename().string(); }
-  std::int64_t size() const override { return static_cast<std::int64_t>(files_.size()); }
-  std::int64_t classes() const override { return static_cast<std::int64_t>(classes_.size()); }
+  int64_t size() const override { return static_cast<int64_t>(files_.size()); }
+  int64_t classes() const override { return static_cast<int64_t>(classes_.size()); }
   ImageShape common_shape() const override { return {3, 0, 0}; }
-  StoredImage read(std::int64_t index, Bytes& scratch) const override;
-  std::string origin(std::int64_t index) const override;
+  StoredImage read(int64_t index, Bytes& scratch) const override;
+  std::string origin(int64_t index) const override;
 
   const std::vector<std::string>& class_names() const { return classes_; }
 
  private:
   struct File {
     std::string path;  // within the folder
-    std::int64_t label;
+    int64_t label;
   };
-  void add_class(const std::string& name, std::int64_t label);
-  void add_images(const std::filesystem::path& folder, std::int64_t label, std::vector<std::filesystem::path>& above);
+  void add_class(const std::string& name, int64_t label);
+  void add_images(const std::filesystem::path& folder, int64_t label, std::vector<std::filesystem::path>& above);
 
   std::filesystem::path folder_;
   std::vector<std::string> classes_;
@@ -133,11 +133,11 @@ struct ImageTransforms {
   std::vector<float> deviation = {1};
 
   // Size of a sample; 0: as stored. Needed where images differ in size, and for every crop but kNone.
-  std::int64_t height = 0;
-  std::int64_t width = 0;
-  std::int64_t shorter_edge = 0;  // kCentre and kRandom resize the image to this first; 0: not
+  int64_t height = 0;
+  int64_t width = 0;
+  int64_t shorter_edge = 0;  // kCentre and kRandom resize the image to this first; 0: not
   Crop crop = Crop::kNone;
-  std::int64_t padding = 0;
+  int64_t padding = 0;
   double least_area = 0.08;  // kRandomResized: share of the image
   double most_area = 1;
   double most_stretch = 4.0 / 3;  // kRandomResized: of the aspect ratio, either way
@@ -182,8 +182,8 @@ class ImageDataset : public Dataset {
   ImageDataset(ImageSourcePtr source, ImageTransforms transforms);
 
   std::string name() const override { return source_->name(); }
-  std::int64_t size() const override { return source_->size(); }
-  std::int64_t classes() const override { return source_->classes(); }
+  int64_t size() const override { return source_->size(); }
+  int64_t classes() const override { return source_->classes(); }
   const ImageSource& source() const { return *source_; }
   const ImageTransforms& transforms() const { return transforms_; }
 

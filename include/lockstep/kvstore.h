@@ -40,10 +40,10 @@ namespace lockstep {
 using DeviceTensors = std::vector<Tensors>;
 
 struct PushOptions {
-  std::int64_t samples = 1;  // that the gradient is the mean of: its weight; 0: it does not count
-  double loss = 0;           // their mean loss, for the servers' reports
+  int64_t samples = 1;  // that the gradient is the mean of: its weight; 0: it does not count
+  double loss = 0;      // their mean loss, for the servers' reports
   double learning_rate = std::numeric_limits<double>::quiet_NaN();  // from this update on; NaN: as before
-  std::int64_t examples = 0;  // that the samples are counted in, for reports; 0: as many as samples
+  int64_t examples = 0;  // that the samples are counted in, for reports; 0: as many as samples
 };
 
 // The optimizer of a store. Sent to servers as raw bytes.
@@ -55,8 +55,8 @@ struct UpdateOptions {
 
 // How old gradients were when servers applied them: the updates made with other gradients since their worker read the weights.
 struct Delays {
-  std::int64_t gradients = 0;  // one for each push and each server that has a part of it
-  std::int64_t max = 0;
+  int64_t gradients = 0;  // one for each push and each server that has a part of it
+  int64_t max = 0;
   double mean = 0;
 };
 
@@ -113,8 +113,8 @@ class KVStore {
 
   // Bytes of values that this worker has sent to and received from servers. Local kinds: that devices have pushed, and that were
   // copied to them.
-  virtual std::int64_t bytes_pushed() const = 0;
-  virtual std::int64_t bytes_pulled() const = 0;
+  virtual int64_t bytes_pushed() const = 0;
+  virtual int64_t bytes_pulled() const = 0;
 };
 
 }  // namespace lockstep

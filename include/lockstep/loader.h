@@ -16,14 +16,14 @@
 namespace lockstep {
 
 struct LoaderOptions {
-  std::int64_t batch_size = 1;  // global: over all ranks
-  std::uint64_t seed = 0;
+  int64_t batch_size = 1;  // global: over all ranks
+  uint64_t seed = 0;
   bool shuffle = true;
-  int workers = 1;            // threads that load in the background; 0: the calling thread loads
-  int prefetch = 4;           // batches that may be ready; memory is bounded by these and by what you hold
-  std::int64_t skip_bad = 0;  // unreadable samples that may be left out per epoch and rank; one more is an error
-  bool empty = false;         // batches without samples: for a rank that trains on nothing itself
-  SampleOrderPtr order{};     // replaces shuffle, such as weighted_order
+  int workers = 1;         // threads that load in the background; 0: the calling thread loads
+  int prefetch = 4;        // batches that may be ready; memory is bounded by these and by what you hold
+  int64_t skip_bad = 0;    // unreadable samples that may be left out per epoch and rank; one more is an error
+  bool empty = false;      // batches without samples: for a rank that trains on nothing itself
+  SampleOrderPtr order{};  // replaces shuffle, such as weighted_order
   milliseconds timeout = kDefaultTimeout;  // for one batch
   // Called by the thread that waits for a batch, about ten times a second. What it throws ends the wait and the epoch.
   std::function<void()> while_waiting{};
@@ -40,21 +40,21 @@ struct LoaderPlace {
 
 // The place of an epoch over all ranks: what a checkpoint has to keep of a loader.
 struct LoaderPosition {
-  std::int64_t epoch = 0;
-  std::int64_t samples = 0;  // of the epoch's order that were handed out
+  int64_t epoch = 0;
+  int64_t samples = 0;  // of the epoch's order that were handed out
 };
 
 // The time of loading on one rank, summed over batches; the workers' seconds are those of all workers.
 struct LoadingStatistics {
-  std::int64_t batches = 0;
-  std::int64_t samples = 0;  // of this rank
-  std::int64_t skipped = 0;  // bad samples
-  double wait = 0;           // the training thread waited for a batch
-  double read = 0;           // workers: disk or page cache, checksum, decoding
-  double assemble = 0;       // workers: transforms, writing the batch
-  double copy = 0;           // workers: starting the copy to the device
-  double room = 0;           // workers: the queue was full
-  double queued = 0;         // batches that were ready when one was taken, summed; / batches is the queue's mean depth
+  int64_t batches = 0;
+  int64_t samples = 0;  // of this rank
+  int64_t skipped = 0;  // bad samples
+  double wait = 0;      // the training thread waited for a batch
+  double read = 0;      // workers: disk or page cache, checksum, decoding
+  double assemble = 0;  // workers: transforms, writing the batch
+  double copy = 0;      // workers: starting the copy to the device
+  double room = 0;      // workers: the queue was full
+  double queued = 0;    // batches that were ready when one was taken, summed; / batches is the queue's mean depth
 
   double mean_queued() const { return batches > 0 ? queued / static_cast<double>(batches) : 0; }
   LoadingStatistics& operator+=(const LoadingStatistics& other);
@@ -75,7 +75,7 @@ class Loader {
   Loader& operator=(Loader&&) noexcept;
 
   const Dataset& dataset() const;
-  std::int64_t steps_per_epoch() const;
+  int64_t steps_per_epoch() const;
 
   class Iterator;
   struct State;
@@ -88,7 +88,7 @@ class Loader {
     Iterator begin() const;
     std::default_sentinel_t end() const { return {}; }
   };
-  Epoch epoch(std::int64_t epoch, std::int64_t first_step = 0);
+  Epoch epoch(int64_t epoch, int64_t first_step = 0);
 
   // The batches that were not handed out yet at `position`, without repeating or losing a sample, whatever the number
   // of ranks and the batch size were then. Throws UsageError (in begin): a position that this dataset does not have.

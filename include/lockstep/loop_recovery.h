@@ -72,12 +72,12 @@ class Recovery {
   void keep(const std::string& name, std::function<std::string()> save, std::function<void(const std::string&)> load);
 
   // The epoch to go on with; 0 in the beginning. With a loader.
-  std::int64_t epoch() const;
+  int64_t epoch() const;
 
   // The loader's batches of this epoch; of epoch(), those that are left. Throws UsageError: an epoch before epoch().
-  Loader::Epoch batches(std::int64_t epoch);
+  Loader::Epoch batches(int64_t epoch);
 
-  std::int64_t steps() const;  // that were made, also before a loss
+  int64_t steps() const;  // that were made, also before a loss
 
   // After each optimizer.step() and all that belongs to it, such as zero_grad() and schedules; of batches whose gradients add
   // up to one step, after the last. Keeps the state when it is time to. Blocks then until all ranks have. Throws PeerLost;

@@ -53,10 +53,10 @@ class PiecewiseModule : public torch::nn::Module {
 };
 
 struct LeNetOptions {
-  std::int64_t channels = 1;
-  std::int64_t height = 28;
-  std::int64_t width = 28;
-  std::int64_t classes = 10;
+  int64_t channels = 1;
+  int64_t height = 28;
+  int64_t width = 28;
+  int64_t classes = 10;
 };
 
 // conv 20@3x3 -> ReLU -> avg-pool 2 -> conv 50@5x5 -> ReLU -> avg-pool 2 -> dense 128 -> ReLU -> dense 10.
@@ -70,9 +70,9 @@ class LeNetImpl : public PiecewiseModule {
 TORCH_MODULE(LeNet);
 
 struct MLPOptions {
-  std::int64_t inputs = 784;
-  std::vector<std::int64_t> hidden = {512, 512};
-  std::int64_t outputs = 10;
+  int64_t inputs = 784;
+  std::vector<int64_t> hidden = {512, 512};
+  int64_t outputs = 10;
 };
 
 // Dense layers with ReLU between them (Rumelhart, Hinton and Williams, "Learning representations by back-propagating
@@ -85,7 +85,7 @@ class MLPImpl : public PiecewiseModule {
 TORCH_MODULE(MLP);
 
 struct AlexNetOptions {
-  std::int64_t classes = 1000;
+  int64_t classes = 1000;
   double dropout = 0.5;
 };
 
@@ -102,7 +102,7 @@ class AlexNetImpl : public PiecewiseModule {
 TORCH_MODULE(AlexNet);
 
 struct InceptionOptions {
-  std::int64_t classes = 1000;
+  int64_t classes = 1000;
   double dropout = 0.2;
 };
 
@@ -120,7 +120,7 @@ TORCH_MODULE(Inception);
 
 struct ResNetOptions {
   int layers = 18;  // 18, 34 or 50
-  std::int64_t classes = 1000;
+  int64_t classes = 1000;
   bool small_images = false;  // the form for 32x32
 };
 
@@ -137,11 +137,11 @@ class ResNetImpl : public PiecewiseModule {
 TORCH_MODULE(ResNet);
 
 struct GPTOptions {
-  std::int64_t vocabulary = 50257;
-  std::int64_t context = 1024;  // tokens in a sequence at most
-  std::int64_t layers = 12;
-  std::int64_t heads = 12;
-  std::int64_t width = 768;  // a multiple of heads
+  int64_t vocabulary = 50257;
+  int64_t context = 1024;  // tokens in a sequence at most
+  int64_t layers = 12;
+  int64_t heads = 12;
+  int64_t width = 768;  // a multiple of heads
   double dropout = 0.1;
 };
 

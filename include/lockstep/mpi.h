@@ -24,14 +24,14 @@ namespace lockstep {
   MPI_Comm_size(communicator, &size);
   const auto exchange = [communicator, size](const std::string& mine) {
     const int length = static_cast<int>(mine.size());
-    std::vector<int> lengths(static_cast<std::size_t>(size)), begins(lengths.size());
+    std::vector<int> lengths(static_cast<size_t>(size)), begins(lengths.size());
     MPI_Allgather(&length, 1, MPI_INT, lengths.data(), 1, MPI_INT, communicator);
     std::exclusive_scan(lengths.begin(), lengths.end(), begins.begin(), 0);
-    std::string all(static_cast<std::size_t>(begins.back() + lengths.back()), '\0');
+    std::string all(static_cast<size_t>(begins.back() + lengths.back()), '\0');
     MPI_Allgatherv(mine.data(), length, MPI_CHAR, all.data(), lengths.data(), begins.data(), MPI_CHAR, communicator);
     std::vector<std::string> texts;
-    for (std::size_t i = 0; i < lengths.size(); ++i)
-      texts.push_back(all.substr(static_cast<std::size_t>(begins[i]), static_cast<std::size_t>(lengths[i])));
+    for (size_t i = 0; i < lengths.size(); ++i)
+      texts.push_back(all.substr(static_cast<size_t>(begins[i]), static_cast<size_t>(lengths[i])));
     return texts;
   };
   return connect_world(rank, size, exchange, options);

@@ -40,9 +40,9 @@ struct ClippingOptions {
 // The parameters of a group that have a gradient, where they are not on the CPU.
 struct WholeTensors {
   Tensors parameters;
-  Tensors gradients;                // one per parameter, in its memory order
-  std::vector<Tensors> state;       // [name][parameter], in the order of the optimizer's state names
-  std::vector<std::int64_t> steps;  // of each parameter, from 1
+  Tensors gradients;           // one per parameter, in its memory order
+  std::vector<Tensors> state;  // [name][parameter], in the order of the optimizer's state names
+  std::vector<int64_t> steps;  // of each parameter, from 1
 };
 
 class Optimizer : public torch::optim::Optimizer {
@@ -115,8 +115,8 @@ class Optimizer : public torch::optim::Optimizer {
   // optimizer, attached, before its first step; the ranks that share its parameters call together, and then
   // DistributedDataParallel::parameters_written(). Blocks. Returns how often the lost ranks had called step(), this last one
   // included. Throws CheckpointError: another optimizer or model; PeerLost: it can still be taken over by others.
-  using FindMemory = std::function<std::byte*(int rank, std::uint64_t offset, std::size_t bytes)>;
-  std::uint64_t take_over(const std::string& manifest, const FindMemory& find);
+  using FindMemory = std::function<std::byte*(int rank, uint64_t offset, size_t bytes)>;
+  uint64_t take_over(const std::string& manifest, const FindMemory& find);
 
  protected:
   Optimizer(Tensors parameters, std::unique_ptr<torch::optim::OptimizerOptions> options,
@@ -126,7 +126,7 @@ class Optimizer : public torch::optim::Optimizer {
   struct Layout;
   Layout& layout();
   void make_state(Layout& all);
-  StateTensors state_tensors(const Layout& all, std::size_t i) const;
+  StateTensors state_tensors(const Layout& all, size_t i) const;
   void step_in_memory(Layout& all);
   void step_on_device(Layout& all);
   void require_not_begun(const char* call) const;

@@ -22,8 +22,8 @@
 namespace lockstep {
 
 struct PeriodicAverageOptions {
-  std::int64_t first_steps = 0;  // that exchange gradients
-  std::int64_t every = 8;        // steps between averages afterwards
+  int64_t first_steps = 0;  // that exchange gradients
+  int64_t every = 8;        // steps between averages afterwards
 };
 
 class PeriodicAverage {
@@ -42,7 +42,7 @@ class PeriodicAverage {
   World world_;
   std::vector<torch::Tensor> parameters_;
   PeriodicAverageOptions options_;
-  std::int64_t steps_ = 0;
+  int64_t steps_ = 0;
 };
 
 }  // namespace lockstep

@@ -22,10 +22,10 @@ struct ScheduleOptions {
 };
 
 // The factor of the base learning rate at `step` (from 0).
-double schedule_factor(const ScheduleOptions& options, std::int64_t step);
+double schedule_factor(const ScheduleOptions& options, int64_t step);
 
 // The learning rate for `batch_size` if `lr` suits `base_batch_size`: unchanged; times the square root of the ratio
 // (0.001 for 100 samples gives 0.002 for 400); or times the ratio (Goyal et al., 2017).
-double scaled_learning_rate(double lr, LrScaling scaling, std::int64_t batch_size, std::int64_t base_batch_size);
+double scaled_learning_rate(double lr, LrScaling scaling, int64_t batch_size, int64_t base_batch_size);
 
 }  // namespace lockstep

@@ -50,7 +50,7 @@ struct TowersOptions {
 };
 
 struct AveragingOptions {
-  std::int64_t every = 1;     // steps between two averages
+  int64_t every = 1;          // steps between two averages
   double outer_lr = 1;        // with outer_momentum 0: takes the average as it is
   double outer_momentum = 0;  // Nesterov's; with it this is DiLoCo (Douillard et al., 2023)
 };
@@ -68,12 +68,12 @@ enum class KVStoreKind {
 
 struct KVStoreOptions {
   KVStoreKind kind = KVStoreKind::kLocal;
-  int servers = 1;                // dist_*: the first ranks of the world are servers ...
-  std::optional<bool> serves{};   // ... unless each rank says whether it is one, or `lockstep run --servers` did
-  bool update_on_kvstore = true;  // dist_sync: servers update; false: workers do
-  std::int64_t staleness = 4;     // dist_bounded: the largest delay of a gradient, in updates
-  bool adapt_to_delay = true;     // dist_async, dist_bounded: docs/strategies/kvstore.md; false: MXNet's plain rule
-  std::int64_t split_above = 1'000'000;  // elements from which a weight is split over the servers
+  int servers = 1;                  // dist_*: the first ranks of the world are servers ...
+  std::optional<bool> serves{};     // ... unless each rank says whether it is one, or `lockstep run --servers` did
+  bool update_on_kvstore = true;    // dist_sync: servers update; false: workers do
+  int64_t staleness = 4;            // dist_bounded: the largest delay of a gradient, in updates
+  bool adapt_to_delay = true;       // dist_async, dist_bounded: docs/strategies/kvstore.md; false: MXNet's plain rule
+  int64_t split_above = 1'000'000;  // elements from which a weight is split over the servers
 };
 
 // The order in which a stage works on its micro-batches.
@@ -84,8 +84,8 @@ enum class PipelineSchedule {
 };
 
 struct PipelineOptions {
-  std::string stages{};            // how many: "4"; or the pieces of each: "0-3,4-9", "1,4,2"; empty: one per device
-  std::int64_t micro_batches = 4;  // parts of each batch
+  std::string stages{};       // how many: "4"; or the pieces of each: "0-3,4-9", "1,4,2"; empty: one per device
+  int64_t micro_batches = 4;  // parts of each batch
   PipelineSchedule schedule = PipelineSchedule::k1F1B;
 };
 
@@ -95,7 +95,7 @@ struct StrategyOptions {
   ClippingOptions clipping{};
   std::string no_decay{};  // of "norm,bias": parameters whose weight decay is 0; single, ddp, towers, averaging
   double ema_decay = 0;    // 0: no moving average of the parameters
-  std::uint64_t seed = 0;  // of the initial parameters
+  uint64_t seed = 0;       // of the initial parameters
   Precision precision = Precision::kFloat32;
   int accumulate = 1;  // parts of each device's batch, computed one after another; data_parallel, pipeline: 1
   bool checkpoint_activations = false;       // backward computes each piece of the model again (task.h)
@@ -170,7 +170,7 @@ class Strategy {
 
   // After every rank has put the same checkpoint, of `step`, into model(), optimizer() and state(): other replicas
   // follow, and random numbers that depend on the step go on from there. All ranks call it; blocks until all have.
-  virtual void restored(std::int64_t /*step*/) {}
+  virtual void restored(int64_t /*step*/) {}
 
   // Tensors that a checkpoint keeps besides model() and optimizer(); restored in place.
   virtual NamedTensors state() { return {}; }

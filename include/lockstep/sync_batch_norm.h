@@ -28,7 +28,7 @@ Tensors normalise_over_ranks(const World& world, const Tensor& input, double eps
                              const std::function<double()>& loss_weight = {});
 
 struct SyncBatchNormOptions {
-  std::int64_t features = 0;  // C
+  int64_t features = 0;  // C
   double eps = 1e-5;
   double momentum = 0.1;  // of the running statistics
 };

@@ -33,7 +33,7 @@ Piece make_piece(std::string name, std::vector<torch::nn::Module*> modules,
 
 // A piece of one tensor in and one out for tensor `index` of several; the others are passed on as they are. So branches that
 // run beside each other and meet again become a list of pieces: docs/strategies/pipeline.md shows a Siamese network.
-Piece on_tensor(std::size_t index, Piece piece);
+Piece on_tensor(size_t index, Piece piece);
 
 // A piece for each module that the Sequential holds; each has to take one tensor and return one.
 std::vector<Piece> pieces_of(torch::nn::SequentialImpl& model);
@@ -52,10 +52,10 @@ Tensors parameters_of(const std::vector<Piece>& pieces);
 
 // The samples that the model takes, for data that is made to fit it.
 struct SampleShape {
-  std::vector<std::int64_t> sizes;  // of one sample, such as {3, 224, 224}; empty: not known
-  std::int64_t classes = 0;         // targets are in [0, classes); 0: they are numbers, or it is not known
-  std::int64_t numbers = 0;         // how many numbers a target has, where it is not a class
-  bool tokens = false;              // int64 tokens in, and a target for each of them
+  std::vector<int64_t> sizes;  // of one sample, such as {3, 224, 224}; empty: not known
+  int64_t classes = 0;         // targets are in [0, classes); 0: they are numbers, or it is not known
+  int64_t numbers = 0;         // how many numbers a target has, where it is not a class
+  bool tokens = false;         // int64 tokens in, and a target for each of them
   bool operator==(const SampleShape&) const = default;
 };
 
@@ -64,27 +64,27 @@ struct SampleShape {
 struct Evaluation;  // lockstep/evaluate.h
 
 struct StepEvent {
-  std::int64_t step = 0;  // since the start of the run, from 0
-  std::int64_t epoch = 0;
+  int64_t step = 0;  // since the start of the run, from 0
+  int64_t epoch = 0;
   double loss = 0;  // mean over the samples of all ranks
   double learning_rate = 0;
-  std::int64_t samples = 0;  // of all ranks
+  int64_t samples = 0;  // of all ranks
   double seconds = 0;
 };
 
 struct EpochEvent {
-  std::int64_t epoch = 0;
-  std::int64_t step = 0;  // its last; the learning rate is that of this step
-  double loss = 0;        // mean over its samples, as each step found it
+  int64_t epoch = 0;
+  int64_t step = 0;  // its last; the learning rate is that of this step
+  double loss = 0;   // mean over its samples, as each step found it
   double learning_rate = 0;
-  std::int64_t samples = 0;
+  int64_t samples = 0;
   double seconds = 0;            // without validation
   const Evaluation& validation;  // NaN: there is no validation set, or an asynchronous rank 0 validates for this one
 };
 
 struct CheckpointEvent {
-  std::int64_t step = 0;  // with which --resume goes on from it
-  std::string path;       // on rank 0's machine; of several files the index. It is kept until two newer ones are there
+  int64_t step = 0;  // with which --resume goes on from it
+  std::string path;  // on rank 0's machine; of several files the index. It is kept until two newer ones are there
 };
 
 struct Task {
@@ -97,7 +97,7 @@ struct Task {
   // Counts what the loss is the mean over where that is not the B samples, such as tokens or boxes that are not masked.
   // The counts of a batch's parts add up to its own. A part that counts 0 is left out, whatever its loss would be. Where
   // the batch is on a GPU, a count from its tensors waits for them. Not with SyncBatchNorm on several ranks. Empty: B.
-  std::function<std::int64_t(const Batch& batch)> samples = nullptr;
+  std::function<int64_t(const Batch& batch)> samples = nullptr;
   // Counts the samples that the output has right, a scalar, in what `samples` counts; empty: no accuracy is reported.
   OutputFunction correct = nullptr;
   std::vector<Metric> metrics = {};  // more figures of a dataset

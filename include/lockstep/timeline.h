@@ -20,9 +20,9 @@ namespace lockstep {
 
 // Steps [first, end).
 struct StepRange {
-  std::int64_t first = 0;
-  std::int64_t end = std::numeric_limits<std::int64_t>::max();
-  bool has(std::int64_t step) const { return step >= first && step < end; }
+  int64_t first = 0;
+  int64_t end = std::numeric_limits<int64_t>::max();
+  bool has(int64_t step) const { return step >= first && step < end; }
 };
 StepRange parse_steps(const std::string& text);  // "100:120"; "": all. Throws UsageError
 
@@ -35,7 +35,7 @@ class Timeline {
   ~Timeline();  // ends recording. Without finish() the rings stay: `lockstep trace FILE` makes the file of them
   Timeline& operator=(Timeline&&) = delete;
 
-  void begin_step(std::int64_t step);  // records from here on, if the step is one of those
+  void begin_step(int64_t step);  // records from here on, if the step is one of those
 
   // Sends the ring to rank 0, which writes the file. Blocks until the file is written. If it can't be (a warning in the log),
   // a rank is lost by now, or ranks end at different times (`together` is false), the rings' files stay for the launcher,

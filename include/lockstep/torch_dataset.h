@@ -26,14 +26,14 @@ class TorchDataset final : public Dataset {
       : state_(std::make_shared<State>(std::move(dataset))), name_(std::move(name)) {}
 
   std::string name() const override { return name_; }
-  std::int64_t size() const override { return static_cast<std::int64_t>(state_->dataset.size().value()); }
+  int64_t size() const override { return static_cast<int64_t>(state_->dataset.size().value()); }
 
   Batch make_batch(Indices indices) const override {
     if (indices.empty() && size() > 0) {  // of the samples' shape
-      const std::int64_t first = 0;
+      const int64_t first = 0;
       return make_batch({&first, 1}).rows(0, 0);
     }
-    const std::vector<std::size_t> wanted(indices.begin(), indices.end());
+    const std::vector<size_t> wanted(indices.begin(), indices.end());
     const std::lock_guard lock(state_->mutex);
     auto found = state_->dataset.get_batch(wanted);
     if constexpr (requires { found.target; }) {

@@ -73,7 +73,7 @@ Tensors tower_losses(Devices& devices, const Task& task, const Replicas& replica
 
 // Backward on each device, its loss weighted by its share of the samples. samples: of all parts of the batch; 0: there is
 // one part. task: counts them.
-void backward(Devices& devices, const Tensors& losses, const std::vector<Batch>& shards, std::int64_t samples = 0,
+void backward(Devices& devices, const Tensors& losses, const std::vector<Batch>& shards, int64_t samples = 0,
               const Task& task = {});
 
 // Sums each parameter's gradient over the devices, on every device. A missing gradient counts as zero; a parameter

@@ -23,17 +23,17 @@ namespace lockstep {
 
 struct WholeTensors;  // lockstep/optimizer.h
 
-inline constexpr std::size_t kMaxStates = 2;
+inline constexpr size_t kMaxStates = 2;
 
 // Consecutive elements of one parameter. A custom rule may write new values over the old ones: for it, `new_parameter`
 // and `new_state` are `parameter` and `state`.
 template <class T>
 struct Elements {
-  std::int64_t count;
+  int64_t count;
   T* parameter;
   T* gradient;                         // of the mean loss over the global batch; may be overwritten
   std::array<T*, kMaxStates> state{};  // zero before the first step
-  std::int64_t step;                   // of this parameter, from 1
+  int64_t step;                        // of this parameter, from 1
   double trust = 1;                    // layerwise rules: what trust_ratio() gave
   T* new_parameter = parameter;        // where lockstep's own rules write: over the old values, or beside them
   std::array<T*, kMaxStates> new_state = state;

@@ -15,7 +15,7 @@ namespace lockstep {
 struct VerifyOptions {
   int ranks = 2;
   int steps = 5;
-  std::int64_t batch_size = 8;   // global
+  int64_t batch_size = 8;        // global
   bool double_precision = true;  // float64: rounding is far smaller than the effect of a wrong exchange
   double tolerance = 1e-9;       // of each tensor's norm
   StrategyOptions strategy = {};

@@ -81,19 +81,19 @@ struct ReduceOptions {
 };
 struct ReduceScatterOptions {
   ReduceOp op = ReduceOp::kSum;
-  std::vector<std::int64_t> rows{};  // of each rank's part
+  std::vector<int64_t> rows{};  // of each rank's part
   Tensor output{};
 };
 struct AllGatherOptions {
   Tensor output{};
 };
 struct AllGatherRowsOptions {
-  std::vector<std::int64_t> rows{};  // of each rank's tensor; empty: exchanged first
+  std::vector<int64_t> rows{};  // of each rank's tensor; empty: exchanged first
   Tensor output{};
 };
 struct AllToAllOptions {
-  std::vector<std::int64_t> send_rows{};     // to each rank
-  std::vector<std::int64_t> receive_rows{};  // from each rank; empty beside send_rows: exchanged first
+  std::vector<int64_t> send_rows{};     // to each rank
+  std::vector<int64_t> receive_rows{};  // from each rank; empty beside send_rows: exchanged first
   Tensor output{};
 };
 struct ReceiveOptions {

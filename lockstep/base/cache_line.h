@@ -7,7 +7,7 @@
 
 namespace lockstep {
 
-inline constexpr std::size_t kCacheLine = 64;  // bytes
+inline constexpr size_t kCacheLine = 64;  // bytes
 
 // 65, 64 -> 128
 template <std::integral T>

@@ -10,8 +10,8 @@
 namespace lockstep {
 
 // FNV-1a.
-constexpr std::uint64_t hash_of(std::string_view text) {
-  std::uint64_t hash = 14695981039346656037U;
+constexpr uint64_t hash_of(std::string_view text) {
+  uint64_t hash = 14695981039346656037U;
   for (const char letter : text) hash = (hash ^ static_cast<unsigned char>(letter)) * 1099511628211U;
   return hash;
 }

@@ -31,7 +31,7 @@ class IntVector : public std::vector<T> {
   const Base& elements() const { return *this; }
 
  private:
-  std::size_t checked([[maybe_unused]] int index) const {
+  size_t checked([[maybe_unused]] int index) const {
     assert(index >= 0 && index < size());
     return to_size(index);
   }

@@ -13,7 +13,7 @@ namespace lockstep {
 // The mean of the middle two where their number is even; requires at least one.
 inline double median(std::vector<double> values) {
   std::ranges::sort(values);
-  const std::size_t middle = values.size() / 2;
+  const size_t middle = values.size() / 2;
   return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
 

@@ -32,7 +32,7 @@ struct ReadToEnd {
   bool has_ended = false;  // else the deadline came first, or `most` bytes, or an error
 };
 // Blocks until the other end is closed.
-inline ReadToEnd read_to_end_of(int fd, Deadline deadline, std::size_t most = std::size_t{1} << 20) {
+inline ReadToEnd read_to_end_of(int fd, Deadline deadline, size_t most = size_t{1} << 20) {
   ReadToEnd read;
   std::array<char, 4096> buffer;
   while (read.text.size() < most && wait_for(POLLIN, fd, deadline)) {

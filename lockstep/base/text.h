@@ -39,13 +39,13 @@ std::string join(const Parts& parts, std::string_view separator) {
 
 std::vector<std::string> split(std::string_view text, char separator);
 
-std::string fixed(double value, int digits);   // 3.14159, 2 -> "3.14"
-std::string human_bytes(std::uint64_t bytes);  // 26214400 -> "25.0 MiB"
-std::string human_seconds(double seconds);     // 0.0123 -> "12.3 ms"; 75 -> "1:15"
+std::string fixed(double value, int digits);  // 3.14159, 2 -> "3.14"
+std::string human_bytes(uint64_t bytes);      // 26214400 -> "25.0 MiB"
+std::string human_seconds(double seconds);    // 0.0123 -> "12.3 ms"; 75 -> "1:15"
 inline std::string human_seconds(std::chrono::nanoseconds time) {
   return human_seconds(std::chrono::duration<double>(time).count());
 }
-std::string with_thousands(std::int64_t value);  // 60000 -> "60,000"
+std::string with_thousands(int64_t value);  // 60000 -> "60,000"
 
 std::string for_shell(const std::string& word);  // with single quotes where it needs them
 

@@ -22,7 +22,7 @@ TEST(Text, numbers_for_people) {
   EXPECT_EQ(fixed(3.14159, 2), "3.14");
   EXPECT_EQ(human_bytes(0), "0 B");
   EXPECT_EQ(human_bytes(1023), "1023 B");
-  EXPECT_EQ(human_bytes(std::uint64_t{25} << 20), "25.0 MiB");
+  EXPECT_EQ(human_bytes(uint64_t{25} << 20), "25.0 MiB");
   EXPECT_EQ(with_thousands(0), "0");
   EXPECT_EQ(with_thousands(999), "999");
   EXPECT_EQ(with_thousands(60000), "60,000");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // base/to_size.h: numbers of one integral type as another: torch and the kernel give counts as signed numbers, containers
-// take std::size_t, and ranks are ints. Checked in debug builds.
+// take size_t, and ranks are ints. Checked in debug builds.
 #pragma once
 
 #include <cassert>
@@ -12,9 +12,9 @@
 namespace lockstep {
 
 template <std::signed_integral T>
-constexpr std::size_t to_size(T count) {
+constexpr size_t to_size(T count) {
   assert(count >= 0);
-  return static_cast<std::size_t>(count);
+  return static_cast<size_t>(count);
 }
 
 template <std::integral T>
@@ -24,9 +24,9 @@ constexpr int to_int(T number) {
 }
 
 template <std::integral T>
-constexpr std::int64_t to_int64(T number) {
-  assert(std::in_range<std::int64_t>(number));
-  return static_cast<std::int64_t>(number);
+constexpr int64_t to_int64(T number) {
+  assert(std::in_range<int64_t>(number));
+  return static_cast<int64_t>(number);
 }
 
 template <std::integral T>

@@ -29,14 +29,14 @@ constexpr const char* kPrefix = "step-";
 constexpr const char* kSuffix = ".safetensors";
 constexpr const char* kLock = ".lock";
 
-std::string stem_of(std::int64_t step) { return concat(kPrefix, std::setw(8), std::setfill('0'), step); }
+std::string stem_of(int64_t step) { return concat(kPrefix, std::setw(8), std::setfill('0'), step); }
 
 // A file whose whole name is one that lockstep makes.
 struct OwnFile {
   enum Kind { kCheckpoint, kShard, kTemporary };
   fs::path path;
   Kind kind;
-  std::int64_t step;
+  int64_t step;
 };
 
 std::optional<OwnFile> own_file(const fs::path& path) {
@@ -46,7 +46,7 @@ std::optional<OwnFile> own_file(const fs::path& path) {
   std::smatch match;
   if (!std::regex_match(name, match, names) || name == kLock) return std::nullopt;
   if (match[2].matched && (match[2] < "00001" || match[2] > match[3])) return std::nullopt;
-  const std::int64_t step = match[1].matched ? std::stoll(match[1]) : -1;
+  const int64_t step = match[1].matched ? std::stoll(match[1]) : -1;
   if (match[4].matched) return OwnFile{path, OwnFile::kTemporary, step};
   return OwnFile{path, match[2].matched ? OwnFile::kShard : OwnFile::kCheckpoint, step};
 }
@@ -59,7 +59,7 @@ std::vector<OwnFile> own_files(const fs::path& folder) {
   return files;
 }
 
-std::int64_t step_of(const fs::path& path) { return own_file(path)->step; }
+int64_t step_of(const fs::path& path) { return own_file(path)->step; }
 
 // The index comes before one file of the same step: a save replaces it last (save()).
 bool is_later(const fs::path& a, const fs::path& b) {
@@ -145,7 +145,7 @@ UniqueFd lock_folder(const fs::path& folder) {
 
 }  // namespace
 
-LoadedCheckpoint find_checkpoint(const fs::path& path, std::optional<std::int64_t> step) {
+LoadedCheckpoint find_checkpoint(const fs::path& path, std::optional<int64_t> step) {
   if (fs::is_regular_file(path)) return {path, CheckpointReader(path, Checksum::kRequired)};
   std::string trouble = "there is none";
   for (const fs::path& each : fs::is_directory(path) ? newest_first(path) : std::vector<fs::path>()) {
@@ -161,7 +161,7 @@ LoadedCheckpoint find_checkpoint(const fs::path& path, std::optional<std::int64_
                          .next = "name the --checkpoint-dir of a run that has saved one"});
 }
 
-CheckpointFolder::CheckpointFolder(fs::path folder, int keep, std::size_t shard_bytes)
+CheckpointFolder::CheckpointFolder(fs::path folder, int keep, size_t shard_bytes)
     : folder_(std::move(folder)), keep_(keep), shard_bytes_(shard_bytes) {
   require_writable(folder_);
   lock_ = lock_folder(folder_);
@@ -171,7 +171,7 @@ CheckpointFolder::CheckpointFolder(fs::path folder, int keep, std::size_t shard_
 
 bool CheckpointFolder::empty() const { return newest_first(folder_).empty(); }
 
-void CheckpointFolder::require_newest(std::int64_t step) const {
+void CheckpointFolder::require_newest(int64_t step) const {
   if (step >= unread_) return;
   throw CheckpointError({.what = concat("can't save step ", step, ": ", folder_.string(), " has a checkpoint of step ",
                                         unread_, ", which this run has neither read nor written"),
@@ -181,18 +181,18 @@ void CheckpointFolder::require_newest(std::int64_t step) const {
 
 // The rename or removal of an index, or else the rename of one file, makes the new checkpoint the one that is there. Until then
 // the old one is whole.
-fs::path CheckpointFolder::save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) try {
+fs::path CheckpointFolder::save(int64_t step, const TensorFile& file, const FetchTensor& fetch) try {
   std::string stem = stem_of(step);
   const fs::path whole = folder_ / (stem + kSuffix), index = folder_ / (stem + kIndexSuffix);
   const auto shards = split_into_shards(file, shard_bytes_);
-  const std::size_t count = shards.size();
+  const size_t count = shards.size();
   if (count == 1) {
     save_safetensors(whole, file, fetch);
     if (::unlink(index.c_str()) != 0 && errno != ENOENT && errno != EISDIR) throw system_error("remove", index);
   } else {
     const auto old = files_of(index);
     if (std::ranges::find(old, folder_ / shard_name(stem, 0, count)) != old.end()) stem += "-again";
-    for (std::size_t i = 0; i < count; ++i) save_safetensors(folder_ / shard_name(stem, i, count), shards[i], fetch);
+    for (size_t i = 0; i < count; ++i) save_safetensors(folder_ / shard_name(stem, i, count), shards[i], fetch);
     write_file(index, index_of_shards(stem, shards));
     ::unlink(whole.c_str());
   }
@@ -204,18 +204,18 @@ fs::path CheckpointFolder::save(std::int64_t step, const TensorFile& file, const
   throw;
 }
 
-void CheckpointFolder::remove_older(std::int64_t newest) {
-  std::set<std::int64_t> kept;
+void CheckpointFolder::remove_older(int64_t newest) {
+  std::set<int64_t> kept;
   std::error_code ignored;
   for (const fs::path& each : newest_first(folder_)) {
-    const std::int64_t step = step_of(each);
+    const int64_t step = step_of(each);
     if (step > newest || step == also_ || std::ssize(kept) < keep_) kept.insert(step);
     if (!kept.contains(step)) fs::remove(each, ignored);
   }
   remove_leftovers(folder_);
 }
 
-void CheckpointFolder::rename_later(std::int64_t newest) {
+void CheckpointFolder::rename_later(int64_t newest) {
   for (const fs::path& each : newest_first(folder_)) {
     if (step_of(each) <= newest) return;
     const std::string end = concat(".after-", newest);
@@ -224,7 +224,7 @@ void CheckpointFolder::rename_later(std::int64_t newest) {
   }
 }
 
-void CheckpointFolder::go_back(std::int64_t step) {
+void CheckpointFolder::go_back(int64_t step) {
   const auto files = newest_first(folder_);
   const auto found = std::ranges::find(files, step, step_of);
   if (found == files.end())

@@ -100,13 +100,13 @@ TEST(Safetensors, refuses_names_that_the_format_has_for_itself) {
 
 TEST(Safetensors, refuses_a_file_cut_at_any_byte) {
   const std::string bytes = to_safetensors(sample());
-  for (std::size_t length = 0; length < bytes.size(); ++length)
+  for (size_t length = 0; length < bytes.size(); ++length)
     EXPECT_THROW(from_safetensors(bytes.substr(0, length), "cut"), CheckpointError) << length;
 }
 
 TEST(Safetensors, refuses_a_change_of_any_byte) {
   const std::string bytes = to_safetensors(sample());
-  for (std::size_t at = 0; at < bytes.size(); ++at) {
+  for (size_t at = 0; at < bytes.size(); ++at) {
     std::string changed = bytes;
     changed[at] = static_cast<char>(changed[at] ^ 4);
     EXPECT_THROW(from_safetensors(changed, "changed", Checksum::kRequired), CheckpointError) << "byte " << at;
@@ -120,7 +120,7 @@ TEST(Safetensors, survives_mutated_files) {
   for (int round = 0; round < testing::rounds("LOCKSTEP_FUZZ_ROUNDS", 300); ++round) {
     std::string bytes = original;
     for (int change = 0; change < 3; ++change) bytes[random() % bytes.size()] = static_cast<char>(random());
-    const std::size_t position = bytes.find("lockstep.xxh3");
+    const size_t position = bytes.find("lockstep.xxh3");
     if (position != std::string::npos) bytes[position] = 'L';  // else the checksum would refuse nearly all of them
     try {
       EXPECT_LE(from_safetensors(bytes, "mutated").tensors.size(), 6U);

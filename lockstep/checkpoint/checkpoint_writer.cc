@@ -37,7 +37,7 @@ StateCopy::~StateCopy() {
   if (!memory_.empty()) ::munmap(memory_.data(), memory_.size());
 }
 
-void StateCopy::reserve(std::size_t bytes) {
+void StateCopy::reserve(size_t bytes) {
   if (bytes <= memory_.size()) return;
   require_memory_room(bytes, memory_room());
   if (!memory_.empty()) ::munmap(memory_.data(), memory_.size());
@@ -71,7 +71,7 @@ struct CheckpointWriter::Shared {
   std::condition_variable changed;
   std::function<void()> job;  // until it is done
   bool ending = false;
-  std::int64_t newest = -1;  // on the disk
+  int64_t newest = -1;  // on the disk
   std::string trouble;
   std::vector<Saved> saved;
 
@@ -96,7 +96,7 @@ struct CheckpointWriter::Shared {
   }
 
   // write() puts the checkpoint on the disk and returns its path. False: it failed.
-  bool write(std::int64_t step, const std::function<std::string()>& write) {
+  bool write(int64_t step, const std::function<std::string()>& write) {
     const Stopwatch watch;
     std::string why, path;
     try {
@@ -145,7 +145,7 @@ bool CheckpointWriter::wait_until_idle(std::chrono::milliseconds timeout) {
   return !stalled_;
 }
 
-void CheckpointWriter::save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) {
+void CheckpointWriter::save(int64_t step, const TensorFile& file, const FetchTensor& fetch) {
   const PhaseScope saving(Phase::kSaving);
   static_cast<void>(safetensors_head(file));  // throws what this thread has to throw
   shared_->folder.require_newest(step);
@@ -167,7 +167,7 @@ void CheckpointWriter::save(std::int64_t step, const TensorFile& file, const Fet
   });
 }
 
-void CheckpointWriter::save_now(std::int64_t step, const TensorFile& file, const FetchTensor& fetch) {
+void CheckpointWriter::save_now(int64_t step, const TensorFile& file, const FetchTensor& fetch) {
   int received = 0;
   std::exception_ptr lost;  // an error of another rank, not of the disk
   const auto counting = [&](const std::string& name) {
@@ -184,7 +184,7 @@ void CheckpointWriter::save_now(std::int64_t step, const TensorFile& file, const
   if (!good) receive_rest(file, fetch, received);
 }
 
-bool CheckpointWriter::finish(std::int64_t step, std::chrono::milliseconds timeout) {
+bool CheckpointWriter::finish(int64_t step, std::chrono::milliseconds timeout) {
   const PhaseScope saving(Phase::kSaving);
   return wait_until_idle(timeout) && shared_->newest == step;
 }

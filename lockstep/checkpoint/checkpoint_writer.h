@@ -33,7 +33,7 @@ class StateCopy {
   TensorFile copy(const TensorFile& file);
 
  private:
-  void reserve(std::size_t bytes);
+  void reserve(size_t bytes);
 
   std::span<std::byte> memory_;
 };
@@ -52,17 +52,17 @@ class CheckpointWriter {
   // then leaves this one out and says so, and the next ones at once until the disk has answered. Where tensors come from
   // other ranks (fetch), or there is no memory for a copy, blocks until the file is written. Throws what fetch throws,
   // UsageError and CheckpointFolder::require_newest()'s error, but nothing because of the disk.
-  void save(std::int64_t step, const TensorFile& file, const FetchTensor& fetch = nullptr);
+  void save(int64_t step, const TensorFile& file, const FetchTensor& fetch = nullptr);
 
   // Waits, at most `timeout`, until nothing is being written. Returns whether the newest checkpoint on the disk is that of
   // `step`; if not, trouble() says why.
-  bool finish(std::int64_t step, std::chrono::milliseconds timeout);
+  bool finish(int64_t step, std::chrono::milliseconds timeout);
   std::string trouble() const;
 
-  void keep_also(std::int64_t step) { also_ = step; }  // CheckpointFolder::keep_also(), from the next save on
+  void keep_also(int64_t step) { also_ = step; }  // CheckpointFolder::keep_also(), from the next save on
 
   struct Saved {
-    std::int64_t step = -1;
+    int64_t step = -1;
     double seconds = 0;  // from the end of the copy until it was on the disk
     std::string path;
   };
@@ -71,11 +71,11 @@ class CheckpointWriter {
  private:
   struct Shared;
   bool wait_until_idle(std::chrono::milliseconds timeout);
-  void save_now(std::int64_t step, const TensorFile& file, const FetchTensor& fetch);
+  void save_now(int64_t step, const TensorFile& file, const FetchTensor& fetch);
 
   std::shared_ptr<Shared> shared_;  // with the thread
   std::chrono::milliseconds patience_;
-  std::int64_t also_ = -1;
+  int64_t also_ = -1;
   bool stalled_ = false;  // the last wait for the disk was in vain
   std::thread thread_;
 };

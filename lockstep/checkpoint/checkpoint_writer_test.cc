@@ -28,7 +28,7 @@ using testing::to_safetensors;
 constexpr std::chrono::seconds kLong{60};
 
 // A file of `bytes` whose values are all `step`.
-TensorFile state_of(int step, std::int64_t bytes = 4096) {
+TensorFile state_of(int step, int64_t bytes = 4096) {
   torch::Tensor values = torch::empty({bytes / 4});
   std::fill_n(values.data_ptr<float>(), values.numel(), static_cast<float>(step));  // no threads: children are forked
   return {.tensors = {{"flag", torch::tensor({true})}, {"values", values}}, .metadata = {{"step", concat(step)}}};
@@ -150,7 +150,7 @@ TEST(CheckpointWriter, passes_on_the_error_of_another_rank) {
   EXPECT_TRUE(contains(message_of<PeerLost>([&] { writer.save(1, file, lost); }), "rank 1 is gone"));
 }
 
-constexpr std::size_t kTwoTensors = 4096 + 4;  // of state_of()
+constexpr size_t kTwoTensors = 4096 + 4;  // of state_of()
 
 // Five tensors of 4 KiB and a byte, in five files.
 TensorFile large_state(int step) {
@@ -289,19 +289,19 @@ TEST(CheckpointWriter, killed_while_it_writes_leaves_a_whole_checkpoint) {
 }
 
 // Tensors of zeros that take no memory.
-torch::Tensor zeros(std::int64_t bytes) {
-  void* const memory = ::mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE,
+torch::Tensor zeros(int64_t bytes) {
+  void* const memory = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   EXPECT_NE(memory, MAP_FAILED);
   return torch::from_blob(
-      memory, {bytes}, [bytes](void* p) { ::munmap(p, static_cast<std::size_t>(bytes)); }, torch::kUInt8);
+      memory, {bytes}, [bytes](void* p) { ::munmap(p, static_cast<size_t>(bytes)); }, torch::kUInt8);
 }
 
 TEST(CheckpointWriter, saves_a_tensor_of_more_than_2_gib) {
   const TempFolder folder;
-  const std::int64_t bytes = (std::int64_t{1} << 31) + 3;
+  const int64_t bytes = (int64_t{1} << 31) + 3;
   TensorFile file = {.tensors = {{"large", zeros(bytes)}, {"small", torch::tensor({1.5})}}, .metadata = {}};
-  for (const std::int64_t at : {std::int64_t{0}, bytes / 2, bytes - 1}) file.tensors["large"][at] = 7;
+  for (const int64_t at : {int64_t{0}, bytes / 2, bytes - 1}) file.tensors["large"][at] = 7;
   {
     CheckpointWriter writer{CheckpointFolder(folder.path())};
     writer.save(1, file);
@@ -311,7 +311,7 @@ TEST(CheckpointWriter, saves_a_tensor_of_more_than_2_gib) {
   ASSERT_TRUE(newest);
   const torch::Tensor large = newest->file.read("large");
   EXPECT_EQ(large.numel(), bytes);
-  for (const std::int64_t at : {std::int64_t{0}, bytes / 2, bytes - 1}) EXPECT_EQ(large[at].item<int>(), 7);
+  for (const int64_t at : {int64_t{0}, bytes / 2, bytes - 1}) EXPECT_EQ(large[at].item<int>(), 7);
   EXPECT_EQ(large[bytes - 2].item<int>(), 0);
   EXPECT_EQ(newest->file.read("small").item<float>(), 1.5F);
 }

@@ -7,7 +7,7 @@
 
 namespace lockstep {
 
-Checkpoints::Checkpoints(const std::filesystem::path& folder, std::optional<std::int64_t> after)
+Checkpoints::Checkpoints(const std::filesystem::path& folder, std::optional<int64_t> after)
     : writer_(std::make_unique<CheckpointWriter>(CheckpointFolder(folder))) {
   if (after) writer_->folder().go_back(*after);
 }
@@ -19,9 +19,9 @@ std::optional<std::filesystem::path> Checkpoints::newest() const {
   return found ? std::optional(found->path) : std::nullopt;
 }
 
-void Checkpoints::save(std::int64_t step, const TensorFile& file) { writer_->save(step, file); }
+void Checkpoints::save(int64_t step, const TensorFile& file) { writer_->save(step, file); }
 
-void Checkpoints::finish(std::int64_t step, std::chrono::milliseconds timeout) {
+void Checkpoints::finish(int64_t step, std::chrono::milliseconds timeout) {
   if (writer_->finish(step, timeout)) return;
   const std::string why = writer_->trouble();
   throw CheckpointError({.what = concat("the checkpoint of step ", step, " is not saved", why.empty() ? "" : ": ", why),

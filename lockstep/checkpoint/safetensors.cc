@@ -27,7 +27,7 @@ using Json = nlohmann::ordered_json;
 class Hash {
  public:
   Hash() : state_(XXH3_createState()) { XXH3_64bits_reset(state_.get()); }
-  void add(const void* data, std::size_t bytes) { XXH3_64bits_update(state_.get(), data, bytes); }
+  void add(const void* data, size_t bytes) { XXH3_64bits_update(state_.get(), data, bytes); }
   std::string digits() const {  // 16
     return concat(std::hex, std::setfill('0'), std::setw(16), XXH3_64bits_digest(state_.get()));
   }
@@ -43,10 +43,10 @@ static_assert(std::endian::native == std::endian::little, "safetensors is a litt
 
 constexpr const char* kMetadata = "__metadata__";
 constexpr const char* kChecksum = "lockstep.xxh3";
-constexpr std::size_t kChecksumDigits = 16;
+constexpr size_t kChecksumDigits = 16;
 constexpr const char* kNoChecksum = "0000000000000000";  // what the field holds while the checksum is computed
-constexpr std::size_t kLengthBytes = 8;
-constexpr std::size_t kPartBytes = std::size_t{1} << 20;  // that are read at a time
+constexpr size_t kLengthBytes = 8;
+constexpr size_t kPartBytes = size_t{1} << 20;  // that are read at a time
 
 constexpr std::array<std::pair<torch::ScalarType, const char*>, 18> kDtypes = {{
     {torch::kFloat32, "F32"},
@@ -91,9 +91,9 @@ void require_free_names(const TensorFile& file) {
 }
 
 // Position of the checksum's 16 digits in the header; npos in a file of another tool.
-std::size_t checksum_position(const std::string& header) {
+size_t checksum_position(const std::string& header) {
   const std::string key = concat('"', kChecksum, "\":\"");
-  const std::size_t found = header.find(key);
+  const size_t found = header.find(key);
   return found == std::string::npos || found + key.size() + kChecksumDigits > header.size() ? std::string::npos
                                                                                             : found + key.size();
 }
@@ -104,7 +104,7 @@ Json make_header(const TensorFile& file) {
   Json& metadata = header[kMetadata] = Json::object();
   metadata[kChecksum] = kNoChecksum;
   for (const auto& [key, value] : file.metadata) metadata[key] = value;
-  std::size_t offset = 0;
+  size_t offset = 0;
   for (const auto& [name, tensor] : file.tensors) {
     header[name] = {{"dtype", dtype_name(tensor.scalar_type(), name)},
                     {"shape", tensor.sizes().vec()},
@@ -116,18 +116,18 @@ Json make_header(const TensorFile& file) {
 
 void verify_checksum(const ByteSource& source, std::string header, const std::string& origin, Checksum checksum) {
   if (checksum == Checksum::kTrusted) return;
-  const std::size_t position = checksum_position(header);
+  const size_t position = checksum_position(header);
   if (position == std::string::npos && checksum == Checksum::kRequired)
     throw damaged_file(origin, "it has no checksum");
   if (position == std::string::npos) return;
   const std::string recorded = header.substr(position, kChecksumDigits);
   header.replace(position, kChecksumDigits, kNoChecksum);
-  const std::uint64_t length = header.size();
+  const uint64_t length = header.size();
   Hash hash;
   hash.add(&length, kLengthBytes);
   hash.add(header.data(), header.size());
   std::string part;
-  for (std::size_t at = kLengthBytes + header.size(); at < source.size; at += part.size()) {
+  for (size_t at = kLengthBytes + header.size(); at < source.size; at += part.size()) {
     part.resize(std::min(kPartBytes, source.size - at));
     source.read(at, part.data(), part.size());
     hash.add(part.data(), part.size());
@@ -136,7 +136,7 @@ void verify_checksum(const ByteSource& source, std::string header, const std::st
 }
 
 std::string read_header(const ByteSource& source, const std::string& origin) {
-  std::uint64_t length = 0;
+  uint64_t length = 0;
   if (source.size < kLengthBytes) throw damaged_file(origin, concat("only ", source.size, " bytes long"));
   source.read(0, &length, kLengthBytes);
   if (length > source.size - kLengthBytes)
@@ -154,24 +154,24 @@ torch::ScalarType dtype_of(const std::string& name, const std::string& origin) {
 
 // After check_layout().
 SafetensorsReader::Entry read_entry(const Json& entry, const std::string& name, const std::string& origin) {
-  const auto shape = entry.at("shape").get<std::vector<std::int64_t>>();
-  const auto offsets = entry.at("data_offsets").get<std::array<std::uint64_t, 2>>();
+  const auto shape = entry.at("shape").get<std::vector<int64_t>>();
+  const auto offsets = entry.at("data_offsets").get<std::array<uint64_t, 2>>();
   const torch::ScalarType dtype = dtype_of(entry.at("dtype").get<std::string>(), origin);
-  auto bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
-  for (const std::int64_t size : shape)
+  auto bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  for (const int64_t size : shape)
     if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes)) throw damaged_file(origin, concat("shape of ", name));
-  if (offsets[1] - offsets[0] != static_cast<std::uint64_t>(bytes))
+  if (offsets[1] - offsets[0] != static_cast<uint64_t>(bytes))
     throw damaged_file(origin, concat(name, " lies outside the file"));
   return {.dtype = dtype, .shape = shape, .at = offsets[0]};
 }
 
 // Checks what the format demands: in some order the tensors fill the data, without gaps, overlaps or a rest.
-void check_layout(const Json& header, std::size_t data_bytes, const std::string& origin) {
-  std::vector<std::array<std::uint64_t, 2>> parts;
+void check_layout(const Json& header, size_t data_bytes, const std::string& origin) {
+  std::vector<std::array<uint64_t, 2>> parts;
   for (const auto& [name, entry] : header.items())
-    if (name != kMetadata) parts.push_back(entry.at("data_offsets").get<std::array<std::uint64_t, 2>>());
+    if (name != kMetadata) parts.push_back(entry.at("data_offsets").get<std::array<uint64_t, 2>>());
   std::ranges::sort(parts);
-  std::uint64_t end = 0;
+  uint64_t end = 0;
   for (const auto& [begin, next] : parts) {
     if (begin != end || next < begin)
       throw damaged_file(origin, concat("its tensors overlap or leave a gap at byte ", std::min(begin, end)));
@@ -195,12 +195,12 @@ void copy_values(const torch::Tensor& tensor, std::byte* into) {
 std::string safetensors_head(const TensorFile& file) {
   std::string header = make_header(file).dump();
   header.resize((header.size() + 7) / 8 * 8, ' ');  // tensors begin at a multiple of 8
-  const std::uint64_t length = header.size();
+  const uint64_t length = header.size();
   return std::string(reinterpret_cast<const char*>(&length), kLengthBytes) + header;
 }
 
-std::size_t tensor_bytes(const TensorFile& file) {
-  std::size_t bytes = 0;
+size_t tensor_bytes(const TensorFile& file) {
+  size_t bytes = 0;
   for (const auto& [name, tensor] : file.tensors) bytes += tensor.nbytes();
   return bytes;
 }
@@ -213,7 +213,7 @@ void copy_file(const std::string& head, const TensorFile& file, std::byte* into)
   }
 }
 
-void ByteSource::read(std::size_t at, void* into, std::size_t bytes) const {
+void ByteSource::read(size_t at, void* into, size_t bytes) const {
   from_disk ? from_disk(at, into, bytes) : static_cast<void>(std::memcpy(into, mapped.get() + at, bytes));
 }
 
@@ -221,7 +221,7 @@ SafetensorsReader::SafetensorsReader(ByteSource source, const std::string& origi
     : source_(std::move(source)) {
   const std::string text = read_header(source_, origin);
   verify_checksum(source_, text, origin, checksum);
-  const std::size_t data = kLengthBytes + text.size();
+  const size_t data = kLengthBytes + text.size();
   try {
     const Json header = Json::parse(text);
     check_layout(header, source_.size - data, origin);
@@ -255,7 +255,7 @@ void save_safetensors(const std::filesystem::path& path, const TensorFile& file,
   const std::string head = safetensors_head(file);
   AtomicFile on_disk(path);
   Hash hash;
-  const auto add = [&](const void* data, std::size_t bytes) {
+  const auto add = [&](const void* data, size_t bytes) {
     hash.add(data, bytes);
     on_disk.write(data, bytes);
   };
@@ -281,7 +281,7 @@ namespace {
 ByteSource bytes_in(const std::filesystem::path& path) {
   const auto file = std::make_shared<ReadableFile>(path);
   return {.size = file->size(),
-          .from_disk = [file](std::size_t at, void* into, std::size_t bytes) { file->read(at, into, bytes); }};
+          .from_disk = [file](size_t at, void* into, size_t bytes) { file->read(at, into, bytes); }};
 }
 
 using ShardMap = std::map<std::string, std::string>;  // tensor -> file
@@ -305,9 +305,9 @@ std::set<std::string> files_in(const ShardMap& map) {
 
 }  // namespace
 
-std::vector<TensorFile> split_into_shards(const TensorFile& file, std::size_t most_bytes) {
+std::vector<TensorFile> split_into_shards(const TensorFile& file, size_t most_bytes) {
   std::vector<TensorFile> shards(1, {.tensors = {}, .metadata = file.metadata});
-  std::size_t bytes = 0;
+  size_t bytes = 0;
   for (const auto& [name, tensor] : file.tensors) {
     if (bytes > 0 && bytes + tensor.nbytes() > most_bytes) {
       shards.push_back({.tensors = {}, .metadata = file.metadata});
@@ -319,14 +319,14 @@ std::vector<TensorFile> split_into_shards(const TensorFile& file, std::size_t mo
   return shards;
 }
 
-std::string shard_name(const std::string& stem, std::size_t i, std::size_t shards) {
+std::string shard_name(const std::string& stem, size_t i, size_t shards) {
   return concat(stem, "-", std::setfill('0'), std::setw(5), i + 1, "-of-", std::setw(5), shards, ".safetensors");
 }
 
 std::string index_of_shards(const std::string& stem, const std::vector<TensorFile>& shards) {
-  std::size_t bytes = 0;
+  size_t bytes = 0;
   auto map = Json::object();
-  for (std::size_t i = 0; i < shards.size(); ++i)
+  for (size_t i = 0; i < shards.size(); ++i)
     for (const auto& [name, tensor] : shards[i].tensors) {
       map[name] = shard_name(stem, i, shards.size());
       bytes += tensor.nbytes();

@@ -37,7 +37,7 @@ void save_safetensors(const std::filesystem::path& path, const TensorFile& file,
 // without gaps. Throws UsageError for a dtype that the format does not know, and for names that it has for itself.
 std::string safetensors_head(const TensorFile& file);
 
-std::size_t tensor_bytes(const TensorFile& file);  // of all its tensors together
+size_t tensor_bytes(const TensorFile& file);  // of all its tensors together
 
 // Copies a whole file, which begins with safetensors_head(), at the speed of memory.
 void copy_file(const std::string& head, const TensorFile& file, std::byte* into);
@@ -48,11 +48,11 @@ enum class Checksum { kRequired, kOptional, kTrusted };
 
 // The bytes of a file: in memory, or on the disk.
 struct ByteSource {
-  std::size_t size = 0;
-  std::function<void(std::size_t at, void* into, std::size_t bytes)> from_disk{};  // none: all are in memory
+  size_t size = 0;
+  std::function<void(size_t at, void* into, size_t bytes)> from_disk{};  // none: all are in memory
   std::shared_ptr<const std::byte> mapped{};
 
-  void read(std::size_t at, void* into, std::size_t bytes) const;
+  void read(size_t at, void* into, size_t bytes) const;
 };
 
 // An open file, whose tensors are read when they are asked for.
@@ -60,8 +60,8 @@ class SafetensorsReader {
  public:
   struct Entry {
     torch::ScalarType dtype;
-    std::vector<std::int64_t> shape;
-    std::size_t at = 0;  // its first byte
+    std::vector<int64_t> shape;
+    size_t at = 0;  // its first byte
   };
 
   // Reads everything once, for the checksum, unless that is trusted. Every length and offset is checked before it is used.
@@ -86,10 +86,10 @@ class SafetensorsReader {
 inline constexpr const char* kIndexSuffix = ".safetensors.index.json";
 
 // Shards in the order of the names, each of at most `most_bytes` or of one tensor; one file if all fit. Tensors are not copied.
-std::vector<TensorFile> split_into_shards(const TensorFile& file, std::size_t most_bytes);
+std::vector<TensorFile> split_into_shards(const TensorFile& file, size_t most_bytes);
 
 // "step-00000470" -> "step-00000470-00001-of-00002.safetensors"; i: from 0.
-std::string shard_name(const std::string& stem, std::size_t i, std::size_t shards);
+std::string shard_name(const std::string& stem, size_t i, size_t shards);
 
 std::string index_of_shards(const std::string& stem, const std::vector<TensorFile>& shards);  // its text
 
@@ -112,7 +112,7 @@ class CheckpointReader {
 
   std::vector<SafetensorsReader> files_;
   std::map<std::string, SafetensorsReader::Entry> entries_;
-  std::map<std::string, std::size_t> file_of_;
+  std::map<std::string, size_t> file_of_;
 };
 
 }  // namespace lockstep

@@ -118,7 +118,7 @@ bool gpu_reaches(torch::Device gpu, torch::Device other) {
 
 GpuMemory memory_of(torch::Device gpu) {
   const auto [free, all] = c10::getDeviceAllocator(gpu.type())->getMemoryInfo(gpu.index());
-  return {static_cast<std::int64_t>(free), static_cast<std::int64_t>(all)};
+  return {static_cast<int64_t>(free), static_cast<int64_t>(all)};
 }
 
 void wait_for_device(torch::Device device) {
@@ -196,7 +196,7 @@ std::string either_of(torch::Device one, torch::Device other) {
   return one == other ? one.str() : concat(one.str(), " or ", other.str());
 }
 
-void seed_gpu(torch::Device gpu, std::uint64_t seed) {
+void seed_gpu(torch::Device gpu, uint64_t seed) {
   at::Generator generator = at::globalContext().defaultGenerator(gpu);
   const std::lock_guard lock(generator.mutex());
   generator.set_current_seed(seed);

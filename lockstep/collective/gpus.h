@@ -45,8 +45,8 @@ void require_gpus(int index);
 bool gpu_reaches(torch::Device gpu, torch::Device other);
 
 struct GpuMemory {
-  std::int64_t free = 0;  // bytes
-  std::int64_t all = 0;
+  int64_t free = 0;  // bytes
+  int64_t all = 0;
 };
 GpuMemory memory_of(torch::Device gpu);
 
@@ -97,7 +97,7 @@ auto on_device(torch::Device device, const Work& work) {
 }
 
 // Restarts the random numbers that libtorch's operators draw on this GPU.
-void seed_gpu(torch::Device gpu, std::uint64_t seed);
+void seed_gpu(torch::Device gpu, uint64_t seed);
 
 // An uninitialised tensor of the same shape and dtype in pinned memory of the host, contiguous.
 torch::Tensor pinned_like(const torch::Tensor& tensor);

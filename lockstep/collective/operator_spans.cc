@@ -21,8 +21,8 @@ namespace {
 
 // The name of an operator, for the node that it made.
 struct NodeName {
-  std::uint64_t thread = 0;
-  std::int64_t number = -1;
+  uint64_t thread = 0;
+  int64_t number = -1;
   trace::Name name;
 };
 
@@ -32,21 +32,21 @@ std::mutex& nodes_mutex() {
 }
 
 // Call it with the mutex held.
-NodeName& node_of(std::int64_t number) {
+NodeName& node_of(int64_t number) {
   static auto* const nodes = [] {
     hold_during_fork<std::mutex, nodes_mutex>();
     return new std::array<NodeName, 1 << 13>;  // those of one forward(): a later one replaces them
   }();
-  return nodes->at(static_cast<std::size_t>(number) % nodes->size());
+  return nodes->at(static_cast<size_t>(number) % nodes->size());
 }
 
-void name_nodes(std::uint64_t thread, std::uint64_t first, std::uint64_t last, const trace::Name& name) {
+void name_nodes(uint64_t thread, uint64_t first, uint64_t last, const trace::Name& name) {
   const std::lock_guard lock(nodes_mutex());
-  for (auto number = static_cast<std::int64_t>(first); number < static_cast<std::int64_t>(last); ++number)
+  for (auto number = static_cast<int64_t>(first); number < static_cast<int64_t>(last); ++number)
     node_of(number) = {.thread = thread, .number = number, .name = name};
 }
 
-std::optional<trace::Name> name_of_node(std::uint64_t thread, std::int64_t number) {
+std::optional<trace::Name> name_of_node(uint64_t thread, int64_t number) {
   const std::lock_guard lock(nodes_mutex());
   const NodeName& node = node_of(number);
   return node.thread == thread && node.number == number ? std::optional(node.name) : std::nullopt;
@@ -54,17 +54,17 @@ std::optional<trace::Name> name_of_node(std::uint64_t thread, std::int64_t numbe
 
 // The operator that this thread is in: one that was not called by another one.
 struct CurrentOperator {
-  std::int64_t begin = 0;  // 0: none
-  int inside = 0;          // operators that it has called, that torch has told of and that have not ended
-  bool alone = false;      // torch tells of none that it calls
-  std::uint64_t first_node = 0;
+  int64_t begin = 0;   // 0: none
+  int inside = 0;      // operators that it has called, that torch has told of and that have not ended
+  bool alone = false;  // torch tells of none that it calls
+  uint64_t first_node = 0;
   trace::Name name;
 };
 
 constinit thread_local CurrentOperator current;  // without a destructor: global objects may use operators at their end
 
 std::string_view without_namespace(std::string_view name) {
-  const std::size_t colons = name.rfind("::");
+  const size_t colons = name.rfind("::");
   return colons == std::string_view::npos ? name : name.substr(colons + 2);
 }
 
@@ -114,7 +114,7 @@ std::unique_ptr<at::ObserverContext> begin_forward(const at::RecordFunction& fun
 // The nodes of this thread are numbered one after the other. An operator that has made none is not autograd's.
 void end_forward(const at::RecordFunction&, at::ObserverContext*) {
   const auto ended = end_operator();
-  const std::uint64_t last = at::sequence_number::peek();
+  const uint64_t last = at::sequence_number::peek();
   if (!ended || ended->first_node == last) return;
   name_nodes(at::RecordFunction::currentThreadId(), ended->first_node, last, ended->name);
   write(*ended, trace::Kind::kForward);
@@ -124,7 +124,7 @@ void end_forward(const at::RecordFunction&, at::ObserverContext*) {
 std::unique_ptr<at::ObserverContext> begin_node(const at::RecordFunction& function) {
   if (is_within_another() || !trace::records()) return {};
   trace::Name name;
-  if (const std::int64_t number = function.seqNr(); number >= 0)
+  if (const int64_t number = function.seqNr(); number >= 0)
     name = name_of_node(function.forwardThreadId(), number).value_or(end_of(function.name()));
   begin_operator(name);
   return {};

@@ -7,7 +7,7 @@
 namespace lockstep {
 namespace {
 
-std::shared_ptr<std::byte> ordinary_memory(std::size_t bytes) {
+std::shared_ptr<std::byte> ordinary_memory(size_t bytes) {
   const std::align_val_t alignment{kCacheLine};
   return {static_cast<std::byte*>(::operator new(std::max(bytes, kCacheLine), alignment)),
           [alignment](std::byte* data) { ::operator delete(data, alignment); }};
@@ -36,16 +36,16 @@ std::shared_ptr<SharedMemory> SharedMemory::alone(std::shared_ptr<shm::Arena> ar
 int SharedMemory::rank() const { return group_ ? group_->rank() : 0; }
 int SharedMemory::size() const { return group_ ? group_->size() : 1; }
 
-std::shared_ptr<std::byte> SharedMemory::allocate_common(std::size_t bytes) {
+std::shared_ptr<std::byte> SharedMemory::allocate_common(size_t bytes) {
   if (!group_) {
     auto memory = allocate(bytes).data;
     std::memset(memory.get(), 0, bytes);
     return memory;
   }
-  constexpr std::size_t kHeader = sizeof(shm::SharedHeader);
+  constexpr size_t kHeader = sizeof(shm::SharedHeader);
   shm::Memory memory;
   if (rank() == 0) memory = shm::make_shared_memory(*group_, kHeader + bytes, size());
-  std::uint64_t offset = rank() == 0 ? memory.offset() : 0;
+  uint64_t offset = rank() == 0 ? memory.offset() : 0;
   group_->broadcast({.output = &offset, .count = sizeof(offset), .dtype = DType::kUInt8});
   std::byte* const start = rank() == 0 ? memory.data() : group_->peer_memory(0, offset, kHeader + bytes);
   const auto release = [keep = shared_from_this(), process = OwnProcess(),
@@ -57,22 +57,22 @@ std::shared_ptr<std::byte> SharedMemory::allocate_common(std::size_t bytes) {
   return {start + kHeader, release};
 }
 
-SharedMemory::Own SharedMemory::allocate(std::size_t bytes) {
+SharedMemory::Own SharedMemory::allocate(size_t bytes) {
   if (!group_ && !arena_) {
     auto memory = ordinary_memory(bytes);
-    const auto place = std::bit_cast<std::uint64_t>(memory.get());
+    const auto place = std::bit_cast<uint64_t>(memory.get());
     return {std::move(memory), place};
   }
   auto memory = std::make_shared<shm::Memory>(group_ ? group_->allocate(bytes) : arena_->allocate(bytes));
   return {{memory, memory->data()}, memory->offset()};
 }
 
-std::byte* SharedMemory::peer(int rank, std::uint64_t place, std::size_t bytes) {
+std::byte* SharedMemory::peer(int rank, uint64_t place, size_t bytes) {
   if (group_) return group_->peer_memory(rank, place, bytes);
   return arena_ ? arena_->window().at(place, bytes) : std::bit_cast<std::byte*>(place);
 }
 
-std::optional<SharedMemory::ArenaOffset> SharedMemory::locate(const void* address, std::size_t bytes) const {
+std::optional<SharedMemory::ArenaOffset> SharedMemory::locate(const void* address, size_t bytes) const {
   const auto offset = arena_ ? arena_->window().offset_of(address, bytes) : std::nullopt;
   if (offset) return ArenaOffset{0, *offset};
   const shm::Location place = group_ ? group_->locate(address, bytes) : shm::Location{};

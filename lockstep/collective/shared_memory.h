@@ -41,25 +41,25 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
 
   // Zeroed memory that exists once for all ranks, at a multiple of 64 bytes. Collective, with the same size on every
   // rank; blocks. It stays valid until the last rank has released it. Throws SystemError: no memory left; PeerLost.
-  std::shared_ptr<std::byte> allocate_common(std::size_t bytes);
+  std::shared_ptr<std::byte> allocate_common(size_t bytes);
 
   // Memory of this rank that the others can read, not zeroed. Throws SystemError.
   struct Own {
     std::shared_ptr<std::byte> data;
-    std::uint64_t place = 0;  // for peer()
+    uint64_t place = 0;  // for peer()
   };
-  Own allocate(std::size_t bytes);
+  Own allocate(size_t bytes);
 
   // The address here of the memory that `rank` has allocated at `place`. Throws SystemError: not mappable.
-  std::byte* peer(int rank, std::uint64_t place, std::size_t bytes);
+  std::byte* peer(int rank, uint64_t place, size_t bytes);
 
   // Finds `bytes` bytes at `address` in an arena, as another process that maps the arena's file needs them. None: in no
   // arena.
   struct ArenaOffset {
     int arena = 0;  // the rank of the machine that has it
-    std::uint64_t offset = 0;
+    uint64_t offset = 0;
   };
-  std::optional<ArenaOffset> locate(const void* address, std::size_t bytes) const;
+  std::optional<ArenaOffset> locate(const void* address, size_t bytes) const;
 
   // Returns once every rank has called it; every write before it is visible after it. Waits at most for the world's
   // timeout. Throws MismatchError on all ranks: they announced different things, or are at different calls; PeerLost.

@@ -24,7 +24,7 @@ namespace {
 // A rank's clock beside rank 0's.
 struct Clock {
   trace::ClockOffset offset;
-  std::int64_t job = 0;  // when the job started, as rank 0 says: it tells the job's rings from those of an earlier one
+  int64_t job = 0;  // when the job started, as rank 0 says: it tells the job's rings from those of an earlier one
 };
 
 // The ranks of rank 0's machine have its clock, and need one round to learn when the job started.
@@ -35,25 +35,24 @@ int rounds_with(const ClockPeers& peers, int rank) {
 // The round trip that took the shortest tells most: rank 0 answered within it.
 Clock ask_rank_0(const ClockPeers& peers) {
   Clock clock;
-  std::int64_t shortest = std::numeric_limits<std::int64_t>::max();
+  int64_t shortest = std::numeric_limits<int64_t>::max();
   const int rounds = rounds_with(peers, peers.rank);
   for (int round = 0; round < rounds; ++round) {
     const torch::Tensor answer = torch::zeros({2}, torch::kInt64);
-    const std::int64_t asked = trace::now();
+    const int64_t asked = trace::now();
     peers.send(answer, 0);
     peers.receive(answer, 0);
-    const std::int64_t took = trace::now() - asked, middle = asked + took / 2;
+    const int64_t took = trace::now() - asked, middle = asked + took / 2;
     if (took >= shortest) continue;
     shortest = took;
-    clock = {{.at = middle, .offset = rounds == 1 ? 0 : answer[0].item<std::int64_t>() - middle},
-             answer[1].item<std::int64_t>()};
+    clock = {{.at = middle, .offset = rounds == 1 ? 0 : answer[0].item<int64_t>() - middle}, answer[1].item<int64_t>()};
   }
   return clock;
 }
 
 Clock compare_clocks(const ClockPeers& peers) {
   if (peers.rank != 0) return ask_rank_0(peers);
-  const std::int64_t start = std::chrono::system_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+  const int64_t start = std::chrono::system_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
   for (int rank = 1; rank < std::ssize(peers.machine_of); ++rank)
     for (int round = 0; round < rounds_with(peers, rank); ++round) {
       const torch::Tensor message = torch::zeros({2}, torch::kInt64);
@@ -130,7 +129,7 @@ Timeline::~Timeline() {
   if (!file_.empty()) trace::close();
 }
 
-void Timeline::begin_step(std::int64_t step) {
+void Timeline::begin_step(int64_t step) {
   if (!file_.empty()) trace::record(steps_.has(step));
 }
 

@@ -21,27 +21,27 @@
 
 namespace lockstep {
 
-std::uint64_t mix_numbers(auto... numbers) {
-  const std::array all{static_cast<std::uint64_t>(numbers)...};
+uint64_t mix_numbers(auto... numbers) {
+  const std::array all{static_cast<uint64_t>(numbers)...};
   return hash_of({reinterpret_cast<const char*>(all.data()), sizeof all});
 }
 
 // The ranks of a world or of a process group, whose messages a trace shows.
 class MessageGroup {
  public:
-  std::uint64_t id = 0;   // the same on all ranks of this group, another one in others
+  uint64_t id = 0;        // the same on all ranks of this group, another one in others
   int rank = 0;           // this one in the group
   IntVector<int> in_job;  // the rank in the job of each rank
 
   // The flow of the next message: the same number at both ends, and never 0.
-  std::uint64_t next_flow(const Call& message, int peer) {
+  uint64_t next_flow(const Call& message, int peer) {
     const bool sends = message.operation == Operation::kSend;
     const Channel channel{sends ? rank : peer, sends ? peer : rank, message.tag};
     const std::lock_guard lock(mutex_);
     const auto [count, is_new] = counts_.try_emplace(channel);
     if (is_new) order_.push_back(channel);
     const auto& [from, to, tag] = channel;
-    const std::uint64_t flow = mix_numbers(id, from, to, tag, count->second++) | 1U;
+    const uint64_t flow = mix_numbers(id, from, to, tag, count->second++) | 1U;
     if (order_.size() > kChannels) {
       counts_.erase(order_.front());
       order_.pop_front();
@@ -50,11 +50,11 @@ class MessageGroup {
   }
 
  private:
-  using Channel = std::tuple<int, int, std::int64_t>;  // from, to, tag
-  static constexpr std::size_t kChannels = 1024;
+  using Channel = std::tuple<int, int, int64_t>;  // from, to, tag
+  static constexpr size_t kChannels = 1024;
 
   std::mutex mutex_;
-  std::map<Channel, std::uint64_t> counts_;
+  std::map<Channel, uint64_t> counts_;
   std::deque<Channel> order_;
 };
 
@@ -67,7 +67,7 @@ class TracedMessage {
   }
 
   // Writes a span from `began`, which was trace::now_if_recording(). source: of a receive, the rank that has sent it.
-  void write(std::int64_t began, int source) {
+  void write(int64_t began, int source) {
     const int peer = message_.peer == kAnyRank ? source : message_.peer;
     if (flow_ == 0) flow_ = group_->next_flow(message_, peer);
     trace::write(began, [&] {
@@ -82,7 +82,7 @@ class TracedMessage {
  private:
   std::shared_ptr<MessageGroup> group_;
   Call message_;
-  std::uint64_t flow_ = 0;
+  uint64_t flow_ = 0;
 };
 
 }  // namespace lockstep

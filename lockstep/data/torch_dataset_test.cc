@@ -14,22 +14,22 @@ namespace {
 // Sample i is {i, i}, of class 10 i.
 class Pairs : public torch::data::datasets::Dataset<Pairs> {
  public:
-  torch::data::Example<> get(std::size_t index) override {
-    const auto value = static_cast<std::int64_t>(index);
+  torch::data::Example<> get(size_t index) override {
+    const auto value = static_cast<int64_t>(index);
     return {torch::full({2}, value), torch::tensor(10 * value)};
   }
-  torch::optional<std::size_t> size() const override { return 7; }
+  torch::optional<size_t> size() const override { return 7; }
 };
 
 void expect_every_sample_once(Loader loader) {
-  std::vector<std::int64_t> seen;
+  std::vector<int64_t> seen;
   for (const Batch& batch : loader.epoch(0))
-    for (std::int64_t i = 0; i < batch.size(); ++i) {
+    for (int64_t i = 0; i < batch.size(); ++i) {
       EXPECT_TRUE(torch::equal(batch.data[i] * 10, batch.target[i].expand({2})));
-      seen.push_back(batch.data[i][0].item<std::int64_t>());
+      seen.push_back(batch.data[i][0].item<int64_t>());
     }
   std::ranges::sort(seen);
-  EXPECT_EQ(seen, (std::vector<std::int64_t>{0, 1, 2, 3, 4, 5, 6}));
+  EXPECT_EQ(seen, (std::vector<int64_t>{0, 1, 2, 3, 4, 5, 6}));
 }
 
 TEST(TorchDataset, gives_the_loader_every_sample_once) {
@@ -43,7 +43,7 @@ TEST(TorchDataset, gives_the_loader_every_sample_once) {
 
 TEST(TorchDataset, has_batches_without_samples_of_the_same_shape) {
   const Batch none = TorchDataset(Pairs(), "pairs").make_batch({});
-  EXPECT_EQ(none.data.sizes(), (std::vector<std::int64_t>{0, 2}));
+  EXPECT_EQ(none.data.sizes(), (std::vector<int64_t>{0, 2}));
   EXPECT_EQ(none.size(), 0);
 }
 

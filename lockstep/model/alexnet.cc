@@ -30,9 +30,9 @@ nn::Sequential make_classifier(const AlexNetOptions& options) {
 
 AlexNetImpl::AlexNetImpl(const AlexNetOptions& options) {
   // A piece for the modules from each of `begins` to the next.
-  const auto add_pieces = [this](const std::string& name, const auto& modules, std::vector<std::ptrdiff_t> begins) {
+  const auto add_pieces = [this](const std::string& name, const auto& modules, std::vector<ptrdiff_t> begins) {
     begins.push_back(std::ssize(*modules));
-    for (std::size_t i = 0; i + 1 < begins.size(); ++i) {
+    for (size_t i = 0; i + 1 < begins.size(); ++i) {
       std::vector<nn::AnyModule> part(modules->begin() + begins[i], modules->begin() + begins[i + 1]);
       std::vector<nn::Module*> pointers;
       for (const auto& module : part) pointers.push_back(module.ptr().get());

@@ -20,12 +20,12 @@ class AllocationMeter {
  public:
   explicit AllocationMeter(c10::Device where = c10::kCPU) { listener_->where = where; }
 
-  std::int64_t now() const { return listener_->now; }    // bytes above what was there when it began
-  std::int64_t most() const { return listener_->most; }  // so far
+  int64_t now() const { return listener_->now; }    // bytes above what was there when it began
+  int64_t most() const { return listener_->most; }  // so far
 
  private:
   struct Listener : c10::MemoryReportingInfoBase {
-    void reportMemoryUsage(void*, std::int64_t size, std::size_t, std::size_t, c10::Device device) override {
+    void reportMemoryUsage(void*, int64_t size, size_t, size_t, c10::Device device) override {
       if (device.type() != where.type() || (!where.is_cpu() && device != where)) return;
       now += size;  // negative for a release
       most = std::max(most, now);
@@ -33,8 +33,8 @@ class AllocationMeter {
     bool memoryProfilingEnabled() const override { return where.is_cpu(); }  // GPUs report in any case
 
     c10::Device where = c10::kCPU;
-    std::int64_t now = 0;
-    std::int64_t most = 0;
+    int64_t now = 0;
+    int64_t most = 0;
   };
 
   std::shared_ptr<Listener> listener_ = std::make_shared<Listener>();

@@ -48,9 +48,7 @@ class Hooks final : public at::impl::VariableHooksInterface {
   }
 
   at::TensorBase tensor_data(const at::TensorBase& t) const override { return torchs_.tensor_data(t); }
-  const NodePtr& grad_fn(const at::TensorBase& t) const override {
-    return torchs_.grad_fn(t);
-  }
+  const NodePtr& grad_fn(const at::TensorBase& t) const override { return torchs_.grad_fn(t); }
   unsigned _register_hook(const at::TensorBase& t,
                           std::function<at::TensorBase(const at::TensorBase&)> hook) const override {
     return torchs_._register_hook(t, std::move(hook));
@@ -60,9 +58,9 @@ class Hooks final : public at::impl::VariableHooksInterface {
   const at::TensorBase& base(const at::TensorBase& t) const override { return torchs_.base(t); }
   const std::string& name(const at::TensorBase& t) const override { return torchs_.name(t); }
   bool is_leaf(const at::TensorBase& t) const override { return torchs_.is_leaf(t); }
-  std::int64_t output_nr(const at::TensorBase& t) const override { return torchs_.output_nr(t); }
+  int64_t output_nr(const at::TensorBase& t) const override { return torchs_.output_nr(t); }
   void set_data(const at::TensorBase& t, const at::TensorBase& data) const override { torchs_.set_data(t, data); }
-  std::int64_t _version(const at::TensorBase& t) const override { return torchs_._version(t); }
+  int64_t _version(const at::TensorBase& t) const override { return torchs_._version(t); }
   void retain_grad(const at::TensorBase& t) const override { torchs_.retain_grad(t); }
   bool retains_grad(const at::TensorBase& t) const override { return torchs_.retains_grad(t); }
   void _backward(const at::Tensor& t, at::TensorList inputs, const std::optional<at::Tensor>& gradient,
@@ -113,7 +111,7 @@ void DataWatch::watch(const std::vector<torch::Tensor>& tensors) {
   const bool watched_some = !watched_.empty();
   watched_.clear();
   is_sorted_ = false;
-  for (std::size_t i = 0; i < tensors.size(); ++i)
+  for (size_t i = 0; i < tensors.size(); ++i)
     if (tensors[i].defined() && tensors[i].has_storage() && tensors[i].numel() > 0)
       watched_.push_back({tensors[i].storage().unsafeGetStorageImpl(), tensors[i].storage().getWeakStorageImpl(), i});
   registry().watching_some += !watched_.empty() - watched_some;
@@ -124,9 +122,9 @@ void DataWatch::accept() {
   for (Watched& watched : watched_) watched.checksum.reset();
 }
 
-std::optional<std::size_t> DataWatch::changed() const {
+std::optional<size_t> DataWatch::changed() const {
   const std::lock_guard lock(Registry::mutex());
-  std::optional<std::size_t> first;
+  std::optional<size_t> first;
   for (const Watched& watched : watched_) {
     if (!watched.checksum || (first && *first < watched.index)) continue;
     const auto now = checksum_of(watched);
@@ -142,9 +140,9 @@ void DataWatch::note(const c10::StorageImpl* storage) {
     if (!watched.checksum) watched.checksum = checksum_of(watched);
 }
 
-std::optional<std::uint64_t> DataWatch::checksum_of(const Watched& watched) {
+std::optional<uint64_t> DataWatch::checksum_of(const Watched& watched) {
   const auto alive = watched.weak.lock();
-  return alive ? std::optional<std::uint64_t>(XXH3_64bits(alive->data(), alive->nbytes())) : std::nullopt;
+  return alive ? std::optional<uint64_t>(XXH3_64bits(alive->data(), alive->nbytes())) : std::nullopt;
 }
 
 }  // namespace lockstep

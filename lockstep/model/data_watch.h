@@ -33,7 +33,7 @@ class DataWatch {
   void accept();
 
   // The first tensor, by its index in watch(), whose memory has changed since data() was first called on it.
-  std::optional<std::size_t> changed() const;
+  std::optional<size_t> changed() const;
 
   // Called by data(): the first time it takes a checksum of what is at this storage, if that is watched.
   void note(const c10::StorageImpl* storage);
@@ -42,10 +42,10 @@ class DataWatch {
   struct Watched {
     const c10::StorageImpl* storage;
     c10::weak_intrusive_ptr<c10::StorageImpl> weak;  // a gradient that was dropped gives its memory back
-    std::size_t index;                               // in watch()
-    std::optional<std::uint64_t> checksum{};         // as it was when data() was first called
+    size_t index;                                    // in watch()
+    std::optional<uint64_t> checksum{};              // as it was when data() was first called
   };
-  static std::optional<std::uint64_t> checksum_of(const Watched& watched);
+  static std::optional<uint64_t> checksum_of(const Watched& watched);
 
   std::vector<Watched> watched_;  // guarded, as data() is called on any thread; it keeps its memory from step to step
   bool is_sorted_ = false;        // by storage, from the first data() on

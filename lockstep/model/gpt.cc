@@ -11,7 +11,7 @@ namespace {
 
 namespace nn = torch::nn;
 
-nn::LayerNorm norm(std::int64_t width) { return nn::LayerNorm(nn::LayerNormOptions({width})); }
+nn::LayerNorm norm(int64_t width) { return nn::LayerNorm(nn::LayerNormOptions({width})); }
 
 class GPTBlockImpl : public nn::Module {
  public:
@@ -36,9 +36,7 @@ class GPTBlockImpl : public nn::Module {
 
   Tensor drop(const Tensor& x) const { return torch::dropout(x, o_.dropout, is_training()); }
 
-  nn::Linear linear(const char* name, std::int64_t in, std::int64_t out) {
-    return register_module(name, nn::Linear(in, out));
-  }
+  nn::Linear linear(const char* name, int64_t in, int64_t out) { return register_module(name, nn::Linear(in, out)); }
 
   const GPTOptions o_;
   nn::LayerNorm ln_1_ = register_module("ln_1", norm(o_.width));
@@ -50,7 +48,7 @@ class GPTBlockImpl : public nn::Module {
 };
 
 // Normal with deviation 0.02; what is added to the residual stream is smaller by the root of how often that happens.
-void initialise_normal(nn::Module& model, std::int64_t layers) {
+void initialise_normal(nn::Module& model, int64_t layers) {
   const torch::NoGradGuard no_grad;
   const double residual = 0.02 / std::sqrt(2.0 * static_cast<double>(layers));
   for (auto& item : model.named_parameters()) {
@@ -74,7 +72,7 @@ GPTImpl::GPTImpl(const GPTOptions& options) {
     return torch::dropout(wte->forward(tokens) + wpe->forward(positions), dropout, wte->is_training());
   });
   const auto h = register_module("h", nn::ModuleList());
-  for (std::int64_t i = 0; i < options.layers; ++i) {
+  for (int64_t i = 0; i < options.layers; ++i) {
     const auto block = std::make_shared<GPTBlockImpl>(options);
     h->push_back(block);
     add_piece(concat("h.", i), {block.get()}, [block](const Tensor& x) { return block->forward(x); });

@@ -10,13 +10,13 @@ namespace nn = torch::nn;
 
 // Channels of a block: those that come in, and those of its branches.
 struct BlockChannels {
-  std::int64_t in, one, three_reduced, three, five_reduced, five, pooled;
+  int64_t in, one, three_reduced, three, five_reduced, five, pooled;
 };
 
 struct BlockRow {
   const char* name;
   BlockChannels channels;
-  std::int64_t pool_before;  // window of a max-pool of stride 2 before the block; 0: none
+  int64_t pool_before;  // window of a max-pool of stride 2 before the block; 0: none
 };
 
 // Table 1 of the paper.
@@ -28,11 +28,11 @@ constexpr BlockRow kBlocks[] = {
     {"inception5b", {832, 384, 192, 384, 48, 128, 128}, 0},
 };
 
-Tensor max_pool(const Tensor& x, std::int64_t window) {
+Tensor max_pool(const Tensor& x, int64_t window) {
   return torch::max_pool2d(x, window, /*stride=*/2, /*padding=*/0, /*dilation=*/1, /*ceil_mode=*/true);
 }
 
-nn::Conv2dOptions window(std::int64_t in, std::int64_t out, std::int64_t size) {
+nn::Conv2dOptions window(int64_t in, int64_t out, int64_t size) {
   return nn::Conv2dOptions(in, out, size).padding(size / 2);
 }
 

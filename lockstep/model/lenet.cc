@@ -7,7 +7,7 @@
 namespace lockstep {
 
 LeNetImpl::LeNetImpl(const LeNetOptions& options) {
-  const auto left = [](std::int64_t size) { return ((size - 2) / 2 - 4) / 2; };  // of a side, after both convolutions
+  const auto left = [](int64_t size) { return ((size - 2) / 2 - 4) / 2; };  // of a side, after both convolutions
   if (options.height < 14 || options.width < 14)
     throw UsageError({.what = concat("lenet with images of ", options.height, " x ", options.width),
                       .next = "give images of at least 14 x 14, or take --model mlp"});

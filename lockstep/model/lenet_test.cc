@@ -10,22 +10,22 @@ namespace {
 
 TEST(LeNet, has_the_published_layers) {
   const LeNet net;
-  std::vector<std::vector<std::int64_t>> shapes;
-  std::int64_t parameters = 0;
+  std::vector<std::vector<int64_t>> shapes;
+  int64_t parameters = 0;
   for (const auto& parameter : net->parameters()) {
     shapes.push_back(parameter.sizes().vec());
     parameters += parameter.numel();
   }
-  const std::vector<std::vector<std::int64_t>> expected = {{20, 1, 3, 3}, {20},  {50, 20, 5, 5}, {50},
-                                                           {128, 800},    {128}, {10, 128},      {10}};
+  const std::vector<std::vector<int64_t>> expected = {{20, 1, 3, 3}, {20},  {50, 20, 5, 5}, {50},
+                                                      {128, 800},    {128}, {10, 128},      {10}};
   EXPECT_EQ(shapes, expected);
   EXPECT_EQ(parameters, 129068);
 }
 
 TEST(LeNet, gives_ten_logits_per_image_even_for_an_empty_batch) {
   LeNet net;
-  EXPECT_EQ(net(torch::rand({3, 1, 28, 28})).sizes(), (std::vector<std::int64_t>{3, 10}));
-  EXPECT_EQ(net(torch::rand({0, 1, 28, 28})).sizes(), (std::vector<std::int64_t>{0, 10}));
+  EXPECT_EQ(net(torch::rand({3, 1, 28, 28})).sizes(), (std::vector<int64_t>{3, 10}));
+  EXPECT_EQ(net(torch::rand({0, 1, 28, 28})).sizes(), (std::vector<int64_t>{0, 10}));
 }
 
 TEST(Layout, changes_strides_and_not_values) {

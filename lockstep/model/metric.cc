@@ -5,14 +5,14 @@
 
 namespace lockstep {
 
-Metric top_k_accuracy(std::int64_t k) {
+Metric top_k_accuracy(int64_t k) {
   return {.name = concat("top", k, "_accuracy"), .sum = [k](const Tensor& output, const Tensor& target) {
             const Tensor largest = std::get<1>(output.topk(k, 1));
             return largest.eq(target.unsqueeze(1)).any(1).sum();
           }};
 }
 
-Metric confusion_matrix(std::int64_t classes) {
+Metric confusion_matrix(int64_t classes) {
   return {.name = "confusion_matrix",
           .sum =
               [classes](const Tensor& output, const Tensor& target) {
@@ -20,7 +20,7 @@ Metric confusion_matrix(std::int64_t classes) {
                 return cells.bincount({}, classes * classes).view({classes, classes});
               },
           .sizes = {classes, classes},
-          .value = [](const Tensor& sum, std::int64_t) { return sum; }};
+          .value = [](const Tensor& sum, int64_t) { return sum; }};
 }
 
 Metric mean_absolute_error() {
@@ -29,7 +29,7 @@ Metric mean_absolute_error() {
           }};
 }
 
-Metric r_squared(std::int64_t numbers) {
+Metric r_squared(int64_t numbers) {
   return {.name = "r_squared",
           .sum =
               [numbers](const Tensor& output, const Tensor& target) {
@@ -39,7 +39,7 @@ Metric r_squared(std::int64_t numbers) {
               },
           .sizes = {3, numbers},
           .value =
-              [](const Tensor& sum, std::int64_t samples) {
+              [](const Tensor& sum, int64_t samples) {
                 const Tensor spread = sum[1] - sum[0].square() / samples;
                 return (1 - sum[2] / spread).mean();
               }};

@@ -5,10 +5,10 @@ namespace lockstep {
 
 MLPImpl::MLPImpl(const MLPOptions& options) {
   torch::nn::Sequential layers;
-  std::vector<std::int64_t> widths = options.hidden;
+  std::vector<int64_t> widths = options.hidden;
   widths.push_back(options.outputs);
-  std::int64_t inputs = options.inputs;
-  for (std::size_t i = 0; i < widths.size(); ++i) {
+  int64_t inputs = options.inputs;
+  for (size_t i = 0; i < widths.size(); ++i) {
     const auto linear = std::make_shared<torch::nn::LinearImpl>(inputs, widths[i]);
     layers->push_back(linear);
     inputs = widths[i];

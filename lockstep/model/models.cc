@@ -21,7 +21,7 @@ UsageError misfit(const std::string& model, const std::string& takes, const Samp
                      .next = "choose another --model: mlp takes numbers of any shape, gpt-mini takes tokens"});
 }
 
-void require_images(const std::string& model, const SampleShape& found, std::int64_t channels, std::int64_t least) {
+void require_images(const std::string& model, const SampleShape& found, int64_t channels, int64_t least) {
   const auto& sizes = found.sizes;
   const bool fits = !found.tokens && found.classes > 0 && sizes.size() == 3 && (channels == 0 || sizes[0] == channels);
   if (fits && std::min(sizes[1], sizes[2]) >= least) return;
@@ -43,9 +43,9 @@ Tensor mean_squared_error(const Tensor& output, const Tensor& target) {
   return torch::mse_loss(output, target.view_as(output));
 }
 
-template <std::int64_t width>
+template <int64_t width>
 Task mlp(const std::string& name, const SampleShape& sample) {
-  constexpr std::int64_t kMostClasses = 1'000'000;
+  constexpr int64_t kMostClasses = 1'000'000;
   if (sample.tokens) throw misfit(name, "floating-point numbers", sample);
   if (sample.classes > kMostClasses)
     throw UsageError({.what = concat("targets up to ", sample.classes - 1, " as classes"),
@@ -61,7 +61,7 @@ Task mlp(const std::string& name, const SampleShape& sample) {
   return task;
 }
 
-template <class M, class Options, std::int64_t least>
+template <class M, class Options, int64_t least>
 Task colour_images(const std::string& name, const SampleShape& sample) {
   require_images(name, sample, 3, least);
   return classification_task<M>(name, Options{.classes = sample.classes});
@@ -88,18 +88,18 @@ Task gpt_mini(const std::string& name, const SampleShape& sample) {
   return gpt(name, sample, {.vocabulary = 256, .context = 128, .layers = 4, .heads = 4, .width = 128});
 }
 
-constexpr std::array<std::int64_t, 3> kGreyImages{1, 28, 28}, kLargeImages{3, 224, 224}, kSmallImages{3, 32, 32};
+constexpr std::array<int64_t, 3> kGreyImages{1, 28, 28}, kLargeImages{3, 224, 224}, kSmallImages{3, 32, 32};
 
 // Every model that --model knows. To add one, declare it in lockstep/models.h, write its source beside this one, and add a
 // row; the help and the error for an unknown name list the names from here.
 struct Entry {
   const char* name;
   Task (*make)(const std::string& name, const SampleShape& sample);
-  std::span<const std::int64_t> sizes;  // of the published samples, and their classes
-  std::int64_t classes;
+  std::span<const int64_t> sizes;  // of the published samples, and their classes
+  int64_t classes;
   bool tokens = false;
 };
-constexpr std::array<std::int64_t, 1> kGPT2Block{1024}, kGPTMiniBlock{128};
+constexpr std::array<int64_t, 1> kGPT2Block{1024}, kGPTMiniBlock{128};
 constexpr Entry kEntries[] = {
     {"lenet", lenet, kGreyImages, 10},
     {"mlp", mlp<512>, kGreyImages, 10},

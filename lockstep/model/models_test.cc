@@ -10,17 +10,17 @@ namespace {
 
 using testing::contains;
 using testing::message_of;
-using Sizes = std::vector<std::int64_t>;
+using Sizes = std::vector<int64_t>;
 
-std::int64_t parameters_in(const torch::nn::Module& model) {
-  std::int64_t count = 0;
+int64_t parameters_in(const torch::nn::Module& model) {
+  int64_t count = 0;
   for (const torch::Tensor& parameter : model.parameters()) count += parameter.numel();
   return count;
 }
 
 struct Published {
   const char* name;
-  std::int64_t parameters;
+  int64_t parameters;
 };
 
 class PublishedModel : public ::testing::TestWithParam<Published> {};
@@ -43,7 +43,7 @@ TEST_P(PublishedModel, has_the_published_number_of_parameters) {
   EXPECT_EQ(parameters_in(*task.make_model()), GetParam().parameters);
 }
 
-torch::Tensor random_batch(const SampleShape& shape, std::int64_t samples) {
+torch::Tensor random_batch(const SampleShape& shape, int64_t samples) {
   Sizes sizes = {samples};
   sizes.insert(sizes.end(), shape.sizes.begin(), shape.sizes.end());
   return shape.tokens ? torch::randint(0, shape.classes, sizes, torch::kInt64) : torch::randn(sizes);

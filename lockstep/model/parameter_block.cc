@@ -17,8 +17,8 @@
 namespace lockstep {
 namespace {
 
-std::size_t bytes_of(const NamedTensors& parameters) {
-  std::size_t bytes = 0;
+size_t bytes_of(const NamedTensors& parameters) {
+  size_t bytes = 0;
   for (const auto& [name, tensor] : parameters) bytes += round_up(tensor.nbytes(), kCacheLine);
   return bytes;
 }
@@ -38,8 +38,8 @@ bool is_in_block(const Tensor& tensor) {
   return tensor.has_storage() && tensor.storage().data_ptr().get_deleter() == &release_block;
 }
 
-std::uint32_t version_of(const Tensor& tensor) {
-  return static_cast<std::uint32_t>(tensor.unsafeGetTensorImpl()->version_counter().current_version());
+uint32_t version_of(const Tensor& tensor) {
+  return static_cast<uint32_t>(tensor.unsafeGetTensorImpl()->version_counter().current_version());
 }
 
 UsageError moved(const std::string& name) {
@@ -71,7 +71,7 @@ ParameterBlock::ParameterBlock(SharedMemory& memory, NamedTensors parameters)
   std::byte* place = first_page(memory_.get());
   for (NamedTensor& parameter : parameters) {
     Tensor& tensor = parameter.tensor;
-    const std::size_t bytes = tensor.nbytes();
+    const size_t bytes = tensor.nbytes();
     if (memory.rank() == 0 && bytes > 0) std::memcpy(place, tensor.const_data_ptr(), bytes);
     if (bytes > 0) tensor.set_data(view_of_block(memory_, place, tensor));
     entries_.push_back({std::move(parameter), place, 0, 0});
@@ -102,8 +102,8 @@ void ParameterBlock::leave() noexcept try {
   log_warning(concat("parameters stay in memory that the ranks of this machine share: ", first_line_of(error)));
 }
 
-std::uint64_t ParameterBlock::hash() const {
-  std::uint64_t hash = 0;
+uint64_t ParameterBlock::hash() const {
+  uint64_t hash = 0;
   for (const Entry& entry : entries_) hash = XXH3_64bits_withSeed(entry.place, entry.parameter.tensor.nbytes(), hash);
   return hash;
 }
@@ -111,7 +111,7 @@ std::uint64_t ParameterBlock::hash() const {
 ParameterBlock::Copies::Copies(ParameterBlock& block) : block_(block), hash_(block.hash()) {
   block.require_in_place();
   for (const auto& [parameter, place, version, samples] : block.entries_) {
-    const std::size_t bytes = parameter.tensor.nbytes();
+    const size_t bytes = parameter.tensor.nbytes();
     if (bytes == 0) continue;
     copies_.push_back({parameter.tensor.storage(), c10::GetCPUAllocator()->allocate(bytes), place, bytes});
     std::memcpy(copies_.back().other.get(), place, bytes);
@@ -161,8 +161,8 @@ void ParameterBlock::require_in_place() const {
   if (const auto changed = written_by_hand()) throw written(entries_[*changed].parameter.name);
 }
 
-std::optional<std::size_t> ParameterBlock::written_by_hand() const {
-  for (std::size_t i = 0; i < entries_.size(); ++i)
+std::optional<size_t> ParameterBlock::written_by_hand() const {
+  for (size_t i = 0; i < entries_.size(); ++i)
     if (entries_[i].parameter.tensor.numel() > 0 && version_of(entries_[i].parameter.tensor) != entries_[i].version)
       return i;
   return watch_.changed();

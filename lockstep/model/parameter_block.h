@@ -30,8 +30,8 @@ class ParameterBlock {
 
   // Throws UsageError naming a parameter that is no longer in the block, or was written since the last mark_written().
   void require_in_place() const;
-  void require_not_moved() const;                      // the first half of it
-  std::optional<std::size_t> written_by_hand() const;  // the second: which parameter
+  void require_not_moved() const;                 // the first half of it
+  std::optional<size_t> written_by_hand() const;  // the second: which parameter
 
   // Throws UsageError naming a parameter that was written in a way that neither the version counters nor data() show. Only
   // where no rank may be writing: between backward() and barrier 2.
@@ -53,13 +53,13 @@ class ParameterBlock {
 
  private:
   void protect();
-  std::uint64_t hash() const;  // of what all ranks see
+  uint64_t hash() const;  // of what all ranks see
 
   struct Entry {
     NamedTensor parameter;
     const std::byte* place;
-    std::uint32_t version;
-    std::uint64_t samples;
+    uint32_t version;
+    uint64_t samples;
   };
   const bool is_shared_;  // with other ranks
   const bool is_first_;   // of these
@@ -92,10 +92,10 @@ class ParameterBlock::Copies {
     c10::Storage storage;
     at::DataPtr other;  // that the storage doesn't have now: the copy, or the place in the block
     const std::byte* place;
-    std::size_t bytes;
+    size_t bytes;
   };
   ParameterBlock& block_;
-  const std::uint64_t hash_;
+  const uint64_t hash_;
   std::vector<Copy> copies_;
   bool is_accepted_ = true;  // what is in the block at the end
 };

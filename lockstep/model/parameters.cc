@@ -39,7 +39,7 @@ std::string signature(const NamedTensors& tensors) {
 MismatchError models_differ(int other, const std::string& mine, const std::string& theirs, const World& world) {
   const auto my_lines = split(mine, '\n');
   const auto their_lines = split(theirs, '\n');
-  std::size_t i = 0;
+  size_t i = 0;
   while (i < my_lines.size() && i < their_lines.size() && my_lines[i] == their_lines[i]) ++i;
   const auto line = [i](const auto& lines) { return i < lines.size() ? lines[i] : std::string("(no such tensor)"); };
   return MismatchError({.what = concat("the models of rank 0 and rank ", other, " differ at tensor ", i, ": ",

@@ -14,7 +14,7 @@
 namespace lockstep {
 namespace {
 
-constexpr std::int64_t kSmall = 1024;  // elements: constants, which functions that make models also read
+constexpr int64_t kSmall = 1024;  // elements: constants, which functions that make models also read
 
 using Stack = OperatorHandler::Stack;
 
@@ -27,14 +27,14 @@ const void* storage_of(const Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
-bool writes(const c10::OperatorHandle& op, std::size_t argument) {
+bool writes(const c10::OperatorHandle& op, size_t argument) {
   const auto* alias = op.schema().arguments()[argument].alias_info();
   return alias != nullptr && alias->isWrite();
 }
 
 template <class Change>
-void for_each_tensor(Stack& stack, std::size_t from, const Change& change) {
-  for (std::size_t i = from; i < stack.size(); ++i) {
+void for_each_tensor(Stack& stack, size_t from, const Change& change) {
+  for (size_t i = from; i < stack.size(); ++i) {
     if (stack[i].isTensor() && stack[i].toTensor().defined()) {
       Tensor tensor = stack[i].toTensor();
       change(tensor, i);
@@ -65,10 +65,10 @@ class Construction : public OperatorHandler {
   IntVector<std::vector<int>> sources;
 
   void call(const c10::OperatorHandle& op, Stack& stack) override {
-    const std::size_t begin = stack.size() - op.schema().arguments().size();
+    const size_t begin = stack.size() - op.schema().arguments().size();
     std::vector<int> inputs;
     bool any_meta = false;
-    for_each_tensor(stack, begin, [&](const Tensor& tensor, std::size_t) {
+    for_each_tensor(stack, begin, [&](const Tensor& tensor, size_t) {
       any_meta = any_meta || tensor.is_meta();
       if (const auto found = number_of.find(storage_of(tensor)); found != number_of.end())
         inputs.push_back(found->second);
@@ -77,15 +77,15 @@ class Construction : public OperatorHandler {
     if (any_meta) prepare_for_meta(op, stack, begin);
     const std::set<const void*> given = storages_in(stack, begin);
     op.callBoxed(stack);
-    for_each_tensor(stack, begin, [&](Tensor& result, std::size_t) {
+    for_each_tensor(stack, begin, [&](Tensor& result, size_t) {
       if (!given.contains(storage_of(result))) note(result, inputs);
     });
   }
 
  private:
   // Notes that a tensor that an operator writes into depends on its other inputs from now on.
-  void note_writes(const c10::OperatorHandle& op, Stack& stack, std::size_t begin, const std::vector<int>& inputs) {
-    for_each_tensor(stack, begin, [&](const Tensor& tensor, std::size_t i) {
+  void note_writes(const c10::OperatorHandle& op, Stack& stack, size_t begin, const std::vector<int>& inputs) {
+    for_each_tensor(stack, begin, [&](const Tensor& tensor, size_t i) {
       const auto found = number_of.find(storage_of(tensor));
       if (found == number_of.end() || !writes(op, i - begin)) return;
       auto& into = sources[found->second];
@@ -94,27 +94,27 @@ class Construction : public OperatorHandler {
   }
 
   // Makes all arguments meta tensors, as one of them is. A random operator first runs on scratch tensors.
-  void prepare_for_meta(const c10::OperatorHandle& op, Stack& stack, std::size_t begin) {
+  void prepare_for_meta(const c10::OperatorHandle& op, Stack& stack, size_t begin) {
     if (draws_ && op.hasTag(at::Tag::nondeterministic_seeded)) {
-      Stack scratch(stack.begin() + static_cast<std::ptrdiff_t>(begin), stack.end());
-      for_each_tensor(scratch, 0, [](Tensor& tensor, std::size_t) {
+      Stack scratch(stack.begin() + static_cast<ptrdiff_t>(begin), stack.end());
+      for_each_tensor(scratch, 0, [](Tensor& tensor, size_t) {
         tensor = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(torch::kCPU)).zero_();
       });
       op.callBoxed(scratch);
     }
-    for_each_tensor(stack, begin, [&](Tensor& tensor, std::size_t i) {
+    for_each_tensor(stack, begin, [&](Tensor& tensor, size_t i) {
       if (tensor.is_meta()) return;
       if (writes(op, i - begin))
         throw NotApart(concat(toString(op.operator_name()), " writes what it computes from another parameter"));
       tensor = on_meta(tensor);
     });
-    for (std::size_t i = begin; i < stack.size(); ++i)
+    for (size_t i = begin; i < stack.size(); ++i)
       if (stack[i].isDevice()) stack[i] = c10::Device(torch::kMeta);
   }
 
-  static std::set<const void*> storages_in(Stack& stack, std::size_t begin) {
+  static std::set<const void*> storages_in(Stack& stack, size_t begin) {
     std::set<const void*> storages;
-    for_each_tensor(stack, begin, [&](const Tensor& tensor, std::size_t) { storages.insert(storage_of(tensor)); });
+    for_each_tensor(stack, begin, [&](const Tensor& tensor, size_t) { storages.insert(storage_of(tensor)); });
     return storages;
   }
 
@@ -199,7 +199,7 @@ PartialModel::PartialModel(std::function<ModulePtr()> make) : make_(std::move(ma
   free_others(*skeleton_, IntVector<bool>(tensor_of_.size()));
 }
 
-ModulePtr PartialModel::make_part(std::uint64_t seed, const Selection& wanted) const {
+ModulePtr PartialModel::make_part(uint64_t seed, const Selection& wanted) const {
   const IntVector<bool> is_wanted = choose(*skeleton_, wanted);
   IntVector<bool> needed = kept_;
   std::vector<int> to_do;

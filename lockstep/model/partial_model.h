@@ -44,7 +44,7 @@ class PartialModel {
 
   // A model that holds what `wanted` gives of it: parameters and buffers. Seeds torch's default generator with `seed`
   // and advances it as making the whole model does. Throws what `make` throws.
-  ModulePtr make_part(std::uint64_t seed, const std::function<Tensors(torch::nn::Module&)>& wanted) const;
+  ModulePtr make_part(uint64_t seed, const std::function<Tensors(torch::nn::Module&)>& wanted) const;
 
  private:
   std::function<ModulePtr()> make_;

@@ -17,7 +17,7 @@ namespace lockstep {
 namespace {
 
 // The parameters of the first of `parts` parts.
-Tensors first_part(torch::nn::Module& model, std::size_t parts) {
+Tensors first_part(torch::nn::Module& model, size_t parts) {
   Tensors wanted = model.parameters();
   wanted.resize(wanted.size() / parts);
   return wanted;
@@ -31,7 +31,7 @@ void expect_part_of(const std::function<ModulePtr()>& make) {
   EXPECT_TRUE(torch::equal(torch::rand({4}), next)) << "the generator is not where it would be";
   const auto expected = named_parameters(*whole), found = named_parameters(*part);
   ASSERT_EQ(found.size(), expected.size());
-  for (std::size_t i = 0; i < found.size(); ++i) {
+  for (size_t i = 0; i < found.size(); ++i) {
     EXPECT_EQ(found[i].name, expected[i].name);
     EXPECT_EQ(found[i].tensor.sizes(), expected[i].tensor.sizes());
     EXPECT_EQ(found[i].tensor.strides(), expected[i].tensor.strides());
@@ -108,7 +108,7 @@ TEST(PartialModel, holds_a_tied_layer_under_both_names) {
 }
 
 TEST(PartialModel, never_has_two_tensors_of_others_in_memory) {
-  constexpr std::int64_t kLayer = 300 * 300 * 4;  // bytes
+  constexpr int64_t kLayer = 300 * 300 * 4;  // bytes
   const auto make = [] {
     torch::nn::Sequential net;
     for (int i = 0; i < 20; ++i) net->push_back(torch::nn::Linear(torch::nn::LinearOptions(300, 300).bias(false)));

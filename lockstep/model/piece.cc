@@ -12,7 +12,7 @@ Piece make_piece(std::string name, std::vector<torch::nn::Module*> modules,
           .forward = [forward = std::move(forward)](const Tensors& in) { return Tensors{forward(in.at(0))}; }};
 }
 
-Piece on_tensor(std::size_t index, Piece piece) {
+Piece on_tensor(size_t index, Piece piece) {
   piece.forward = [index, forward = std::move(piece.forward)](const Tensors& in) {
     Tensors out = in;
     out.at(index) = forward({in.at(index)}).at(0);

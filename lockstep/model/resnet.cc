@@ -24,11 +24,11 @@ Depth depth_of(int layers) {
   throw UsageError({.what = concat("no ResNet of ", layers, " layers"), .next = "18, 34 or 50"});
 }
 
-nn::Conv2dOptions conv_options(std::int64_t in, std::int64_t out, std::int64_t window, std::int64_t stride = 1) {
+nn::Conv2dOptions conv_options(int64_t in, int64_t out, int64_t window, int64_t stride = 1) {
   return nn::Conv2dOptions(in, out, window).stride(stride).padding(window / 2).bias(false);
 }
 
-std::int64_t channels_out(std::int64_t width, bool bottleneck) { return bottleneck ? 4 * width : width; }
+int64_t channels_out(int64_t width, bool bottleneck) { return bottleneck ? 4 * width : width; }
 
 // He et al., "Delving deep into rectifiers" (2015).
 void initialise_kaiming(nn::Module& model) {
@@ -39,8 +39,8 @@ void initialise_kaiming(nn::Module& model) {
 // Two 3x3 convolutions, or 1x1, 3x3, 1x1 with four times the channels at the end ("bottleneck"), plus the input.
 class ResidualBlock : public nn::Module {
  public:
-  ResidualBlock(std::int64_t in, std::int64_t width, std::int64_t stride, bool bottleneck) {
-    const std::int64_t out = channels_out(width, bottleneck);
+  ResidualBlock(int64_t in, int64_t width, int64_t stride, bool bottleneck) {
+    const int64_t out = channels_out(width, bottleneck);
     if (bottleneck) {
       add_convolution(conv_options(in, width, 1));
       add_convolution(conv_options(width, width, 3, stride));
@@ -56,7 +56,7 @@ class ResidualBlock : public nn::Module {
 
   Tensor forward(const Tensor& x) {
     Tensor y = x;
-    for (std::size_t i = 0; i < convolutions_.size(); ++i) {
+    for (size_t i = 0; i < convolutions_.size(); ++i) {
       y = norms_[i]->forward(convolutions_[i]->forward(y));
       if (i + 1 < convolutions_.size()) y.relu_();
     }
@@ -86,13 +86,13 @@ ResNetImpl::ResNetImpl(const ResNetOptions& options) {
     const Tensor x = bn1->forward(conv1->forward(images)).relu_();
     return small ? x : torch::max_pool2d(x, 3, /*stride=*/2, /*padding=*/1);
   });
-  std::int64_t channels = 64;
-  for (std::size_t group = 0; group < depth.blocks.size(); ++group) {
+  int64_t channels = 64;
+  for (size_t group = 0; group < depth.blocks.size(); ++group) {
     const std::string name = concat("layer", group + 1);
     const auto blocks = register_module(name, nn::Sequential());
-    const std::int64_t width = std::int64_t{64} << group;
+    const int64_t width = int64_t{64} << group;
     for (int i = 0; i < depth.blocks[group]; ++i) {
-      const std::int64_t stride = i == 0 && group > 0 ? 2 : 1;
+      const int64_t stride = i == 0 && group > 0 ? 2 : 1;
       const auto block = std::make_shared<ResidualBlock>(channels, width, stride, depth.bottleneck);
       blocks->push_back(block);
       add_piece(concat(name, ".", i), {block.get()}, [block](const Tensor& x) { return block->forward(x); });

@@ -15,6 +15,6 @@ namespace lockstep {
 // Hashes 16 elements, spread evenly; where one is zero it looks for another one that is not, at up to 4,096 places of the
 // tensor. Continues from `seed`. Returns `seed` for a tensor that is undefined, empty, sparse, not dense in memory or on a
 // GPU, where reading elements would wait.
-std::uint64_t hash_of_samples(const torch::Tensor& tensor, std::uint64_t seed = 0);
+uint64_t hash_of_samples(const torch::Tensor& tensor, uint64_t seed = 0);
 
 }  // namespace lockstep

@@ -17,15 +17,15 @@ using torch::autograd::variable_list;
 
 // (C) -> (1, C, 1, ...)
 Tensor per_channel(const Tensor& values, const Tensor& input) {
-  std::vector<std::int64_t> shape(to_size(input.dim()), 1);
+  std::vector<int64_t> shape(to_size(input.dim()), 1);
   shape[1] = values.numel();
   return values.view(shape);
 }
 
 // The dimensions of (B, C, ...) that are summed over: all but the channels.
-std::vector<std::int64_t> summed_dimensions(const Tensor& input) {
-  std::vector<std::int64_t> dimensions{0};
-  for (std::int64_t dimension = 2; dimension < input.dim(); ++dimension) dimensions.push_back(dimension);
+std::vector<int64_t> summed_dimensions(const Tensor& input) {
+  std::vector<int64_t> dimensions{0};
+  for (int64_t dimension = 2; dimension < input.dim(); ++dimension) dimensions.push_back(dimension);
   return dimensions;
 }
 
@@ -34,7 +34,7 @@ struct Sums {
   Tensor rows;
   double count, needing;
 };
-Sums summed_over_ranks(const World& world, const Tensor& rows, std::int64_t count = 0, bool needs = false) {
+Sums summed_over_ranks(const World& world, const Tensor& rows, int64_t count = 0, bool needs = false) {
   const Tensor counts = torch::tensor({to_double(count), needs ? 1.0 : 0.0}, torch::kFloat64);
   const Tensor all = torch::cat({rows.flatten(), counts.to(rows.device())});
   world.all_reduce(all);
@@ -57,7 +57,7 @@ class Normalise : public torch::autograd::Function<Normalise> {
     const Tensor wide = input.to(torch::kFloat64);
     const auto dimensions = summed_dimensions(input);
     const Tensor sums = torch::stack({wide.sum(dimensions), wide.square().sum(dimensions)});
-    const std::int64_t mine = input.numel() / input.size(1);
+    const int64_t mine = input.numel() / input.size(1);
     const auto [all, count, needing] = summed_over_ranks(ranks->world, sums, mine, ranks->need_gradient);
     if (needing > 0 && needing < ranks->world.size())  // backward() would wait for the others
       throw MismatchError(

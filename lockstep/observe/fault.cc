@@ -65,7 +65,7 @@ Phase phase_in_plan(const std::string& name, const std::string& text) {
 }
 
 void set_entry(Fault& fault, const std::string& entry, const std::string& text) {
-  const std::size_t equals = std::min(entry.find('='), entry.size());
+  const size_t equals = std::min(entry.find('='), entry.size());
   const std::string name = entry.substr(0, equals);
   const std::string value = entry.substr(std::min(equals + 1, entry.size()));
   const std::pair<const char*, int*> numbers[] = {
@@ -94,9 +94,9 @@ std::vector<Fault> faults_in(const std::string& text) {
   return faults;
 }
 
-bool is_at(int wanted, std::int64_t here) { return wanted == kAny || wanted == here; }
+bool is_at(int wanted, int64_t here) { return wanted == kAny || wanted == here; }
 
-std::int64_t present_step() { return observe::record().step.load(std::memory_order_relaxed); }
+int64_t present_step() { return observe::record().step.load(std::memory_order_relaxed); }
 
 void say(const Fault& fault) {
   const std::string line = concat(

@@ -15,21 +15,21 @@
 namespace lockstep {
 namespace {
 
-static_assert(std::atomic<std::int64_t>::is_always_lock_free && std::atomic<double>::is_always_lock_free,
+static_assert(std::atomic<int64_t>::is_always_lock_free && std::atomic<double>::is_always_lock_free,
               "shared between processes");
 
-constexpr std::size_t kHeaderBytes = round_up(sizeof(JobPageHeader), kCacheLine);
+constexpr size_t kHeaderBytes = round_up(sizeof(JobPageHeader), kCacheLine);
 
-std::size_t page_bytes(int ranks) { return kHeaderBytes + to_size(ranks) * sizeof(RankRecord); }
+size_t page_bytes(int ranks) { return kHeaderBytes + to_size(ranks) * sizeof(RankRecord); }
 
-UniqueFd make_page_file(std::size_t bytes) {
+UniqueFd make_page_file(size_t bytes) {
   UniqueFd fd(::memfd_create("lockstep-page", MFD_CLOEXEC));
   if (!fd || ::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) throw system_error("make", "the page of the job");
   return fd;
 }
 
 // A file that is shorter than its header says must not be mapped: reading it would end this process.
-void require_page(const JobPageHeader& header, std::size_t bytes, const std::string& path) {
+void require_page(const JobPageHeader& header, size_t bytes, const std::string& path) {
   const bool fits = header.magic == JobPageHeader::kMagic && header.version == JobPageHeader::kVersion &&
                     header.record_bytes == sizeof(RankRecord) && header.ranks > 0 && page_bytes(header.ranks) <= bytes;
   if (!fits)
@@ -41,7 +41,7 @@ void require_page(const JobPageHeader& header, std::size_t bytes, const std::str
 
 }  // namespace
 
-JobPage::JobPage(UniqueFd fd, std::size_t bytes) : fd_(std::move(fd)), pid_(::getpid()) {
+JobPage::JobPage(UniqueFd fd, size_t bytes) : fd_(std::move(fd)), pid_(::getpid()) {
   void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
   if (memory == MAP_FAILED) throw system_error("map", "the page of a job");
   memory_ = {static_cast<std::byte*>(memory), bytes};

@@ -23,7 +23,7 @@
 
 namespace lockstep {
 
-enum class Phase : std::uint32_t {
+enum class Phase : uint32_t {
   kStarting,  // until it meets the other ranks
   kMeeting,
   kOwnCode,  // none of the others: in a program of one's own also what is between two steps
@@ -43,78 +43,78 @@ inline constexpr std::array kNames<Phase> = {
     Named{"exchange", Phase::kExchange}, Named{"update", Phase::kUpdate},   Named{"validating", Phase::kValidating},
     Named{"saving", Phase::kSaving},     Named{"ended", Phase::kEnded},
 };
-constexpr std::size_t kPhases = kNames<Phase>.size();
+constexpr size_t kPhases = kNames<Phase>.size();
 
-constexpr std::int32_t kAnyPeer = -1;    // of RankRecord::waits_for
-constexpr std::int32_t kOwnThread = -2;  // a thread of the same process: never on the page
+constexpr int32_t kAnyPeer = -1;    // of RankRecord::waits_for
+constexpr int32_t kOwnThread = -2;  // a thread of the same process: never on the page
 
 // Time that a rank has waited for one other.
 struct WaitForPeer {
-  std::atomic<std::int32_t> pid{0};  // 0: nobody yet
-  std::atomic<std::int64_t> ns{0};
+  std::atomic<int32_t> pid{0};  // 0: nobody yet
+  std::atomic<int64_t> ns{0};
 };
-constexpr std::size_t kPeersWaitedFor = 64;
+constexpr size_t kPeersWaitedFor = 64;
 
 // State of a rank that is a server of a kvstore. Running sums; its threads, one per client, add to them.
 struct ServerRecord {
-  std::atomic<std::int32_t> clients{0};     // 0: the rank is no server
-  std::atomic<std::int32_t> in_hand{0};     // requests that have come and are not answered
-  std::atomic<std::int64_t> requests{0};    // answered
-  std::atomic<std::int64_t> ns_in_hand{0};  // of those: from the request's header to its answer, summed
-  std::atomic<std::int64_t> gradients{0};   // applied
-  std::atomic<std::int64_t> delays{0};      // of those, summed
-  std::atomic<std::int64_t> most_delay{0};
+  std::atomic<int32_t> clients{0};     // 0: the rank is no server
+  std::atomic<int32_t> in_hand{0};     // requests that have come and are not answered
+  std::atomic<int64_t> requests{0};    // answered
+  std::atomic<int64_t> ns_in_hand{0};  // of those: from the request's header to its answer, summed
+  std::atomic<int64_t> gradients{0};   // applied
+  std::atomic<int64_t> delays{0};      // of those, summed
+  std::atomic<int64_t> most_delay{0};
 };
 
 // `lockstep trace JOB` writes `until`; the rank, which looks at it once a step, the rest. Times as below.
 struct TraceRecord {
-  std::atomic<std::int64_t> until{0};    // the rank records while it is not yet so late; 0: nothing is asked
-  std::atomic<std::int64_t> began{0};    // the last trace
-  std::atomic<std::int64_t> ended{0};    // the last trace
-  std::atomic<std::int64_t> refused{0};  // because it records for somebody else, or has no room
-  std::atomic<std::int32_t> fd{-1};      // of the ring, in the rank's process
+  std::atomic<int64_t> until{0};    // the rank records while it is not yet so late; 0: nothing is asked
+  std::atomic<int64_t> began{0};    // the last trace
+  std::atomic<int64_t> ended{0};    // the last trace
+  std::atomic<int64_t> refused{0};  // because it records for somebody else, or has no room
+  std::atomic<int32_t> fd{-1};      // of the ring, in the rank's process
 };
 
 // Written by one rank, but for job_rank and trace.until. Times are ns of CLOCK_MONOTONIC. What every step touches stands before the
 // long arrays, so that it needs few cache lines.
 struct alignas(kCacheLine) RankRecord {
-  std::atomic<std::int32_t> pid{0};         // 0: the rank has not used lockstep yet
-  std::atomic<std::int32_t> job_rank{0};    // set by the launcher
-  std::atomic<std::int32_t> generation{0};  // how often the job had replaced ranks when this one met the others
+  std::atomic<int32_t> pid{0};         // 0: the rank has not used lockstep yet
+  std::atomic<int32_t> job_rank{0};    // set by the launcher
+  std::atomic<int32_t> generation{0};  // how often the job had replaced ranks when this one met the others
   std::atomic<Phase> phase{Phase::kStarting};
-  std::atomic<std::int64_t> step{-1};         // from 0; -1: none yet
-  std::atomic<std::uint64_t> moves{0};        // grows with every phase and every call of a collective
-  std::atomic<std::int64_t> phase_since{0};   // 0: not begun
-  std::atomic<std::int64_t> wait_since{0};    // 0: waits for no rank of this machine
-  std::atomic<std::int64_t> looked_at{0};     // a rank that waits looks around every few ms, while it is not stopped
-  std::atomic<std::int32_t> waits_for{0};     // the pid of a rank, or kAnyPeer
-  std::atomic<std::int32_t> calls_others{0};  // it is in this many calls that other machines take part in
+  std::atomic<int64_t> step{-1};         // from 0; -1: none yet
+  std::atomic<uint64_t> moves{0};        // grows with every phase and every call of a collective
+  std::atomic<int64_t> phase_since{0};   // 0: not begun
+  std::atomic<int64_t> wait_since{0};    // 0: waits for no rank of this machine
+  std::atomic<int64_t> looked_at{0};     // a rank that waits looks around every few ms, while it is not stopped
+  std::atomic<int32_t> waits_for{0};     // the pid of a rank, or kAnyPeer
+  std::atomic<int32_t> calls_others{0};  // it is in this many calls that other machines take part in
 
-  std::atomic<std::int64_t> samples{0};          // of all steps
-  std::atomic<double> loss{0};                   // of the last step
-  std::atomic<std::int32_t> loader_workers{-1};  // of its newest loader; -1: none
+  std::atomic<int64_t> samples{0};          // of all steps
+  std::atomic<double> loss{0};              // of the last step
+  std::atomic<int32_t> loader_workers{-1};  // of its newest loader; -1: none
   TraceRecord trace;
 
   // Running sums. Those of the phases have nothing yet of the present one.
-  std::array<std::atomic<std::int64_t>, kPhases> ns_in_phase{};
-  std::array<std::atomic<std::int64_t>, kPhases> ns_waited{};  // of these, for ranks of this machine
-  std::array<WaitForPeer, kPeersWaitedFor> waited_for{};       // the same, by rank; of the first so many
+  std::array<std::atomic<int64_t>, kPhases> ns_in_phase{};
+  std::array<std::atomic<int64_t>, kPhases> ns_waited{};  // of these, for ranks of this machine
+  std::array<WaitForPeer, kPeersWaitedFor> waited_for{};  // the same, by rank; of the first so many
   ServerRecord server;
 };
 
 struct JobPageHeader {
-  static constexpr std::uint64_t kMagic = 0x45474150504b434c;  // "LCKPPAGE"
-  static constexpr std::uint32_t kVersion = 3;
+  static constexpr uint64_t kMagic = 0x45474150504b434c;  // "LCKPPAGE"
+  static constexpr uint32_t kVersion = 3;
 
-  std::uint64_t magic = kMagic;
-  std::uint32_t version = kVersion;
-  std::uint32_t record_bytes = sizeof(RankRecord);
-  std::int32_t launcher = 0;  // pid of whoever has made the page: a launcher, or the only rank on it
-  std::int32_t ranks = 0;     // records that follow
-  std::int32_t world_size = 0;
-  std::int32_t nodes = 1;
-  std::int32_t node_rank = 0;
-  std::int64_t started_at = 0;  // ns since 1970
+  uint64_t magic = kMagic;
+  uint32_t version = kVersion;
+  uint32_t record_bytes = sizeof(RankRecord);
+  int32_t launcher = 0;  // pid of whoever has made the page: a launcher, or the only rank on it
+  int32_t ranks = 0;     // records that follow
+  int32_t world_size = 0;
+  int32_t nodes = 1;
+  int32_t node_rank = 0;
+  int64_t started_at = 0;       // ns since 1970
   std::array<char, 128> job{};  // name; ends with 0
 };
 
@@ -141,7 +141,7 @@ class JobPage {
   void leave_mapped() { memory_ = {}; }  // until the process ends
 
  private:
-  JobPage(UniqueFd fd, std::size_t bytes);
+  JobPage(UniqueFd fd, size_t bytes);
 
   UniqueFd fd_;
   std::span<std::byte> memory_;

@@ -22,7 +22,7 @@
 namespace lockstep {
 namespace {
 
-constexpr std::int64_t kHour = std::int64_t{3600} * 1'000'000'000;
+constexpr int64_t kHour = int64_t{3600} * 1'000'000'000;
 
 // `what` in a child with these variables, as a launcher starts a rank; its exit code.
 int in_rank(const JobPage& page, int seat, const std::function<int()>& what) {
@@ -79,13 +79,11 @@ TEST(JobPage, sums_up_the_time_in_each_phase) {
                     }),
             0);
   const RankRecord& record = page.record(0);
-  const auto in = [&](Phase phase) {
-    return std::chrono::nanoseconds(record.ns_in_phase[static_cast<std::size_t>(phase)]);
-  };
+  const auto in = [&](Phase phase) { return std::chrono::nanoseconds(record.ns_in_phase[static_cast<size_t>(phase)]); };
   EXPECT_GE(in(Phase::kForward), kNap);
   EXPECT_LT(in(Phase::kForward), std::chrono::seconds(10));
   EXPECT_GE(in(Phase::kValidating), 2 * kNap);
-  const std::int64_t waited = record.ns_waited[static_cast<std::size_t>(Phase::kValidating)];
+  const int64_t waited = record.ns_waited[static_cast<size_t>(Phase::kValidating)];
   EXPECT_GE(std::chrono::nanoseconds(waited), 2 * kNap);
   EXPECT_LE(waited, in(Phase::kValidating).count());
 }
@@ -200,11 +198,11 @@ TEST(JobPage, a_forked_child_of_such_a_rank_is_not_a_rank) {
 }
 
 // Waits for `peer`. Adds to `least` and `most` what the wait has taken, measured inside it and around it.
-void wait_for_a_moment(int peer, std::int64_t& least, std::int64_t& most) {
-  const std::int64_t before = trace::now();
+void wait_for_a_moment(int peer, int64_t& least, int64_t& most) {
+  const int64_t before = trace::now();
   {
     const observe::WaitScope wait(peer, peer);
-    const std::int64_t begin = trace::now();
+    const int64_t begin = trace::now();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     least += trace::now() - begin;
   }
@@ -215,7 +213,7 @@ TEST(JobPage, says_for_whom_a_rank_has_waited_and_for_how_long) {
   const JobPage page({.ranks = 1});
   EXPECT_EQ(in_rank(page, 0,
                     [&page] {
-                      std::array<std::int64_t, 2> least{}, most{};
+                      std::array<int64_t, 2> least{}, most{};
                       for (const int peer : {0, 1, 0}) wait_for_a_moment(4711 + peer, least.at(peer), most.at(peer));
                       for (int peer = 1; peer < 200; ++peer) {  // more than there is room for
                         const observe::WaitScope wait(peer, peer);

@@ -21,7 +21,7 @@ Phase after(Phase phase, Phase before) {
 
 }  // namespace
 
-PhaseScope::PhaseScope(Phase phase, const char* span, std::int64_t number, double* seconds)
+PhaseScope::PhaseScope(Phase phase, const char* span, int64_t number, double* seconds)
     : phase_(phase),
       before_(observe::record().phase.load(std::memory_order_relaxed)),
       span_(span != nullptr ? span : name_of_span(phase)),
@@ -36,7 +36,7 @@ PhaseScope::PhaseScope(Phase phase, const char* span, std::int64_t number, doubl
 PhaseScope::~PhaseScope() {
   if (before_ != phase_ && has_faults(phase_)) fault::end(phase_);
   const Phase next = after(phase_, before_);
-  const std::int64_t now = next == phase_ ? trace::now() : observe::enter(next);
+  const int64_t now = next == phase_ ? trace::now() : observe::enter(next);
   if (seconds_ != nullptr) *seconds_ += static_cast<double>(now - began_) * 1e-9;
   if (is_traced_) trace::write(began_, [this] { return trace::Event{.name = span_, .number = number_}; });
 }

@@ -19,7 +19,7 @@ namespace lockstep {
 class PhaseScope {
  public:
   // span: null: it has the name of the phase. seconds: the sum of its time goes there, unless that is null.
-  explicit PhaseScope(Phase phase, const char* span = nullptr, std::int64_t number = -1, double* seconds = nullptr);
+  explicit PhaseScope(Phase phase, const char* span = nullptr, int64_t number = -1, double* seconds = nullptr);
   PhaseScope(Phase phase, double& seconds) : PhaseScope(phase, nullptr, -1, &seconds) {}
   ~PhaseScope();
   PhaseScope& operator=(PhaseScope&&) = delete;
@@ -28,10 +28,10 @@ class PhaseScope {
   Phase phase_;
   Phase before_;
   const char* span_;
-  std::int64_t number_;
+  int64_t number_;
   double* seconds_;
   bool is_traced_;
-  std::int64_t began_;
+  int64_t began_;
 };
 
 // The part of kUpdate and kOwnCode in which a fault strikes: of kUpdate once all ranks have agreed on the step, of kOwnCode

@@ -33,7 +33,7 @@ bool has_ended(pid_t pid) { return ::kill(pid, 0) != 0 && errno == ESRCH; }
 
 // The first process of a rank that uses lockstep has its record: not a helper that it starts, which has the same variables.
 bool claim(RankRecord& record) {
-  std::int32_t owner = 0;
+  int32_t owner = 0;
   while (!record.pid.compare_exchange_strong(owner, ::getpid()))
     if (owner != ::getpid() && !has_ended(owner)) return false;
   return true;
@@ -86,7 +86,7 @@ RankRecord* record_of_rank() try {
 
 // A forked child is not this rank. It looks for a record of its own: a launcher's child has one.
 std::atomic<bool> follows_order{false};  // a thread does, so that it alone uses what is next
-std::int64_t refused_until = 0;
+int64_t refused_until = 0;
 
 void look_again_in_children() {
   static const int registered = ::pthread_atfork(nullptr, nullptr, [] {
@@ -99,10 +99,10 @@ void look_again_in_children() {
 }
 
 // Returns null if it has waited for so many others before.
-WaitForPeer* sum_for(RankRecord& mine, std::int32_t pid) {
+WaitForPeer* sum_for(RankRecord& mine, int32_t pid) {
   if (pid == kAnyPeer) return nullptr;
   for (WaitForPeer& each : mine.waited_for) {
-    std::int32_t owner = each.pid.load(std::memory_order_relaxed);
+    int32_t owner = each.pid.load(std::memory_order_relaxed);
     if (owner == pid) return &each;
     if (owner == 0 && (each.pid.compare_exchange_strong(owner, pid) || owner == pid)) return &each;
   }
@@ -111,7 +111,7 @@ WaitForPeer* sum_for(RankRecord& mine, std::int32_t pid) {
 
 // ---- A trace that begins while the rank runs
 
-void end_overdue_trace(std::int64_t now);
+void end_overdue_trace(int64_t now);
 
 void begin_trace(RankRecord& mine) try {
   trace::Process process{.rank = mine.job_rank, .pid = ::getpid(), .job = mine.trace.until};
@@ -125,9 +125,9 @@ void begin_trace(RankRecord& mine) try {
 // Begins or ends a trace as the page says. One thread at a time: of ranks that are threads any may come.
 void follow_trace_order(RankRecord& mine) {
   if (follows_order.exchange(true, std::memory_order_acquire)) return;
-  std::int64_t until = mine.trace.until;
-  const std::int64_t now = trace::now();
-  const bool began = mine.trace.began > std::max<std::int64_t>(mine.trace.ended, mine.trace.refused);
+  int64_t until = mine.trace.until;
+  const int64_t now = trace::now();
+  const bool began = mine.trace.began > std::max<int64_t>(mine.trace.ended, mine.trace.refused);
   if (began && now >= until) {
     trace::leave_memory();
     mine.trace.ended.store(trace::now());
@@ -146,11 +146,11 @@ void look_for_trace_order(RankRecord& mine) {
 
 // A trace ends at the begin of a step. Where none comes within this time, because the steps are long or the program takes no
 // further one, it ends at the next thing that would be recorded.
-constexpr std::int64_t kOverdue = std::int64_t{5} * 1'000'000'000;
+constexpr int64_t kOverdue = int64_t{5} * 1'000'000'000;
 
-void end_overdue_trace(std::int64_t now) {
+void end_overdue_trace(int64_t now) {
   RankRecord& mine = record();
-  const std::int64_t until = mine.trace.until.load(std::memory_order_relaxed);
+  const int64_t until = mine.trace.until.load(std::memory_order_relaxed);
   if (until != 0 && now - kOverdue >= until) follow_trace_order(mine);
 }
 
@@ -160,13 +160,13 @@ RankRecord& find_record() {
   look_again_in_children();
   RankRecord* const found = record_of_rank();
   RankRecord& record = found != nullptr ? *found : nowhere();
-  std::int64_t not_begun = 0;
+  int64_t not_begun = 0;
   record.phase_since.compare_exchange_strong(not_begun, trace::now());
   present.store(&record, std::memory_order_release);
   return record;
 }
 
-void begin_step(std::int64_t step) {
+void begin_step(int64_t step) {
   RankRecord& mine = record();
   look_for_trace_order(mine);
   mine.step.store(step, std::memory_order_relaxed);
@@ -177,27 +177,26 @@ void begin_next_step() {
   if (!in_step.load(std::memory_order_relaxed)) begin_step(record().step.load(std::memory_order_relaxed) + 1);
 }
 
-void finish_step(std::int64_t samples, double loss) {
+void finish_step(int64_t samples, double loss) {
   if (!in_step.exchange(false, std::memory_order_relaxed)) return;
   record().samples.fetch_add(samples, std::memory_order_relaxed);
   record().loss.store(loss, std::memory_order_relaxed);
 }
 
-std::int64_t enter(Phase phase) {
+int64_t enter(Phase phase) {
   RankRecord& mine = record();
-  const std::int64_t now = trace::now();
-  const std::int64_t since = mine.phase_since.exchange(now, std::memory_order_relaxed);
+  const int64_t now = trace::now();
+  const int64_t since = mine.phase_since.exchange(now, std::memory_order_relaxed);
   moved();  // before the phase: whoever sees the new phase sees that this rank has moved
   const Phase before = mine.phase.exchange(phase, std::memory_order_release);
-  mine.ns_in_phase[static_cast<std::size_t>(before)].fetch_add(now - since, std::memory_order_relaxed);
+  mine.ns_in_phase[static_cast<size_t>(before)].fetch_add(now - since, std::memory_order_relaxed);
   if (mine.step.load(std::memory_order_relaxed) < 0) look_for_trace_order(mine);  // it may never take a step
   if (trace::records()) [[unlikely]]
     end_overdue_trace(now);
   return now;
 }
 
-WaitScope::WaitScope(std::int32_t pid, int rank)
-    : pid_(pid), rank_(rank), began_(rank < 0 ? 0 : trace::now_if_recording()) {
+WaitScope::WaitScope(int32_t pid, int rank) : pid_(pid), rank_(rank), began_(rank < 0 ? 0 : trace::now_if_recording()) {
   goes_on();
 }
 
@@ -205,7 +204,7 @@ WaitScope::WaitScope(std::int32_t pid, int rank)
 void WaitScope::goes_on() const {
   if (pid_ == kOwnThread) return;
   RankRecord& mine = record();
-  const std::int64_t now = trace::now();
+  const int64_t now = trace::now();
   mine.looked_at.store(now, std::memory_order_relaxed);
   mine.waits_for.store(pid_, std::memory_order_relaxed);
   if (mine.wait_since.load(std::memory_order_relaxed) == 0) mine.wait_since.store(now, std::memory_order_release);
@@ -215,11 +214,11 @@ WaitScope::~WaitScope() {
   trace::write(began_, [this] { return trace::Event{.name = "wait for rank", .number = rank_}; });
   if (pid_ == kOwnThread) return;
   RankRecord& mine = record();
-  const std::int64_t since = mine.wait_since.exchange(0, std::memory_order_relaxed);
+  const int64_t since = mine.wait_since.exchange(0, std::memory_order_relaxed);
   if (since == 0) return;
-  const std::int64_t waited = trace::now() - since;
+  const int64_t waited = trace::now() - since;
   const Phase phase = mine.phase.load(std::memory_order_relaxed);
-  mine.ns_waited[static_cast<std::size_t>(phase)].fetch_add(waited, std::memory_order_relaxed);
+  mine.ns_waited[static_cast<size_t>(phase)].fetch_add(waited, std::memory_order_relaxed);
   if (WaitForPeer* const sum = sum_for(mine, pid_)) sum->ns.fetch_add(waited, std::memory_order_relaxed);
 }
 
@@ -237,11 +236,11 @@ void has_loader(int workers) { record().loader_workers.store(workers, std::memor
 
 void serves(int clients) { record().server.clients.store(clients, std::memory_order_relaxed); }
 
-void has_applied_gradient(std::int64_t delay) {
+void has_applied_gradient(int64_t delay) {
   ServerRecord& server = record().server;
   server.gradients.fetch_add(1, std::memory_order_relaxed);
   server.delays.fetch_add(delay, std::memory_order_relaxed);
-  std::int64_t most = server.most_delay.load(std::memory_order_relaxed);
+  int64_t most = server.most_delay.load(std::memory_order_relaxed);
   while (most < delay && !server.most_delay.compare_exchange_weak(most, delay, std::memory_order_relaxed)) continue;
 }
 

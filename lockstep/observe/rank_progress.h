@@ -27,16 +27,16 @@ inline RankRecord& record() {
   return found != nullptr ? *found : find_record();
 }
 
-std::int64_t enter(Phase phase);  // leaves the one before; returns the time, trace::now()
+int64_t enter(Phase phase);  // leaves the one before; returns the time, trace::now()
 
 // A training loop says which step it begins. Others only make steps, which are counted from 0.
-void begin_step(std::int64_t step);
-void begin_next_step();                               // unless one has begun and is not finished
-void finish_step(std::int64_t samples, double loss);  // of all ranks; once more does nothing
+void begin_step(int64_t step);
+void begin_next_step();                          // unless one has begun and is not finished
+void finish_step(int64_t samples, double loss);  // of all ranks; once more does nothing
 
 // A call has begun.
 inline void moved() {
-  std::atomic<std::uint64_t>& moves = record().moves;
+  std::atomic<uint64_t>& moves = record().moves;
   moves.store(moves.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
 }
 
@@ -44,16 +44,16 @@ inline void moved() {
 class WaitScope {
  public:
   // pid: kAnyPeer for no rank in particular; kOwnThread: the page does not show the wait. rank: -1: nor does the trace.
-  WaitScope(std::int32_t pid, int rank);
+  WaitScope(int32_t pid, int rank);
   ~WaitScope();
   WaitScope& operator=(WaitScope&&) = delete;
 
   void goes_on() const;  // called every few ms: the rank is not stopped
 
  private:
-  std::int32_t pid_;
+  int32_t pid_;
   int rank_;
-  std::int64_t began_;  // for the trace; 0: it does not show the wait
+  int64_t began_;  // for the trace; 0: it does not show the wait
 };
 
 // A call of several machines: this rank may wait for one that the launcher here can't see.
@@ -78,7 +78,7 @@ void meets(const Meeting& meeting);
 // ---- A server of a kvstore
 
 void serves(int clients);
-void has_applied_gradient(std::int64_t delay);
+void has_applied_gradient(int64_t delay);
 
 // A request that has come, until it is answered.
 class Serving {
@@ -88,7 +88,7 @@ class Serving {
   Serving& operator=(Serving&&) = delete;
 
  private:
-  std::int64_t since_;
+  int64_t since_;
 };
 
 }  // namespace lockstep::observe

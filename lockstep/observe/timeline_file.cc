@@ -30,10 +30,10 @@ TraceJson name_of(const trace::Process& process) {
   return {{"ph", "M"}, {"name", "process_name"}, {"pid", process.rank}, {"args", {{"name", name}}}};
 }
 
-double as_microseconds(std::int64_t ns) { return static_cast<double>(ns) / 1000; }
+double as_microseconds(int64_t ns) { return static_cast<double>(ns) / 1000; }
 
 // What an event of a rank begins with.
-TraceJson json_of(const char* type, const std::string& name, int rank, std::int64_t time) {
+TraceJson json_of(const char* type, const std::string& name, int rank, int64_t time) {
   return {{"ph", type}, {"name", name}, {"pid", rank}, {"ts", as_microseconds(time)}};
 }
 
@@ -71,7 +71,7 @@ struct Ring {
 // The inverse of ring_file(); empty: it is no ring.
 std::string file_of_ring(const std::string& ring) {
   constexpr std::string_view kRank = ".rank";
-  const std::size_t end = std::min(ring.rfind(kRank), ring.size());
+  const size_t end = std::min(ring.rfind(kRank), ring.size());
   int rank = 0;
   const bool is_ring = end < ring.size() && parse_int(ring.substr(end + kRank.size()), rank);
   return is_ring && ring.substr(0, end).ends_with(".json") ? ring.substr(0, end) : "";
@@ -94,7 +94,7 @@ std::vector<Ring> read_rings(const std::string& file) {
       log_warning(error.what());
     }
   std::ranges::sort(rings, {}, [](const Ring& ring) { return ring.recording.process.rank; });
-  std::int64_t newest = 0;
+  int64_t newest = 0;
   for (const Ring& ring : rings) newest = std::max(newest, ring.recording.process.job);
   std::erase_if(rings, [&](const Ring& ring) {
     const bool earlier = ring.recording.process.job != newest;
@@ -106,7 +106,7 @@ std::vector<Ring> read_rings(const std::string& file) {
 
 // Returns whether all ranks are there and came to their end.
 bool are_complete(const std::vector<Ring>& rings, const std::string& file) {
-  const std::int64_t ranks = rings.front().recording.process.ranks;
+  const int64_t ranks = rings.front().recording.process.ranks;
   if (std::ssize(rings) < ranks)
     log_warning(
         concat(file, " has ", rings.size(), " of ", ranks, " ranks: what the others left is elsewhere, or gone"));
@@ -123,7 +123,7 @@ void require_timeline_file(const std::string& file) {
 }
 
 void write_timeline(const std::string& file, const Recordings& recordings, bool complete) {
-  std::int64_t start = std::numeric_limits<std::int64_t>::max();
+  int64_t start = std::numeric_limits<int64_t>::max();
   for (const trace::Recording& recording : recordings)
     for (const trace::Event& event : recording.events) start = std::min(start, event.begin);
   std::string text =

@@ -20,22 +20,22 @@ constexpr std::array<char, 16> kMagic{"lockstep ring 4"};
 
 // A reader takes an event if `count` is the place's own: one that was being written when its process died is left out.
 struct Slot {
-  std::atomic<std::uint64_t> count{0};  // events of this process up to this one; 0: empty, or being written
+  std::atomic<uint64_t> count{0};  // events of this process up to this one; 0: empty, or being written
   Event event;
 };
 
 struct Ring {
   std::array<char, 16> magic = kMagic;
-  std::uint64_t capacity;
+  uint64_t capacity;
   Process process{};
-  std::atomic<std::uint64_t> count{0};  // of events since the start
+  std::atomic<uint64_t> count{0};  // of events since the start
 
   Slot* slots() { return reinterpret_cast<Slot*>(this + 1); }
-  static std::size_t bytes(std::size_t events) { return sizeof(Ring) + events * sizeof(Slot); }
+  static size_t bytes(size_t events) { return sizeof(Ring) + events * sizeof(Slot); }
 };
 
 std::atomic<Ring*> ring{nullptr};
-std::atomic<void (*)(std::int64_t now)> look_first{nullptr};
+std::atomic<void (*)(int64_t now)> look_first{nullptr};
 
 // The ring of open_memory(): one for all such traces, because a thread may still write to it when one ends.
 struct RingInMemory {
@@ -45,8 +45,8 @@ struct RingInMemory {
 RingInMemory in_memory;
 
 // posix_fallocate: on a full disk, writing to a mapping without it would end the process.
-Ring* make_ring(const UniqueFd& file, std::size_t events, const std::string& name) {
-  const std::size_t bytes = Ring::bytes(events);
+Ring* make_ring(const UniqueFd& file, size_t events, const std::string& name) {
+  const size_t bytes = Ring::bytes(events);
   if (!file) throw system_error("write the trace to", name);
   if (const int error = ::posix_fallocate(file.get(), 0, static_cast<off_t>(bytes)); error != 0) {
     errno = error;
@@ -57,7 +57,7 @@ Ring* make_ring(const UniqueFd& file, std::size_t events, const std::string& nam
   return new (memory) Ring{.capacity = events};
 }
 
-Ring* make_ring(const std::filesystem::path& path, std::size_t events) try {
+Ring* make_ring(const std::filesystem::path& path, size_t events) try {
   return make_ring(UniqueFd(::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0644)), events, path);
 } catch (const SystemError&) {
   ::unlink(path.c_str());
@@ -70,7 +70,7 @@ void begin(Ring* into, const Process& process) {
 }
 
 // Between the two measurements clocks drift evenly.
-std::int64_t on_rank_0(const std::array<ClockOffset, 2>& clock, std::int64_t time) {
+int64_t on_rank_0(const std::array<ClockOffset, 2>& clock, int64_t time) {
   const auto [start, end] = clock;
   const double part =
       end.at == start.at ? 0 : static_cast<double>(time - start.at) / static_cast<double>(end.at - start.at);
@@ -78,7 +78,7 @@ std::int64_t on_rank_0(const std::array<ClockOffset, 2>& clock, std::int64_t tim
 }
 
 // The second number in /proc/self/statm, in pages.
-std::int64_t resident_bytes() {
+int64_t resident_bytes() {
   const UniqueFd file(::open("/proc/self/statm", O_RDONLY | O_CLOEXEC));
   std::array<char, 64> text{};
   if (!file || ::read(file.get(), text.data(), text.size() - 1) <= 0) return 0;
@@ -90,13 +90,13 @@ std::int64_t resident_bytes() {
 }  // namespace
 
 void write(Event event) {
-  thread_local const std::int32_t thread = ::gettid();
+  thread_local const int32_t thread = ::gettid();
   event.thread = thread;
   event.end = now();
   if (const auto look = look_first.load(std::memory_order_relaxed)) look(event.end);
   Ring* const to = ring.load(std::memory_order_acquire);
   if (to == nullptr) return;
-  const std::uint64_t before = to->count.fetch_add(1, std::memory_order_relaxed);
+  const uint64_t before = to->count.fetch_add(1, std::memory_order_relaxed);
   Slot& slot = to->slots()[before % to->capacity];
   slot.count.exchange(0, std::memory_order_acq_rel);  // before what follows is written
   slot.event = event;
@@ -104,14 +104,14 @@ void write(Event event) {
 }
 
 void count_memory() {
-  constexpr std::int64_t kPause = 10'000'000;
-  static std::atomic<std::int64_t> last{0};
-  std::int64_t before = last.load(std::memory_order_relaxed);
-  const std::int64_t time = now_if_recording();
+  constexpr int64_t kPause = 10'000'000;
+  static std::atomic<int64_t> last{0};
+  int64_t before = last.load(std::memory_order_relaxed);
+  const int64_t time = now_if_recording();
   if (time - before >= kPause && last.compare_exchange_strong(before, time)) count("memory", resident_bytes());
 }
 
-void open(const std::filesystem::path& file, const Process& process, std::size_t events) {
+void open(const std::filesystem::path& file, const Process& process, size_t events) {
   leave_memory();
   if (is_open())
     throw UsageError({.what = "a second trace in this process",
@@ -122,7 +122,7 @@ void open(const std::filesystem::path& file, const Process& process, std::size_t
 
 bool is_open() { return ring.load() != nullptr && ring.load() != in_memory.ring; }
 
-int open_memory(const Process& process, void (*look)(std::int64_t now)) {
+int open_memory(const Process& process, void (*look)(int64_t now)) {
   if (ring.load() != nullptr)
     throw UsageError({.what = "a trace of this process is under way", .next = "wait until it has ended"});
   if (in_memory.ring == nullptr) {
@@ -178,22 +178,22 @@ Recording parse(std::string_view content, const std::string& origin) {
     throw DataError({.what = concat(origin, " is ", what), .next = "trace the run again"});
   };
   if (content.size() < sizeof(Ring)) refuse("too short for a trace");
-  std::vector<std::uint64_t> aligned((content.size() + 7) / 8);
+  std::vector<uint64_t> aligned((content.size() + 7) / 8);
   std::memcpy(aligned.data(), content.data(), content.size());
   Ring& from = *reinterpret_cast<Ring*>(aligned.data());
   if (from.magic != kMagic) refuse("not a trace, or one of another version of lockstep");
   if (from.capacity == 0 || from.capacity > content.size() || Ring::bytes(from.capacity) != content.size())
     refuse("cut off");
-  const std::uint64_t count = from.count.load();
-  const std::uint64_t oldest = count - std::min<std::uint64_t>(count, from.capacity);
-  Recording found{.process = from.process, .lost = static_cast<std::int64_t>(oldest)};
+  const uint64_t count = from.count.load();
+  const uint64_t oldest = count - std::min<uint64_t>(count, from.capacity);
+  Recording found{.process = from.process, .lost = static_cast<int64_t>(oldest)};
   found.process.host.back() = 0;
-  for (std::uint64_t i = oldest; i < count; ++i) {
+  for (uint64_t i = oldest; i < count; ++i) {
     const Slot& slot = from.slots()[i % from.capacity];
     if (slot.count.load() != i + 1) continue;
     Event& event = found.events.emplace_back(slot.event);
     event.name.back() = 0;
-    for (std::int64_t* const time : {&event.begin, &event.end}) *time = on_rank_0(from.process.clock, *time);
+    for (int64_t* const time : {&event.begin, &event.end}) *time = on_rank_0(from.process.clock, *time);
   }
   return found;
 }

@@ -24,14 +24,14 @@
 
 namespace lockstep::trace {
 
-inline std::int64_t now() {  // ns of CLOCK_MONOTONIC, which the processes of a machine share
+inline int64_t now() {  // ns of CLOCK_MONOTONIC, which the processes of a machine share
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
 }
 
 inline std::atomic<bool> recording{false};  // record() alone changes it
 
 inline bool records() { return recording.load(std::memory_order_relaxed); }
-inline std::int64_t now_if_recording() { return records() ? now() : 0; }
+inline int64_t now_if_recording() { return records() ? now() : 0; }
 
 // The beginning of a text, where it is longer.
 struct Name : std::array<char, 32> {
@@ -43,7 +43,7 @@ struct Name : std::array<char, 32> {
   std::string text() const { return data(); }
 };
 
-enum class Kind : std::int32_t {
+enum class Kind : int32_t {
   kSpan,
   kForward,   // an operator of a module in forward(), and
   kBackward,  // its part in backward()
@@ -52,14 +52,14 @@ enum class Kind : std::int32_t {
 
 struct Event {
   Name name;
-  std::int64_t number = -1;  // -1: none; else a part of the name: "bucket 3"
-  std::int64_t bytes = -1;   // -1: none
+  int64_t number = -1;  // -1: none; else a part of the name: "bucket 3"
+  int64_t bytes = -1;   // -1: none
   Kind kind = Kind::kSpan;
-  std::int32_t thread = 0;
-  std::uint64_t flow = 0;  // of a message: the same at both ends, and of no other; 0: none
-  bool arrives = false;    // the message ends here
-  std::int64_t begin = 0;  // ns of this machine's clock; in a Recording of rank 0's
-  std::int64_t end = 0;
+  int32_t thread = 0;
+  uint64_t flow = 0;     // of a message: the same at both ends, and of no other; 0: none
+  bool arrives = false;  // the message ends here
+  int64_t begin = 0;     // ns of this machine's clock; in a Recording of rank 0's
+  int64_t end = 0;
 };
 
 void write(Event event);  // ends now, on this thread
@@ -70,7 +70,7 @@ concept MakesEvent = requires(const Make& make) {
 };
 
 // Writes what make() returns as a span that has begun at `begin`, unless that is 0 (now_if_recording()).
-void write(std::int64_t begin, const MakesEvent auto& make) {
+void write(int64_t begin, const MakesEvent auto& make) {
   if (begin == 0) return;
   Event event = make();
   event.begin = begin;
@@ -79,8 +79,7 @@ void write(std::int64_t begin, const MakesEvent auto& make) {
 
 class Span {
  public:
-  explicit Span(const char* name, std::int64_t number = -1)
-      : Span([&] { return Event{.name = name, .number = number}; }) {}
+  explicit Span(const char* name, int64_t number = -1) : Span([&] { return Event{.name = name, .number = number}; }) {}
   // make() is called only where it is recorded.
   explicit Span(const MakesEvent auto& make) {
     if (!records()) return;
@@ -96,7 +95,7 @@ class Span {
   std::optional<Event> event_;
 };
 
-inline void count(const char* name, std::int64_t value) {  // the counter's value from now on
+inline void count(const char* name, int64_t value) {  // the counter's value from now on
   write(now_if_recording(), [&] { return Event{.name = name, .number = value, .kind = Kind::kCounter}; });
 }
 
@@ -104,24 +103,24 @@ void count_memory();  // the counter "memory": bytes of this process in memory; 
 
 // This clock was `offset` ns behind rank 0's at `at`.
 struct ClockOffset {
-  std::int64_t at = 0;
-  std::int64_t offset = 0;
+  int64_t at = 0;
+  int64_t offset = 0;
 };
 
 struct Process {
-  std::int32_t rank = 0;
-  std::int32_t pid = 0;
-  std::int64_t ranks = 1;     // of its job
-  std::int64_t job = 0;       // when rank 0 began, ns since 1970: the same on all ranks of a job, and of no other
-  std::int64_t finished = 0;  // 1: it came to finish()
+  int32_t rank = 0;
+  int32_t pid = 0;
+  int64_t ranks = 1;     // of its job
+  int64_t job = 0;       // when rank 0 began, ns since 1970: the same on all ranks of a job, and of no other
+  int64_t finished = 0;  // 1: it came to finish()
   std::array<char, 64> host{};
   std::array<ClockOffset, 2> clock{};  // at the start, and at the end; the same until then
 };
 
-constexpr std::size_t kEvents = std::size_t{1} << 16U;  // of a ring: 6.3 MB
+constexpr size_t kEvents = size_t{1} << 16U;  // of a ring: 6.3 MB
 
 // Makes the ring and its file. Throws SystemError: no room on the disk. UsageError: this process has a ring.
-void open(const std::filesystem::path& file, const Process& process, std::size_t events = kEvents);
+void open(const std::filesystem::path& file, const Process& process, size_t events = kEvents);
 void record(bool on);                                         // from now on; nothing without a ring
 void finish(const std::optional<ClockOffset>& clock_at_end);  // ends recording
 std::string content();                                        // of the ring: what is in its file
@@ -134,7 +133,7 @@ inline std::atomic<void (*)(bool)> record_more{nullptr};
 // Begins a trace that somebody else asks for while the process runs: a ring in an anonymous file, which is made once and used
 // again. Returns the file's descriptor. An open() ends it. Throws as open(). `look` is called with the time before something
 // is recorded, by any thread, and may end it.
-int open_memory(const Process& process, void (*look)(std::int64_t now));
+int open_memory(const Process& process, void (*look)(int64_t now));
 void forget_memory();  // in a forked child, which makes a ring of its own
 void leave_memory();   // ends such a trace; what it has recorded stays there
 
@@ -142,7 +141,7 @@ void leave_memory();   // ends such a trace; what it has recorded stays there
 
 struct Recording {
   Process process;
-  std::int64_t lost = 0;  // events that later ones have overwritten
+  int64_t lost = 0;  // events that later ones have overwritten
   std::vector<Event> events{};
 };
 

@@ -20,7 +20,7 @@ using testing::TempFolder;
 
 class Trace : public ::testing::Test {
  protected:
-  void open(std::size_t spans, const trace::Process& process = {}) {
+  void open(size_t spans, const trace::Process& process = {}) {
     trace::open(folder / "ring", process, spans);
     trace::record(true);
   }
@@ -75,7 +75,7 @@ TEST_F(Trace, keeps_the_last_spans_and_counts_the_others) {
 TEST_F(Trace, has_counters_flows_and_spans_that_were_measured_elsewhere) {
   open(8);
   trace::count("queue", 3);
-  const std::int64_t begin = trace::now_if_recording();
+  const int64_t begin = trace::now_if_recording();
   trace::write(begin, [] {
     return trace::Event{.name = "receive", .kind = trace::Kind::kBackward, .flow = 77, .arrives = true};
   });
@@ -93,9 +93,9 @@ TEST_F(Trace, has_counters_flows_and_spans_that_were_measured_elsewhere) {
 
 TEST_F(Trace, counts_memory_at_most_every_10_ms) {
   open(1 << 10);
-  const std::int64_t begin = trace::now();
+  const int64_t begin = trace::now();
   for (int i = 0; i < 100; ++i) trace::count_memory();
-  const std::int64_t took = trace::now() - begin;
+  const int64_t took = trace::now() - begin;
   const auto spans = recorded().events;
   ASSERT_GE(spans.size(), 1U);
   EXPECT_LE(spans.size(), static_cast<unsigned>(took / 10'000'000 + 1));
@@ -117,7 +117,7 @@ TEST_F(Trace, takes_spans_of_many_threads_at_once) {
       for (int i = 0; i < kEach; ++i) const trace::Span span("span", t * kEach + i);
     });
   for (std::thread& thread : threads) thread.join();
-  std::set<std::int64_t> numbers;
+  std::set<int64_t> numbers;
   for (const auto& span : recorded().events) numbers.insert(span.number);
   EXPECT_EQ(numbers.size(), static_cast<unsigned>(kThreads * kEach));
 }
@@ -141,14 +141,14 @@ TEST_F(Trace, survives_its_process) {
 
 // A clock an hour behind that loses 50 us per second.
 TEST_F(Trace, brings_times_to_the_clock_of_rank_0) {
-  constexpr std::int64_t kHour = 3'600'000'000'000, kSecond = 1'000'000'000;
-  const std::int64_t start = trace::now();
+  constexpr int64_t kHour = 3'600'000'000'000, kSecond = 1'000'000'000;
+  const int64_t start = trace::now();
   const trace::ClockOffset at_start{start, kHour}, at_end{start + 100 * kSecond, kHour + 100 * 50'000};
   open(8, {.clock = {at_start, at_start}});
   { const trace::Span span("now"); }
   trace::finish(at_end);
   const auto span = recorded().events.at(0);
-  const std::int64_t end = trace::now();
+  const int64_t end = trace::now();
   EXPECT_GE(span.begin, start + kHour);
   EXPECT_LE(span.end, end + kHour + (end - start) * 50 / 1'000'000 + 1);
 }

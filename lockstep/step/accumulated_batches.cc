@@ -19,7 +19,7 @@ using RankWeights = std::span<const RankWeight>;
 
 std::vector<int> ranks_of_kind(RankWeights ranks, BatchWeight::Kind kind) {
   std::vector<int> found;
-  for (std::size_t i = 0; i < ranks.size(); ++i)
+  for (size_t i = 0; i < ranks.size(); ++i)
     if (ranks[i].has(kind)) found.push_back(static_cast<int>(i));
   return found;
 }

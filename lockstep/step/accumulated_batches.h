@@ -22,8 +22,8 @@ namespace lockstep {
 
 // How the batches of a rank count.
 struct RankWeight {
-  std::uint32_t kinds = BatchWeight::kNone;  // bits of BatchWeight::Kind
-  double size = 0;                           // sum of BatchWeight::size
+  uint32_t kinds = BatchWeight::kNone;  // bits of BatchWeight::Kind
+  double size = 0;                      // sum of BatchWeight::size
 
   bool has(BatchWeight::Kind kind) const { return (kinds & kind) != 0; }
   void add(const BatchWeight& batch) { *this = {kinds | batch.kind, size + batch.size}; }
@@ -34,12 +34,12 @@ struct RankWeight {
 // unit * .grad, divided by the samples of all ranks, is the mean over all samples. Where ranks count alike, each is one
 // sample, however often it calls backward(), and the result is the sum of .grad over ranks divided by their number.
 struct BatchCounts {
-  double samples = 0;           // sum of m_t
-  double unit = 0;              // m_1; 0: no samples yet
-  std::uint32_t backwards = 0;  // T
-  std::uint32_t leading = 0;    // of these, those before the first with samples
-  RankWeight weight_of_rank;    // of the batches since the first with samples; until then of the last one
-  bool is_plain = false;        // counted by add_unknown()
+  double samples = 0;         // sum of m_t
+  double unit = 0;            // m_1; 0: no samples yet
+  uint32_t backwards = 0;     // T
+  uint32_t leading = 0;       // of these, those before the first with samples
+  RankWeight weight_of_rank;  // of the batches since the first with samples; until then of the last one
+  bool is_plain = false;      // counted by add_unknown()
 };
 
 struct AccumulatedBatches : BatchCounts {
@@ -72,7 +72,7 @@ struct AccumulatedBatches : BatchCounts {
   // The factor of this rank's .grad in the sum over ranks, before division by all ranks' samples. Over T backward() the
   // result is the sum of their means, as in PyTorch.
   double weight() const { return weight(backwards); }
-  double weight(std::uint32_t times) const { return is_alike() ? 1 : unit * times; }
+  double weight(uint32_t times) const { return is_alike() ? 1 : unit * times; }
   bool is_alike() const { return weight_of_rank.has(BatchWeight::kAlike); }
 
   double loss() const { return weighted_loss.defined() ? weighted_loss.item<double>() : 0; }
@@ -88,7 +88,7 @@ inline void run_backward(const torch::Tensor& loss, double factor) {
   loss.backward(factor == 1 ? torch::Tensor() : torch::full_like(loss, factor));
 }
 
-inline UsageError too_many_backwards(std::size_t shards, std::string here = {}) {
+inline UsageError too_many_backwards(size_t shards, std::string here = {}) {
   return UsageError({.what = concat("more than ", shards, " backward() in a step with as many shards on this rank"),
                      .here = std::move(here),
                      .next = "call step() after the last shard"});

@@ -14,9 +14,9 @@ namespace {
 
 // Goes through the parameters from the last to the first, since backward() reaches the last ones first, and starts a
 // new bucket whenever the next one does not fit.
-std::vector<NamedTensors> cut_into_buckets(const NamedTensors& parameters, std::size_t limit) {
+std::vector<NamedTensors> cut_into_buckets(const NamedTensors& parameters, size_t limit) {
   std::vector<NamedTensors> buckets;
-  std::size_t bytes = 0;
+  size_t bytes = 0;
   for (const NamedTensor& parameter : std::views::reverse(parameters)) {
     const torch::Tensor& next = parameter.tensor;
     bytes += next.nbytes();
@@ -31,26 +31,25 @@ std::vector<NamedTensors> cut_into_buckets(const NamedTensors& parameters, std::
 }
 
 // Elements from the beginning of one parameter to that of the next.
-std::int64_t place_of(const torch::Tensor& parameter, int slices) {
-  return slices == 0 ? parameter.numel()
-                     : round_up<std::int64_t>(parameter.numel(), kCacheLine / parameter.element_size());
+int64_t place_of(const torch::Tensor& parameter, int slices) {
+  return slices == 0 ? parameter.numel() : round_up<int64_t>(parameter.numel(), kCacheLine / parameter.element_size());
 }
 
 // Layout, in elements: the gradients of the slots one after another, without gaps unless there are slices, then a flag for each
 // slot, all of the parameters' dtype. Flags are exchanged with the gradients: their sum says how many ranks have a gradient.
 Bucket make_bucket(const World& world, const NamedTensors& parameters, int slices) {
-  constexpr std::size_t kWidestLoad = 16;  // bytes, of a GPU
-  std::int64_t values = 0;
+  constexpr size_t kWidestLoad = 16;  // bytes, of a GPU
+  int64_t values = 0;
   for (const auto& [name, tensor] : parameters) values += place_of(tensor, slices);
-  if (slices > 0) values = round_up<std::int64_t>(values, slices * kWidestLoad / parameters[0].tensor.element_size());
-  const std::int64_t count = std::ssize(parameters);
+  if (slices > 0) values = round_up<int64_t>(values, slices * kWidestLoad / parameters[0].tensor.element_size());
+  const int64_t count = std::ssize(parameters);
   Bucket bucket;
   bucket.flat = world.allocate({values + count}, parameters.front().tensor.options().requires_grad(false)).zero_();
   bucket.values = bucket.flat.narrow(0, 0, values);
   bucket.flags = bucket.flat.narrow(0, values, count);
-  std::int64_t offset = 0, index = 0;
+  int64_t offset = 0, index = 0;
   for (const auto& parameter : parameters) {
-    const std::int64_t size = parameter.tensor.numel();
+    const int64_t size = parameter.tensor.numel();
     bucket.slots.push_back({parameter, bucket.flat.narrow(0, offset, size), bucket.flags.narrow(0, index++, 1)});
     offset += place_of(parameter.tensor, slices);
   }
@@ -130,7 +129,7 @@ Tensors Bucket::parameters() const {
   return parameters;
 }
 
-std::vector<Bucket> make_buckets(const World& world, const NamedTensors& parameters, std::size_t limit, int slices) {
+std::vector<Bucket> make_buckets(const World& world, const NamedTensors& parameters, size_t limit, int slices) {
   std::vector<Bucket> buckets;
   for (const auto& group : cut_into_buckets(parameters, limit)) buckets.push_back(make_bucket(world, group, slices));
   return buckets;

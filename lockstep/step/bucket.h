@@ -24,7 +24,7 @@ struct Slot {
   NamedTensor parameter;
   torch::Tensor gradient;  // (numel) view into the bucket
   torch::Tensor flag;      // (1) view into the bucket: afterwards the number of ranks that have a gradient
-  std::int64_t index = 0;  // of the parameter
+  int64_t index = 0;       // of the parameter
   int times_ready = 0;     // in this backward()
   bool packed = false;
   bool is_used = false;  // packed with a gradient
@@ -65,6 +65,6 @@ struct Bucket {
 // Buckets with the last parameters first, each of one dtype and device and of at most `limit` bytes, unless a single
 // parameter is larger. slices: every bucket can be cut into as many equal parts; each parameter and each part then begins
 // where a GPU reads fast. 0: without gaps.
-std::vector<Bucket> make_buckets(const World& world, const NamedTensors& parameters, std::size_t limit, int slices = 0);
+std::vector<Bucket> make_buckets(const World& world, const NamedTensors& parameters, size_t limit, int slices = 0);
 
 }  // namespace lockstep

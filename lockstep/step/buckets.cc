@@ -280,7 +280,7 @@ class Buckets : public Exchange {
   }
 
   // This rank's slice of all V shards, added up in their order. Rank i has shards i V/N ... (i + 1) V/N - 1.
-  void sum_shards(std::size_t bucket) {
+  void sum_shards(size_t bucket) {
     Tensors received;  // [shard of a rank](rank, elements)
     for (const auto& buckets : shards_)
       received.push_back(world_.all_to_all(buckets[bucket].values.view({world_.size(), -1})));
@@ -293,7 +293,7 @@ class Buckets : public Exchange {
   // One number for each shard of all ranks, added up in their order.
   double sum_of_losses() const {
     const torch::Tensor losses = torch::zeros({options_.shards}, slices_->zero().options());
-    for (std::size_t i = 0; i < losses_.size(); ++i)
+    for (size_t i = 0; i < losses_.size(); ++i)
       if (losses_[i].defined()) losses[world_.rank() * std::ssize(shards_) + to_int64(i)].copy_(losses_[i]);
     world_.all_reduce(losses);
     wait_for_device(world_);
@@ -345,7 +345,7 @@ class Buckets : public Exchange {
       send(buckets_[next_to_send_], next_to_send_);
   }
 
-  void send(Bucket& bucket, std::size_t number) {
+  void send(Bucket& bucket, size_t number) {
     const trace::Span span([&] {
       return trace::Event{.name = "send bucket", .number = to_int64(number), .bytes = to_int64(bucket.flat.nbytes())};
     });
@@ -363,7 +363,7 @@ class Buckets : public Exchange {
                                                            .is_last = number + 1 == shards_.front().size(),
                                                            .unit = scale_});
     } else if (slices_) {
-      for (std::size_t i = 1; i < shards_.size(); ++i) bucket.flags.add_(shards_[i][number].flags);
+      for (size_t i = 1; i < shards_.size(); ++i) bucket.flags.add_(shards_[i][number].flags);
       bucket.work.emplace(world_.all_reduce_async(bucket.flags));
       if (options_.shards > 0) return sum_shards(number);
       bucket.slice_work.emplace(world_.reduce_scatter_async(bucket.values, {.output = slices_->slice(number)}));
@@ -420,7 +420,7 @@ class Buckets : public Exchange {
   // s of the next step.
   void learn_scale(const BatchTotals& totals) {
     if (totals.samples > 0 && options_.shards == 0)
-      scale_ = static_cast<double>(std::bit_floor(static_cast<std::uint64_t>(totals.samples)));
+      scale_ = static_cast<double>(std::bit_floor(static_cast<uint64_t>(totals.samples)));
   }
 
   void pack(Slot& slot) const { slot.pack(batches_.samples > 0, weight()); }
@@ -452,7 +452,7 @@ class Buckets : public Exchange {
   void store_slices(double factor) {
     const torch::NoGradGuard no_grad;
     Tensors used;
-    for (std::size_t i = 0; i < buckets_.size(); ++i) {
+    for (size_t i = 0; i < buckets_.size(); ++i) {
       Bucket& bucket = buckets_[i];
       const trace::Span span("receive bucket", to_int64(i));
       (bucket.slice_work ? bucket.slice_work : bucket.work)->wait();
@@ -504,7 +504,7 @@ class Buckets : public Exchange {
   void add_hook(Slot& slot) {
     if (!slot.parameter.tensor.requires_grad()) return;  // frozen meanwhile: packed after backward()
     auto accumulator = torch::autograd::impl::grad_accumulator(slot.parameter.tensor);
-    const std::uintptr_t key = accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+    const uintptr_t key = accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
         [this, &slot](const auto& outputs, const auto& /*inputs*/) {
           in_autograd([&] { on_ready(slot); });
           return outputs;
@@ -523,15 +523,15 @@ class Buckets : public Exchange {
   void follow_order_of_rank_0() {
     order_is_known_ = true;
     if (options_.hook || slices_) return;
-    for (std::int64_t i = 0; i < std::ssize(parameters_); ++i)
+    for (int64_t i = 0; i < std::ssize(parameters_); ++i)
       if (std::find(ready_order_.begin(), ready_order_.end(), i) == ready_order_.end()) ready_order_.push_back(i);
     wait_for_device(world_);
     const torch::Tensor order = torch::tensor(ready_order_, torch::kInt64).to(world_.device());
     world_.broadcast(order);
     const torch::Tensor in_order = order.flip(0).cpu();
-    const auto* index = in_order.const_data_ptr<std::int64_t>();
+    const auto* index = in_order.const_data_ptr<int64_t>();
     NamedTensors sorted;
-    for (std::int64_t i = 0; i < in_order.numel(); ++i) sorted.push_back(parameters_[index[i]]);
+    for (int64_t i = 0; i < in_order.numel(); ++i) sorted.push_back(parameters_[index[i]]);
     parameters_ = std::move(sorted);
     build_buckets();
   }
@@ -575,14 +575,14 @@ class Buckets : public Exchange {
   NamedTensors parameters_;  // of these, those whose gradients go through buckets
   NamedTensors sparse_;      // the others, whose gradients are exchanged row by row
   BucketOptions options_;
-  std::vector<std::vector<Bucket>> shards_;                // buckets of each virtual shard of this rank; else one list
-  std::vector<Bucket>& buckets_;                           // the first of them
-  std::shared_ptr<GradientSlices> slices_;                 // the optimizer has it, too
-  bool order_is_known_ = false;                            // buckets fill in the order in which gradients become ready
-  std::vector<std::int64_t> ready_order_;                  // in the first exchange: indices of parameters
-  std::unordered_map<const void*, int> times_ready_;       // with a static graph: of each parameter, once it is known
-  bool some_are_unused_ = false;                           // some step left a parameter out: later ones look for such
-  std::vector<std::pair<NodePtr, std::uintptr_t>> hooks_;  // accumulator, key
+  std::vector<std::vector<Bucket>> shards_;           // buckets of each virtual shard of this rank; else one list
+  std::vector<Bucket>& buckets_;                      // the first of them
+  std::shared_ptr<GradientSlices> slices_;            // the optimizer has it, too
+  bool order_is_known_ = false;                       // buckets fill in the order in which gradients become ready
+  std::vector<int64_t> ready_order_;                  // in the first exchange: indices of parameters
+  std::unordered_map<const void*, int> times_ready_;  // with a static graph: of each parameter, once it is known
+  bool some_are_unused_ = false;                      // some step left a parameter out: later ones look for such
+  std::vector<std::pair<NodePtr, uintptr_t>> hooks_;  // accumulator, key
   bool is_accumulating_ = false;  // in a backward() that exchanges nothing; changes only while no backward() runs
 
   std::mutex mutex_;                     // guards what follows, and the buckets
@@ -595,7 +595,7 @@ class Buckets : public Exchange {
   bool skips_hook_ = false;              // in this exchange: no rank has samples, and residuals stay as they are
   std::optional<Stopwatch> first_sent_;  // since the first bucket of this exchange was sent
   double scale_;                         // s; 0 before the first step with samples
-  std::size_t next_to_send_ = 0;
+  size_t next_to_send_ = 0;
 
   AccumulatedBatches of_shard_;  // of the shard whose backward() runs
   Tensors losses_;               // of this step's shards so far, times samples

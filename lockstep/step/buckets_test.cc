@@ -20,7 +20,7 @@ using testing::message_of;
 class BucketsOfSize : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Sizes, BucketsOfSize, ::testing::Values(1, 2, 3, 4, 7));
 
-torch::Tensor parameter(const std::vector<std::int64_t>& shape) {
+torch::Tensor parameter(const std::vector<int64_t>& shape) {
   return torch::ones(shape, torch::TensorOptions().dtype(torch::kFloat64).requires_grad(true));
 }
 
@@ -28,7 +28,7 @@ torch::Tensor parameter(const std::vector<std::int64_t>& shape) {
 torch::Tensor loss_with_gradient(const torch::Tensor& p, double value) { return p.sum() * value; }
 
 // Powers of two as sample counts, so that the weighted mean is exact.
-std::int64_t samples_of(int rank) { return rank == 0 ? 1 : std::int64_t{1} << (rank - 1); }
+int64_t samples_of(int rank) { return rank == 0 ? 1 : int64_t{1} << (rank - 1); }
 
 TEST_P(BucketsOfSize, gives_every_rank_the_mean_weighted_by_samples) {
   run_ranks(GetParam(), [](World& world) {
@@ -39,7 +39,7 @@ TEST_P(BucketsOfSize, gives_every_rank_the_mean_weighted_by_samples) {
     loss.backward();
     const BatchTotals totals = reducer->finish();
     double expected = 0;
-    std::int64_t samples = 0;
+    int64_t samples = 0;
     for (int rank = 0; rank < world.size(); ++rank) {
       expected += 8.0 * (rank + 1) * static_cast<double>(samples_of(rank));
       samples += samples_of(rank);
@@ -273,12 +273,12 @@ TEST_P(BucketsOfSize, takes_branches_that_change_from_step_to_step) {
     const std::vector<NamedTensor> branches = {{"0", parameter({3})}, {"1", parameter({4})}, {"2", parameter({5})}};
     const auto reducer = exchange_in_buckets(world, branches, {.bucket_bytes = 8});
     for (int step = 0; step < 5; ++step) {
-      const auto branch_of = [&](int rank) -> std::size_t { return (rank + step) % 3; };
+      const auto branch_of = [&](int rank) -> size_t { return (rank + step) % 3; };
       const torch::Tensor loss = loss_with_gradient(branches[branch_of(world.rank())].tensor, 6);
       reducer->begin(1, loss);
       loss.backward();
       reducer->finish();
-      for (std::size_t i = 0; i < branches.size(); ++i) {
+      for (size_t i = 0; i < branches.size(); ++i) {
         double ranks = 0;
         for (int rank = 0; rank < world.size(); ++rank) ranks += branch_of(rank) == i ? 1 : 0;
         torch::Tensor& gradient = torch::Tensor(branches[i].tensor).mutable_grad();

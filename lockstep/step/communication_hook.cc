@@ -50,7 +50,7 @@ class ResidualHook : public CommunicationHook {
 
  protected:
   // A tensor that a bucket keeps from step to step; undefined at first.
-  torch::Tensor& kept(const std::string& name, std::size_t bucket) { return kept_[concat(name, ".", bucket)]; }
+  torch::Tensor& kept(const std::string& name, size_t bucket) { return kept_[concat(name, ".", bucket)]; }
 
   // The bucket's gradient plus what was not sent before. The caller subtracts what it sends.
   const torch::Tensor& add_residual(const GradientBucket& bucket) {
@@ -77,7 +77,7 @@ class TwoBitHook : public ResidualHook {
       work.wait();
       const torch::Tensor& all = work.result();  // (N, words). Summed in rank order, so every rank gets the same bits.
       flat.zero_();
-      for (std::int64_t rank = 0; rank < all.size(0); ++rank)
+      for (int64_t rank = 0; rank < all.size(0); ++rank)
         flat.add_(from_two_bits(all[rank], flat.numel(), threshold, flat.options()));
     };
   }
@@ -92,9 +92,8 @@ class TopKHook : public ResidualHook {
 
   Finish start(const World& world, const GradientBucket& bucket) override {
     torch::Tensor left = add_residual(bucket);
-    const auto wanted = static_cast<std::int64_t>(std::ceil(share_ * static_cast<double>(left.numel())));
-    const torch::Tensor index =
-        std::get<1>(left.abs().topk(std::max<std::int64_t>(wanted, 1), 0, true, /*sorted=*/false));
+    const auto wanted = static_cast<int64_t>(std::ceil(share_ * static_cast<double>(left.numel())));
+    const torch::Tensor index = std::get<1>(left.abs().topk(std::max<int64_t>(wanted, 1), 0, true, /*sorted=*/false));
     const torch::Tensor largest = left.index_select(0, index);
     left.index_fill_(0, index, 0);
     Work indices = world.all_gather_async(left.numel() <= INT32_MAX ? index.to(torch::kInt32) : index);
@@ -103,7 +102,7 @@ class TopKHook : public ResidualHook {
       indices.wait();
       values.wait();
       flat.zero_();
-      for (std::int64_t rank = 0; rank < values.result().size(0); ++rank)
+      for (int64_t rank = 0; rank < values.result().size(0); ++rank)
         flat.index_add_(0, indices.result()[rank].to(torch::kInt64), values.result()[rank]);
     };
   }
@@ -128,7 +127,7 @@ class PowerSGDHook : public ResidualHook {
   Finish start(const World& world, const GradientBucket& bucket) override {
     const auto left = at::unflatten_dense_tensors(add_residual(bucket), bucket.parts);
     Tensors sums, matrices, others;
-    for (std::size_t i = 0; i < left.size(); ++i) {
+    for (size_t i = 0; i < left.size(); ++i) {
       if (is_compressed(left[i])) {
         sums.push_back(bucket.parts[i]);
         matrices.push_back(left[i].flatten(1));  // the first dimension against the others
@@ -138,7 +137,7 @@ class PowerSGDHook : public ResidualHook {
       }
     }
     std::vector<torch::Tensor*> bases;
-    for (std::size_t i = 0; i < matrices.size(); ++i) bases.push_back(&kept(concat("basis.", bucket.number), i));
+    for (size_t i = 0; i < matrices.size(); ++i) bases.push_back(&kept(concat("basis.", bucket.number), i));
     if (!bases.empty() && !bases.front()->defined()) set_random(bases, matrices, options_.seed + bucket.number);
     return [world, sums, matrices, others, bases] {
       sum_exactly(world, others);
@@ -149,19 +148,19 @@ class PowerSGDHook : public ResidualHook {
  private:
   bool is_compressed(const torch::Tensor& part) const {
     if (part.dim() < 2 || part.numel() == 0) return false;
-    const std::int64_t n = part.size(0);
-    const std::int64_t m = part.numel() / n;
+    const int64_t n = part.size(0);
+    const int64_t m = part.numel() / n;
     return (n + m) * rank_of(part) < n * m;
   }
 
-  std::int64_t rank_of(const torch::Tensor& part) const {
+  int64_t rank_of(const torch::Tensor& part) const {
     return std::min({options_.rank, part.size(0), part.numel() / part.size(0)});
   }
 
   // For the first step: the same on every rank.
-  void set_random(const std::vector<torch::Tensor*>& bases, const Tensors& matrices, std::uint64_t seed) const {
+  void set_random(const std::vector<torch::Tensor*>& bases, const Tensors& matrices, uint64_t seed) const {
     const auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
-    for (std::size_t i = 0; i < matrices.size(); ++i)
+    for (size_t i = 0; i < matrices.size(); ++i)
       *bases[i] = torch::randn({matrices[i].size(1), rank_of(matrices[i])}, generator).to(matrices[i].options());
   }
 
@@ -174,14 +173,14 @@ class PowerSGDHook : public ResidualHook {
   static void sum_as_products(const World& world, const Tensors& matrices, const std::vector<torch::Tensor*>& bases,
                               const Tensors& sums) {
     Tensors left_factors, right_factors;
-    for (std::size_t i = 0; i < matrices.size(); ++i) left_factors.push_back(matrices[i].matmul(*bases[i]));
+    for (size_t i = 0; i < matrices.size(); ++i) left_factors.push_back(matrices[i].matmul(*bases[i]));
     sum_exactly(world, left_factors);
-    for (std::size_t i = 0; i < matrices.size(); ++i) {
+    for (size_t i = 0; i < matrices.size(); ++i) {
       left_factors[i] = std::get<0>(torch::linalg_qr(left_factors[i]));
       right_factors.push_back(*bases[i] = matrices[i].t().matmul(left_factors[i]));
     }
     sum_exactly(world, right_factors);
-    for (std::size_t i = 0; i < matrices.size(); ++i) {
+    for (size_t i = 0; i < matrices.size(); ++i) {
       const torch::Tensor sum = left_factors[i].matmul(right_factors[i].t());
       sums[i].copy_(sum.view(sums[i].sizes()));
       matrices[i].sub_(sum, 1.0 / world.size());
@@ -224,7 +223,7 @@ std::shared_ptr<CommunicationHook> make_hook(const CompressionOptions& options) 
     case Compression::kNone: return nullptr;
     case Compression::kFloat16: return sixteen_bit_hook(torch::kFloat16);
     case Compression::kBFloat16: return sixteen_bit_hook(torch::kBFloat16);
-    case Compression::kPowerSGD: return power_sgd_hook({.rank = amount == 0 ? 4 : static_cast<std::int64_t>(amount)});
+    case Compression::kPowerSGD: return power_sgd_hook({.rank = amount == 0 ? 4 : static_cast<int64_t>(amount)});
     case Compression::kTwoBit: return two_bit_hook(amount == 0 ? 0.5 : amount);
     case Compression::kTopK: return top_k_hook(amount == 0 ? 0.01 : amount);
   }

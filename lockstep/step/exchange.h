@@ -66,7 +66,7 @@ class GradientSource {
   const SharedMemoryPtr& memory() const { return memory_; }
 
   // The number of sources of each gradient, where gradients are in memory that outlives the ranks; else 0.
-  virtual std::size_t kept_sources() const { return 0; }
+  virtual size_t kept_sources() const { return 0; }
 
   // This rank's slice of parameters on GPUs; null: it updates all of them.
   virtual std::shared_ptr<GradientSlices> slices() const { return nullptr; }
@@ -115,7 +115,7 @@ class Exchange : public GradientSource {
   virtual void close() { is_closed_ = true; }
 
   // Since the start, on this rank.
-  std::int64_t bytes() const { return bytes_; }  // of gradients given into collectives or a hook, or published
+  int64_t bytes() const { return bytes_; }  // of gradients given into collectives or a hook, or published
   // Buckets: from the first one sent until all are back. Published: in the exchange.
   double seconds() const { return seconds_; }
 
@@ -128,7 +128,7 @@ class Exchange : public GradientSource {
            .next = "keep it as long as the optimizer steps, and call the model through it in Python"});
   }
 
-  std::int64_t bytes_ = 0;
+  int64_t bytes_ = 0;
   double seconds_ = 0;
 
  private:
@@ -155,7 +155,7 @@ std::shared_ptr<Exchange> publish_gradients(SharedMemoryPtr memory, NamedTensors
                                             PublishedOptions options = {});
 
 struct BucketOptions {
-  std::size_t bucket_bytes = kBucketBytes;
+  size_t bucket_bytes = kBucketBytes;
   std::shared_ptr<CommunicationHook> hook = nullptr;  // how a bucket is summed; none: all-reduced as it is
   Algorithm algorithm = Algorithm::kDirect;           // of that all-reduce
 

@@ -44,7 +44,7 @@ class ExchangeTotals {
     const double counting = batches.samples > 0 && batches.leading == 0 ? 1 : 0, backwards = batches.backwards;
     const double plain = batches.is_plain ? 1 : 0, none = counting > 0 ? 0 : std::numeric_limits<double>::quiet_NaN();
     std::vector<double> own{batches.samples, counting, wants_to_stop() ? 1.0 : 0.0};
-    const std::uint64_t hash = hash_of(settings_);
+    const uint64_t hash = hash_of(settings_);
     for (const double number : {counting * (2 * backwards + plain), static_cast<double>(hash & 0xffff),
                                 static_cast<double>(hash >> 16 & 0xffff)})
       own.insert(own.end(), {number, number * number});
@@ -61,15 +61,15 @@ class ExchangeTotals {
   }
 
   // Returns the samples of all ranks. Blocks; compares nothing. Throws PeerLost.
-  std::int64_t samples() { return static_cast<std::int64_t>(sums()[kSamples].item<double>()); }
+  int64_t samples() { return static_cast<int64_t>(sums()[kSamples].item<double>()); }
 
   // The number of backward() calls of the ranks whose first batches were not empty; none: there is no such rank, or they
   // differ, as wait() will say. Blocks. Throws PeerLost.
-  std::optional<std::uint32_t> backwards() {
+  std::optional<uint32_t> backwards() {
     const torch::Tensor sums = this->sums();
     const auto* sum = sums.const_data_ptr<double>();
     if (sum[kCounting] == 0 || !are_equal(sum[kCounting], sum + kCalls)) return std::nullopt;
-    return static_cast<std::uint32_t>(sum[kCalls] / sum[kCounting] / 2);
+    return static_cast<uint32_t>(sum[kCalls] / sum[kCounting] / 2);
   }
 
   // Blocks. Throws MismatchError on all ranks: other settings, or backward() called another number of times since the
@@ -77,17 +77,17 @@ class ExchangeTotals {
   BatchTotals wait() {
     const torch::Tensor sums = this->sums();
     const auto* sum = sums.const_data_ptr<double>();
-    const std::int64_t loss = sums.numel() - 1;
+    const int64_t loss = sums.numel() - 1;
     if (!are_equal(sum[kCounting], sum + kCalls) || !are_equal(world_.size(), sum + kLowHash) ||
         !are_equal(world_.size(), sum + kHighHash))
       throw_difference();
     std::vector<RankWeight> weights;
     for (const double* at = sum + kWeights; at < sum + loss; at += 2)
-      weights.push_back({static_cast<std::uint32_t>(at[0]), at[1]});
+      weights.push_back({static_cast<uint32_t>(at[0]), at[1]});
     const double ranks_alike = compare_weights(weights, world_.rank());
     divisor_ = ranks_alike > 0 ? ranks_alike : sum[kSamples];
     if (sum[kStop] > 0) agree_to_stop();
-    return {static_cast<std::int64_t>(sum[kSamples]), sum[loss] / sum[kSamples]};
+    return {static_cast<int64_t>(sum[kSamples]), sum[loss] / sum[kSamples]};
   }
 
   // After wait(): the sum of all gradients divided by it is their mean.
@@ -96,7 +96,7 @@ class ExchangeTotals {
  private:
   // Places of the numbers; behind them stand how each rank counts, and the loss. A square stands behind its number.
   // Calls: twice the number of backward(), and 1 more for loss.backward(), of the ranks that count.
-  enum Sum : std::uint8_t {
+  enum Sum : uint8_t {
     kSamples,
     kCounting,
     kStop,
@@ -112,7 +112,7 @@ class ExchangeTotals {
 
   // Returns whether the `count` numbers with this sum, and the sum of squares behind it, are equal.
   static bool are_equal(double count, const double* sum) {
-    const auto whole = [](double number) { return static_cast<std::uint64_t>(number); };
+    const auto whole = [](double number) { return static_cast<uint64_t>(number); };
     return whole(count) * whole(sum[1]) == whole(sum[0]) * whole(sum[0]);
   }
 
@@ -130,7 +130,7 @@ class ExchangeTotals {
     const torch::Tensor all = world_.all_gather_rows(torch::tensor(own, torch::kFloat64).to(world_.device())).cpu();
     const auto* theirs = all.const_data_ptr<double>();
     for (int rank = 0; rank < world_.size(); ++rank) {
-      const auto count = static_cast<std::size_t>(*theirs++);
+      const auto count = static_cast<size_t>(*theirs++);
       require_same_settings(settings_, world_.rank(), {theirs, count}, rank, "the ranks differ", world_.describe());
       theirs += count;
     }

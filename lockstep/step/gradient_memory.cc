@@ -16,12 +16,12 @@ namespace lockstep {
 namespace {
 
 // Bytes. Gradients to guard lie in pages of their own, small ones too.
-std::size_t smallest() { return check_interval() > 0 ? 1 : 16 << 10; }
+size_t smallest() { return check_interval() > 0 ? 1 : 16 << 10; }
 
 // Returns the part of `memory` that has pages of its own, if gradients are guarded.
 SharedMemory::Own on_own_pages(SharedMemory::Own memory) {
   std::byte* const begin = first_page(memory.data.get());
-  const auto place = memory.place + static_cast<std::uint64_t>(begin - memory.data.get());
+  const auto place = memory.place + static_cast<uint64_t>(begin - memory.data.get());
   return {{std::move(memory.data), begin}, place};
 }
 
@@ -43,7 +43,7 @@ class PoolingAllocator : public c10::Allocator {
     return *allocator;
   }
 
-  c10::DataPtr allocate(std::size_t bytes) override {
+  c10::DataPtr allocate(size_t bytes) override {
     if (active == nullptr || !active->serves(bytes)) return base_->allocate(bytes);
     SharedMemory::Own memory = active->take(bytes);
     void* const data = memory.data.get();
@@ -55,9 +55,9 @@ class PoolingAllocator : public c10::Allocator {
   // oneDNN requires a raw deleter, and a DataPtr whose context is its data.
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
 
-  void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
+  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
 
-  std::optional<std::uint64_t> place_of(const void* data, const GradientMemory* owner) const {
+  std::optional<uint64_t> place_of(const void* data, const GradientMemory* owner) const {
     const std::shared_lock lock(mutex_);
     const auto found = in_use_.find(data);
     if (found == in_use_.end() || found->second.owner.get() != owner) return std::nullopt;
@@ -69,7 +69,7 @@ class PoolingAllocator : public c10::Allocator {
 
   struct Block {
     SharedMemory::Own memory;
-    std::size_t bytes;
+    size_t bytes;
     std::shared_ptr<GradientMemory> owner;
   };
 
@@ -105,7 +105,7 @@ bool GradientMemory::is_private() const {
   return memory_->size() == 1 && !memory_->outlives_ranks() && check_interval() == 0;
 }
 
-SharedMemory::Own GradientMemory::take(std::size_t bytes) {
+SharedMemory::Own GradientMemory::take(size_t bytes) {
   const std::lock_guard lock(mutex_);
   auto& blocks = free_.at(bytes);
   if (blocks.empty()) {
@@ -117,17 +117,17 @@ SharedMemory::Own GradientMemory::take(std::size_t bytes) {
   return block;
 }
 
-void GradientMemory::give_back(SharedMemory::Own block, std::size_t bytes) {
+void GradientMemory::give_back(SharedMemory::Own block, size_t bytes) {
   const std::lock_guard lock(mutex_);
   free_.at(bytes).push_back(std::move(block));
 }
 
-std::optional<std::uint64_t> GradientMemory::place_of(const torch::Tensor& tensor) const {
-  if (is_private()) return std::bit_cast<std::uint64_t>(tensor.const_data_ptr());
+std::optional<uint64_t> GradientMemory::place_of(const torch::Tensor& tensor) const {
+  if (is_private()) return std::bit_cast<uint64_t>(tensor.const_data_ptr());
   return PoolingAllocator::installed().place_of(tensor.const_data_ptr(), this);
 }
 
-std::size_t GradientMemory::bytes() const {
+size_t GradientMemory::bytes() const {
   const std::lock_guard lock(mutex_);
   return allocated_;
 }

@@ -53,17 +53,17 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
   };
 
   // Returns where the other ranks find the tensor's memory; none if it does not come from here.
-  std::optional<std::uint64_t> place_of(const torch::Tensor& tensor) const;
+  std::optional<uint64_t> place_of(const torch::Tensor& tensor) const;
 
-  std::size_t bytes() const;  // allocated so far
+  size_t bytes() const;  // allocated so far
 
   // For the allocator. In a forked child neither memory nor blocks: its parent and the other ranks use the same ones.
   bool is_parents() const { return !process_.is_here(); }
-  bool serves(std::size_t bytes) const {
+  bool serves(size_t bytes) const {
     return !free_.empty() && bytes >= free_.begin()->first && free_.contains(bytes) && !is_parents();
   }
-  SharedMemory::Own take(std::size_t bytes);
-  void give_back(SharedMemory::Own block, std::size_t bytes);
+  SharedMemory::Own take(size_t bytes);
+  void give_back(SharedMemory::Own block, size_t bytes);
 
  private:
   bool is_private() const;
@@ -71,8 +71,8 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
   SharedMemoryPtr memory_;
   OwnProcess process_;
   mutable std::mutex mutex_;
-  std::map<std::size_t, std::vector<SharedMemory::Own>> free_;  // its keys never change
-  std::size_t allocated_ = 0;
+  std::map<size_t, std::vector<SharedMemory::Own>> free_;  // its keys never change
+  size_t allocated_ = 0;
 };
 
 }  // namespace lockstep

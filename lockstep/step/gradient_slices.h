@@ -37,7 +37,7 @@ class GradientSlices {
   // Elements [begin, begin + values.numel()) of a parameter in its memory order.
   struct Part {
     torch::Tensor parameter;
-    std::int64_t begin = 0;
+    int64_t begin = 0;
     torch::Tensor values;    // (elements) of the parameter
     torch::Tensor gradient;  // (elements) the mean, in step()
   };
@@ -45,9 +45,9 @@ class GradientSlices {
   // Moves the parameters into blocks. buckets: made with slices. cuts: a multiple of the ranks; 0: as many.
   GradientSlices(World world, std::vector<Bucket>& buckets, int cuts = 0)
       : world_(std::move(world)), cuts_(cuts > 0 ? cuts : world_.size()) {
-    std::vector<std::int64_t> numbers;
+    std::vector<int64_t> numbers;
     for (Bucket& bucket : buckets) {
-      const std::int64_t values = bucket.values.numel();
+      const int64_t values = bucket.values.numel();
       const torch::Tensor block = torch::zeros_like(bucket.values);
       blocks_.push_back({block.view({cuts_, -1}), torch::zeros({values / world_.size()}, block.options())});
       for (Slot& slot : bucket.slots) {
@@ -60,7 +60,7 @@ class GradientSlices {
   }
 
   // This rank's slice of bucket i, which the exchange fills.
-  const torch::Tensor& slice(std::size_t bucket) const { return blocks_[bucket].gradients; }
+  const torch::Tensor& slice(size_t bucket) const { return blocks_[bucket].gradients; }
 
   // Parameters that have a gradient on some rank, in the exchange that has just filled the slices.
   void set_used(const Tensors& parameters) {
@@ -98,7 +98,7 @@ class GradientSlices {
   // A tensor like `parameter` on the CPU, put together from what all ranks have beside its parts. All ranks call. Throws PeerLost.
   torch::Tensor gather(const torch::Tensor& parameter, const Tensors& beside, torch::ScalarType dtype) const {
     Tensors mine;
-    for (std::size_t i = 0; i < parts_.size(); ++i)
+    for (size_t i = 0; i < parts_.size(); ++i)
       if (parts_[i].parameter.is_same(parameter)) mine.push_back(beside[i]);
     const torch::Tensor own =
         mine.empty() ? torch::empty({0}, torch::TensorOptions(dtype).device(world_.device())) : torch::cat(mine);
@@ -117,14 +117,14 @@ class GradientSlices {
   };
 
   // Slot and cut are ranges of one bucket; a part is where they overlap.
-  void add_parts(const Slot& slot, const Block& block, std::vector<std::int64_t>& numbers) {
-    const std::int64_t width = block.parameters.size(1), from = slot.gradient.storage_offset();
+  void add_parts(const Slot& slot, const Block& block, std::vector<int64_t>& numbers) {
+    const int64_t width = block.parameters.size(1), from = slot.gradient.storage_offset();
     const Range own = own_cuts();
     auto& rows = rows_[slot.parameter.tensor.unsafeGetTensorImpl()];
     rows.resize(to_size(world_.size()));
-    for (std::int64_t cut = 0; cut < cuts_; ++cut) {
-      const std::int64_t begin = std::max(from, cut * width);
-      const std::int64_t count = std::min(from + slot.gradient.numel(), (cut + 1) * width) - begin;
+    for (int64_t cut = 0; cut < cuts_; ++cut) {
+      const int64_t begin = std::max(from, cut * width);
+      const int64_t count = std::min(from + slot.gradient.numel(), (cut + 1) * width) - begin;
       if (count <= 0) continue;
       rows[to_size(static_cast<int>(cut * world_.size() / cuts_))] += count;
       if (cut >= own.begin && cut < own.end) {
@@ -138,7 +138,7 @@ class GradientSlices {
     }
   }
   Range own_cuts() const {
-    const std::int64_t each = cuts_ / world_.size();
+    const int64_t each = cuts_ / world_.size();
     return {world_.rank() * each, (world_.rank() + 1) * each};
   }
 
@@ -146,9 +146,9 @@ class GradientSlices {
   int cuts_;
   std::vector<Block> blocks_;
   std::vector<Part> parts_;  // of this rank
-  std::int64_t all_parts_ = 0;
-  torch::Tensor numbers_;                                            // of parts_, among those of all ranks
-  std::unordered_map<const void*, std::vector<std::int64_t>> rows_;  // of a parameter: elements on each rank
+  int64_t all_parts_ = 0;
+  torch::Tensor numbers_;                                       // of parts_, among those of all ranks
+  std::unordered_map<const void*, std::vector<int64_t>> rows_;  // of a parameter: elements on each rank
   Tensors parameters_;
   std::unordered_set<const void*> used_;
 };

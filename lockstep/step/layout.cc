@@ -60,13 +60,13 @@ StepLayout choose_layout(const LayoutInput& input, const LayoutOptions& options)
 }
 
 void require_shards_for_fewer_ranks(int shards, int fewest, int ranks) {
-  constexpr std::int64_t kMostToPropose = 10'000;
+  constexpr int64_t kMostToPropose = 10'000;
   if (fewest == 0 || shards == 0) return;
   int undivided = 0;
-  std::int64_t multiple = 1;  // of each number of ranks
+  int64_t multiple = 1;  // of each number of ranks
   for (int left = fewest; left <= ranks; ++left) {
     if (shards % left != 0) undivided = left;
-    if (multiple <= kMostToPropose) multiple = std::lcm(multiple, std::int64_t{left});
+    if (multiple <= kMostToPropose) multiple = std::lcm(multiple, int64_t{left});
   }
   if (undivided == 0) return;
   const std::string all = concat("a multiple of each number from ", fewest, " to ", ranks);

@@ -26,7 +26,7 @@ WeightedGradients LocalGradients::begin_update(const Tensors& parameters, const 
   updated_.clear();
   WeightedGradients gradients{.weights = std::vector<double>(current_.size(), 1), .parallel_for = parallel_for_};
   gradients.pointers.reserve(parameters.size() * current_.size());
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
     bool any = false;
     for (auto& list : current_) {
       const torch::Tensor& gradient = list[i] = gradient_like(parameters[i], list[i]);

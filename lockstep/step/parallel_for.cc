@@ -5,8 +5,7 @@
 
 namespace lockstep {
 
-void on_own_cores(std::int64_t begin, std::int64_t end, std::int64_t grain,
-                  const std::function<void(std::int64_t, std::int64_t)>& part) {
+void on_own_cores(int64_t begin, int64_t end, int64_t grain, const std::function<void(int64_t, int64_t)>& part) {
   at::parallel_for(begin, end, grain, part);
 }
 

@@ -12,12 +12,11 @@ namespace lockstep {
 
 // Cuts [begin, end) into parts of at least `grain` where possible and calls part(first, last) for each, at the same time
 // where there are threads for them. Blocks until all are done.
-using ParallelFor = std::function<void(std::int64_t begin, std::int64_t end, std::int64_t grain,
-                                       const std::function<void(std::int64_t, std::int64_t)>& part)>;
+using ParallelFor =
+    std::function<void(int64_t begin, int64_t end, int64_t grain, const std::function<void(int64_t, int64_t)>& part)>;
 
 // at::parallel_for, on as many cores as at::get_num_threads() says. at::parallel_for is a template that becomes a plain
 // loop in a source compiled without OpenMP; this function is compiled with it.
-void on_own_cores(std::int64_t begin, std::int64_t end, std::int64_t grain,
-                  const std::function<void(std::int64_t, std::int64_t)>& part);
+void on_own_cores(int64_t begin, int64_t end, int64_t grain, const std::function<void(int64_t, int64_t)>& part);
 
 }  // namespace lockstep

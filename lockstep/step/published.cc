@@ -39,7 +39,7 @@
 namespace lockstep {
 namespace {
 
-constexpr std::uint64_t kNoGradient = std::numeric_limits<std::uint64_t>::max();
+constexpr uint64_t kNoGradient = std::numeric_limits<uint64_t>::max();
 
 // Published by one source. The place of each parameter's gradient (8 bytes each) follows it in memory.
 struct Row : BatchCounts {
@@ -53,7 +53,7 @@ struct Row : BatchCounts {
     if (in_backward()) return "in backward()";
     return in_step_alone() ? "in step() without a backward()" : "in step() after loss.backward() or no_sync()";
   }
-  std::uint64_t* places() { return reinterpret_cast<std::uint64_t*>(this + 1); }
+  uint64_t* places() { return reinterpret_cast<uint64_t*>(this + 1); }
 };
 
 bool has_gradient(const NamedTensor& parameter) { return parameter.tensor.grad().defined(); }
@@ -69,11 +69,11 @@ class Published : public Exchange {
         copies_(sources_.size() * parameters_.size()),
         rows_(sources_.size() * to_size(memory_->size())),
         first_row_(sources_.size() * to_size(memory_->rank())),
-        row_bytes_(round_up(sizeof(Row) + sizeof(std::uint64_t) * parameters_.size(), kCacheLine)),
+        row_bytes_(round_up(sizeof(Row) + sizeof(uint64_t) * parameters_.size(), kCacheLine)),
         tables_(memory_->allocate_common(2 * rows_ * row_bytes_)),
         agreement_(memory_, options_.block) {
     if (options_.updated.empty()) options_.updated = parameters_;
-    for (std::size_t i = 0; i < parameters_.size(); ++i) index_of_[parameters_[i].tensor.unsafeGetTensorImpl()] = i;
+    for (size_t i = 0; i < parameters_.size(); ++i) index_of_[parameters_[i].tensor.unsafeGetTensorImpl()] = i;
   }
 
   // ---- Around backward(), which leaves the gradients where the other ranks can read them. Sends nothing, blocks nowhere.
@@ -140,7 +140,7 @@ class Published : public Exchange {
 
   // ---- In step()
 
-  std::size_t kept_sources() const override { return memory_->outlives_ranks() ? rows_ : 0; }
+  size_t kept_sources() const override { return memory_->outlives_ranks() ? rows_ : 0; }
 
   WeightedGradients begin_update(const Tensors& parameters, const StepSettings& settings) override {
     prepare_step();
@@ -153,7 +153,7 @@ class Published : public Exchange {
     agreement_.begin_update(with_mean_changed(settings, is_mean_ && mean_was_changed_));  // barrier 2
     for (const torch::Tensor& parameter : parameters) {
       const auto found = index_of_.find(parameter.unsafeGetTensorImpl());  // none: frozen
-      for (std::size_t i = 0; i < rows_; ++i) {
+      for (size_t i = 0; i < rows_; ++i) {
         const bool counts = found != index_of_.end() && !(is_mean_ && gradients.weights[i] == 0);
         gradients.pointers.push_back(counts ? gradient(i, found->second) : nullptr);
       }
@@ -184,12 +184,12 @@ class Published : public Exchange {
   // Two tables in memory that all ranks share, used alternately. Each has a row per source, ordered by rank, then by the
   // rank's shard; a row of P parameters takes 64 + 8 P bytes, rounded up to cache lines, so that no two ranks write to
   // the same line. A rank writes its own rows only, before barrier 1, and reads all rows after it.
-  Row& row(std::size_t i) const { return *reinterpret_cast<Row*>(tables_.get() + (table_ * rows_ + i) * row_bytes_); }
-  int rank_of(std::size_t row) const { return static_cast<int>(row / sources_.size()); }
+  Row& row(size_t i) const { return *reinterpret_cast<Row*>(tables_.get() + (table_ * rows_ + i) * row_bytes_); }
+  int rank_of(size_t row) const { return static_cast<int>(row / sources_.size()); }
 
   // Returns where a source's gradient is; nullptr: it has none.
-  std::byte* gradient(std::size_t source, std::size_t parameter) const {
-    const std::uint64_t place = std::atomic_ref(row(source).places()[parameter]).load(std::memory_order_relaxed);
+  std::byte* gradient(size_t source, size_t parameter) const {
+    const uint64_t place = std::atomic_ref(row(source).places()[parameter]).load(std::memory_order_relaxed);
     return place == kNoGradient ? nullptr
                                 : memory_->peer(rank_of(source), place, parameters_[parameter].tensor.nbytes());
   }
@@ -210,7 +210,7 @@ class Published : public Exchange {
     if (in_step) count_what_step_finds();
     if (options_.shards == 0) take_grads(sources_.front());
     table_ = 1 - table_;
-    for (std::size_t i = 0; i < sources_.size(); ++i) publish(i, in_step);
+    for (size_t i = 0; i < sources_.size(); ++i) publish(i, in_step);
     watch_.remember();
     if (check_interval() > 0) protect_gradients();
     is_published_ = true;
@@ -233,7 +233,7 @@ class Published : public Exchange {
   }
 
   // A backward() is about to add to .grad, where there must be no more than what was counted.
-  void require_only_counted_gradients(std::int64_t samples) const {
+  void require_only_counted_gradients(int64_t samples) const {
     const AccumulatedBatches& batches = sources_.front().batches;
     if (options_.shards > 0) return;
     if (batches.samples > 0 && !batches.is_plain) return watch_.require_unchanged();
@@ -273,9 +273,9 @@ class Published : public Exchange {
   // meanwhile, and whatever they find, they find a gradient on some rank.
   void give_all_a_gradient() {
     const torch::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    for (size_t i = 0; i < parameters_.size(); ++i) {
       if (gradient(first_row_, i) != nullptr) continue;
-      std::size_t source = 0;
+      size_t source = 0;
       while (source < rows_ && gradient(source, i) == nullptr) ++source;
       if (source == rows_) continue;
       torch::Tensor& parameter = parameters_[i].tensor;
@@ -294,11 +294,11 @@ class Published : public Exchange {
     const int rank = memory_->rank(), ranks = memory_->size();
     const std::vector<double> weights = this->weights();
     on_own_cores(first_chunk_of(rank, ranks, chunks), first_chunk_of(rank + 1, ranks, chunks), 8,
-                 [&](std::size_t from, std::size_t to) {
+                 [&](size_t from, size_t to) {
                    std::vector<Term> terms(rows_);
                    for (const auto& [parameter, begin, count] : std::span(chunks).subspan(from, to - from)) {
                      if (gradient(first_row_, parameter) == nullptr) continue;
-                     for (std::size_t s = 0; s < rows_; ++s) terms[s] = {gradient(s, parameter), weights[s]};
+                     for (size_t s = 0; s < rows_; ++s) terms[s] = {gradient(s, parameter), weights[s]};
                      replace_by_sum(terms, parameters_[parameter].tensor.scalar_type(), begin, count);
                    }
                  });
@@ -307,7 +307,7 @@ class Published : public Exchange {
   // From gradients that were copied when they were published.
   void take_back_copies() {
     const torch::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    for (size_t i = 0; i < parameters_.size(); ++i) {
       const auto& [data, place] = copies_[i];
       if (data == nullptr || row(first_row_).places()[i] != place) continue;
       torch::Tensor& gradient = parameters_[i].tensor.mutable_grad();
@@ -324,7 +324,7 @@ class Published : public Exchange {
   void publish_mean() {
     mean_was_changed_ = watch_.changed().has_value();
     if (!mean_was_changed_) return;
-    for (std::size_t i = 0; i < parameters_.size(); ++i) sources_.front().gradients[i] = parameters_[i].tensor.grad();
+    for (size_t i = 0; i < parameters_.size(); ++i) sources_.front().gradients[i] = parameters_[i].tensor.grad();
     publish_places(0);
   }
 
@@ -343,17 +343,17 @@ class Published : public Exchange {
       source.gradients.push_back(source.batches.samples > 0 ? parameter.grad() : torch::Tensor());
   }
 
-  void publish(std::size_t source, bool in_step) {
+  void publish(size_t source, bool in_step) {
     const AccumulatedBatches& batches = sources_[source].batches;
     row(first_row_ + source) = {batches, batches.loss(), in_step, wants_to_stop()};
     bytes_ += publish_places(source);
   }
 
   // Returns of how many bytes.
-  std::int64_t publish_places(std::size_t source) {
+  int64_t publish_places(size_t source) {
     const auto& gradients = sources_[source].gradients;
-    std::int64_t bytes = 0;
-    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    int64_t bytes = 0;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
       const bool has_one = i < gradients.size() && gradients[i].defined() && gradients[i].numel() > 0;
       row(first_row_ + source).places()[i] = has_one ? place_for_peers(source, i) : kNoGradient;
       if (has_one) bytes += to_int64(parameters_[i].tensor.nbytes());
@@ -363,7 +363,7 @@ class Published : public Exchange {
 
   // Returns where the other ranks find the gradient: where autograd wrote it, if that is in shared memory and in the parameter's
   // memory order, else in a copy.
-  std::uint64_t place_for_peers(std::size_t source, std::size_t i) {
+  uint64_t place_for_peers(size_t source, size_t i) {
     const torch::NoGradGuard no_grad;
     const torch::Tensor& parameter = parameters_[i].tensor;
     const torch::Tensor& gradient = sources_[source].gradients[i];
@@ -375,7 +375,7 @@ class Published : public Exchange {
     return copy.place;
   }
 
-  torch::Tensor like_parameter(std::size_t i, std::byte* data) const {
+  torch::Tensor like_parameter(size_t i, std::byte* data) const {
     const torch::Tensor& parameter = parameters_[i].tensor;
     return torch::from_blob(data, parameter.sizes(), parameter.strides(), parameter.options().requires_grad(false));
   }
@@ -384,11 +384,11 @@ class Published : public Exchange {
   // others call backward(), or step() after a plain loss.backward().
   void require_same_calls() const {
     const auto first = [&](const auto& is_so) {
-      std::size_t i = 0;
+      size_t i = 0;
       while (i < rows_ && !is_so(row(i))) ++i;
       return i;
     };
-    const auto require_not_both = [&](std::size_t one, std::size_t other) {
+    const auto require_not_both = [&](size_t one, size_t other) {
       if (one < rows_ && other < rows_)
         throw calls_differ({.what = concat("rank ", rank_of(one), " is ", row(one).call(), ", rank ", rank_of(other),
                                            " ", row(other).call()),
@@ -403,21 +403,21 @@ class Published : public Exchange {
   BatchTotals totals() {
     double samples = 0, loss = 0;
     std::vector<RankWeight> weights;
-    for (std::size_t i = 0; i < rows_; ++i) {
+    for (size_t i = 0; i < rows_; ++i) {
       weights.push_back(row(i).weight_of_rank);
       samples += row(i).samples;
       loss += row(i).weighted_loss;
       if (row(i).stop) agree_to_stop();
     }
     ranks_alike_ = compare_weights(weights, memory_->rank());
-    return {static_cast<std::int64_t>(samples), loss / samples};
+    return {static_cast<int64_t>(samples), loss / samples};
   }
 
   // Gradients elsewhere, such as sparse ones, were copied: step() finds a write to .grad.
   void protect_gradients() {
     page_guards_.clear();
     for (const Source& source : sources_)
-      for (std::size_t i = 0; i < source.gradients.size(); ++i)
+      for (size_t i = 0; i < source.gradients.size(); ++i)
         if (const torch::Tensor& gradient = source.gradients[i];
             gradient.defined() && gradient_memory_->place_of(gradient))
           page_guards_.emplace_back(
@@ -436,7 +436,7 @@ class Published : public Exchange {
       return weights;
     }
     double samples = 0;
-    for (std::size_t i = 0; i < rows_; ++i) {
+    for (size_t i = 0; i < rows_; ++i) {
       samples += row(i).samples;
       weights.push_back(row(i).unit);
     }
@@ -451,11 +451,11 @@ class Published : public Exchange {
   // zero_grad(): of its b backward() at least those since the first with samples count, b - leading, and at most b. A rank
   // without any samples, such as one in join(), leaves it to the others.
   double backwards_per_step() const {
-    const auto least = [&](std::size_t i) { return row(i).samples > 0 ? row(i).backwards - row(i).leading : 0; };
-    std::size_t most = 0;  // the row with the most backward() that count for sure
-    for (std::size_t i = 1; i < rows_; ++i)
+    const auto least = [&](size_t i) { return row(i).samples > 0 ? row(i).backwards - row(i).leading : 0; };
+    size_t most = 0;  // the row with the most backward() that count for sure
+    for (size_t i = 1; i < rows_; ++i)
       if (least(i) > least(most)) most = i;
-    for (std::size_t i = 0; i < rows_; ++i)
+    for (size_t i = 0; i < rows_; ++i)
       if (row(i).samples > 0 && row(i).backwards < least(most))
         throw MismatchError(
             {.what = concat("rank ", rank_of(i), " called backward() ", row(i).backwards,
@@ -467,18 +467,18 @@ class Published : public Exchange {
 
   NamedTensors parameters_;
   PublishedOptions options_;
-  std::unordered_map<const void*, std::size_t> index_of_;  // TensorImpl -> index in parameters_
+  std::unordered_map<const void*, size_t> index_of_;  // TensorImpl -> index in parameters_
   std::shared_ptr<GradientMemory> gradient_memory_;
   std::optional<GradientMemory::Scope> scope_;  // between begin() and end()
   Source* begun_ = nullptr;                     // by begin()
   std::vector<Source> sources_;
   std::list<PageGuard> page_guards_;       // of published gradients, with LOCKSTEP_CHECK
   std::vector<SharedMemory::Own> copies_;  // [source][parameter]
-  std::size_t rows_;                       // of a table: one per source of each rank
-  std::size_t first_row_;                  // of this rank
-  std::size_t row_bytes_;
+  size_t rows_;                            // of a table: one per source of each rank
+  size_t first_row_;                       // of this rank
+  size_t row_bytes_;
   std::shared_ptr<std::byte> tables_;
-  std::size_t table_ = 0;                  // in use: 0 or 1
+  size_t table_ = 0;                       // in use: 0 or 1
   bool is_published_ = false;              // since the last step
   bool has_stepped_ = false;               // since the last exchange or backward()
   bool is_mean_ = false;                   // .grad, since a make_mean(), until the next backward()

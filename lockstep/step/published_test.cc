@@ -16,17 +16,17 @@ using testing::message_of;
 class PublishedOfSize : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Sizes, PublishedOfSize, ::testing::Values(1, 2, 3, 4, 7));
 
-constexpr std::int64_t kLarge = 5000;  // float64: more than what is copied when it is published
+constexpr int64_t kLarge = 5000;  // float64: more than what is copied when it is published
 
-torch::Tensor parameter(std::int64_t size) {
+torch::Tensor parameter(int64_t size) {
   return torch::ones({size}, torch::TensorOptions().dtype(torch::kFloat64).requires_grad(true));
 }
 
 torch::Tensor sum_times(const torch::Tensor& p, double value) { return p.sum() * value; }
 
-std::int64_t samples_on(int rank) { return rank == 0 ? 1 : std::int64_t{1} << (rank - 1); }
+int64_t samples_on(int rank) { return rank == 0 ? 1 : int64_t{1} << (rank - 1); }
 
-void backward(Exchange& gradients, const torch::Tensor& loss, std::int64_t samples) {
+void backward(Exchange& gradients, const torch::Tensor& loss, int64_t samples) {
   const double factor = gradients.begin(samples, loss);
   if (samples > 0) run_backward(loss, factor);
   gradients.end();
@@ -36,16 +36,16 @@ void backward(Exchange& gradients, const torch::Tensor& loss, std::int64_t sampl
 torch::Tensor mean_of(Exchange& gradients, const torch::Tensor& p) {
   const WeightedGradients step = gradients.begin_update({p}, {});
   std::vector<Term> terms;
-  for (std::size_t s = 0; s < step.weights.size(); ++s) terms.push_back({step.pointers[s], step.weights[s]});
+  for (size_t s = 0; s < step.weights.size(); ++s) terms.push_back({step.pointers[s], step.weights[s]});
   const torch::Tensor mean = torch::empty({p.numel()}, torch::kFloat64);
-  for (std::int64_t begin = 0; begin < p.numel(); begin += kMaxChunk)
+  for (int64_t begin = 0; begin < p.numel(); begin += kMaxChunk)
     weighted_sum<double>(terms, torch::kFloat64, begin, std::min(kMaxChunk, p.numel() - begin),
                          mean.mutable_data_ptr<double>() + begin);
   gradients.end_update();
   return mean;
 }
 
-torch::Tensor constant(std::int64_t size, double value) { return torch::full({size}, value, torch::kFloat64); }
+torch::Tensor constant(int64_t size, double value) { return torch::full({size}, value, torch::kFloat64); }
 
 TEST_P(PublishedOfSize, gives_every_rank_the_mean_weighted_by_samples) {
   run_ranks(GetParam(), [](World& world) {
@@ -59,7 +59,7 @@ TEST_P(PublishedOfSize, gives_every_rank_the_mean_weighted_by_samples) {
       }
       backward(*gradients, sum_times(p, 8.0 * (world.rank() + 1 + step)), samples_on(world.rank()));
       const BatchTotals totals = gradients->finish();
-      EXPECT_EQ(totals.samples, static_cast<std::int64_t>(samples));
+      EXPECT_EQ(totals.samples, static_cast<int64_t>(samples));
       EXPECT_DOUBLE_EQ(totals.mean_loss, static_cast<double>(kLarge) * expected / samples);
       EXPECT_TRUE(torch::allclose(mean_of(*gradients, p), constant(kLarge, expected / samples), 1e-14, 0));
       p.mutable_grad().reset();
@@ -160,7 +160,7 @@ TEST(Published, copies_nothing_where_autograd_writes_a_fresh_gradient) {
     }
     EXPECT_TRUE(gradient_memory->place_of(large.grad()).has_value());
     EXPECT_FALSE(gradient_memory->place_of(small.grad()).has_value());
-    const std::size_t taken = gradient_memory->bytes();
+    const size_t taken = gradient_memory->bytes();
     for (int step = 0; step < 5; ++step) {
       large.mutable_grad().reset();
       const GradientMemory::Scope scope(*gradient_memory);

@@ -24,7 +24,7 @@ std::string difference(const StepSetting& own, int rank, double theirs, int othe
   if (name != std::string_view(kFrozen))
     return concat(name, group < 0 ? "" : concat(" of parameter group ", group), " is ", value, " on rank ", rank, ", ",
                   theirs, " on rank ", other);
-  const int bit = std::countr_zero(static_cast<std::uint64_t>(value) ^ static_cast<std::uint64_t>(theirs));
+  const int bit = std::countr_zero(static_cast<uint64_t>(value) ^ static_cast<uint64_t>(theirs));
   return concat(name, " differs between ", ranks, ": number ", group * kFrozenBits + bit);
 }
 
@@ -40,10 +40,10 @@ StepSettings with_mean_changed(StepSettings settings, bool changed) {
   return settings;
 }
 
-std::uint64_t hash_of(const StepSettings& settings) {
-  std::uint64_t hash = settings.size();
+uint64_t hash_of(const StepSettings& settings) {
+  uint64_t hash = settings.size();
   for (const auto& [name, value, group] : settings) {
-    hash = XXH3_64bits_withSeed(name, std::strlen(name), hash + static_cast<std::uint64_t>(group));
+    hash = XXH3_64bits_withSeed(name, std::strlen(name), hash + static_cast<uint64_t>(group));
     hash = XXH3_64bits_withSeed(&value, sizeof value, hash);
   }
   return hash;
@@ -51,7 +51,7 @@ std::uint64_t hash_of(const StepSettings& settings) {
 
 void require_same_settings(const StepSettings& own, int rank, std::span<const double> theirs, int other,
                            const std::string& what, const std::string& here) {
-  for (std::size_t i = 0; i < std::min(own.size(), theirs.size()); ++i) {
+  for (size_t i = 0; i < std::min(own.size(), theirs.size()); ++i) {
     if (own[i].value == theirs[i] || std::isnan(own[i].value) || std::isnan(theirs[i])) continue;
     const bool is_check = own[i].name == std::string_view(kParameters);
     throw MismatchError(
@@ -76,9 +76,9 @@ MismatchError calls_differ(ErrorText text) {
 
 // Read by other ranks while they write an error, even if this rank has gone on meanwhile: hence atomic.
 struct StepAgreement::Slot {
-  std::atomic<std::uint64_t> step;
-  std::atomic<std::uint64_t> count;
-  std::atomic<std::uint64_t> place;  // of so many std::atomic<double> of the rank
+  std::atomic<uint64_t> step;
+  std::atomic<uint64_t> count;
+  std::atomic<uint64_t> place;  // of so many std::atomic<double> of the rank
 };
 
 StepAgreement::StepAgreement(SharedMemoryPtr memory, std::shared_ptr<ParameterBlock> block)
@@ -128,11 +128,11 @@ void StepAgreement::end_update() {
 
 void StepAgreement::write_slot(const StepSettings& settings) {
   if (values_.empty() || settings.size() > room_) {
-    room_ = std::max<std::size_t>(settings.size(), 1);
+    room_ = std::max<size_t>(settings.size(), 1);
     values_.push_back(memory_->allocate(room_ * sizeof(double)));
   }
   auto* const values = reinterpret_cast<std::atomic<double>*>(values_.back().data.get());
-  for (std::size_t i = 0; i < settings.size(); ++i) values[i].store(settings[i].value, std::memory_order_relaxed);
+  for (size_t i = 0; i < settings.size(); ++i) values[i].store(settings[i].value, std::memory_order_relaxed);
   Slot& own = slot(memory_->rank());
   own.place.store(values_.back().place, std::memory_order_relaxed);
   own.count.store(settings.size(), std::memory_order_relaxed);
@@ -144,11 +144,11 @@ void StepAgreement::compare_slots(const StepSettings& settings) const {
   for (int rank = 0; rank < memory_->size(); ++rank) {
     const Slot& other = slot(rank);
     if (other.step.load(std::memory_order_relaxed) != steps_) continue;
-    const auto count = static_cast<std::size_t>(other.count.load(std::memory_order_relaxed));
+    const auto count = static_cast<size_t>(other.count.load(std::memory_order_relaxed));
     const auto* const values = reinterpret_cast<const std::atomic<double>*>(
         memory_->peer(rank, other.place.load(std::memory_order_relaxed), count * sizeof(double)));
     std::vector<double> theirs;
-    for (std::size_t i = 0; i < count; ++i) theirs.push_back(values[i].load(std::memory_order_relaxed));
+    for (size_t i = 0; i < count; ++i) theirs.push_back(values[i].load(std::memory_order_relaxed));
     require_same_settings(settings, memory_->rank(), theirs, rank,
                           concat("step() number ", steps_, " with different settings"),
                           concat("rank ", memory_->rank(), " of ", memory_->size(), " on this machine"));

@@ -41,11 +41,11 @@ inline constexpr const char kParameters[] = "the parameters";
 
 // The steps of an optimizer so far. Barrier 2 compares each step; without it the next exchange compares this.
 struct StepState {
-  std::uint64_t calls = 0;          // of step()
-  std::uint32_t last_settings = 0;  // hash_of() the settings of the last one
+  uint64_t calls = 0;          // of step()
+  uint32_t last_settings = 0;  // hash_of() the settings of the last one
 };
 
-std::uint64_t hash_of(const StepSettings& settings);  // of names and values
+uint64_t hash_of(const StepSettings& settings);  // of names and values
 
 // Throws MismatchError naming the first setting of which rank `other` has another value. what: such as "step() number 3".
 void require_same_settings(const StepSettings& own, int rank, std::span<const double> theirs, int other,
@@ -83,9 +83,9 @@ class StepAgreement {
   std::shared_ptr<ParameterBlock> block_;
   std::shared_ptr<std::byte> slots_;       // one per rank
   std::vector<SharedMemory::Own> values_;  // of this rank's settings: the last one; others may still read older ones
-  std::size_t room_ = 0;                   // for so many
-  std::uint64_t backwards_ = 0;
-  std::uint64_t steps_ = 0;
+  size_t room_ = 0;                        // for so many
+  uint64_t backwards_ = 0;
+  uint64_t steps_ = 0;
 };
 
 }  // namespace lockstep

@@ -17,12 +17,12 @@ torch::Tensor shifts(const torch::Tensor& like) { return torch::arange(0, 32, 2,
 torch::Tensor take_two_bits(torch::Tensor residual, double threshold) {
   const torch::Tensor codes = residual.ge(threshold).to(torch::kInt32) + residual.le(-threshold).to(torch::kInt32) * 2;
   residual.sub_(values(codes, threshold, residual.options()));
-  const std::int64_t words = two_bit_words(codes.numel());
+  const int64_t words = two_bit_words(codes.numel());
   const torch::Tensor padded = torch::constant_pad_nd(codes, {0, words * 16 - codes.numel()}).view({words, 16});
   return torch::bitwise_left_shift(padded, shifts(codes)).sum(1, /*keepdim=*/false, torch::kInt32);
 }
 
-torch::Tensor from_two_bits(const torch::Tensor& words, std::int64_t count, double threshold,
+torch::Tensor from_two_bits(const torch::Tensor& words, int64_t count, double threshold,
                             const torch::TensorOptions& options) {
   const torch::Tensor codes = torch::bitwise_right_shift(words.unsqueeze(1), shifts(words)).bitwise_and(3);
   return values(codes.flatten().slice(0, 0, count), threshold, options);

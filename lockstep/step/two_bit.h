@@ -18,9 +18,9 @@ namespace lockstep {
 torch::Tensor take_two_bits(torch::Tensor residual, double threshold);
 
 // The coded values: (count) of the options' dtype. words: as take_two_bits() returns them.
-torch::Tensor from_two_bits(const torch::Tensor& words, std::int64_t count, double threshold,
+torch::Tensor from_two_bits(const torch::Tensor& words, int64_t count, double threshold,
                             const torch::TensorOptions& options);
 
-constexpr std::int64_t two_bit_words(std::int64_t count) { return (count + 15) / 16; }
+constexpr int64_t two_bit_words(int64_t count) { return (count + 15) / 16; }
 
 }  // namespace lockstep

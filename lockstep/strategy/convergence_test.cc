@@ -15,7 +15,7 @@ constexpr int kStepsToLearn = 100;
 
 // Sixteen samples to memorise.
 Batch known_batch() {
-  const auto generator = at::make_generator<at::CPUGeneratorImpl>(std::uint64_t{9});
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(uint64_t{9});
   return {torch::randn({16, 20}, generator), torch::randint(0, 10, {16}, generator, torch::kInt64)};
 }
 

@@ -15,10 +15,10 @@
 namespace lockstep {
 
 // The names of all values of an enum, in its order.
-template <class Value, std::size_t N>
+template <class Value, size_t N>
 constexpr std::array<Named<Value>, N> in_order(const char* const (&names)[N]) {
   std::array<Named<Value>, N> all{};
-  for (std::size_t i = 0; i < N; ++i) all[i] = {names[i], static_cast<Value>(i)};
+  for (size_t i = 0; i < N; ++i) all[i] = {names[i], static_cast<Value>(i)};
   return all;
 }
 

@@ -59,7 +59,7 @@ VerifyReport verify(const Task& task, const BatchOf& batch_of, const VerifyOptio
   const auto many = trained(options.ranks, task, batch_of, options);
   const auto one = trained(1, task, batch_of, options);
   VerifyReport report{.tolerance = options.tolerance};
-  for (std::size_t i = 0; i < one.size(); ++i) {
+  for (size_t i = 0; i < one.size(); ++i) {
     const double relative = relative_difference(many[i].tensor, one[i].tensor);
     report.differences.push_back({one[i].name, relative});
     report.equal = report.equal && relative <= options.tolerance;  // also false for NaN
@@ -74,8 +74,8 @@ VerifyReport verify(const Task& task, const VerifyOptions& options) {
     throw UsageError({.what = concat("verify(", task.name, "): the shape of a sample is unknown"),
                       .next = "give the Task its `sample`, or verify() a function that makes batches"});
   const auto random_batch = [&](int step) -> Batch {
-    const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(step));
-    std::vector<std::int64_t> shape = sample.sizes;
+    const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(step));
+    std::vector<int64_t> shape = sample.sizes;
     shape.insert(shape.begin(), options.batch_size);
     const auto classes = [&](at::IntArrayRef sizes) {
       return torch::randint(sample.classes, sizes, generator, torch::kInt64);

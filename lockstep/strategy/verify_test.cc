@@ -37,7 +37,7 @@ struct NoisyNetImpl : torch::nn::Module {
 TORCH_MODULE(NoisyNet);
 
 Batch batch_of_5(int step) {
-  const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(step));
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(step));
   return {torch::randn({5 + step, 1, 8, 8}, generator), torch::randint(0, 10, {5 + step}, generator, torch::kInt64)};
 }
 

@@ -25,16 +25,16 @@
 namespace lockstep {
 namespace {
 
-constexpr std::int64_t kSyntheticSamples = 1280;
+constexpr int64_t kSyntheticSamples = 1280;
 
 bool takes_fashion_mnist(const SampleShape& sample) {
-  return sample.sizes.empty() || (!sample.tokens && sample.sizes == std::vector<std::int64_t>{1, 28, 28});
+  return sample.sizes.empty() || (!sample.tokens && sample.sizes == std::vector<int64_t>{1, 28, 28});
 }
 
 // Random tokens, the same in every run.
 Datasets synthetic_tokens(const SampleShape& sample) {
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(1);
-  const std::vector<std::int64_t> shape = {kSyntheticSamples, sample.sizes.front() + 1};
+  const std::vector<int64_t> shape = {kSyntheticSamples, sample.sizes.front() + 1};
   const torch::Tensor tokens = torch::randint(0, sample.classes, shape, generator, torch::kInt64);
   const torch::Tensor data = tokens.slice(1, 0, -1).contiguous();
   const torch::Tensor next = tokens.slice(1, 1).contiguous();
@@ -67,7 +67,7 @@ SampleShape shape_of(const Datasets& datasets, const Task& task) {
 }  // namespace
 
 Batch first_sample(const Dataset& dataset) try {
-  const std::array<std::int64_t, 1> first{0};
+  const std::array<int64_t, 1> first{0};
   return dataset.make_batch(first);
 } catch (const DataError&) {
   return {};
@@ -88,12 +88,12 @@ namespace {
 void require_classes(const torch::Tensor& output, const torch::Tensor& target) {
   if (output.dim() != target.dim() + 1 || !torch::isIntegralType(target.scalar_type(), false)) return;
   const bool classes_last = output.sizes().slice(0, target.dim()) == target.sizes();
-  const std::int64_t classes = output.size(classes_last ? -1 : 1);
-  constexpr std::int64_t kIgnored = -100;  // by torch's losses
+  const int64_t classes = output.size(classes_last ? -1 : 1);
+  constexpr int64_t kIgnored = -100;  // by torch's losses
   const torch::Tensor is_wrong = (target != kIgnored).logical_and((target < 0).logical_or(target >= classes));
   if (!is_wrong.any().item<bool>()) return;
-  const auto label = target.masked_select(is_wrong)[0].item<std::int64_t>();
-  const auto sample = is_wrong.nonzero()[0][0].item<std::int64_t>();
+  const auto label = target.masked_select(is_wrong)[0].item<int64_t>();
+  const auto sample = is_wrong.nonzero()[0][0].item<int64_t>();
   throw DataError({.what = concat("target ", label, " is not one of the model's ", classes, " classes"),
                    .here = concat("sample ", sample, " of the ", target.size(0), " of this rank's batch"),
                    .likely = "a model with fewer outputs than the data has classes, or a wrong label",
@@ -102,7 +102,7 @@ void require_classes(const torch::Tensor& output, const torch::Tensor& target) {
 
 // A built-in model's.
 Task with_metrics(Task task) {
-  constexpr std::int64_t kTop = 5;
+  constexpr int64_t kTop = 5;
   const SampleShape& sample = task.sample;
   if (sample.numbers > 0) task.metrics = {mean_absolute_error(), r_squared(sample.numbers)};
   if (sample.tokens || sample.classes == 0) return task;
@@ -136,7 +136,7 @@ Fit fit_of(const std::string& text) {
   return {.sample = fit.at("sample"), .data = fit.at("data")};
 }
 
-Task fitted(const Task& task, const Datasets& datasets, std::int64_t classes) {
+Task fitted(const Task& task, const Datasets& datasets, int64_t classes) {
   if (classes > 0 && !task.fit)
     throw UsageError(
         {.what = concat("--classes with ", task.name, ", whose program sets its outputs"), .next = "leave it out"});
@@ -174,7 +174,7 @@ Task smoothed(Task task, double label_smoothing) {
   return task;
 }
 
-Task fitted_before_fork(const Task& task, const DataSource& source, std::int64_t classes) {
+Task fitted_before_fork(const Task& task, const DataSource& source, int64_t classes) {
   const int threads = at::get_num_threads();
   at::set_num_threads(1);
   const std::shared_ptr<void> back(nullptr, [threads](void*) { at::set_num_threads(threads); });
@@ -200,7 +200,7 @@ std::optional<torch::Tensor> tensor_in(const CheckpointReader& file, const std::
 
 std::optional<torch::Tensor> find_tensor(const CheckpointReader& file, const std::string& name) {
   for (const auto& [here, there] : kConv1D) {
-    const std::size_t at = name.find(here);
+    const size_t at = name.find(here);
     if (at == std::string::npos) continue;
     auto found = tensor_in(file, std::string(name).replace(at, here.size(), there));
     if (found) return found->dim() == 2 ? found->t() : *found;
@@ -222,8 +222,8 @@ std::vector<std::string> load(const CheckpointReader& file, const std::vector<Na
   return left;
 }
 
-void report(const std::string& file, std::size_t all, const std::vector<std::string>& left) {
-  constexpr std::size_t kMostNames = 8;
+void report(const std::string& file, size_t all, const std::vector<std::string>& left) {
+  constexpr size_t kMostNames = 8;
   if (left.size() == all)
     throw UsageError({.what = concat(file, " has none of the model's ", all, " tensors in its shape"),
                       .likely = "weights of another model",
@@ -261,7 +261,7 @@ Task with_frozen(Task task, const std::string& pattern) {
   task.make_model = [make = std::move(task.make_model), names, pattern] {
     ModulePtr model = make();
     const auto parameters = named_parameters(*model);
-    std::size_t frozen = 0;
+    size_t frozen = 0;
     for (const auto& [name, tensor] : parameters) {
       if (!std::regex_search(name, names)) continue;
       torch::Tensor(tensor).set_requires_grad(false);

@@ -25,7 +25,7 @@ Batch first_sample(const Dataset& dataset);
 
 // The task with a model for the samples of these datasets, and this many classes (0: as many as the data has). Throws UsageError:
 // the model takes other samples.
-Task fitted(const Task& task, const Datasets& datasets, std::int64_t classes);
+Task fitted(const Task& task, const Datasets& datasets, int64_t classes);
 
 // The task with a model for these samples. task: one that has fit().
 Task fitted_as(const Task& task, const SampleShape& sample);
@@ -42,7 +42,7 @@ std::string to_text(const Fit& fit);
 Fit fit_of(const std::string& text);  // throws CheckpointError
 
 // The same in a process that will fork: opens the data, and starts no thread for that.
-Task fitted_before_fork(const Task& task, const DataSource& source, std::int64_t classes);
+Task fitted_before_fork(const Task& task, const DataSource& source, int64_t classes);
 
 // The task with a loss that smooths labels; 0: as it is. Throws UsageError: its loss is not CrossEntropy.
 Task smoothed(Task task, double label_smoothing);

@@ -17,7 +17,7 @@ class EvaluationMode {
     model.eval();
   }
   ~EvaluationMode() {
-    for (std::size_t i = 0; i < modules_.size(); ++i)  // a module before those in it
+    for (size_t i = 0; i < modules_.size(); ++i)  // a module before those in it
       if (modules_[i]->is_training() != trained_[i]) modules_[i]->train(trained_[i]);
   }
   EvaluationMode& operator=(EvaluationMode&&) = delete;
@@ -29,11 +29,11 @@ class EvaluationMode {
 
 using Forward = std::function<torch::Tensor(const Batch& batch)>;
 
-constexpr std::int64_t kTotals = 3;
+constexpr int64_t kTotals = 3;
 
 // Sums over samples of the loss, of what is correct, of 1 (kTotals), and of each metric; float64 holds every count exactly.
 torch::Tensor evaluate_part(const Task& task, const Forward& forward, Loader& loader) {
-  std::int64_t numbers = kTotals;
+  int64_t numbers = kTotals;
   for (const Metric& metric : task.metrics) numbers += c10::multiply_integers(metric.sizes);
   torch::Tensor sums = torch::zeros(numbers, torch::kFloat64);
   for (const Batch& batch : loader.epoch(0)) {
@@ -65,10 +65,10 @@ Evaluation evaluate_on(const World& sharing, const World& world, const Task& tas
   world.all_reduce(sums);
   const auto* total = sums.const_data_ptr<double>();
   Evaluation found{
-      .loss = total[0] / total[2], .accuracy = total[1] / total[2], .samples = static_cast<std::int64_t>(total[2])};
-  std::int64_t place = kTotals;
+      .loss = total[0] / total[2], .accuracy = total[1] / total[2], .samples = static_cast<int64_t>(total[2])};
+  int64_t place = kTotals;
   for (const Metric& metric : task.metrics) {
-    const std::int64_t numbers = c10::multiply_integers(metric.sizes);
+    const int64_t numbers = c10::multiply_integers(metric.sizes);
     const torch::Tensor sum = sums.narrow(0, place, numbers).view(metric.sizes);
     found.metrics[metric.name] = metric.value ? metric.value(sum, found.samples) : sum / found.samples;
     place += numbers;
@@ -100,14 +100,14 @@ namespace {
 Json to_json(const torch::Tensor& tensor) {
   if (tensor.dim() == 0) return tensor.item<double>();
   Json list = Json::array();
-  for (std::int64_t i = 0; i < tensor.size(0); ++i) list.push_back(to_json(tensor[i]));
+  for (int64_t i = 0; i < tensor.size(0); ++i) list.push_back(to_json(tensor[i]));
   return list;
 }
 
 }  // namespace
 
 void add_evaluation(Json& event, const std::string& prefix, const Evaluation& evaluation) {
-  constexpr std::int64_t kMostNumbers = 1024;
+  constexpr int64_t kMostNumbers = 1024;
   event[prefix + "loss"] = evaluation.loss;
   event[prefix + "accuracy"] = evaluation.accuracy;
   for (const auto& [name, figure] : evaluation.metrics)

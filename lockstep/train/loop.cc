@@ -23,9 +23,9 @@ namespace lockstep {
 namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-constexpr std::int64_t kStepsThatTell = 20;
+constexpr int64_t kStepsThatTell = 20;
 
-ScheduleOptions schedule_in_steps(const TrainOptions& options, std::int64_t steps_per_epoch) {
+ScheduleOptions schedule_in_steps(const TrainOptions& options, int64_t steps_per_epoch) {
   const LearningRateOptions& rate = options.learning_rate;
   const auto steps = static_cast<double>(steps_per_epoch);
   return {.kind = rate.schedule,
@@ -37,9 +37,7 @@ ScheduleOptions schedule_in_steps(const TrainOptions& options, std::int64_t step
 }
 
 // Samples of a step.
-std::int64_t step_samples(const TrainOptions& options) {
-  return options.loader.batch_size * options.strategy.accumulate;
-}
+int64_t step_samples(const TrainOptions& options) { return options.loader.batch_size * options.strategy.accumulate; }
 
 // --lr, scaled to the batch.
 double base_learning_rate(const TrainOptions& options) {
@@ -202,15 +200,18 @@ void TrainingLoop::require_finite_loss(const BatchTotals& totals) const {
        .next = options_.checkpoint_dir.empty() ? "try a lower --lr or --warmup-epochs" : kLowerRate});
 }
 
-double TrainingLoop::learning_rate(std::int64_t step) const {
+double TrainingLoop::learning_rate(int64_t step) const {
   return base_learning_rate(options_) * schedule_factor(schedule_in_steps(options_, loader_.steps_per_epoch()), step);
 }
 
 Json TrainingLoop::step_event(const BatchTotals& totals, double seconds) const {
-  return {{"event", "step"},            {"epoch", position_.epoch},
+  return {{"event", "step"},
+          {"epoch", position_.epoch},
           {"step", position_.step},  // since the start of the run, from 0
-          {"loss", totals.mean_loss},   {"seconds", seconds},
-          {"samples", totals.examples}, {"learning_rate", learning_rate(position_.step)}};
+          {"loss", totals.mean_loss},
+          {"seconds", seconds},
+          {"samples", totals.examples},
+          {"learning_rate", learning_rate(position_.step)}};
 }
 
 Position TrainingLoop::after_step(const BatchTotals& totals, double seconds) const {
@@ -267,8 +268,8 @@ void TrainingLoop::hint_at_loading(const LoadingStatistics& before, double secon
 }
 
 // The number of steps of the whole run.
-std::int64_t TrainingLoop::last_step() const {
-  const std::int64_t all = options_.epochs * loader_.steps_per_epoch();
+int64_t TrainingLoop::last_step() const {
+  const int64_t all = options_.epochs * loader_.steps_per_epoch();
   return options_.max_steps > 0 ? std::min(all, options_.max_steps) : all;
 }
 
@@ -326,7 +327,7 @@ Json TrainingLoop::summary(double seconds) const {
               {"strategy", strategy_info(options_.strategy.kind).name},
               {"model", options_.model},
               {"data", loader_.dataset().name()},
-              {"ranks", world_.size() * std::max(std::ssize(devices), std::ptrdiff_t{1})},  // or devices of all
+              {"ranks", world_.size() * std::max(std::ssize(devices), ptrdiff_t{1})},  // or devices of all
               {"devices", devices.empty() ? std::vector<std::string>{world_.device().str()} : devices},
               {"epochs", position_.epoch},
               {"steps", position_.step},

@@ -47,14 +47,14 @@ class TrainingLoop {
   bool ends_here();
   void train_step(const Batch& batch, const Stopwatch& since_last_step);
   void require_finite_loss(const BatchTotals& totals) const;
-  double learning_rate(std::int64_t step) const;
+  double learning_rate(int64_t step) const;
   Json step_event(const BatchTotals& totals, double seconds) const;
   Position after_step(const BatchTotals& totals, double seconds) const;
   void record_step(const BatchTotals& totals, const Json& event);
   void hint_at_loading(const LoadingStatistics& before, double seconds);
   void finish_epoch();
   Json epoch_event(const Evaluation& found) const;
-  std::int64_t last_step() const;
+  int64_t last_step() const;
 
   Json summary(double seconds) const;
   Json leave_early(double seconds, bool saved);

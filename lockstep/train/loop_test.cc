@@ -39,16 +39,16 @@ using testing::TempFolder;
 // Points on two sides of a line; sample `poisoned` holds NaN.
 class Points : public Dataset {
  public:
-  explicit Points(std::int64_t size, std::int64_t poisoned = -1) {
-    const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(9));
+  explicit Points(int64_t size, int64_t poisoned = -1) {
+    const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(9));
     data_ = torch::randn({size, 4}, generator);
     target_ = data_.sum(1).gt(0).to(torch::kInt64);
     if (poisoned >= 0) data_[poisoned][0] = std::numeric_limits<float>::quiet_NaN();
   }
   std::string name() const override { return "points"; }
-  std::int64_t size() const override { return data_.size(0); }
-  Batch make_batch(std::span<const std::int64_t> indices) const override {
-    const torch::Tensor index = torch::tensor(std::vector<std::int64_t>(indices.begin(), indices.end()), torch::kInt64);
+  int64_t size() const override { return data_.size(0); }
+  Batch make_batch(std::span<const int64_t> indices) const override {
+    const torch::Tensor index = torch::tensor(std::vector<int64_t>(indices.begin(), indices.end()), torch::kInt64);
     return {data_.index_select(0, index), target_.index_select(0, index)};
   }
 
@@ -105,13 +105,13 @@ Outcome run_alone(const TrainOptions& options, const Datasets& datasets, const T
   return outcome;
 }
 
-Datasets points(std::int64_t poisoned = -1) {
+Datasets points(int64_t poisoned = -1) {
   return {.train = std::make_shared<Points>(50, poisoned), .validation = std::make_shared<Points>(31)};
 }
 
 void expect_same_bits(const Outcome& a, const Outcome& b) {
   ASSERT_EQ(a.parameters.size(), b.parameters.size());
-  for (std::size_t i = 0; i < a.parameters.size(); ++i) EXPECT_TRUE(torch::equal(a.parameters[i], b.parameters[i]));
+  for (size_t i = 0; i < a.parameters.size(); ++i) EXPECT_TRUE(torch::equal(a.parameters[i], b.parameters[i]));
   EXPECT_EQ(a.metrics["train_loss"], b.metrics["train_loss"]);
   EXPECT_EQ(a.metrics["val_accuracy"], b.metrics["val_accuracy"]);
   EXPECT_EQ(a.metrics["steps"], b.metrics["steps"]);
@@ -296,7 +296,7 @@ TEST(TrainingLoop, goes_back_to_a_step_with_a_lower_learning_rate) {
   options.checkpoint_every = 1;
   const std::string message = message_of<NonFiniteError>([&] { run_alone(options, points(/*poisoned=*/17)); });
   EXPECT_TRUE(contains(message, "--resume --from-step STEP and a lower --lr"));
-  std::vector<std::int64_t> steps;
+  std::vector<int64_t> steps;
   for (const auto& entry : std::filesystem::directory_iterator(folder.path()))
     if (entry.path().extension() == ".safetensors")
       steps.push_back(std::stoll(entry.path().filename().string().substr(5)));
@@ -566,7 +566,7 @@ TEST(Callbacks, are_told_on_every_rank_of_each_step_epoch_and_checkpoint_once_an
   options.checkpoint_dir = folder.path();
   options.checkpoint_every = 5;
   std::array<std::vector<std::string>, 2> steps, checkpoints, all;
-  std::array<std::int64_t, 2> samples{};
+  std::array<int64_t, 2> samples{};
   std::array<double, 2> loss{}, accuracy{};
   const auto add = [&](Task& task, int rank, torch::nn::Module& model) {
     task.on_step = [&, rank](const StepEvent& event, torch::nn::Module& its) {
@@ -630,7 +630,7 @@ TEST(Callbacks, hear_of_means_over_what_the_task_counts) {
   task.loss = [](const torch::Tensor& output, const torch::Tensor& target) {
     return torch::cross_entropy_loss(output, target, {}, at::Reduction::Mean, /*ignore_index=*/0);
   };
-  task.samples = [](const Batch& batch) { return batch.target.sum().item<std::int64_t>(); };
+  task.samples = [](const Batch& batch) { return batch.target.sum().item<int64_t>(); };
   task.on_epoch = [](const EpochEvent& event, torch::nn::Module&) {
     EXPECT_EQ(event.samples, 50);
     EXPECT_LT(event.validation.samples, 50);
@@ -697,7 +697,7 @@ TEST(Accumulating, takes_the_steps_of_a_batch_that_is_as_large_as_all_parts) {
   EXPECT_EQ(parts.metrics["steps"], whole.metrics["steps"]);
   EXPECT_EQ(parts.metrics["samples"], whole.metrics["samples"]);
   EXPECT_NEAR(parts.metrics["train_loss"], whole.metrics["train_loss"], 1e-5);
-  for (std::size_t i = 0; i < whole.parameters.size(); ++i)
+  for (size_t i = 0; i < whole.parameters.size(); ++i)
     EXPECT_TRUE(torch::allclose(parts.parameters[i], whole.parameters[i], 1e-4, 1e-5));
 }
 

@@ -23,10 +23,10 @@ namespace lockstep {
 namespace {
 
 // Of the best checkpoint, where it is another one.
-std::optional<std::int64_t> better_step(const LoadedCheckpoint& newest) {
+std::optional<int64_t> better_step(const LoadedCheckpoint& newest) {
   const Position position = saved_run(newest.file.metadata()).position;
   const bool has_better = position.best_step >= 0 && position.best_step != position.step;
-  return has_better ? std::optional<std::int64_t>(position.best_step) : std::nullopt;
+  return has_better ? std::optional<int64_t>(position.best_step) : std::nullopt;
 }
 
 // --from-step, else the best one that a run with --keep-best has, else the newest.
@@ -67,7 +67,7 @@ void require_samples(const Dataset& dataset, const Task& task, bool needs_target
                      .next = "lockstep predict writes the model's outputs for them"});
 }
 
-std::string name_of_class(const DataFacts& facts, std::int64_t i) {
+std::string name_of_class(const DataFacts& facts, int64_t i) {
   return facts.classes.empty() ? concat(i) : facts.classes[to_size(i)];
 }
 
@@ -86,14 +86,14 @@ std::string class_table(const torch::Tensor& matrix, const DataFacts& facts) {
   };
   std::string table = row("class", "samples", "precision", "recall");
   const torch::Tensor samples = matrix.sum(1), taken = matrix.sum(0), right = matrix.diag();
-  for (std::int64_t i = 0; i < matrix.size(0); ++i)
+  for (int64_t i = 0; i < matrix.size(0); ++i)
     table +=
         row(name_of_class(facts, i), samples[i].item<double>(), share(right[i], taken[i]), share(right[i], samples[i]));
   return table;
 }
 
 void print(const Evaluation& found, const DataFacts& facts, bool tokens) {
-  constexpr std::int64_t kMostClasses = 100;
+  constexpr int64_t kMostClasses = 100;
   const auto line = [](const std::string& name, double value) {
     std::cout << concat("  ", std::left, std::setw(24), name, std::right, std::setw(10), std::fixed,
                         std::setprecision(4), value, '\n');
@@ -112,7 +112,7 @@ void print(const Evaluation& found, const DataFacts& facts, bool tokens) {
 void evaluate_model(const World& world, const TrainOptions& options, const Task& task, torch::nn::Module& model,
                     const std::shared_ptr<const Dataset>& dataset, const SavedRun& run, const DataFacts& facts) {
   LoaderOptions loading = options.loader;
-  loading.batch_size = std::max(loading.batch_size / world.size(), std::int64_t{1});
+  loading.batch_size = std::max(loading.batch_size / world.size(), int64_t{1});
   const Evaluation found = evaluate(world, task, model, dataset, loading);
   if (world.rank() != 0) return;
   std::cout << concat(options.model, " after step ", run.position.step, " on ", dataset->name(), ": ", found.samples,
@@ -137,14 +137,14 @@ void evaluate_model(const World& world, const TrainOptions& options, const Task&
 static_assert(std::endian::native == std::endian::little);
 
 // NEP 1, version 1.0: everything before the data, padded to a multiple of 64 bytes.
-std::string npy_head(std::int64_t samples, torch::IntArrayRef sizes) {
-  constexpr std::size_t kAlignment = 64, kBeforeText = 10;
+std::string npy_head(int64_t samples, torch::IntArrayRef sizes) {
+  constexpr size_t kAlignment = 64, kBeforeText = 10;
   std::string shape = concat(samples, ",");
-  for (const std::int64_t size : sizes) shape += concat(" ", size, ",");
+  for (const int64_t size : sizes) shape += concat(" ", size, ",");
   std::string text = concat("{'descr': '<f4', 'fortran_order': False, 'shape': (", shape, "), }");
   text.resize((kBeforeText + text.size()) / kAlignment * kAlignment + kAlignment - kBeforeText, ' ');
   text.back() = '\n';
-  const auto size = static_cast<std::uint16_t>(text.size());
+  const auto size = static_cast<uint16_t>(text.size());
   return std::string("\x93NUMPY\x01\x00", 8) + static_cast<char>(size & 0xFF) + static_cast<char>(size >> 8) + text;
 }
 
@@ -165,7 +165,7 @@ std::string csv_field(const std::string& text) {
 class PredictionFile {
  public:
   // classes: the number of the model's classes, and their names, if they have any; 0: its outputs are numbers. Throws SystemError.
-  PredictionFile(const std::string& path, std::int64_t samples, std::int64_t classes, std::vector<std::string> names)
+  PredictionFile(const std::string& path, int64_t samples, int64_t classes, std::vector<std::string> names)
       : file_(path),
         is_array_(path.ends_with(".npy")),
         samples_(samples),
@@ -186,10 +186,10 @@ class PredictionFile {
 
   AtomicFile file_;
   bool is_array_;
-  std::int64_t samples_;
-  std::int64_t classes_;
+  int64_t samples_;
+  int64_t classes_;
   std::vector<std::string> names_;
-  std::int64_t written_ = 0;
+  int64_t written_ = 0;
 };
 
 void PredictionFile::add_array(const torch::Tensor& outputs) {
@@ -209,18 +209,18 @@ void PredictionFile::add_lines(const torch::Tensor& outputs) {
   if (written_ == 0) {
     text = "sample";
     if (classes_ > 0) text += ",class,probability";
-    for (std::int64_t i = 0; classes_ == 0 && i < outputs.size(1); ++i) text += concat(",output", i);
+    for (int64_t i = 0; classes_ == 0 && i < outputs.size(1); ++i) text += concat(",output", i);
     text += '\n';
   }
   const auto [probability, best] = classes_ > 0 ? outputs.softmax(1).max(1) : std::tuple(outputs, outputs);
-  for (std::int64_t row = 0; row < outputs.size(0); ++row) {
+  for (int64_t row = 0; row < outputs.size(0); ++row) {
     text += concat(written_ + row);
     if (classes_ > 0) {
-      const auto label = best[row].item<std::int64_t>();
+      const auto label = best[row].item<int64_t>();
       text += concat(',', names_.empty() ? concat(label) : csv_field(names_[to_size(label)]), ',',
                      digits_of(probability[row].item<float>()));
     } else {
-      for (std::int64_t i = 0; i < outputs.size(1); ++i) text += ',' + digits_of(outputs[row][i].item<float>());
+      for (int64_t i = 0; i < outputs.size(1); ++i) text += ',' + digits_of(outputs[row][i].item<float>());
     }
     text += '\n';
   }
@@ -231,7 +231,7 @@ void PredictionFile::add_lines(const torch::Tensor& outputs) {
 torch::Tensor outputs_of(const Task& task, torch::nn::Module& model, const Batch& batch) {
   if (batch.size() > 0) return task.forward(model, batch).contiguous();
   const Batch one = batch.map([](const torch::Tensor& none) {
-    std::vector<std::int64_t> sizes = none.sizes().vec();
+    std::vector<int64_t> sizes = none.sizes().vec();
     sizes[0] = 1;
     return torch::zeros(sizes, none.options());
   });
@@ -243,7 +243,7 @@ void predict(const World& world, const TrainOptions& options, const Task& task, 
   const torch::NoGradGuard no_grad;
   model.eval();
   LoaderOptions loading = options.loader;
-  loading.batch_size = std::max(loading.batch_size, static_cast<std::int64_t>(world.size()));
+  loading.batch_size = std::max(loading.batch_size, static_cast<int64_t>(world.size()));
   loading.shuffle = false;
   loading.skip_bad = 0;  // each sample has its line
   Loader loader(world, dataset, loading);

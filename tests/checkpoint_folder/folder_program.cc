@@ -59,11 +59,11 @@ class Program {
   std::string run(const std::string& operation) {
     std::istringstream words(operation);
     std::string what, path;
-    std::int64_t step = 0;
+    int64_t step = 0;
     int tag = 0, shards = 0;
     words >> what;
     if (what == "list" && words >> path) return list(path);
-    if (what == "open" && words >> path) return folder_.emplace(path, 2, std::size_t{400}), "opened";
+    if (what == "open" && words >> path) return folder_.emplace(path, 2, size_t{400}), "opened";
     if (what == "newest") {
       const auto newest = folder_->load_newest();
       return newest ? concat("newest ", content_of(newest->path, newest->file)) : "newest none";

@@ -10,9 +10,9 @@
 
 namespace {
 
-constexpr std::int64_t kSecond = 1'000'000'000;
+constexpr int64_t kSecond = 1'000'000'000;
 
-std::int64_t number(const char* name) {
+int64_t number(const char* name) {
   const char* const told = ::getenv(name);
   return told == nullptr ? 0 : std::strtoll(told, nullptr, 10);
 }
@@ -20,11 +20,11 @@ std::int64_t number(const char* name) {
 }  // namespace
 
 extern "C" int clock_gettime(clockid_t clock, timespec* time) noexcept {
-  static const std::int64_t ppm = number("DRIFT_PPM"), since = number("DRIFT_SINCE");
+  static const int64_t ppm = number("DRIFT_PPM"), since = number("DRIFT_SINCE");
   const auto failed = static_cast<int>(::syscall(SYS_clock_gettime, clock, time));
   if (failed != 0 || clock != CLOCK_MONOTONIC || ppm == 0) return failed;
-  const std::int64_t told = time->tv_sec * kSecond + time->tv_nsec;
-  const std::int64_t drifted = told + (told - since) / 1000 * ppm / 1000;
+  const int64_t told = time->tv_sec * kSecond + time->tv_nsec;
+  const int64_t drifted = told + (told - since) / 1000 * ppm / 1000;
   time->tv_sec = drifted / kSecond;
   time->tv_nsec = drifted % kSecond;
   return 0;

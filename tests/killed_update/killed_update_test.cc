@@ -28,11 +28,11 @@
 namespace lockstep::testing {
 namespace {
 
-constexpr std::size_t kMostText = std::size_t{64} << 20;
+constexpr size_t kMostText = size_t{64} << 20;
 
 // What the test and the ranks share beside the arenas.
 struct Board {
-  std::atomic<std::size_t> manifest_bytes, before_bytes, after_bytes;
+  std::atomic<size_t> manifest_bytes, before_bytes, after_bytes;
   std::atomic<bool> updates;  // the last step has begun
   char manifest[1 << 20];
   char before[kMostText], after[kMostText];
@@ -52,7 +52,7 @@ class SharedBoard {
   Board* board_;
 };
 
-void put(char* to, std::atomic<std::size_t>& bytes, const std::string& text) {
+void put(char* to, std::atomic<size_t>& bytes, const std::string& text) {
   std::memcpy(to, text.data(), text.size());
   bytes.store(text.size());
 }
@@ -100,7 +100,7 @@ void run_case(const UpdateCase& given, const Plan& plan, int arena, SharedBoard&
       shm::make_thread_group(given.ranks, {.timeout = std::chrono::minutes(1), .share_ordinary_memory = false});
   run_threads(
       std::vector<int>(groups.size()),
-      [&](int rank) { return std::make_unique<CpuTransport>(std::move(groups[static_cast<std::size_t>(rank)])); },
+      [&](int rank) { return std::make_unique<CpuTransport>(std::move(groups[static_cast<size_t>(rank)])); },
       [&](World& world) { be_rank(SharedMemory::of(world), given, plan, board); }, {});
 }
 
@@ -135,13 +135,13 @@ std::string difference(const SharedBoard& board, const InterruptedUpdate::Find& 
 }
 
 struct Found {
-  std::size_t instructions = 0, states = 0;
+  size_t instructions = 0, states = 0;
   std::string difference;
 };
 
 // Bytes at the start of the arena that are in use, with some to spare.
-std::size_t used_bytes(std::span<const std::byte> arena) {
-  std::size_t used = arena.size();
+size_t used_bytes(std::span<const std::byte> arena) {
+  size_t used = arena.size();
   while (used > 0 && arena[used - 1] == std::byte{0}) --used;
   return std::min(arena.size(), used + 8192);
 }
@@ -150,12 +150,12 @@ std::size_t used_bytes(std::span<const std::byte> arena) {
 // behind. look() is given a copy of the memory; "" if it is right.
 Found step_through(SteppedChild& child, std::span<std::byte> arena,
                    const std::function<std::string(std::span<std::byte> copy)>& look) {
-  const std::size_t used = used_bytes(arena);
+  const size_t used = used_bytes(arena);
   std::vector<std::byte> last, copy;
   Found found;
   do {
     if (!last.empty() && std::memcmp(last.data(), arena.data(), used) == 0) continue;
-    last.assign(arena.begin(), arena.begin() + static_cast<std::ptrdiff_t>(used));
+    last.assign(arena.begin(), arena.begin() + static_cast<ptrdiff_t>(used));
     copy.assign(arena.begin(), arena.end());
     ++found.states;
     found.difference = look(copy);
@@ -165,7 +165,7 @@ Found step_through(SteppedChild& child, std::span<std::byte> arena,
 }
 
 InterruptedUpdate::Find in_arena(std::span<std::byte> arena) {
-  return [arena](const auto& place, std::size_t bytes) { return arena.subspan(place.offset, bytes).data(); };
+  return [arena](const auto& place, size_t bytes) { return arena.subspan(place.offset, bytes).data(); };
 }
 
 // A rank, which is alone, and its memory.
@@ -197,8 +197,8 @@ Found kill_everywhere(const UpdateCase& given, const Expected& expected) {
 // Steps the child through its first chunk, and looks at what a kill leaves behind whenever a run inside of it is in place, and
 // the next is not.
 struct FoundInside {
-  std::vector<std::int64_t> elements;  // in place, each time
-  std::string difference;              // the first
+  std::vector<int64_t> elements;  // in place, each time
+  std::string difference;         // the first
 };
 FoundInside kill_inside_of_a_chunk(const UpdateCase& given, const Expected& expected) {
   Alone rank(given);
@@ -206,7 +206,7 @@ FoundInside kill_inside_of_a_chunk(const UpdateCase& given, const Expected& expe
   const InterruptedUpdate kept({rank.board->manifest, rank.board->manifest_bytes}, in_arena(arena));
   const UpdateJournal journal(kept.journal, kept.shape);
   FoundInside found{.elements = {0}};
-  for (std::int64_t done = 0; done < given.sizes.front() && found.difference.empty() && rank.child.step();) {
+  for (int64_t done = 0; done < given.sizes.front() && found.difference.empty() && rank.child.step();) {
     done = journal.mark(0).elements_in(kSteps, ChunkPhase::kUpdated);
     if (done == found.elements.back() || done >= given.sizes.front()) continue;
     found.elements.push_back(done);
@@ -282,9 +282,9 @@ TEST(KilledUpdate, finds_a_chunk_that_is_begun_again) {
 #else
 
 // Kills the rank at an instruction, and whoever finishes its update at every one.
-Found kill_who_finishes(const UpdateCase& given, std::size_t instruction, const Expected& expected) {
+Found kill_who_finishes(const UpdateCase& given, size_t instruction, const Expected& expected) {
   Alone rank(given);
-  for (std::size_t i = 0; i < instruction && rank.child.step(); ++i) {
+  for (size_t i = 0; i < instruction && rank.child.step(); ++i) {
   }
   rank.child.kill();
   const std::span<std::byte> arena = rank.arenas->of(0);
@@ -310,7 +310,7 @@ std::string difference_of_several(int finishers, const SharedBoard& board, const
           shm::make_thread_group(finishers, {.timeout = std::chrono::minutes(1), .share_ordinary_memory = false});
       run_threads(
           std::vector<int>(groups.size()),
-          [&](int rank) { return std::make_unique<CpuTransport>(std::move(groups[static_cast<std::size_t>(rank)])); },
+          [&](int rank) { return std::make_unique<CpuTransport>(std::move(groups[static_cast<size_t>(rank)])); },
           [&](World& world) {
             InterruptedUpdate kept({board->manifest, board->manifest_bytes}, find);
             FlatUpdate::finish(SharedMemory::of(world), kept);
@@ -328,13 +328,13 @@ std::string difference_of_several(int finishers, const SharedBoard& board, const
 
 // Kills the process with all ranks after `instructions` of rank `victim`, or, without a victim, after that many nanoseconds.
 // Returns the instructions that there were.
-std::size_t kill_once(const UpdateCase& given, int victim, std::size_t when, const Expected& expected,
-                      std::string& difference_found, int finishers = 1) {
+size_t kill_once(const UpdateCase& given, int victim, size_t when, const Expected& expected,
+                 std::string& difference_found, int finishers = 1) {
   SharedBoard board;
   std::vector<UniqueFd> files;
   if (given.ranks == 1) files.push_back(shm::make_segment("the memory of rank 0", 0));
   SteppedChild child([&] { run_case(given, {.stepped_rank = victim}, given.ranks == 1 ? files[0].get() : -1, board); });
-  std::size_t steps = 0;
+  size_t steps = 0;
   if (victim >= 0)
     child.wait_for_begin();
   else
@@ -348,7 +348,7 @@ std::size_t kill_once(const UpdateCase& given, int victim, std::size_t when, con
     }
   child.kill();
   const Arenas arenas(files);
-  const auto find = [&](const auto& place, std::size_t bytes) { return arenas.find(place, bytes); };
+  const auto find = [&](const auto& place, size_t bytes) { return arenas.find(place, bytes); };
   difference_found =
       finishers == 1 ? difference(board, find, expected) : difference_of_several(finishers, board, find, expected);
   return steps;
@@ -386,9 +386,9 @@ TEST_P(KilledUpdateOf, is_finished_from_every_instruction) {
 TEST_P(KilledUpdateOf, is_finished_even_if_those_who_finish_it_are_killed) {
   const Expected expected = undisturbed(GetParam());
   std::minstd_rand random(7);
-  const auto most = static_cast<std::size_t>(kill_everywhere(GetParam(), expected).instructions);
+  const auto most = static_cast<size_t>(kill_everywhere(GetParam(), expected).instructions);
   for (int round = 0; round < rounds("LOCKSTEP_KILL_ROUNDS", 2); ++round) {
-    const std::size_t at = std::uniform_int_distribution<std::size_t>(0, most)(random);
+    const size_t at = std::uniform_int_distribution<size_t>(0, most)(random);
     EXPECT_EQ(kill_who_finishes(GetParam(), at, expected).difference, "") << "first killed at instruction " << at;
   }
 }
@@ -407,7 +407,7 @@ TEST(KilledUpdate, is_finished_inside_of_a_chunk) {
     given.sizes = {4096, 5};
     const FoundInside found = kill_inside_of_a_chunk(given, undisturbed(given));
     EXPECT_EQ(found.difference, "") << given.name << ", after " << found.elements.back() << " elements";
-    EXPECT_EQ(found.elements, (std::vector<std::int64_t>{0, 1024, 2048, 3072})) << given.name;
+    EXPECT_EQ(found.elements, (std::vector<int64_t>{0, 1024, 2048, 3072})) << given.name;
   }
 }
 
@@ -419,14 +419,14 @@ TEST_P(KilledRanks, are_replaced_wherever_they_were) {
   const UpdateCase& given = GetParam();
   const Expected expected = undisturbed(given);
   std::minstd_rand random(static_cast<unsigned>(std::hash<std::string>()(given.name)));
-  const auto any = [&](std::size_t below) { return std::uniform_int_distribution<std::size_t>(0, below)(random); };
+  const auto any = [&](size_t below) { return std::uniform_int_distribution<size_t>(0, below)(random); };
   std::string difference_found;
-  std::size_t most = 20000;
+  size_t most = 20000;
   for (int round = 0; round < rounds("LOCKSTEP_KILL_ROUNDS", 2); ++round) {
-    const int victim = round % 2 == 0 ? static_cast<int>(any(static_cast<std::size_t>(given.ranks) - 1)) : -1;
-    const std::size_t when = victim >= 0 ? any(most) : any(2000000);
-    const std::size_t steps = kill_once(given, victim, when, expected, difference_found);
-    if (victim >= 0 && steps == when) most = std::min<std::size_t>(2 * most, 200000);
+    const int victim = round % 2 == 0 ? static_cast<int>(any(static_cast<size_t>(given.ranks) - 1)) : -1;
+    const size_t when = victim >= 0 ? any(most) : any(2000000);
+    const size_t steps = kill_once(given, victim, when, expected, difference_found);
+    if (victim >= 0 && steps == when) most = std::min<size_t>(2 * most, 200000);
     ASSERT_EQ(difference_found, "") << "round " << round << ", rank " << victim << " after " << when;
   }
 }
@@ -440,7 +440,7 @@ TEST(KilledUpdate, is_finished_by_several_together) {
       given.ranks = 3;
       const Expected expected = undisturbed(given);
       std::string difference_found;
-      const std::size_t when = std::uniform_int_distribution<std::size_t>(0, 30000)(random);
+      const size_t when = std::uniform_int_distribution<size_t>(0, 30000)(random);
       kill_once(given, given.ranks - 1, when, expected, difference_found, finishers);
       ASSERT_EQ(difference_found, "") << given.name << ", " << finishers << " finish, one was killed after " << when;
     }
@@ -454,7 +454,7 @@ TEST(KilledUpdate, is_finished_if_there_are_more_threads_than_before) {
       given.threads_at_last = 2;
       const Expected expected = undisturbed(given);
       std::string difference_found;
-      for (const std::size_t when : {1000, 20000}) {
+      for (const size_t when : {1000, 20000}) {
         kill_once(given, ranks - 1, when, expected, difference_found);
         ASSERT_EQ(difference_found, "") << given.name << ", " << ranks << " ranks, after " << when;
       }

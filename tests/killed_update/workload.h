@@ -27,7 +27,7 @@ struct UpdateCase {
   int threads = 1;          // of each rank
   int threads_at_last = 0;  // in the last step; 0: as before
   int group_without = -1;   // this group has no momentum after the first step (SGD)
-  std::vector<std::int64_t> sizes{};
+  std::vector<int64_t> sizes{};
 };
 inline void PrintTo(const UpdateCase& each, std::ostream* out) { *out << each.name; }
 
@@ -47,7 +47,7 @@ class Workload {
 
  private:
   std::vector<UpdateRule::Group> groups_in(int step) const;
-  const void* gradient_of(int step, std::size_t parameter, int rank) const;
+  const void* gradient_of(int step, size_t parameter, int rank) const;
 
   std::shared_ptr<SharedMemory> memory_;
   UpdateCase case_;
@@ -70,8 +70,8 @@ class Arenas {
   Arenas(const Arenas&) = delete;
   Arenas& operator=(const Arenas&) = delete;
 
-  std::byte* find(const SharedMemory::ArenaOffset& place, std::size_t bytes) const;
-  std::span<std::byte> of(int rank) const { return mapped_.at(static_cast<std::size_t>(rank)); }
+  std::byte* find(const SharedMemory::ArenaOffset& place, size_t bytes) const;
+  std::span<std::byte> of(int rank) const { return mapped_.at(static_cast<size_t>(rank)); }
 
  private:
   std::vector<std::span<std::byte>> mapped_;

@@ -151,10 +151,10 @@ TEST(LockstepRun, goes_on_while_the_reader_of_its_output_is_stopped) {
                          pipe.writer.get(), ">&-")});
   ASSERT_TRUE(wait_until([&folder] { return folder.has("done"); })) << "the rank waits for the reader";
   pipe.writer.reset();
-  std::size_t lines = 0;
+  size_t lines = 0;
   std::array<char, 65536> buffer;
   for (ssize_t some = 0; (some = ::read(pipe.reader.get(), buffer.data(), buffer.size())) > 0;)
-    lines += static_cast<std::size_t>(std::count(buffer.data(), buffer.data() + some, '\n'));
+    lines += static_cast<size_t>(std::count(buffer.data(), buffer.data() + some, '\n'));
   EXPECT_EQ(lines, kLines);
   EXPECT_EQ(launcher.wait(), 0);
 }

@@ -147,7 +147,7 @@ int print_bytes(const Arguments&) {
 sockaddr_in master_address() {
   sockaddr_in address{};
   address.sin_family = AF_INET;
-  address.sin_port = htons(static_cast<std::uint16_t>(std::stoi(variable("MASTER_PORT"))));
+  address.sin_port = htons(static_cast<uint16_t>(std::stoi(variable("MASTER_PORT"))));
   ::inet_pton(AF_INET, variable("MASTER_ADDR").c_str(), &address.sin_addr);
   return address;
 }
@@ -349,10 +349,10 @@ int publish(const Arguments& arguments) {
     std::cout << watch.seconds() / steps * 1e9 << '\n';
     return 0;
   }
-  std::int64_t sum = 0;
+  int64_t sum = 0;
   for (int step = 0; step < steps; ++step) {
     for (char& each : other) ++each;
-    const std::int64_t begin = lockstep::trace::now();
+    const int64_t begin = lockstep::trace::now();
     publish_step(step);
     sum += lockstep::trace::now() - begin;
   }

@@ -53,7 +53,7 @@ int stopped_among(const std::vector<int>& pids) {
     std::ifstream file(concat("/proc/", pid, "/stat"));
     std::string line;
     std::getline(file, line);
-    const std::size_t name_ends = line.rfind(')');
+    const size_t name_ends = line.rfind(')');
     if (name_ends != std::string::npos && line.substr(name_ends + 2, 1) == "T") return pid;
   }
   return 0;

@@ -41,15 +41,15 @@ class RandomKills {
  public:
   explicit RandomKills(unsigned seed) : random_(seed) {}
 
-  std::size_t below(std::size_t limit) { return std::uniform_int_distribution<std::size_t>(0, limit - 1)(random_); }
+  size_t below(size_t limit) { return std::uniform_int_distribution<size_t>(0, limit - 1)(random_); }
 
   // A fault in this phase of a random step of a random rank.
   std::string fault_in(const std::string& phase, int ranks) {
-    const std::size_t rank = phase == "saving" ? 0 : below(static_cast<std::size_t>(ranks));
+    const size_t rank = phase == "saving" ? 0 : below(static_cast<size_t>(ranks));
     std::string fault = concat("rank=", rank, ",phase=", phase, moment(phase));
     if (phase == "meeting") return below(2) == 0 ? fault : second_fault(fault, ranks);
     const bool ends_epoch = phase == "validation" || phase == "saving";
-    const std::size_t step = ends_epoch ? kStepsPerEpoch * (1 + below(kEpochs)) - 1 : below(kStepsPerEpoch * kEpochs);
+    const size_t step = ends_epoch ? kStepsPerEpoch * (1 + below(kEpochs)) - 1 : below(kStepsPerEpoch * kEpochs);
     return concat(fault, ",step=", step);
   }
 
@@ -111,7 +111,7 @@ TEST(Kills, at_random_points_leave_the_bits_of_an_undisturbed_run) {
   std::map<std::string, int> hits;
   for (int kill = 0; kill < kills; ++kill) {
     const Setting& setting = kSettings[random.below(kSettings.size())];
-    const std::string& phase = kPhases[static_cast<std::size_t>(kill) % kPhases.size()];
+    const std::string& phase = kPhases[static_cast<size_t>(kill) % kPhases.size()];
     if (!expected.contains(setting.name)) expected[setting.name] = undisturbed(setting);
     const std::string faults = random.fault_in(phase, setting.ranks);
     const bool hit = expect_same_outcome(setting, faults, expected[setting.name]);

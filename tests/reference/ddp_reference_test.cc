@@ -16,8 +16,8 @@ namespace {
 using testing::ramp;
 
 constexpr int kSteps = 20;
-constexpr std::int64_t kBatch = 10;
-constexpr std::int64_t kStride = 97;
+constexpr int64_t kBatch = 10;
+constexpr int64_t kStride = 97;
 
 Task lenet_with_known_weights() {
   Task task = classification_task<LeNet>("lenet");
@@ -25,7 +25,7 @@ Task lenet_with_known_weights() {
     const torch::NoGradGuard no_grad;
     LeNet net;
     net->to(torch::kFloat64);
-    std::int64_t i = 0;
+    int64_t i = 0;
     for (auto& parameter : net->parameters())
       parameter.copy_((ramp(parameter.numel(), i++) * 0.2).reshape(parameter.sizes()));
     return net.ptr();

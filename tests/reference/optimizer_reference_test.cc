@@ -17,11 +17,11 @@ using MakeOptimizer = std::function<std::unique_ptr<Optimizer>(const Tensors&)>;
 constexpr int kRecordedSteps = 10;
 
 Tensors make_parameters() {
-  const std::vector<std::vector<std::int64_t>> shapes = {{5, 3}, {7}, {4, 3, 3, 3}};
+  const std::vector<std::vector<int64_t>> shapes = {{5, 3}, {7}, {4, 3, 3, 3}};
   Tensors parameters;
-  for (std::size_t i = 0; i < shapes.size(); ++i) {
-    const std::int64_t count = c10::multiply_integers(shapes[i]);
-    parameters.push_back((ramp(count, static_cast<std::int64_t>(i)) * 2).reshape(shapes[i]).set_requires_grad(true));
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    const int64_t count = c10::multiply_integers(shapes[i]);
+    parameters.push_back((ramp(count, static_cast<int64_t>(i)) * 2).reshape(shapes[i]).set_requires_grad(true));
   }
   return parameters;
 }
@@ -29,9 +29,9 @@ Tensors make_parameters() {
 std::unique_ptr<Optimizer> train(const Tensors& parameters, const MakeOptimizer& make) {
   auto optimizer = make(parameters);
   for (int step = 0; step < kRecordedSteps; ++step) {
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
+    for (size_t i = 0; i < parameters.size(); ++i) {
       const torch::Tensor& p = parameters[i];
-      p.mutable_grad() = ramp(p.numel(), 100 + 10 * step + static_cast<std::int64_t>(i)).reshape(p.sizes());
+      p.mutable_grad() = ramp(p.numel(), 100 + 10 * step + static_cast<int64_t>(i)).reshape(p.sizes());
     }
     optimizer->step();
   }
@@ -40,7 +40,7 @@ std::unique_ptr<Optimizer> train(const Tensors& parameters, const MakeOptimizer&
 
 void expect_as_recorded(const Tensors& found, const std::string& name) {
   const TensorFile recorded = load_safetensors(OPTIMIZER_REFERENCE);
-  for (std::size_t i = 0; i < found.size(); ++i) {
+  for (size_t i = 0; i < found.size(); ++i) {
     const torch::Tensor& expected = recorded.tensors.at(name + "/" + std::to_string(i));
     EXPECT_TRUE(torch::allclose(found[i].detach(), expected, 1e-12, 1e-13)) << name << ", parameter " << i;
   }

@@ -30,7 +30,7 @@ inline std::set<std::string> sockets_of(int pid) {
 // Of a table in /proc/PID/net: which columns hold the state of a socket, its inode and its name.
 struct Table {
   const char* name;
-  std::size_t state, inode, address;
+  size_t state, inode, address;
   const char* listens;
 };
 

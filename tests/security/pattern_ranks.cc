@@ -13,8 +13,8 @@
 
 namespace {
 
-constexpr std::int32_t kPattern = 0x0ddba11c;
-constexpr std::int64_t kElements = 1 << 20;
+constexpr int32_t kPattern = 0x0ddba11c;
+constexpr int64_t kElements = 1 << 20;
 
 }  // namespace
 
@@ -28,7 +28,7 @@ int main(int, char** arguments) {
       std::cerr << "the array has changed" << std::endl;
       return 1;
     }
-    ended = array[0].item<std::int32_t>() != kPattern;
+    ended = array[0].item<int32_t>() != kPattern;
     if (world.rank() == 0) std::ofstream{arguments[1]};
   }
   return 0;

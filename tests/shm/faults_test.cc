@@ -43,9 +43,9 @@ constexpr auto kStallTimeout = std::chrono::milliseconds(300);
 constexpr double kAlways = 5;  // seconds
 // What the test and its ranks share.
 struct Board {
-  std::atomic<int> calls;                              // that the victim made
-  std::atomic<std::int64_t> fault_at;                  // nanoseconds of the steady clock
-  std::array<std::atomic<std::int64_t>, 16> error_at;  // of each survivor
+  std::atomic<int> calls;                         // that the victim made
+  std::atomic<int64_t> fault_at;                  // nanoseconds of the steady clock
+  std::array<std::atomic<int64_t>, 16> error_at;  // of each survivor
 };
 
 class SharedBoard {
@@ -60,10 +60,10 @@ class SharedBoard {
   Board* board_;
 };
 
-std::int64_t now() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+int64_t now() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
 void one_call(Group& group, int call, Memory& arena, std::vector<float>& ordinary) {
-  const std::size_t count = call % 3 == 0 ? 10 : 40000;
+  const size_t count = call % 3 == 0 ? 10 : 40000;
   switch (call % 4) {
     case 0:
       return group.all_reduce(
@@ -95,7 +95,7 @@ void limit(int resource, rlim_t value) {
 
 // A collective for which this rank has to take memory from the machine.
 void call_that_takes_memory(Group& group) {
-  std::vector<float> large(std::size_t{1} << 21);
+  std::vector<float> large(size_t{1} << 21);
   group.all_reduce(
       {.input = large.data(), .output = large.data(), .count = large.size(), .algorithm = Algorithm::kRing});
 }

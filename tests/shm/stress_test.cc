@@ -17,10 +17,10 @@ using testing::expect_none;
 using testing::run_processes;
 using testing::run_threads;
 
-using Numbers = std::vector<std::int32_t>;
+using Numbers = std::vector<int32_t>;
 
-std::int32_t number_of(int rank, std::size_t index) {
-  return static_cast<std::int32_t>((static_cast<unsigned>(rank) * 7 + index * 3) % 11) + 1;
+int32_t number_of(int rank, size_t index) {
+  return static_cast<int32_t>((static_cast<unsigned>(rank) * 7 + index * 3) % 11) + 1;
 }
 
 // A sequence of calls on one group, the same on all its ranks because the seed is.
@@ -37,31 +37,31 @@ class Sequence {
   }
 
  private:
-  std::size_t whole() const { return count_ * static_cast<unsigned>(p_); }
+  size_t whole() const { return count_ * static_cast<unsigned>(p_); }
   bool is_root() const { return group_.rank() == root_; }
 
   // Where it lies may differ from rank to rank.
-  std::int32_t* numbers(std::size_t count, std::size_t first = 0) {
+  int32_t* numbers(size_t count, size_t first = 0) {
     const bool in_arena = (random_() + static_cast<unsigned>(group_.rank())) % 2 == 0;
-    if (in_arena) arena_.push_back(group_.allocate(count * sizeof(std::int32_t)));
+    if (in_arena) arena_.push_back(group_.allocate(count * sizeof(int32_t)));
     if (!in_arena) ordinary_.emplace_back(count);
-    std::int32_t* const data = in_arena ? arena_.back().as<std::int32_t>() : ordinary_.back().data();
-    for (std::size_t i = 0; i < count; ++i) data[i] = number_of(group_.rank(), first + i);
+    int32_t* const data = in_arena ? arena_.back().as<int32_t>() : ordinary_.back().data();
+    for (size_t i = 0; i < count; ++i) data[i] = number_of(group_.rank(), first + i);
     return data;
   }
 
-  void expect_sum(const std::int32_t* data, std::size_t count, std::size_t first = 0) {
-    for (std::size_t i = 0; i < count; ++i) {
-      std::int32_t sum = 0;
+  void expect_sum(const int32_t* data, size_t count, size_t first = 0) {
+    for (size_t i = 0; i < count; ++i) {
+      int32_t sum = 0;
       for (int rank = 0; rank < p_; ++rank) sum += number_of(rank, first + i);
       ASSERT_EQ(data[i], sum) << "element " << i << " of " << count;
     }
   }
-  void expect_from(int rank, const std::int32_t* data, std::size_t count, std::size_t first = 0) {
-    for (std::size_t i = 0; i < count; ++i)
+  void expect_from(int rank, const int32_t* data, size_t count, size_t first = 0) {
+    for (size_t i = 0; i < count; ++i)
       ASSERT_EQ(data[i], number_of(rank, first + i)) << "element " << i << " of " << count << " from rank " << rank;
   }
-  void expect_from_each(const std::int32_t* data, std::size_t first = 0) {
+  void expect_from_each(const int32_t* data, size_t first = 0) {
     for (int rank = 0; rank < p_; ++rank) expect_from(rank, data + static_cast<unsigned>(rank) * count_, count_, first);
   }
 
@@ -71,7 +71,7 @@ class Sequence {
   Group& group_;
   int p_;
   std::mt19937 random_;
-  std::size_t count_ = 0;
+  size_t count_ = 0;
   int root_ = 0;
   std::vector<Memory> arena_;
   std::vector<Numbers> ordinary_;
@@ -81,9 +81,9 @@ void Sequence::make_call(unsigned kind) {
   arena_.clear();
   ordinary_.clear();
   const auto own_part = static_cast<unsigned>(group_.rank()) * count_;
-  std::int32_t* const mine = numbers(count_);
-  std::int32_t* const all = numbers(whole());
-  std::int32_t* const result = numbers(whole());
+  int32_t* const mine = numbers(count_);
+  int32_t* const all = numbers(whole());
+  int32_t* const result = numbers(whole());
   constexpr DType kInt = DType::kInt32;
   switch (kind) {
     case 0:
@@ -119,8 +119,8 @@ void Sequence::pass_around_the_ring() {
   if (p_ == 1) return;
   const int right = (group_.rank() + 1) % p_;
   const int left = (group_.rank() + p_ - 1) % p_;
-  std::int32_t* const out = numbers(count_);
-  std::int32_t* const in = numbers(count_);
+  int32_t* const out = numbers(count_);
+  int32_t* const in = numbers(count_);
   const FuturePtr sent = group_.start(
       Call{.operation = Operation::kSend, .input = out, .count = count_, .dtype = DType::kInt32, .peer = right});
   group_.receive({.output = in, .count = count_, .dtype = DType::kInt32, .peer = left});

@@ -113,7 +113,7 @@ inline IntVector<int> run_processes(int size, const std::function<int(Group&)>& 
   return codes;
 }
 
-inline std::ptrdiff_t open_descriptors() {
+inline ptrdiff_t open_descriptors() {
   return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), std::filesystem::directory_iterator());
 }
 

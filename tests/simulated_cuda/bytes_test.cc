@@ -16,9 +16,9 @@ using namespace testing;
 
 // Of one device, in one step.
 struct Bytes {
-  std::int64_t up = 0, down = 0;  // between host and device
-  std::int64_t out = 0;           // to other devices
-  std::int64_t staged = 0;        // to other devices, by the driver over the host
+  int64_t up = 0, down = 0;  // between host and device
+  int64_t out = 0;           // to other devices
+  int64_t staged = 0;        // to other devices, by the driver over the host
   bool operator==(const Bytes&) const = default;
 };
 void PrintTo(const Bytes& bytes, std::ostream* out) {
@@ -27,27 +27,27 @@ void PrintTo(const Bytes& bytes, std::ostream* out) {
 
 Bytes bytes_of(int device) {
   const SimulatedCudaCounters counters = counted(device);
-  return {static_cast<std::int64_t>(counters.host_to_device), static_cast<std::int64_t>(counters.device_to_host),
-          static_cast<std::int64_t>(counters.device_to_device), static_cast<std::int64_t>(counters.staged)};
+  return {static_cast<int64_t>(counters.host_to_device), static_cast<int64_t>(counters.device_to_host),
+          static_cast<int64_t>(counters.device_to_device), static_cast<int64_t>(counters.staged)};
 }
 
 // ---- Devices of one process. N devices, K bytes of gradients, b samples
 
-constexpr std::int64_t kK = kModelBytes, kNumber = 8;
+constexpr int64_t kK = kModelBytes, kNumber = 8;
 
-std::int64_t batch_bytes(std::int64_t samples) { return samples * (kWidth * 8 + kNumber); }
+int64_t batch_bytes(int64_t samples) { return samples * (kWidth * 8 + kNumber); }
 
 // Devices that take the sum from this one on its way down the tree.
-std::int64_t children(int device, int devices) {
-  std::int64_t count = 0;
+int64_t children(int device, int devices) {
+  int64_t count = 0;
   for (int distance = 1; distance < devices; distance *= 2)
     if (device % (2 * distance) == 0 && device + distance < devices) ++count;
   return count;
 }
 
-std::int64_t sent_to_devices(const std::string& name, int device, int devices) {
-  const std::int64_t n = devices, outputs = kSamples / n * kWidth * 8;
-  const std::int64_t through_device_0 = device == 0 ? (n - 1) * kK : kK;
+int64_t sent_to_devices(const std::string& name, int device, int devices) {
+  const int64_t n = devices, outputs = kSamples / n * kWidth * 8;
+  const int64_t through_device_0 = device == 0 ? (n - 1) * kK : kK;
   if (n == 1 || name.ends_with("cpu")) return 0;
   if (name == "towers_direct" || name == "towers_ring") return 2 * (n - 1) * kK / n;
   if (name == "towers_tree") return (device == 0 ? 0 : kK) + children(device, devices) * kK;
@@ -119,7 +119,7 @@ TEST_P(BytesOfDevices, without_peer_access_go_over_the_host) {
 
 // ---- Stages of one process
 
-constexpr std::int64_t kActivations = kSamples * kHidden * 8;  // between the first linear layer and the second
+constexpr int64_t kActivations = kSamples * kHidden * 8;  // between the first linear layer and the second
 
 std::map<int, Bytes> bytes_of_stages(int devices, StrategyOptions options) {
   options.kind = StrategyKind::kPipeline;
@@ -151,7 +151,7 @@ TEST(BytesOfStages, with_clipping_are_a_norm_of_each_besides) {
 
 // Replicas of a stage give their gradients to the first one, and get its parameters.
 TEST(BytesOfStages, with_replicas_are_gradients_and_parameters_besides) {
-  constexpr std::int64_t kFirst = 8 * (kWidth * kHidden + kHidden), kLast = kK - kFirst;
+  constexpr int64_t kFirst = 8 * (kWidth * kHidden + kHidden), kLast = kK - kFirst;
   for (const auto& [device, bytes] : bytes_of_stages(4, {.seed = 4})) {
     const Bytes first{.up = kSamples / 2 * kWidth * 8, .out = kActivations / 2 + kFirst};
     const Bytes last{.up = kSamples / 2 * kNumber, .down = 3 * kNumber, .out = kActivations / 2 + kLast};
@@ -163,7 +163,7 @@ TEST(BytesOfStages, with_replicas_are_gradients_and_parameters_besides) {
 
 struct BytesOfRank {
   Bytes bytes;
-  std::int64_t exchanged = 0;  // given to collectives and messages
+  int64_t exchanged = 0;  // given to collectives and messages
 };
 
 // In a step whose batch is on the GPU already. By rank.
@@ -181,14 +181,14 @@ std::map<int, BytesOfRank> bytes_between_ranks(int ranks, const StrategyOptions&
     world.barrier();
     train_step(*strategy, batch);
     const std::lock_guard lock(mutex);
-    all[world.rank()] = {bytes_of(world.rank()), static_cast<std::int64_t>(counted(world.rank()).collectives)};
+    all[world.rank()] = {bytes_of(world.rank()), static_cast<int64_t>(counted(world.rank()).collectives)};
   });
   return all;
 }
 
 // The numbers that are summed in an exchange beside a bucket: samples, ranks that count and that stop, the loss; calls and two
 // halves of a hash, each with its square; and two for each rank.
-std::int64_t totals(int ranks) { return 4 + 3 * 2 + 2 * ranks; }
+int64_t totals(int ranks) { return 4 + 3 * 2 + 2 * ranks; }
 
 // A bucket has the gradients and a number for each of the four tensors. Each rank then gives its slice of the parameters.
 TEST(BytesOfRanks, in_ddp_are_gradients_and_some_numbers) {

@@ -20,14 +20,14 @@ std::string describe(const at::Tensor& to, const at::Tensor& from) {
   return text.str();
 }
 
-std::size_t bytes_of(const at::Tensor& tensor) { return static_cast<std::size_t>(tensor.nbytes()); }
+size_t bytes_of(const at::Tensor& tensor) { return static_cast<size_t>(tensor.nbytes()); }
 
 // One stretch of bytes at both ends: what a DMA engine copies by itself.
 bool is_plain(const at::Tensor& to, const at::Tensor& from) {
   return to.scalar_type() == from.scalar_type() && to.is_contiguous() && from.is_contiguous();
 }
 
-void count_copy(std::uint64_t SimulatedCudaCounters::*kind, int device, std::size_t bytes) {
+void count_copy(uint64_t SimulatedCudaCounters::*kind, int device, size_t bytes) {
   const Lock lock(mutex());
   SimulatedCudaCounters& count = counters(device);
   count.*kind += bytes;
@@ -70,7 +70,7 @@ void copy_to_device(const at::Tensor& to, const at::Tensor& from, bool non_block
 void copy_to_host(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   const HostCopy copy = begin_host_copy(to, from, non_blocking);
   count_copy(&SimulatedCudaCounters::device_to_host, from.get_device(),
-             static_cast<std::size_t>(to.numel()) * from.element_size());
+             static_cast<size_t>(to.numel()) * from.element_size());
   const Moment moment = put(copy.work, copy.stream, {{from, false}});
   if (copy.is_async) {
     const Lock lock(mutex());
@@ -92,7 +92,7 @@ void copy_between_devices(const at::Tensor& to, const at::Tensor& from) {
   const c10::Stream reads = current_stream(source);
   const c10::Stream writes = current_stream(target);
   count_copy(peer_access(source, target) ? &SimulatedCudaCounters::device_to_device : &SimulatedCudaCounters::staged,
-             source, static_cast<std::size_t>(to.numel()) * to.element_size());
+             source, static_cast<size_t>(to.numel()) * to.element_size());
   const Lock lock(mutex());
   if (hangs(writes)) hang_with(reads);
   wait(reads, clock_of(writes));

@@ -109,7 +109,7 @@ void simulated_cuda_counters(int device, SimulatedCudaCounters* counters) {
 void simulated_cuda_reset_counters() {
   const simulated_cuda::Lock lock(simulated_cuda::mutex());
   for (auto& [device, counted] : simulated_cuda::all_counters()) {
-    const std::uint64_t allocated = counted.allocated;
+    const uint64_t allocated = counted.allocated;
     counted = {};
     counted.allocated = counted.peak = allocated;
   }

@@ -129,7 +129,7 @@ TEST_P(StagesOfOneProcess, clip_by_the_norm_of_all_of_them) {
   expect_same_course(course_of(*strategy), course_of(*one));
   EXPECT_NEAR(strategy->optimizer().gradient_norm(), one->optimizer().gradient_norm(), 1e-9);
   const auto parameters = strategy->model().parameters(), expected = one->model().parameters();
-  for (std::size_t i = 0; i < parameters.size(); ++i)
+  for (size_t i = 0; i < parameters.size(); ++i)
     for (const auto& [name, state] : one->optimizer().state_of(expected[i]))
       EXPECT_TRUE(torch::allclose(strategy->optimizer().state_of(parameters[i]).at(name).cpu(), state, 1e-9, 1e-12))
           << name << " of " << i;
@@ -148,7 +148,7 @@ TEST_P(StagesOfOneProcess, skip_a_step_together) {
   train_step(*strategy, bad);
   EXPECT_TRUE(strategy->optimizer().skipped());
   const auto after = values_of(strategy->model());
-  for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(torch::equal(before[i], after[i])) << i;
+  for (size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(torch::equal(before[i], after[i])) << i;
 }
 
 // As a checkpoint does. The first step of the second strategy moves pieces and state to where it has measured that they are best.
@@ -157,7 +157,7 @@ TEST_P(StagesOfOneProcess, go_on_with_the_state_of_others) {
              second = strategy_on_gpus(pipeline(), GetParam(), small_task());
   course_of(*first, 5);
   const auto from = first->model().parameters(), into = second->model().parameters();
-  for (std::size_t i = 0; i < from.size(); ++i) {
+  for (size_t i = 0; i < from.size(); ++i) {
     const torch::NoGradGuard no_grad;
     torch::Tensor(into[i]).copy_(from[i]);
     second->optimizer().set_state(into[i], first->optimizer().state_of(from[i]));
@@ -194,7 +194,7 @@ TEST_P(StagesOnGpus, train_as_one_device_does_with_every_schedule) {
   const Course one = on_one_device(small_task(), options);
   for (const char* schedule : {"naive", "gpipe", "1f1b"}) {
     options.pipeline.schedule = value_named<PipelineSchedule>(schedule, "--pipeline-schedule");
-    std::atomic<std::size_t> held = 0;  // a stage may have no parameters
+    std::atomic<size_t> held = 0;  // a stage may have no parameters
     run_ranks_on_gpus(GetParam(), [&](World& world) {
       const auto strategy = make_strategy(world, small_task(), options);
       Course own, expected;
@@ -203,7 +203,7 @@ TEST_P(StagesOnGpus, train_as_one_device_does_with_every_schedule) {
         own.losses.push_back(train_step(*strategy, {batch.data.to(world.device()), batch.target.to(world.device())}));
       }
       const auto parameters = strategy->model().parameters();
-      for (std::size_t i = 0; i < parameters.size(); ++i)
+      for (size_t i = 0; i < parameters.size(); ++i)
         if (is_held(parameters[i])) {
           own.parameters.push_back(parameters[i].detach().cpu());
           expected.parameters.push_back(one.parameters[i]);

@@ -179,7 +179,7 @@ struct Hooks final : at::CUDAHooksInterface {
       for (int i = 0; i < device_count(); ++i) all->push_back(at::detail::createCPUGenerator());
       return all;
     }();
-    return kAll->at(static_cast<std::size_t>(or_current(device)));
+    return kAll->at(static_cast<size_t>(or_current(device)));
   }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
 };

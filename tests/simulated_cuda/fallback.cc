@@ -38,8 +38,8 @@ c10::Device or_here(std::optional<c10::Device> device) {
 
 const at::Tensor& resize_on_device(const at::Tensor& self, c10::IntArrayRef sizes, std::optional<at::MemoryFormat>) {
   const c10::DeviceGuard guard(self.device());
-  const std::size_t bytes = at::detail::computeStorageNbytesContiguous(sizes, self.element_size(),
-                                                                       static_cast<std::size_t>(self.storage_offset()));
+  const size_t bytes = at::detail::computeStorageNbytesContiguous(sizes, self.element_size(),
+                                                                  static_cast<size_t>(self.storage_offset()));
   const c10::Storage& storage = self.storage();
   if (bytes > storage.nbytes()) {
     c10::DataPtr grown = device_memory()->allocate(bytes);
@@ -66,11 +66,11 @@ class Call {
     count(device);
     const Moment moment = put(name_, stream, touched_);
     if (waits_for_sizes()) wait_for(stream);
-    for (std::size_t i = 0; i < arguments_; ++i) argument(i) = as_cpu(argument(i));
+    for (size_t i = 0; i < arguments_; ++i) argument(i) = as_cpu(argument(i));
     op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack_);
     for (const View& view : views_) adopt_new_size(view);
-    const std::size_t results = op_.schema().returns().size();
-    for (std::size_t i = stack_.size() - results; i < stack_.size(); ++i)
+    const size_t results = op_.schema().returns().size();
+    for (size_t i = stack_.size() - results; i < stack_.size(); ++i)
       stack_[i] = as_result(stack_[i], device_of(device), moment, stream);
   }
 
@@ -79,11 +79,11 @@ class Call {
     at::Tensor original, seen;
   };
 
-  c10::IValue& argument(std::size_t i) { return torch::jit::peek(stack_, i, arguments_); }
+  c10::IValue& argument(size_t i) { return torch::jit::peek(stack_, i, arguments_); }
 
   // All tensors of a device must be of one device, and those of the host scalars or indices.
   void look_at_arguments() {
-    for (std::size_t i = 0; i < arguments_; ++i) {
+    for (size_t i = 0; i < arguments_; ++i) {
       const auto* const alias = op_.schema().arguments()[i].alias_info();
       is_written_ = alias != nullptr && alias->isWrite();
       const c10::IValue& value = argument(i);
@@ -190,7 +190,7 @@ class Call {
     }
     const at::Tensor made = empty_strided_on(result.sizes(), result.strides(), result.scalar_type(), device);
     if (result.numel() == 0) return made;
-    const std::size_t bytes = at::detail::computeStorageNbytes(result.sizes(), result.strides(), result.element_size());
+    const size_t bytes = at::detail::computeStorageNbytes(result.sizes(), result.strides(), result.element_size());
     std::memcpy(real_address(made.data_ptr()), result.const_data_ptr(), bytes);
     note_touch(name_, moment, stream, {made, true});
     return made;
@@ -199,7 +199,7 @@ class Call {
   const c10::OperatorHandle& op_;
   torch::jit::Stack& stack_;
   std::string name_;
-  std::size_t arguments_;
+  size_t arguments_;
   std::optional<c10::Device> device_, wanted_;
   at::Tensor host_tensor_;
   bool is_written_ = false;

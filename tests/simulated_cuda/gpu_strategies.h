@@ -13,8 +13,8 @@
 
 namespace lockstep::testing {
 
-inline constexpr std::int64_t kWidth = 24, kHidden = 48, kSamples = 12;
-inline constexpr std::int64_t kModelBytes = 8 * (2 * kWidth * kHidden + kHidden + kWidth);
+inline constexpr int64_t kWidth = 24, kHidden = 48, kSamples = 12;
+inline constexpr int64_t kModelBytes = 8 * (2 * kWidth * kHidden + kHidden + kWidth);
 
 // 24 -> 48 -> 24, float64. Every tensor of it begins a cache line in a flat block.
 inline Task even_task() {
@@ -28,7 +28,7 @@ inline Task even_task() {
   return task;
 }
 
-inline Batch even_batch(std::int64_t samples = kSamples) {
+inline Batch even_batch(int64_t samples = kSamples) {
   return {torch::linspace(-1, 1, samples * kWidth, torch::kFloat64).reshape({samples, kWidth}),
           torch::arange(samples) % kWidth};
 }

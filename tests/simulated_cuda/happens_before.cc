@@ -22,18 +22,18 @@ std::vector<StreamClock>& streams() {
   return *kStreams;
 }
 
-std::size_t number_of(const c10::Stream& stream) {
-  static auto* const kNumbers = new std::map<std::pair<int, c10::StreamId>, std::size_t>;
+size_t number_of(const c10::Stream& stream) {
+  static auto* const kNumbers = new std::map<std::pair<int, c10::StreamId>, size_t>;
   const auto [at, added] = kNumbers->emplace(std::pair(stream.device_index(), stream.id()), streams().size());
   if (added) streams().push_back({stream, {}});
   return at->second;
 }
 
-std::uint64_t at(const Clock& clock, std::size_t stream) { return stream < clock.size() ? clock[stream] : 0; }
+uint64_t at(const Clock& clock, size_t stream) { return stream < clock.size() ? clock[stream] : 0; }
 
 void join(Clock& into, const Clock& from) {
   if (into.size() < from.size()) into.resize(from.size());
-  for (std::size_t i = 0; i < from.size(); ++i) into[i] = std::max(into[i], from[i]);
+  for (size_t i = 0; i < from.size(); ++i) into[i] = std::max(into[i], from[i]);
 }
 
 Clock& host() {
@@ -42,7 +42,7 @@ Clock& host() {
   return settings().threads_apart ? thread : *kProcess;
 }
 
-Clock& clock_at(std::size_t stream) {
+Clock& clock_at(size_t stream) {
   Clock& clock = streams()[stream].clock;
   if (clock.size() <= stream) clock.resize(stream + 1);
   return clock;
@@ -64,7 +64,7 @@ std::string describe(const Use& earlier, const Use& use) {
 }
 
 struct Races {
-  std::uint64_t count = 0;
+  uint64_t count = 0;
   std::string last, late;
 };
 
@@ -91,12 +91,12 @@ std::string name_of(const c10::Stream& stream) {
 std::string name_of(Moment moment) { return name_of(streams()[moment.stream].stream); }
 
 Moment now_on(const c10::Stream& stream) {
-  const std::size_t number = number_of(stream);
+  const size_t number = number_of(stream);
   return {number, clock_at(number)[number]};
 }
 
 Moment launch(const c10::Stream& stream) {
-  const std::size_t number = number_of(stream);
+  const size_t number = number_of(stream);
   Clock& clock = clock_at(number);
   join(clock, host());
   return {number, ++clock[number]};
@@ -153,16 +153,16 @@ void throw_late_races() { TORCH_CHECK(races().late.empty(), std::exchange(races(
 
 extern "C" {
 
-std::uint64_t simulated_cuda_races() {
+uint64_t simulated_cuda_races() {
   const simulated_cuda::Lock lock(simulated_cuda::mutex());
   return simulated_cuda::races().count;
 }
 
-std::size_t simulated_cuda_last_race(char* text, std::size_t size) {
+size_t simulated_cuda_last_race(char* text, size_t size) {
   const simulated_cuda::Lock lock(simulated_cuda::mutex());
   const std::string& last = simulated_cuda::races().last;
   if (size > 0) {
-    const std::size_t length = std::min(last.size(), size - 1);
+    const size_t length = std::min(last.size(), size - 1);
     std::memcpy(text, last.data(), length);
     text[length] = '\0';
   }

@@ -17,12 +17,12 @@
 
 namespace simulated_cuda {
 
-using Clock = std::vector<std::uint64_t>;  // by the number of a stream
+using Clock = std::vector<uint64_t>;  // by the number of a stream
 
 // The at-th work on a stream.
 struct Moment {
-  std::size_t stream = 0;
-  std::uint64_t at = 0;
+  size_t stream = 0;
+  uint64_t at = 0;
 };
 
 std::string name_of(const c10::Stream& stream);
@@ -41,7 +41,7 @@ bool host_waited_for(Moment moment);
 struct Use {
   std::string work;
   Moment moment;
-  std::size_t begin = 0, end = 0;
+  size_t begin = 0, end = 0;
   bool writes = false;
 };
 

@@ -19,15 +19,15 @@ namespace simulated_cuda {
 namespace {
 
 struct Pinned {
-  std::size_t bytes = 0;
+  size_t bytes = 0;
   Uses uses{};
 };
 
 struct Pending {
   AsyncCopy copy;
   bool to_host = false;
-  std::string data{};        // to the host: what will be there
-  std::size_t checksum = 0;  // from the host: of what was there
+  std::string data{};   // to the host: what will be there
+  size_t checksum = 0;  // from the host: of what was there
 };
 
 struct HostMemory {
@@ -35,14 +35,14 @@ struct HostMemory {
   std::vector<Pending> pending;
 };
 
-std::atomic<std::size_t> pending_copies{0};
+std::atomic<size_t> pending_copies{0};
 
 HostMemory& memory() {
   static auto* const kMemory = new HostMemory;
   return *kMemory;
 }
 
-std::size_t checksum(const char* bytes, std::size_t count) { return std::hash<std::string_view>()({bytes, count}); }
+size_t checksum(const char* bytes, size_t count) { return std::hash<std::string_view>()({bytes, count}); }
 
 std::pair<const char* const, Pinned>* block_of(const void* address) {
   const auto* const at = static_cast<const char*>(address);
@@ -52,7 +52,7 @@ std::pair<const char* const, Pinned>* block_of(const void* address) {
   return at < found.first + found.second.bytes ? &found : nullptr;
 }
 
-bool overlap(const char* a, std::size_t bytes, const AsyncCopy& copy) {
+bool overlap(const char* a, size_t bytes, const AsyncCopy& copy) {
   return a < copy.host + copy.bytes && copy.host < a + bytes;
 }
 
@@ -64,7 +64,7 @@ std::string race_of_source(const Pending& pending) {
 }
 
 // The allocator keeps pinned memory until the copies that use it are over: nothing is lost, but nothing lands there either.
-void drop_pending(const char* begin, std::size_t bytes) {
+void drop_pending(const char* begin, size_t bytes) {
   std::erase_if(memory().pending, [&](const Pending& pending) {
     if (!overlap(begin, bytes, pending.copy)) return false;
     report_race_later(race_of_source(pending));
@@ -83,7 +83,7 @@ void free_pinned(void* address) {
 }
 
 struct PinnedMemory final : c10::Allocator {
-  c10::DataPtr allocate(std::size_t bytes) override {
+  c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, &free_pinned, c10::kCPU};
     void* const at = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
     TORCH_CHECK(at != nullptr, "lockstep simulator: no memory for ", bytes, " pinned bytes");
@@ -93,13 +93,13 @@ struct PinnedMemory final : c10::Allocator {
     return {at, at, &free_pinned, c10::kCPU};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
-  void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
+  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
 };
 
 void note_pinned(const AsyncCopy& copy, bool writes, const c10::Stream& stream) {
   auto* const block = block_of(copy.host);
   if (block == nullptr) return;
-  const auto begin = static_cast<std::size_t>(copy.host - block->first);
+  const auto begin = static_cast<size_t>(copy.host - block->first);
   report_race(note(block->second.uses, {copy.work, copy.moment, begin, begin + copy.bytes, writes}, stream));
 }
 
@@ -119,7 +119,7 @@ bool looks_at_no_data(const at::RecordFunction& function) {
 
 std::string race_of_host(const at::RecordFunction& function, const at::Tensor& tensor) {
   const auto* const begin = static_cast<const char*>(tensor.const_data_ptr());
-  const auto bytes = static_cast<std::size_t>(tensor.nbytes());
+  const auto bytes = static_cast<size_t>(tensor.nbytes());
   for (const Pending& pending : memory().pending)
     if (pending.to_host && overlap(begin, bytes, pending.copy))
       return "lockstep simulator: a wait is missing: " + std::string(function.name()) +
@@ -177,9 +177,9 @@ void copy_from_host(AsyncCopy copy, char* to, const c10::Stream& stream) {
     const char* const begin = std::max(copy.host, pending.copy.host);
     const char* const end = std::min(copy.host + copy.bytes, pending.copy.host + pending.copy.bytes);
     std::memcpy(to + (begin - copy.host), pending.data.data() + (begin - pending.copy.host),
-                static_cast<std::size_t>(end - begin));
+                static_cast<size_t>(end - begin));
   }
-  const std::size_t sum = checksum(copy.host, copy.bytes);
+  const size_t sum = checksum(copy.host, copy.bytes);
   memory().pending.push_back({std::move(copy), false, {}, sum});
   pending_copies = memory().pending.size();
 }

@@ -25,7 +25,7 @@ struct AsyncCopy {
   std::string work;
   Moment moment;
   char* host = nullptr;
-  std::size_t bytes = 0;
+  size_t bytes = 0;
 };
 
 void copy_to_host_later(AsyncCopy copy, const char* from, const c10::Stream& stream);

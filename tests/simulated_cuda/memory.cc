@@ -25,12 +25,12 @@ struct DeviceState {
 };
 
 std::vector<std::unique_ptr<DeviceState>>& states() {
-  static auto* const kStates = new std::vector<std::unique_ptr<DeviceState>>(static_cast<std::size_t>(device_count()));
+  static auto* const kStates = new std::vector<std::unique_ptr<DeviceState>>(static_cast<size_t>(device_count()));
   return *kStates;
 }
 
 DeviceState& state(int device) {
-  auto& made = states().at(static_cast<std::size_t>(device));
+  auto& made = states().at(static_cast<size_t>(device));
   if (!made) {
     explain_faults();
     made = std::make_unique<DeviceState>(device);
@@ -70,14 +70,14 @@ void check_reuse(DeviceState& device, const c10::Stream& stream) {
   report_race(race);
 }
 
-[[noreturn]] void throw_out_of_memory(int device, std::size_t bytes, const Region& region) {
+[[noreturn]] void throw_out_of_memory(int device, size_t bytes, const Region& region) {
   TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", bytes, " bytes. GPU ", device,
                    " has a total capacity of ", region.limit(), " bytes of which ", region.limit() - region.live(),
                    " are free (simulated).");
   std::abort();
 }
 
-char* allocate_on(int device, std::size_t bytes) {
+char* allocate_on(int device, size_t bytes) {
   const Lock lock(mutex());
   const c10::Stream stream = current_stream(device);
   DeviceState& on = state(device);
@@ -89,7 +89,7 @@ char* allocate_on(int device, std::size_t bytes) {
   SimulatedCudaCounters& count = counters(device);
   count.allocated = on.region.live();
   count.peak = std::max(count.peak, count.allocated);
-  c10::reportMemoryUsageToProfiler(at, static_cast<std::int64_t>(bytes), count.allocated, on.region.limit(),
+  c10::reportMemoryUsageToProfiler(at, static_cast<int64_t>(bytes), count.allocated, on.region.limit(),
                                    device_of(device));
   return at;
 }
@@ -102,7 +102,7 @@ void free_block(void* address) {
   DeviceState& on = state(device);
   on.region.give_back(static_cast<char*>(address), at->second.bytes);
   if (!race_of_reuse(at->second, at->second.stream).empty()) on.freed.push_back(at->second);
-  const auto bytes = static_cast<std::int64_t>(at->second.bytes);
+  const auto bytes = static_cast<int64_t>(at->second.bytes);
   blocks().erase(at);
   counters(device).allocated = on.region.live();
   c10::reportMemoryUsageToProfiler(address, -bytes, on.region.live(), on.region.limit(), device_of(device));
@@ -110,14 +110,14 @@ void free_block(void* address) {
 
 class DeviceMemory final : public c10::DeviceAllocator {
  public:
-  c10::DataPtr allocate(std::size_t bytes) override {
+  c10::DataPtr allocate(size_t bytes) override {
     const int device = current_device();
     if (bytes == 0) return {nullptr, nullptr, &free_block, device_of(device)};
     char* const at = allocate_on(device, bytes);
     return {at, at, &free_block, device_of(device)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
-  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+  void copy_data(void* to, const void* from, size_t bytes) const override {
     std::memcpy(real_address(to), real_address(from), bytes);
   }
   bool initialized() override { return true; }
@@ -126,8 +126,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     const Lock lock(mutex());
     c10::CachingDeviceAllocator::DeviceStats stats;
-    stats.allocated_bytes[0].current = static_cast<std::int64_t>(counters(device).allocated);
-    stats.allocated_bytes[0].peak = static_cast<std::int64_t>(counters(device).peak);
+    stats.allocated_bytes[0].current = static_cast<int64_t>(counters(device).allocated);
+    stats.allocated_bytes[0].peak = static_cast<int64_t>(counters(device).peak);
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
@@ -135,7 +135,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     const Lock lock(mutex());
     counters(device).peak = counters(device).allocated;
   }
-  std::pair<std::size_t, std::size_t> getMemoryInfo(c10::DeviceIndex device) override {
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     const Lock lock(mutex());
     const Region& region = state(device).region;
     return {region.limit() - region.live(), region.limit()};
@@ -150,13 +150,13 @@ std::optional<Place> place_of(const void* address) {
   if (after == blocks().begin()) return {};
   auto& [begin, block] = *std::prev(after);
   if (at >= begin + block.bytes) return {};
-  return Place{&block, static_cast<std::size_t>(at - begin)};
+  return Place{&block, static_cast<size_t>(at - begin)};
 }
 
 int device_of_address(const void* address) {
   const Lock lock(mutex());
   for (int device = 0; device < device_count(); ++device) {
-    const auto& made = states()[static_cast<std::size_t>(device)];
+    const auto& made = states()[static_cast<size_t>(device)];
     if (made && made->region.contains(address)) return device;
   }
   return -1;
@@ -182,7 +182,7 @@ c10::Allocator* device_memory() {
 
 }  // namespace simulated_cuda
 
-extern "C" void simulated_cuda_limit(int device, std::size_t bytes) {
+extern "C" void simulated_cuda_limit(int device, size_t bytes) {
   const simulated_cuda::Lock lock(simulated_cuda::mutex());
   simulated_cuda::state(device).region.set_limit(bytes);
 }

@@ -20,7 +20,7 @@ namespace simulated_cuda {
 
 struct Block {
   c10::Stream stream;  // on which it was allocated, and is used again once it is free
-  std::size_t bytes = 0;
+  size_t bytes = 0;
   Uses uses{};
   std::set<std::pair<int, c10::StreamId>> recorded{};  // streams that record_stream() named
 };
@@ -28,7 +28,7 @@ struct Block {
 // The block that an address of a device lies in, and where in it.
 struct Place {
   Block* block = nullptr;
-  std::size_t offset = 0;
+  size_t offset = 0;
 };
 std::optional<Place> place_of(const void* address);
 

@@ -13,7 +13,7 @@ namespace {
 using lockstep::testing::contains;
 using torch::Tensor;
 
-constexpr std::size_t kMiB = std::size_t{1} << 20;
+constexpr size_t kMiB = size_t{1} << 20;
 
 class SimulatedMemory : public ::testing::Test {
  protected:

@@ -28,7 +28,7 @@ namespace {
 using Gloo = c10d::ProcessGroupGloo;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
-using Splits = std::vector<std::int64_t>;
+using Splits = std::vector<int64_t>;
 
 // c10d's flight recorder, one per process, is not made for several threads (2.11).
 const bool kNoFlightRecorder = ::setenv("TORCH_FR_BUFFER_SIZE", "0", 0) == 0;
@@ -96,7 +96,7 @@ class NcclWork final : public c10d::Work {
 
 std::string reduction_name(const c10d::ReduceOp& op) {
   static constexpr std::array kNames{"sum", "mean", "product", "min", "max"};
-  return std::string(" ") + kNames.at(static_cast<std::size_t>(op.op_));
+  return std::string(" ") + kNames.at(static_cast<size_t>(op.op_));
 }
 
 // NCCL has sums, products, minima, maxima and means.
@@ -176,8 +176,8 @@ class Nccl final : public c10d::Backend {
     const Tensors& parts = outputs.front();
     return start({"allgather", c10d::OpType::ALLGATHER, inputs, parts},
                  [this, to = views_of(parts), from = host_view(input)] {
-                   const at::Tensor all = flat(Tensors(static_cast<std::size_t>(size_), from));
-                   const Splits same(static_cast<std::size_t>(size_), from.numel());
+                   const at::Tensor all = flat(Tensors(static_cast<size_t>(size_), from));
+                   const Splits same(static_cast<size_t>(size_), from.numel());
                    receive_parts(to, all, sizes_of(to), same);
                  });
   }
@@ -267,9 +267,9 @@ class Nccl final : public c10d::Backend {
     for (const at::Tensor& tensor : tensors) sizes.push_back(tensor.numel());
     return sizes;
   }
-  static std::int64_t offset_of_part(const Tensors& parts, int part) {
-    std::int64_t offset = 0;
-    for (int i = 0; i < part; ++i) offset += parts[static_cast<std::size_t>(i)].numel();
+  static int64_t offset_of_part(const Tensors& parts, int part) {
+    int64_t offset = 0;
+    for (int i = 0; i < part; ++i) offset += parts[static_cast<size_t>(i)].numel();
     return offset;
   }
   static at::Tensor flat(const Tensors& tensors) {
@@ -277,9 +277,9 @@ class Nccl final : public c10d::Backend {
     for (const at::Tensor& tensor : tensors) rows.push_back(tensor.reshape({-1}));
     return at::cat(rows);
   }
-  Splits only(int root, std::int64_t count) const {
-    Splits splits(static_cast<std::size_t>(size_), 0);
-    splits[static_cast<std::size_t>(root)] = count;
+  Splits only(int root, int64_t count) const {
+    Splits splits(static_cast<size_t>(size_), 0);
+    splits[static_cast<size_t>(root)] = count;
     return splits;
   }
 
@@ -295,18 +295,18 @@ class Nccl final : public c10d::Backend {
   }
 
   void exchange(at::Tensor to, at::Tensor from, Splits receive, Splits send) const {
-    if (receive.empty()) receive.assign(static_cast<std::size_t>(size_), to.numel() / size_);
-    if (send.empty()) send.assign(static_cast<std::size_t>(size_), from.numel() / size_);
+    if (receive.empty()) receive.assign(static_cast<size_t>(size_), to.numel() / size_);
+    if (send.empty()) send.assign(static_cast<size_t>(size_), from.numel() / size_);
     at::Tensor flat_to = to.view(-1);
     at::Tensor flat_from = from.reshape({-1});
     gloo_->alltoall_base(flat_to, flat_from, receive, send)->wait();
   }
 
   void receive_parts(const Tensors& parts, const at::Tensor& from, Splits receive, Splits send) const {
-    if (parts.empty()) receive.assign(static_cast<std::size_t>(size_), 0);
+    if (parts.empty()) receive.assign(static_cast<size_t>(size_), 0);
     const at::Tensor all = at::empty({offset_of_part(parts, static_cast<int>(parts.size()))}, from.options());
     exchange(all, from, receive, send);
-    std::int64_t begin = 0;
+    int64_t begin = 0;
     for (const at::Tensor& part : parts) {
       at::Tensor(part).view(-1).copy_(all.narrow(0, begin, part.numel()));
       begin += part.numel();
@@ -315,19 +315,18 @@ class Nccl final : public c10d::Backend {
 
   // All ranks tell each other what they call, and on which GPU.
   void agree(const std::string& call, const std::string& gpu) const {
-    constexpr std::int64_t kLength = 256;
+    constexpr int64_t kLength = 256;
     at::Tensor mine = at::zeros({kLength}, at::kByte);
     const std::string text = (call + '\n' + gpu).substr(0, kLength - 1);
-    std::copy(text.begin(), text.end(), mine.mutable_data_ptr<std::uint8_t>());
+    std::copy(text.begin(), text.end(), mine.mutable_data_ptr<uint8_t>());
     Tensors all;
     for (int rank = 0; rank < size_; ++rank) all.push_back(at::zeros_like(mine));
     std::vector<Tensors> outputs{all};
     Tensors inputs{mine};
     gloo_->allgather(outputs, inputs)->wait();
     for (int rank = 0; rank < size_; ++rank) {
-      const std::string other(
-          reinterpret_cast<const char*>(all[static_cast<std::size_t>(rank)].const_data_ptr<std::uint8_t>()));
-      const std::size_t line = other.find('\n');
+      const std::string other(reinterpret_cast<const char*>(all[static_cast<size_t>(rank)].const_data_ptr<uint8_t>()));
+      const size_t line = other.find('\n');
       TORCH_CHECK(other.substr(0, line) == call, "lockstep simulator: NCCL would hang or mix data: rank ", rank_,
                   " calls ", call, ", rank ", rank, " calls ", other.substr(0, line));
       TORCH_CHECK(rank == rank_ || other.substr(line + 1) != gpu, "Duplicate GPU detected : rank ", rank_, " and rank ",
@@ -340,7 +339,7 @@ class Nccl final : public c10d::Backend {
   static std::string physical(int device) {
     std::array<char, HOST_NAME_MAX + 1> host{};
     ::gethostname(host.data(), host.size() - 1);
-    return std::to_string(settings().visible[static_cast<std::size_t>(device)]) + " of " + host.data();
+    return std::to_string(settings().visible[static_cast<size_t>(device)]) + " of " + host.data();
   }
 
   WorkPtr start(const NcclCall& call, std::function<void()> body) {
@@ -385,7 +384,7 @@ class Nccl final : public c10d::Backend {
     kept.insert(kept.end(), call.outputs.begin(), call.outputs.end());
     for (const at::Tensor& input : call.inputs) {
       touched.push_back({input, false});
-      counters(device).collectives += static_cast<std::uint64_t>(input.nbytes());
+      counters(device).collectives += static_cast<uint64_t>(input.nbytes());
     }
     for (const at::Tensor& output : call.outputs) touched.push_back({output, true});
     put(name, stream, touched);

@@ -26,7 +26,7 @@ struct Rank {
 // What each rank's body threw, or "".
 std::vector<std::string> run(int ranks, const std::function<void(Rank)>& body, bool on_one_gpu = false) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<std::string> errors(static_cast<std::size_t>(ranks));
+  std::vector<std::string> errors(static_cast<size_t>(ranks));
   std::vector<std::thread> threads;
   for (int rank = 0; rank < ranks; ++rank)
     threads.emplace_back([&, rank] {
@@ -36,7 +36,7 @@ std::vector<std::string> run(int ranks, const std::function<void(Rank)>& body, b
             lockstep_simulated_nccl(store, rank, ranks, std::chrono::seconds(30)));
         body({rank, *nccl});
       } catch (const std::exception& error) {
-        errors[static_cast<std::size_t>(rank)] = error.what();
+        errors[static_cast<size_t>(rank)] = error.what();
       }
     });
   for (std::thread& thread : threads) thread.join();
@@ -89,7 +89,7 @@ TEST(SimulatedNccl, scatters_and_gathers_uneven_parts) {
     rank.nccl.scatter(part, at_root, c10d::ScatterOptions())->wait();
     EXPECT_EQ(total(part[0]), 3 * (2 + 2 * rank.rank));
     Tensor to = here(rank, 0), from = here(rank, id);
-    std::vector<std::int64_t> none;
+    std::vector<int64_t> none;
     rank.nccl.alltoall_base(to, from, none, none, c10d::AllToAllOptions())->wait();
     EXPECT_EQ(total(to), 3);
   }));

@@ -11,10 +11,10 @@ namespace simulated_cuda {
 namespace {
 
 // Bytes of its storage from the first element to the last.
-std::size_t extent(const at::Tensor& tensor) {
-  std::int64_t last = 0;
-  for (std::int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
-  return static_cast<std::size_t>(last + 1) * tensor.element_size();
+size_t extent(const at::Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  return static_cast<size_t>(last + 1) * tensor.element_size();
 }
 
 }  // namespace

@@ -61,7 +61,7 @@ TEST(SimulatedOperators, run_backward_on_two_devices_in_two_threads) {
       const c10::DeviceGuard guard(gpu(i));
       Tensor weight = torch::ones({4}, torch::requires_grad().device(gpu(i)));
       (weight * (i + 1)).sum().backward();
-      means[static_cast<std::size_t>(i)] = weight.grad();
+      means[static_cast<size_t>(i)] = weight.grad();
     });
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ((means[0] + means[1].to(gpu(0))).sum().item<float>(), 12);

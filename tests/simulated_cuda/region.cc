@@ -14,12 +14,12 @@
 namespace simulated_cuda {
 namespace {
 
-constexpr std::size_t kGrain = 512;  // as the caching allocator of CUDA
-constexpr std::size_t kWaiting = std::size_t{64} << 20;
+constexpr size_t kGrain = 512;  // as the caching allocator of CUDA
+constexpr size_t kWaiting = size_t{64} << 20;
 
-std::size_t rounded(std::size_t bytes) { return (bytes + kGrain - 1) / kGrain * kGrain; }
+size_t rounded(size_t bytes) { return (bytes + kGrain - 1) / kGrain * kGrain; }
 
-char* map(std::size_t size, int protection, int file) {
+char* map(size_t size, int protection, int file) {
   void* const at = ::mmap(nullptr, size, protection, MAP_SHARED | MAP_NORESERVE, file, 0);
   TORCH_CHECK(at != MAP_FAILED, "lockstep simulator: no address space for ", size, " bytes of device memory");
   return static_cast<char*>(at);
@@ -36,7 +36,7 @@ Region::Region(int device) : limit_(settings().memory), size_(4 * rounded(limit_
   free_[0] = size_;
 }
 
-char* Region::take(std::size_t bytes) {
+char* Region::take(size_t bytes) {
   TORCH_CHECK(owner_ == ::getpid(), "Cannot re-initialize CUDA in forked subprocess (simulated)");
   bytes = rounded(bytes);
   if (live_ + bytes > limit_) return nullptr;
@@ -55,10 +55,10 @@ char* Region::take(std::size_t bytes) {
   return seen_ + offset;
 }
 
-void Region::give_back(char* address, std::size_t bytes) {
+void Region::give_back(char* address, size_t bytes) {
   if (owner_ != ::getpid()) return;  // shared with the parent, which still uses it
   bytes = rounded(bytes);
-  const auto offset = static_cast<std::size_t>(address - seen_);
+  const auto offset = static_cast<size_t>(address - seen_);
   std::memset(real_ + offset, 0xff, bytes);
   live_ -= bytes;
   waiting_.emplace_back(offset, bytes);
@@ -70,11 +70,11 @@ void Region::release_oldest() {
   const auto [offset, bytes] = waiting_.front();
   waiting_.pop_front();
   waiting_bytes_ -= bytes;
-  if (bytes >= std::size_t{1} << 20) ::madvise(real_ + offset, bytes, MADV_REMOVE);
+  if (bytes >= size_t{1} << 20) ::madvise(real_ + offset, bytes, MADV_REMOVE);
   merge(offset, bytes);
 }
 
-void Region::merge(std::size_t offset, std::size_t bytes) {
+void Region::merge(size_t offset, size_t bytes) {
   auto next = free_.lower_bound(offset);
   if (next != free_.end() && offset + bytes == next->first) {
     bytes += next->second;

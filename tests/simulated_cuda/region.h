@@ -20,27 +20,27 @@ class Region {
   explicit Region(int device);
 
   // nullptr: above the limit. The memory is full of 0xff.
-  char* take(std::size_t bytes);
-  void give_back(char* address, std::size_t bytes);
+  char* take(size_t bytes);
+  void give_back(char* address, size_t bytes);
 
   bool contains(const void* address) const { return address >= seen_ && address < seen_ + size_; }
   char* real(const void* address) const { return real_ + (static_cast<const char*>(address) - seen_); }
 
-  void set_limit(std::size_t limit) { limit_ = limit; }
-  std::size_t limit() const { return limit_; }
-  std::size_t live() const { return live_; }
+  void set_limit(size_t limit) { limit_ = limit; }
+  size_t limit() const { return limit_; }
+  size_t live() const { return live_; }
 
  private:
   void release_oldest();
-  void merge(std::size_t offset, std::size_t bytes);
+  void merge(size_t offset, size_t bytes);
 
-  std::size_t limit_, size_;
+  size_t limit_, size_;
   char* seen_ = nullptr;  // PROT_NONE
   char* real_ = nullptr;
   pid_t owner_;
-  std::size_t live_ = 0, waiting_bytes_ = 0;
-  std::map<std::size_t, std::size_t> free_;                  // offset to bytes
-  std::deque<std::pair<std::size_t, std::size_t>> waiting_;  // freed, oldest first
+  size_t live_ = 0, waiting_bytes_ = 0;
+  std::map<size_t, size_t> free_;                  // offset to bytes
+  std::deque<std::pair<size_t, size_t>> waiting_;  // freed, oldest first
 };
 
 }  // namespace simulated_cuda

@@ -31,7 +31,7 @@ long number_of(const char* variable, long otherwise) {
 
 // As CUDA reads it: up to the first that does not exist.
 std::vector<int> visible_devices(int count) {
-  std::vector<int> all(static_cast<std::size_t>(count));
+  std::vector<int> all(static_cast<size_t>(count));
   std::iota(all.begin(), all.end(), 0);
   if (std::getenv("CUDA_VISIBLE_DEVICES") == nullptr) return all;
   std::vector<int> visible;
@@ -48,7 +48,7 @@ std::vector<int> visible_devices(int count) {
 Settings read() {
   Settings read;
   read.visible = visible_devices(static_cast<int>(number_of("LOCKSTEP_SIMULATED_GPUS", 0)));
-  read.memory = static_cast<std::size_t>(number_of("LOCKSTEP_SIMULATED_MEMORY", 16384)) << 20;
+  read.memory = static_cast<size_t>(number_of("LOCKSTEP_SIMULATED_MEMORY", 16384)) << 20;
   const std::string races = text_of("LOCKSTEP_SIMULATED_RACES", "throw");
   TORCH_CHECK(races == "throw" || races == "report" || races == "off",
               "lockstep simulator: LOCKSTEP_SIMULATED_RACES=", races, ": throw, report or off");
@@ -76,7 +76,7 @@ bool is_libtorch_cuda(const char* path) {
          (std::strstr(path, "libtorch_cuda") != nullptr || std::strstr(path, "libtorch_global_deps") != nullptr);
 }
 
-int look_at_library(dl_phdr_info* library, std::size_t, void*) { return is_libtorch_cuda(library->dlpi_name) ? 1 : 0; }
+int look_at_library(dl_phdr_info* library, size_t, void*) { return is_libtorch_cuda(library->dlpi_name) ? 1 : 0; }
 
 // Before any file of the simulator registers something.
 const bool kChecked = [] {

@@ -17,17 +17,17 @@ int simulated_cuda_make(int devices);
 // What one device, or all of them, did since the start or the last reset. Copies are counted once, with the bytes that
 // cross; copies within a device are operators.
 struct SimulatedCudaCounters {
-  std::uint64_t host_to_device;    // bytes
-  std::uint64_t device_to_host;    // bytes
-  std::uint64_t device_to_device;  // bytes that left this device over a peer link
-  std::uint64_t staged;            // bytes that left this device for another through the host: no peer access
-  std::uint64_t copies;            // calls behind the four numbers above
-  std::uint64_t collectives;       // bytes given to collectives and messages between ranks
-  std::uint64_t operators;
-  std::uint64_t host_waits;    // of a thread for this device: synchronize, blocking copies, item()
-  std::uint64_t stream_waits;  // of this device's streams for events
-  std::uint64_t allocated;     // bytes now
-  std::uint64_t peak;          // bytes, since the last reset
+  uint64_t host_to_device;    // bytes
+  uint64_t device_to_host;    // bytes
+  uint64_t device_to_device;  // bytes that left this device over a peer link
+  uint64_t staged;            // bytes that left this device for another through the host: no peer access
+  uint64_t copies;            // calls behind the four numbers above
+  uint64_t collectives;       // bytes given to collectives and messages between ranks
+  uint64_t operators;
+  uint64_t host_waits;    // of a thread for this device: synchronize, blocking copies, item()
+  uint64_t stream_waits;  // of this device's streams for events
+  uint64_t allocated;     // bytes now
+  uint64_t peak;          // bytes, since the last reset
 };
 
 // `device`: -1 for the sum over all devices.
@@ -35,8 +35,8 @@ void simulated_cuda_counters(int device, SimulatedCudaCounters* counters);
 void simulated_cuda_reset_counters();
 
 // Missing waits found so far, and the newest one as text ("" where there is none). clear: forgets them.
-std::uint64_t simulated_cuda_races();
-std::size_t simulated_cuda_last_race(char* text, std::size_t size);
+uint64_t simulated_cuda_races();
+size_t simulated_cuda_last_race(char* text, size_t size);
 void simulated_cuda_clear_races();
 
 // Leaves out one wait of the program: the number-th of a kind on a device from now on. Kinds: "event" (a stream waits for an event),
@@ -54,7 +54,7 @@ int simulated_cuda_fail(const char* faults);
 void simulated_cuda_recover();
 
 // Memory limit of a device in bytes.
-void simulated_cuda_limit(int device, std::size_t bytes);
+void simulated_cuda_limit(int device, size_t bytes);
 // Whether a device reaches the other one's memory without the host.
 void simulated_cuda_peer_access(int device, int peer, int allowed);
 }

@@ -21,7 +21,7 @@ constexpr auto kCuda = c10::DeviceType::CUDA;
 // ---- settings.cc: from the environment, at the first use
 struct Settings {
   std::vector<int> visible;  // numbers of the devices that CUDA_VISIBLE_DEVICES leaves
-  std::size_t memory = 0;    // bytes of each device
+  size_t memory = 0;         // bytes of each device
   bool throws_at_races = true;
   bool checks_races = true;
   bool threads_apart = false;

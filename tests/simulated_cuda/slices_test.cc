@@ -45,7 +45,7 @@ States states_of(Strategy& strategy) {
 
 void expect_same_states(const States& one, const States& other) {
   ASSERT_EQ(one.size(), other.size());
-  for (std::size_t i = 0; i < one.size(); ++i) {
+  for (size_t i = 0; i < one.size(); ++i) {
     ASSERT_EQ(one[i].size(), other[i].size());
     for (const auto& [key, tensor] : one[i])
       EXPECT_TRUE(torch::allclose(tensor, other[i].at(key), 1e-9, 1e-9)) << key << " of parameter " << i;
@@ -65,7 +65,7 @@ Trained train(int ranks, const StrategyOptions& options, int from, int to, const
     const auto strategy = make_strategy(world, small_task(), options);
     strategy->optimizer().set_loss_scale(kScale);
     const auto parameters = named_parameters(strategy->model());
-    for (std::size_t i = 0; i < begin.states.size(); ++i) {
+    for (size_t i = 0; i < begin.states.size(); ++i) {
       const torch::NoGradGuard no_grad;
       torch::Tensor(parameters[i].tensor).copy_(begin.course.parameters[i]);
       strategy->optimizer().set_state(parameters[i].tensor, begin.states[i]);
@@ -136,11 +136,11 @@ TEST_P(SlicedUpdate, is_skipped_by_all_ranks_when_one_has_an_overflow) {
 TEST_P(SlicedUpdate, has_the_optimizers_state_of_its_slice_only) {
   run_ranks_on_gpus(GetParam(), [](World& world) {
     const Replica replica = make_replica(even_task(), ddp_with(AdamWOptions{}), world.device());
-    const auto before = static_cast<std::int64_t>(counted(world.rank()).allocated);
+    const auto before = static_cast<int64_t>(counted(world.rank()).allocated);
     const DistributedDataParallel ddp(world, *replica.model, *replica.optimizer, {.slice_update = true});
-    const auto more = [&] { return static_cast<std::int64_t>(counted(world.rank()).allocated) - before; };
-    const std::int64_t bucket = kModelBytes, slices = 4 * kModelBytes / world.size();  // the mean and the state
-    constexpr std::int64_t kRounding = 16 * 512;                                       // of 16 tensors
+    const auto more = [&] { return static_cast<int64_t>(counted(world.rank()).allocated) - before; };
+    const int64_t bucket = kModelBytes, slices = 4 * kModelBytes / world.size();  // the mean and the state
+    constexpr int64_t kRounding = 16 * 512;                                       // of 16 tensors
     // NCCL's thread lets go a little later of what it has sent.
     const Deadline deadline = Deadline::after(std::chrono::seconds(10));
     while (more() > bucket + slices + kRounding && !deadline.passed()) std::this_thread::yield();

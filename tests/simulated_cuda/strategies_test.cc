@@ -41,10 +41,10 @@ class GpuStrategies : public ::testing::TestWithParam<GpuArrangement> {
     expect_same_course(course_of(*strategy), on_one_device(small_task(), plain()));
   }
 
-  std::uint64_t operators_in_a_step() const {
+  uint64_t operators_in_a_step() const {
     const auto strategy = strategy_on_gpus(GetParam().options, kDevices);
     train_step(*strategy);
-    const std::uint64_t before = counted(kFaulty).operators;
+    const uint64_t before = counted(kFaulty).operators;
     train_step(*strategy);
     return counted(kFaulty).operators - before;
   }
@@ -197,7 +197,7 @@ TEST(CheckpointOnAGpu, changes_no_gradient) {
     return std::vector{data.grad().cpu(), first->weight.grad().cpu(), second->weight.grad().cpu()};
   };
   const auto plain = gradients(false), again = gradients(true);
-  for (std::size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(torch::equal(again[i], plain[i])) << i;
+  for (size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(torch::equal(again[i], plain[i])) << i;
 }
 
 // A rank that trains on a GPU alone: nobody else waits for it.

@@ -27,7 +27,7 @@ void explain(int number, siginfo_t* info, void* context) {
                                      "  likely: a pointer of a CUDA tensor was used without a copy to the host\n"
                                      "  where:  the frames below, from the third on\n",
                                      device);
-    (void)!::write(STDERR_FILENO, text.data(), static_cast<std::size_t>(length));
+    (void)!::write(STDERR_FILENO, text.data(), static_cast<size_t>(length));
     std::array<void*, 32> frames{};
     ::backtrace_symbols_fd(frames.data(), ::backtrace(frames.data(), static_cast<int>(frames.size())), STDERR_FILENO);
   }

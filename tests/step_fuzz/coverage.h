@@ -17,15 +17,15 @@ class Coverage {
   // features: sorted, each once.
   void count(const std::vector<std::string>& features, const std::string& verdict) {
     for (const std::string& feature : features) ++features_[feature];
-    for (std::size_t i = 0; i < features.size(); ++i)
-      for (std::size_t k = 0; k < i; ++k) ++pairs_[{features[k], features[i]}];
+    for (size_t i = 0; i < features.size(); ++i)
+      for (size_t k = 0; k < i; ++k) ++pairs_[{features[k], features[i]}];
     ++verdicts_[verdict];
   }
 
   // With LOCKSTEP_FUZZ_PAIRS every pair, else how many pairs occurred.
   void print() const {
     for (const auto& [verdict, times] : verdicts_) std::cout << "  " << times << "  " << verdict << '\n';
-    const std::size_t possible = features_.size() * (features_.size() - 1) / 2;
+    const size_t possible = features_.size() * (features_.size() - 1) / 2;
     std::cout << "features, " << pairs_.size() << " of " << possible << " pairs of them:\n";
     for (const auto& [feature, times] : features_) std::cout << "  " << times << "  " << feature << '\n';
     if (std::getenv("LOCKSTEP_FUZZ_PAIRS") == nullptr) return;
@@ -40,7 +40,7 @@ class Coverage {
 };
 
 // LOCKSTEP_FUZZ_SEED, the seed of the first program; each has the next one.
-inline std::uint64_t first_seed() {
+inline uint64_t first_seed() {
   const char* given = std::getenv("LOCKSTEP_FUZZ_SEED");
   return given != nullptr ? std::strtoull(given, nullptr, 10) : 1;
 }

@@ -12,7 +12,7 @@ namespace {
 
 class Generator {
  public:
-  explicit Generator(std::uint64_t seed) : random_(seed) { program_.seed = seed; }
+  explicit Generator(uint64_t seed) : random_(seed) { program_.seed = seed; }
 
   Program program() {
     program_.ranks = pick({1, 2, 2, 2, 3, 3, 4, 5});
@@ -29,7 +29,7 @@ class Generator {
     for (int i = 0; i < trainers; ++i)
       if (chance(0.2)) join(i);
     for (int i = 0; i < trainers; ++i)
-      for (std::size_t k = 0; k < kEnd; k += 3) plain_step(i);
+      for (size_t k = 0; k < kEnd; k += 3) plain_step(i);
     return program_;
   }
 
@@ -236,7 +236,7 @@ class Generator {
   void spoil() {
     auto& operations = program_.operations;
     const int at = between(0, static_cast<int>(operations.size()) - 1);
-    Operation& chosen = operations[static_cast<std::size_t>(at)];
+    Operation& chosen = operations[static_cast<size_t>(at)];
     const TrainerPlan& plan = plan_of(chosen.trainer);
     if ((plan.layout == Layout::kTorch || plan.groups > 1) && chance(0.6)) return spoil_optimizer(chosen.trainer);
     const double kind = fraction();
@@ -279,7 +279,7 @@ class Generator {
     operations.insert(operations.begin() + between(count / 2, count - 1), extra);
   }
 
-  const TrainerPlan& plan_of(int trainer) const { return program_.trainers[static_cast<std::size_t>(trainer)]; }
+  const TrainerPlan& plan_of(int trainer) const { return program_.trainers[static_cast<size_t>(trainer)]; }
 
   // ---- Dice
 
@@ -306,13 +306,13 @@ bool shrink_once(Program& program, const std::function<bool(const Program&)>& fa
     return true;
   };
   bool any = false;
-  const std::size_t end = kEnd * program.trainers.size();
+  const size_t end = kEnd * program.trainers.size();
   const auto removable = [&] { return program.operations.size() - end; };
-  for (std::size_t size = std::max<std::size_t>(removable() / 2, 1); size > 0; size /= 2)
-    for (std::size_t i = 0; i + size <= removable();) {
+  for (size_t size = std::max<size_t>(removable() / 2, 1); size > 0; size /= 2)
+    for (size_t i = 0; i + size <= removable();) {
       Program without = program;
-      without.operations.erase(without.operations.begin() + static_cast<std::ptrdiff_t>(i),
-                               without.operations.begin() + static_cast<std::ptrdiff_t>(i + size));
+      without.operations.erase(without.operations.begin() + static_cast<ptrdiff_t>(i),
+                               without.operations.begin() + static_cast<ptrdiff_t>(i + size));
       if (attempt(without))
         any = true;
       else
@@ -328,7 +328,7 @@ void simplify_values(Program& program, const std::function<bool(const Program&)>
     change(simpler);
     if (judge(simpler).verdict != Verdict::kOutside && fails(simpler)) program = std::move(simpler);
   };
-  for (std::size_t i = 0; i < program.trainers.size(); ++i) {
+  for (size_t i = 0; i < program.trainers.size(); ++i) {
     const auto with = [&](const auto& change) { attempt([&](Program& simpler) { change(simpler.trainers[i]); }); };
     with([](TrainerPlan& plan) { plan.rule = Rule::kSGD; });
     with([](TrainerPlan& plan) { plan.weight_decay = 0; });
@@ -350,7 +350,7 @@ void simplify_values(Program& program, const std::function<bool(const Program&)>
   attempt([](Program& simpler) { simpler.processes = false; });
   if (std::ranges::all_of(program.trainers, &TrainerPlan::mean_in_grad))
     attempt([](Program& simpler) { simpler.machines = 1; });
-  for (std::size_t i = 0; i < program.operations.size(); ++i) {
+  for (size_t i = 0; i < program.operations.size(); ++i) {
     attempt([&](Program& simpler) { simpler.operations[i].unused = {}; });
     attempt([&](Program& simpler) { simpler.operations[i].samples.fill(3); });
     attempt([&](Program& simpler) { simpler.operations[i].overflow = 0; });
@@ -366,8 +366,8 @@ void simplify_values(Program& program, const std::function<bool(const Program&)>
 
 }  // namespace
 
-Program random_program(std::uint64_t seed) {
-  for (std::uint64_t attempt = 0;; ++attempt) {
+Program random_program(uint64_t seed) {
+  for (uint64_t attempt = 0;; ++attempt) {
     Program program = Generator(seed + (attempt << 40)).program();
     program.seed = seed;
     if (judge(program).verdict != Verdict::kOutside) return program;

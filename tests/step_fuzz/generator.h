@@ -9,7 +9,7 @@
 namespace lockstep::fuzz {
 
 // A program that the rules judge: about a third are illegal.
-Program random_program(std::uint64_t seed);
+Program random_program(uint64_t seed);
 
 // The program without all that it still `fails` without.
 Program shortest(Program program, const std::function<bool(const Program&)>& fails);

@@ -24,10 +24,9 @@ bool is_local(Action action) {
 
 class Meetings {
  public:
-  Meetings(const Program& program, std::size_t trainer, int color)
-      : program_(program), trainer_(static_cast<int>(trainer)) {
+  Meetings(const Program& program, size_t trainer, int color) : program_(program), trainer_(static_cast<int>(trainer)) {
     for (int rank = 0; rank < program.ranks; ++rank) {
-      if (program.trainers[trainer].color[static_cast<std::size_t>(rank)] != color) continue;
+      if (program.trainers[trainer].color[static_cast<size_t>(rank)] != color) continue;
       members_ |= 1U << rank;
       for (const Operation& operation : program.operations)
         if (operation.trainer == trainer_ && has(operation.ranks, rank)) next_of(rank).push_back(operation);
@@ -102,7 +101,7 @@ class Meetings {
       if (!has(ranks, rank)) continue;
       const Operation own = next_of(rank).front();
       next_of(rank).pop_front();
-      const auto r = static_cast<std::size_t>(rank);
+      const auto r = static_cast<size_t>(rank);
       operation.ids[r] = own.id;
       operation.samples[r] = own.samples[r];
       operation.unused[r] = own.unused[r];
@@ -116,7 +115,7 @@ class Meetings {
     return joined_ == 0 && std::ranges::all_of(next_, [](const auto& operations) { return operations.empty(); });
   }
   Ranks active() const { return members_ & ~joined_; }
-  std::deque<Operation>& next_of(int rank) { return next_[static_cast<std::size_t>(rank)]; }
+  std::deque<Operation>& next_of(int rank) { return next_[static_cast<size_t>(rank)]; }
 
   const Program& program_;
   int trainer_;
@@ -127,7 +126,7 @@ class Meetings {
 
 }  // namespace
 
-std::optional<Program> as_ranks_meet(const Program& program, std::size_t trainer, int color) {
+std::optional<Program> as_ranks_meet(const Program& program, size_t trainer, int color) {
   return Meetings(program, trainer, color).run();
 }
 

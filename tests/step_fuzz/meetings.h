@@ -11,6 +11,6 @@ namespace lockstep::fuzz {
 
 // For a trainer whose ranks have parameters of their own, in one of its worlds: calls of some ranks each, in the order in
 // which these meet, as if they were one operation. None: ranks meet in calls of different kinds, or wait for ever.
-std::optional<Program> as_ranks_meet(const Program& program, std::size_t trainer, int color);
+std::optional<Program> as_ranks_meet(const Program& program, size_t trainer, int color);
 
 }  // namespace lockstep::fuzz

@@ -19,8 +19,8 @@ inline torch::Tensor waves(torch::IntArrayRef sizes, double key) {
 }
 
 enum Branch : unsigned { kWithoutSkip = 1, kWithoutFirstBias = 2, kWithoutSecondBias = 4, kWithoutWords = 8 };
-inline constexpr std::size_t kWords = 5;  // the parameter of the embedding, if there is one
-inline constexpr double kNormEps = 0.1;   // far above rounding
+inline constexpr size_t kWords = 5;      // the parameter of the embedding, if there is one
+inline constexpr double kNormEps = 0.1;  // far above rounding
 
 // A batch of one rank, or of one of its shards; and what its loss leaves out.
 struct Part {
@@ -34,7 +34,7 @@ struct Part {
 // y = norm(tanh((x + embedding) w1 + b1)) w2 + b2 + x skip. Branches leave out b1, b2, skip or the embedding.
 struct Network : torch::nn::Module {
   Network(const TrainerPlan& plan, int number, bool sparse) : sparse_(sparse) {
-    const std::int64_t width = width_of(plan);
+    const int64_t width = width_of(plan);
     const auto add = [&](const char* name, torch::IntArrayRef sizes) {
       const double key = 10.0 * number + static_cast<double>(weights.size());
       weights.push_back(register_parameter(name, (waves(sizes, key) * (plan.wide ? 0.05 : 0.5)).to(plan.dtype)));
@@ -48,7 +48,7 @@ struct Network : torch::nn::Module {
     if (plan.buffers) seen_ = stats.emplace_back(register_buffer("seen", torch::zeros({2}, plan.dtype)));
   }
 
-  static std::int64_t width_of(const TrainerPlan& plan) { return plan.wide ? 1400 : 4; }
+  static int64_t width_of(const TrainerPlan& plan) { return plan.wide ? 1400 : 4; }
 
   // norm: torch::nn::BatchNorm1d or lockstep::SyncBatchNorm.
   template <class Module>
@@ -60,7 +60,7 @@ struct Network : torch::nn::Module {
   }
 
   void freeze(unsigned frozen) {
-    for (std::size_t i = 0; i < weights.size(); ++i)
+    for (size_t i = 0; i < weights.size(); ++i)
       if (has(frozen, static_cast<int>(i))) weights[i].requires_grad_(false);
   }
 
@@ -68,13 +68,13 @@ struct Network : torch::nn::Module {
   std::vector<torch::Tensor> losses(const std::vector<Part>& parts) {
     note_seen(parts.front().data);
     std::vector<torch::Tensor> hidden, all;
-    std::vector<std::int64_t> samples;
+    std::vector<int64_t> samples;
     for (const Part& part : parts) {
       hidden.push_back(hidden_of(part));
       samples.push_back(part.data.size(0));
     }
     if (normalise_) hidden = normalise_(torch::cat(hidden)).split_with_sizes(samples);
-    for (std::size_t i = 0; i < parts.size(); ++i) all.push_back(loss_of(parts[i], hidden[i]));
+    for (size_t i = 0; i < parts.size(); ++i) all.push_back(loss_of(parts[i], hidden[i]));
     return all;
   }
 
@@ -123,13 +123,13 @@ inline Part part_of(const Operation& operation, int rank, int shard, int samples
   const auto given = [&](torch::IntArrayRef sizes, double of) { return waves(sizes, of).to(plan.dtype).to(as); };
   Part part{.data = given({samples, 3}, key),
             .target = given({samples, 2}, key + 0.5),
-            .unused = operation.unused[static_cast<std::size_t>(rank)]};
+            .unused = operation.unused[static_cast<size_t>(rank)]};
   if (plan.words) part.words = (waves({samples}, key + 0.7) * 2.4 + 2.5).to(torch::kInt64);
   return part;
 }
 
 // What kLoadParameters writes.
-inline torch::Tensor loaded_weight(const Operation& operation, std::size_t parameter, const TrainerPlan& plan,
+inline torch::Tensor loaded_weight(const Operation& operation, size_t parameter, const TrainerPlan& plan,
                                    torch::IntArrayRef sizes) {
   const double key = 5.0 * operation.id + static_cast<double>(parameter);
   return (waves(sizes, key) * (plan.wide ? 0.05 : 0.4)).to(plan.dtype);

@@ -17,7 +17,7 @@
 namespace lockstep::fuzz {
 namespace {
 
-constexpr std::size_t kMostTrainers = 2, kMostOperations = 400, kMostText = 16384;
+constexpr size_t kMostTrainers = 2, kMostOperations = 400, kMostText = 16384;
 constexpr unsigned kMostSeconds = 120;  // for one rank: it is killed then
 
 // In memory that the test, the server and the ranks share.
@@ -25,9 +25,9 @@ struct Board {
   int runs = 0;  // makes each job's name
   bool compares = false;
   std::chrono::milliseconds timeout{};
-  std::uint64_t seed = 0;
+  uint64_t seed = 0;
   int ranks = 0;
-  std::size_t trainers = 0, operations = 0;
+  size_t trainers = 0, operations = 0;
   TrainerPlan plans[kMostTrainers];
   Operation all[kMostOperations];
   char errors[kMaxRanks][kMostText];
@@ -80,7 +80,7 @@ void run_job(Board& board) {
   }
   for (int rank = 0; rank < board.ranks; ++rank) {
     int status = 0;
-    ::waitpid(children[static_cast<std::size_t>(rank)], &status, 0);
+    ::waitpid(children[static_cast<size_t>(rank)], &status, 0);
     if (status != 0) write_text(board.errors[rank], "the rank ended with status " + std::to_string(status));
   }
 }
@@ -144,8 +144,8 @@ Outcome run_in_processes(const Program& program, bool compares, std::chrono::mil
   const Board& board = server->run(program, compares, timeout);
   Outcome outcome;
   for (int rank = 0; rank < program.ranks; ++rank) {
-    outcome.errors[static_cast<std::size_t>(rank)] = board.errors[rank];
-    outcome.differences[static_cast<std::size_t>(rank)] = board.differences[rank];
+    outcome.errors[static_cast<size_t>(rank)] = board.errors[rank];
+    outcome.differences[static_cast<size_t>(rank)] = board.differences[rank];
   }
   return outcome;
 }

@@ -55,20 +55,20 @@ void describe(std::ostream& out, const TrainerPlan& plan, int ranks) {
   if (plan.average > 0) out << ", average " << plan.average;
   if (plan.scaled) out << ", scaled";
   if (plan.shards > 0) out << ", " << plan.shards << " shards per rank";
-  if (plan.hook != Hook::kNone) out << ", " << kHooks[static_cast<std::size_t>(plan.hook)];
+  if (plan.hook != Hook::kNone) out << ", " << kHooks[static_cast<size_t>(plan.hook)];
   if (!plan.mean_in_grad) out << ", mean_in_grad left out";
   if (plan.small_buckets) out << ", small buckets";
   if (plan.bucket_view) out << ", bucket view";
   if (plan.wide) out << ", wide";
   if (plan.buffers) out << ", buffers";
   if (plan.alike) out << ", ranks count alike";
-  if (plan.norm != Norm::kNone) out << ", " << kNorms[static_cast<std::size_t>(plan.norm)];
+  if (plan.norm != Norm::kNone) out << ", " << kNorms[static_cast<size_t>(plan.norm)];
   if (plan.words) out << ", sparse embedding";
   if (plan.frozen != 0) out << ", frozen " << ranks_text(plan.frozen);
   if (plan.groups > 1) out << ", " << plan.groups << " parameter groups";
   if (plan.untold) out << ", an optimizer that the ranks are not told of";
   out << ", colors";
-  for (int rank = 0; rank < ranks; ++rank) out << ' ' << plan.color[static_cast<std::size_t>(rank)];
+  for (int rank = 0; rank < ranks; ++rank) out << ' ' << plan.color[static_cast<size_t>(rank)];
 }
 
 void describe(std::ostream& out, const Operation& operation, int ranks) {
@@ -79,10 +79,10 @@ void describe(std::ostream& out, const Operation& operation, int ranks) {
   if (operation.action == Action::kUnfreeze) out << ' ' << operation.parameter;
   if (is_backward(operation.action)) {
     out << " samples";
-    for (int rank = 0; rank < ranks; ++rank) out << ' ' << operation.samples[static_cast<std::size_t>(rank)];
+    for (int rank = 0; rank < ranks; ++rank) out << ' ' << operation.samples[static_cast<size_t>(rank)];
     for (int rank = 0; rank < ranks; ++rank)
-      if (operation.unused[static_cast<std::size_t>(rank)] != 0)
-        out << ", rank " << rank << " leaves out branches " << operation.unused[static_cast<std::size_t>(rank)];
+      if (operation.unused[static_cast<size_t>(rank)] != 0)
+        out << ", rank " << rank << " leaves out branches " << operation.unused[static_cast<size_t>(rank)];
     if (operation.halves) out << ", in halves";
     if (operation.overflow != 0) out << ", overflow on " << ranks_text(operation.overflow);
   }
@@ -93,8 +93,8 @@ void features_of(const TrainerPlan& plan, int ranks, std::set<std::string>& feat
   features.insert(name_of(plan.layout));
   features.insert(name_of(plan.rule));
   features.insert(c10::toString(plan.dtype));
-  if (plan.hook != Hook::kNone) features.insert(kHooks[static_cast<std::size_t>(plan.hook)]);
-  if (plan.norm != Norm::kNone) features.insert(kNorms[static_cast<std::size_t>(plan.norm)]);
+  if (plan.hook != Hook::kNone) features.insert(kHooks[static_cast<size_t>(plan.hook)]);
+  if (plan.norm != Norm::kNone) features.insert(kNorms[static_cast<size_t>(plan.norm)]);
   const auto note = [&](bool there, const char* name) {
     if (there) features.insert(name);
   };
@@ -112,8 +112,7 @@ void features_of(const TrainerPlan& plan, int ranks, std::set<std::string>& feat
   note(std::popcount(plan.frozen) > 1, "several frozen at first");
   note(plan.groups > 1, "parameter groups by the dozen");
   note(plan.untold, "an optimizer that the ranks are not told of");
-  for (int rank = 1; rank < ranks; ++rank)
-    note(plan.color[static_cast<std::size_t>(rank)] != plan.color[0], "sub-worlds");
+  for (int rank = 1; rank < ranks; ++rank) note(plan.color[static_cast<size_t>(rank)] != plan.color[0], "sub-worlds");
 }
 
 void features_of(const Operation& operation, int ranks, std::set<std::string>& features) {
@@ -124,7 +123,7 @@ void features_of(const Operation& operation, int ranks, std::set<std::string>& f
   if (operation.action == Action::kFreeze && operation.set != 0) features.insert("freeze several");
   if (!is_backward(operation.action)) return;
   for (int rank = 0; rank < ranks; ++rank) {
-    const auto r = static_cast<std::size_t>(rank);
+    const auto r = static_cast<size_t>(rank);
     if (operation.samples[r] == 0) features.insert("empty batch");
     if (operation.samples[r] != operation.samples[0]) features.insert("uneven batches");
     if (operation.unused[r] != 0) features.insert("unused parameters");
@@ -140,9 +139,9 @@ std::vector<int> machines_of(const Program& program) {
     machines.push_back(program.in_turn ? rank % program.machines : rank * program.machines / program.ranks);
   return machines;
 }
-std::string name_of(Action action) { return kActions[static_cast<std::size_t>(action)]; }
-std::string name_of(Layout layout) { return kLayouts[static_cast<std::size_t>(layout)]; }
-std::string name_of(Rule rule) { return kRules[static_cast<std::size_t>(rule)]; }
+std::string name_of(Action action) { return kActions[static_cast<size_t>(action)]; }
+std::string name_of(Layout layout) { return kLayouts[static_cast<size_t>(layout)]; }
+std::string name_of(Rule rule) { return kRules[static_cast<size_t>(rule)]; }
 
 std::string text_of(const Program& program) {
   std::ostringstream out;
@@ -152,7 +151,7 @@ std::string text_of(const Program& program) {
     for (const int machine : machines_of(program)) out << ' ' << machine;
   }
   out << '\n';
-  for (std::size_t i = 0; i < program.trainers.size(); ++i) {
+  for (size_t i = 0; i < program.trainers.size(); ++i) {
     out << "  trainer " << i << ": ";
     describe(out, program.trainers[i], program.ranks);
     out << '\n';

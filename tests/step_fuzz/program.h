@@ -20,13 +20,13 @@ inline Ranks all_of(int ranks) { return (1U << ranks) - 1; }
 inline bool has(Ranks ranks, int rank) { return (ranks >> rank & 1) != 0; }
 
 // Where the gradients meet, and whose parameters they update. kTorch: an optimizer of torch's, parameters of each rank.
-enum class Layout : std::uint8_t { kShared, kSharedThroughBuckets, kSeparate, kTorch };
-enum class Rule : std::uint8_t { kSGD, kMomentum, kNesterov, kAdam, kAdamW, kLAMB, kLARS };
-enum class Hook : std::uint8_t { kNone, kTopKOfAll, kFloat16, kBFloat16, kTopK, kTwoBit, kPowerSGD };
-enum class Norm : std::uint8_t { kNone, kOfRank, kSynchronised };  // batch normalisation
+enum class Layout : uint8_t { kShared, kSharedThroughBuckets, kSeparate, kTorch };
+enum class Rule : uint8_t { kSGD, kMomentum, kNesterov, kAdam, kAdamW, kLAMB, kLARS };
+enum class Hook : uint8_t { kNone, kTopKOfAll, kFloat16, kBFloat16, kTopK, kTwoBit, kPowerSGD };
+enum class Norm : uint8_t { kNone, kOfRank, kSynchronised };  // batch normalisation
 
 inline constexpr double kTopKShare = 0.3, kTwoBitThreshold = 0.2;  // and PowerSGD of rank 1
-inline constexpr std::size_t kSmallBucket = 32;                    // bytes
+inline constexpr size_t kSmallBucket = 32;                         // bytes
 
 // One module with its optimizer and its DistributedDataParallel.
 struct TrainerPlan {
@@ -54,7 +54,7 @@ struct TrainerPlan {
   std::array<int, kMaxRanks> destruction{};  // in which order each rank destroys its objects: 0 to 5
 };
 
-enum class Action : std::uint8_t {
+enum class Action : uint8_t {
   kBackward,         // ddp.backward(): samples, unused, overflow
   kNoSyncBackward,   // the same, under no_sync()
   kPlainBackward,    // loss.backward()
@@ -102,7 +102,7 @@ struct Operation {
 };
 
 struct Program {
-  std::uint64_t seed = 0;
+  uint64_t seed = 0;
   int ranks = 1;
   bool processes = false;  // ranks are processes, not threads
   int machines = 1;        // that the threads count as
@@ -113,14 +113,14 @@ struct Program {
 
 // Two steps of every rank end each trainer's operations: what is illegal shows by then on every rank, and buffers are
 // exchanged.
-inline constexpr std::size_t kEnd = 6;
+inline constexpr size_t kEnd = 6;
 
 // Samples of shard `shard` of this rank: shards of a rank differ.
 inline int samples_of_shard(const Operation& operation, int rank, int shard) {
-  return (operation.samples[static_cast<std::size_t>(rank)] + 2 * shard) % 5;
+  return (operation.samples[static_cast<size_t>(rank)] + 2 * shard) % 5;
 }
 inline int id_of(const Operation& operation, int rank) {
-  const int own = operation.ids[static_cast<std::size_t>(rank)];
+  const int own = operation.ids[static_cast<size_t>(rank)];
   return own != 0 ? own : operation.id;
 }
 inline unsigned frozen_by(const Operation& operation) {

@@ -77,7 +77,7 @@ class Trainer {
 
   ~Trainer() {
     std::array<int, 3> order{0, 1, 2};
-    for (int i = 0; i < plan_.destruction[static_cast<std::size_t>(rank_)]; ++i)
+    for (int i = 0; i < plan_.destruction[static_cast<size_t>(rank_)]; ++i)
       std::next_permutation(order.begin(), order.end());
     for (const int each : order) {
       if (each == 0) network_.reset();
@@ -125,13 +125,13 @@ class Trainer {
     }
   }
 
-  int color() const { return plan_.color[static_cast<std::size_t>(rank_)]; }
+  int color() const { return plan_.color[static_cast<size_t>(rank_)]; }
 
   // What differs from the reference.
   std::string difference_from(const Expected& expected) const {
     if (expected.undecided) return {};
     std::string text;
-    for (std::size_t i = 0; i < network_->weights.size(); ++i) {
+    for (size_t i = 0; i < network_->weights.size(); ++i) {
       const torch::Tensor& parameter = network_->weights[i];
       const std::string name = "parameter " + std::to_string(i);
       text += difference(name, parameter, expected.weights[i], plan_, expected.rounding);
@@ -139,7 +139,7 @@ class Trainer {
         text += difference("the average of " + name, own_->state_of(parameter).at("ema"), expected.averages[i], plan_,
                            expected.rounding);
     }
-    for (std::size_t i = 0; i < network_->stats.size(); ++i)
+    for (size_t i = 0; i < network_->stats.size(); ++i)
       text +=
           difference("buffer " + std::to_string(i), network_->stats[i], expected.stats[i], plan_, expected.rounding);
     return text + difference_of_totals(expected);
@@ -152,11 +152,11 @@ class Trainer {
                         operation.action == Action::kKeepAverage;
     if (plan_.words && operation.action == Action::kClipValueByHand)
       return false;  // torch has no clamp_() of sparse ones
-    return (own_ != nullptr || !of_own) && static_cast<std::size_t>(operation.parameter) < network_->weights.size();
+    return (own_ != nullptr || !of_own) && static_cast<size_t>(operation.parameter) < network_->weights.size();
   }
 
   void add_norm() {
-    const std::int64_t width = Network::width_of(plan_);
+    const int64_t width = Network::width_of(plan_);
     if (plan_.norm == Norm::kOfRank)
       network_->add_norm(torch::nn::BatchNorm1d(torch::nn::BatchNormOptions(width).eps(kNormEps)), plan_);
     if (plan_.norm == Norm::kSynchronised)
@@ -206,7 +206,7 @@ class Trainer {
     if (plan_.groups == 1) return make(weights);
     const auto optimizer = make({weights[0]});
     for (int group = 1; group < plan_.groups; ++group) {
-      const std::ptrdiff_t left = plan_.groups - group;
+      const ptrdiff_t left = plan_.groups - group;
       std::vector<torch::Tensor> parameters;
       if (left < std::ssize(weights)) parameters.push_back(*(weights.end() - left));
       optimizer->add_param_group({parameters, optimizer->param_groups()[0].options().clone()});
@@ -318,7 +318,7 @@ class Trainer {
 
   void load(const Operation& operation) {
     const torch::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < network_->weights.size(); ++i)
+    for (size_t i = 0; i < network_->weights.size(); ++i)
       network_->weights[i].copy_(loaded_weight(operation, i, plan_, network_->weights[i].sizes()));
     ddp_->parameters_written();
   }
@@ -340,11 +340,11 @@ class Trainer {
   // Where nothing was saved, as after what is illegal, nothing is written.
   void resume() {
     const torch::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < weights_.size(); ++i) {
+    for (size_t i = 0; i < weights_.size(); ++i) {
       network_->weights[i].copy_(weights_[i]);
       if (own_ != nullptr) own_->set_state(network_->weights[i], states_[i]);
     }
-    for (std::size_t i = 0; i < stats_.size(); ++i) network_->stats[i].copy_(stats_[i]);
+    for (size_t i = 0; i < stats_.size(); ++i) network_->stats[i].copy_(stats_[i]);
     if (!torch_state_.empty()) load_state(*optimizer_, torch_state_, optimizer_->param_groups()[0].options().get_lr());
     ddp_->parameters_written();
   }
@@ -361,7 +361,7 @@ class Trainer {
   }
 
   torch::Tensor& weight(const Operation& operation) {
-    return network_->weights[static_cast<std::size_t>(operation.parameter)];
+    return network_->weights[static_cast<size_t>(operation.parameter)];
   }
 
   std::string difference_of_totals(const Expected& expected) const {
@@ -402,13 +402,13 @@ class Trainer {
 
 std::string run_rank(const Program& program, const AllExpected& expected, World& world) {
   std::vector<std::unique_ptr<Trainer>> trainers;
-  for (std::size_t i = 0; i < program.trainers.size(); ++i)
+  for (size_t i = 0; i < program.trainers.size(); ++i)
     trainers.push_back(std::make_unique<Trainer>(program.trainers[i], static_cast<int>(i), world));
   for (const Operation& operation : program.operations)
-    if (has(operation.ranks, world.rank())) trainers[static_cast<std::size_t>(operation.trainer)]->run(operation);
+    if (has(operation.ranks, world.rank())) trainers[static_cast<size_t>(operation.trainer)]->run(operation);
   world.barrier();
   std::string differences;
-  for (std::size_t i = 0; i < trainers.size() && !expected.empty(); ++i)
+  for (size_t i = 0; i < trainers.size() && !expected.empty(); ++i)
     differences += trainers[i]->difference_from(expected[i].at(trainers[i]->color()));
   world.barrier();
   return differences;
@@ -416,10 +416,10 @@ std::string run_rank(const Program& program, const AllExpected& expected, World&
 
 AllExpected expected_of(const Program& program) {
   AllExpected all;
-  for (std::size_t i = 0; i < program.trainers.size(); ++i) {
+  for (size_t i = 0; i < program.trainers.size(); ++i) {
     auto& of_trainer = all.emplace_back();
     for (int rank = 0; rank < program.ranks; ++rank) {
-      const int color = program.trainers[i].color[static_cast<std::size_t>(rank)];
+      const int color = program.trainers[i].color[static_cast<size_t>(rank)];
       if (!of_trainer.contains(color)) of_trainer.emplace(color, expected_of(program, i, color));
     }
   }

@@ -22,14 +22,14 @@ using Tensors = std::vector<torch::Tensor>;
 
 class Reference {
  public:
-  Reference(const Program& program, std::size_t trainer, int color, torch::Dtype dtype)
+  Reference(const Program& program, size_t trainer, int color, torch::Dtype dtype)
       : program_(program),
         plan_(program.trainers[trainer]),
         trainer_(static_cast<int>(trainer)),
         dtype_(dtype),
         network_(plan_, trainer_, /*sparse=*/false) {
     for (int rank = 0; rank < program.ranks; ++rank)
-      if (plan_.color[static_cast<std::size_t>(rank)] == color) members_.push_back(rank);
+      if (plan_.color[static_cast<size_t>(rank)] == color) members_.push_back(rank);
     if (plan_.norm != Norm::kNone)
       network_.add_norm(torch::nn::BatchNorm1d(torch::nn::BatchNormOptions(Network::width_of(plan_)).eps(kNormEps)),
                         plan_);
@@ -62,8 +62,8 @@ class Reference {
     optimizer_ = make_reference_optimizer(plan_, network_.weights);
     averages_.assign(network_.weights.size(), {});
     unit_ = 0;
-    std::vector<std::size_t> exchanged;
-    for (std::size_t i = 0; i < network_.weights.size(); ++i)
+    std::vector<size_t> exchanged;
+    for (size_t i = 0; i < network_.weights.size(); ++i)
       if (network_.weights[i].requires_grad() && !is_sparse(i)) exchanged.push_back(i);
     note_undecided();
     if (keeps_residual(plan_) && members_.size() > 1)
@@ -73,7 +73,7 @@ class Reference {
 
   void note_undecided() { undecided_ = undecided_ || (hook_ && hook_->undecided()); }
 
-  bool is_sparse(std::size_t parameter) const { return plan_.words && parameter == kWords; }
+  bool is_sparse(size_t parameter) const { return plan_.words && parameter == kWords; }
   bool first_makes(const Operation& operation) const { return has(operation.ranks, members_[0]); }
 
   void run(const Operation& operation) {
@@ -111,7 +111,7 @@ class Reference {
     const bool plain = operation.action == Action::kPlainBackward;
     if (backwards_ == 0) before_ = take_gradients();
     plan_.norm == Norm::kSynchronised ? add_together(operation, plain) : add_each(operation, plain);
-    for (std::size_t member = 0; member < members_.size(); ++member)
+    for (size_t member = 0; member < members_.size(); ++member)
       if (has(operation.ranks, members_[member])) backwards_ = std::max(backwards_, ++pending_[member].backwards);
     if (operation.action == Action::kBackward && backwards_ == 1 && !overflow_) note_totals(operation);
     if (plain || (operation.action == Action::kBackward && !in_shared_memory(plan_))) exchange();
@@ -125,7 +125,7 @@ class Reference {
 
   // Buffers are those of rank 0, of its first shard.
   void add_each(const Operation& operation, bool plain) {
-    for (std::size_t member = 0; member < members_.size(); ++member)
+    for (size_t member = 0; member < members_.size(); ++member)
       for (int shard = 0; shard < std::max(plan_.shards, 1); ++shard) {
         const int samples = samples_of(operation, member, shard);
         if (samples == 0) continue;
@@ -142,10 +142,10 @@ class Reference {
   // The batches of all ranks are normalised together, so their gradients are not told apart.
   void add_together(const Operation& operation, bool plain) {
     std::vector<Part> parts;
-    for (std::size_t member = 0; member < members_.size(); ++member) parts.push_back(part(operation, member, 0));
+    for (size_t member = 0; member < members_.size(); ++member) parts.push_back(part(operation, member, 0));
     const auto losses = network_.losses(parts);
     torch::Tensor sum = torch::zeros({}, dtype_);
-    for (std::size_t member = 0; member < members_.size(); ++member) {
+    for (size_t member = 0; member < members_.size(); ++member) {
       const double weight = plain ? 1 : samples_of(operation, member, 0);
       count(operation, member, weight, losses[member].item<double>());
       sum = sum + losses[member] * weight;
@@ -154,15 +154,15 @@ class Reference {
     take_into(pending_[0].gradients);
   }
 
-  int samples_of(const Operation& operation, std::size_t member, int shard) const {
+  int samples_of(const Operation& operation, size_t member, int shard) const {
     const int rank = members_[member];
     return has(operation.ranks, rank) ? samples_of_shard(operation, rank, shard) : 0;
   }
-  Part part(const Operation& operation, std::size_t member, int shard) const {
+  Part part(const Operation& operation, size_t member, int shard) const {
     return part_of(operation, members_[member], shard, samples_of(operation, member, shard), plan_, dtype_);
   }
 
-  void count(const Operation& operation, std::size_t member, double weight, double loss) {
+  void count(const Operation& operation, size_t member, double weight, double loss) {
     Pending& pending = pending_[member];
     if (has(operation.overflow, members_[member])) overflow_ = true;
     pending.samples = plan_.alike ? 1 : pending.samples + weight;
@@ -184,7 +184,7 @@ class Reference {
     if (backwards_ == 0) return;
     const double samples = all_samples();
     const Tensors sent = hook_ ? sent_by_hook(samples) : Tensors(network_.weights.size());
-    for (std::size_t i = 0; i < network_.weights.size(); ++i) {
+    for (size_t i = 0; i < network_.weights.size(); ++i) {
       torch::Tensor& gradient = network_.weights[i].mutable_grad();
       gradient = before_[i];
       if (sent[i].defined()) gradient = sent[i] * (unit_ / samples);
@@ -201,16 +201,16 @@ class Reference {
     if (unit_ == 0) unit_ = power_of_two_below(samples);
     std::vector<Tensors> given(members_.size(), Tensors(before_.size()));
     std::vector<bool> used(before_.size());
-    for (std::size_t member = 0; member < members_.size(); ++member) {
+    for (size_t member = 0; member < members_.size(); ++member) {
       const Pending& pending = pending_[member];
-      for (std::size_t i = 0; i < before_.size() && pending.samples > 0; ++i) {
+      for (size_t i = 0; i < before_.size() && pending.samples > 0; ++i) {
         add(given[member][i], before_[i], pending.first * times() / unit_);
         add(given[member][i], pending.gradients[i], times() / unit_);
         if (given[member][i].defined()) used[i] = true;
       }
     }
     Tensors sent = hook_->sum_of(given, unit_);
-    for (std::size_t i = 0; i < sent.size(); ++i)
+    for (size_t i = 0; i < sent.size(); ++i)
       if (!used[i]) sent[i] = torch::Tensor();
     return sent;
   }
@@ -247,7 +247,7 @@ class Reference {
       if (weight.grad().defined()) weight.mutable_grad() = weight.grad().clone();
     clip_by_hand(norm_, value_);
     optimizer_->step();
-    for (std::size_t i = 0; i < weights.size(); ++i) {
+    for (size_t i = 0; i < weights.size(); ++i) {
       if (weights[i].grad().defined()) move_average(averages_[i], weights[i].detach());
       weights[i].mutable_grad() = gradients[i];
     }
@@ -260,7 +260,7 @@ class Reference {
 
   void zero_grad(bool to_none) {
     if (backwards_ > 0)
-      for (std::size_t i = 0; i < before_.size(); ++i)
+      for (size_t i = 0; i < before_.size(); ++i)
         for (const Pending& pending : pending_) {
           torch::Tensor& gradient = network_.weights[i].mutable_grad();
           if (!gradient.defined()) gradient = before_[i].defined() ? before_[i] : pending.gradients[i];
@@ -277,7 +277,7 @@ class Reference {
   // The last one drops what a step() has left in .grad.
   void join(const Operation& operation) {
     for (const int rank : members_) joined_ |= operation.ranks & 1U << rank;
-    if (static_cast<std::size_t>(std::popcount(joined_)) < members_.size()) return;
+    if (static_cast<size_t>(std::popcount(joined_)) < members_.size()) return;
     joined_ = 0;
     zero_grad(true);
   }
@@ -297,18 +297,18 @@ class Reference {
   void freeze(const Operation& operation, bool requires_grad) {
     if (!first_makes(operation)) return;
     if (!requires_grad) return network_.freeze(frozen_by(operation));
-    network_.weights[static_cast<std::size_t>(operation.parameter)].requires_grad_(true);
+    network_.weights[static_cast<size_t>(operation.parameter)].requires_grad_(true);
   }
 
   void load(const Operation& operation) {
     const torch::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < network_.weights.size(); ++i)
+    for (size_t i = 0; i < network_.weights.size(); ++i)
       network_.weights[i].copy_(loaded_weight(operation, i, plan_, network_.weights[i].sizes()));
   }
 
   void halve(const Operation& operation) {
     const torch::NoGradGuard no_grad;
-    network_.weights[static_cast<std::size_t>(operation.parameter)].mul_(0.5);
+    network_.weights[static_cast<size_t>(operation.parameter)].mul_(0.5);
   }
 
   void save() {
@@ -335,7 +335,7 @@ class Reference {
   }
   void take_into(Tensors& sums) {
     const Tensors more = take_gradients();
-    for (std::size_t i = 0; i < more.size(); ++i) add(sums[i], more[i], 1);
+    for (size_t i = 0; i < more.size(); ++i) add(sums[i], more[i], 1);
   }
   static Tensors copies(const Tensors& tensors) {
     Tensors all;
@@ -344,7 +344,7 @@ class Reference {
   }
   static void set(const Tensors& tensors, const Tensors& values) {
     const torch::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < tensors.size(); ++i) torch::Tensor(tensors[i]).copy_(values[i]);
+    for (size_t i = 0; i < tensors.size(); ++i) torch::Tensor(tensors[i]).copy_(values[i]);
   }
   void drop_pending() {
     backwards_ = 0;
@@ -380,7 +380,7 @@ double largest(const torch::Tensor& tensor) { return tensor.numel() == 0 ? 0 : t
 // The largest distance, divided by the tensor's largest value.
 double distance(const Tensors& given, const Tensors& right) {
   double most = 0;
-  for (std::size_t i = 0; i < right.size(); ++i)
+  for (size_t i = 0; i < right.size(); ++i)
     if (right[i].defined() && right[i].is_floating_point() && largest(right[i]) > 0)
       most = std::max(most, largest(given[i] - right[i]) / largest(right[i]));
   return most;
@@ -389,7 +389,7 @@ double distance(const Tensors& given, const Tensors& right) {
 }  // namespace
 
 // A program may magnify rounding, for instance if it diverges: so it also runs in float32, on one rank.
-Expected expected_of(const Program& program, std::size_t trainer, int color) {
+Expected expected_of(const Program& program, size_t trainer, int color) {
   const Program executed = as_executed(program, trainer, color);
   const TrainerPlan& plan = program.trainers[trainer];
   Expected expected = Reference(executed, trainer, color, torch::kFloat64).run();

@@ -33,6 +33,6 @@ struct Expected {
   double rounding = 0;
 };
 
-Expected expected_of(const Program& program, std::size_t trainer, int color);
+Expected expected_of(const Program& program, size_t trainer, int color);
 
 }  // namespace lockstep::fuzz

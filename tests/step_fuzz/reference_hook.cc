@@ -22,13 +22,13 @@ torch::Tensor flat_of(const std::vector<torch::Tensor>& parts) {
 }  // namespace
 
 // The last parameters first; a bucket ends before the parameter that would make it too large.
-ReferenceHook::ReferenceHook(const TrainerPlan& plan, const Tensors& parameters,
-                             const std::vector<std::size_t>& exchanged, int ranks)
+ReferenceHook::ReferenceHook(const TrainerPlan& plan, const Tensors& parameters, const std::vector<size_t>& exchanged,
+                             int ranks)
     : plan_(plan), parameters_(parameters) {
-  const std::size_t limit = plan.small_buckets ? kSmallBucket : std::size_t{25} << 20;
-  std::size_t bytes = 0;
+  const size_t limit = plan.small_buckets ? kSmallBucket : size_t{25} << 20;
+  size_t bytes = 0;
   for (auto i = exchanged.rbegin(); i != exchanged.rend(); ++i) {
-    const std::size_t more = static_cast<std::size_t>(parameters[*i].numel()) * c10::elementSize(plan.dtype);
+    const size_t more = static_cast<size_t>(parameters[*i].numel()) * c10::elementSize(plan.dtype);
     if (buckets_.empty() || bytes + more > limit) {
       buckets_.emplace_back();
       bytes = 0;
@@ -37,8 +37,8 @@ ReferenceHook::ReferenceHook(const TrainerPlan& plan, const Tensors& parameters,
     bytes += more;
   }
   for (Bucket& bucket : buckets_) {
-    std::int64_t count = 0;
-    for (const std::size_t i : bucket.parameters) count += parameters[i].numel();
+    int64_t count = 0;
+    for (const size_t i : bucket.parameters) count += parameters[i].numel();
     for (int rank = 0; rank < ranks; ++rank) bucket.residuals.push_back(torch::zeros({count}, torch::kFloat64));
   }
 }
@@ -46,21 +46,21 @@ ReferenceHook::ReferenceHook(const TrainerPlan& plan, const Tensors& parameters,
 ReferenceHook::Tensors ReferenceHook::sum_of(const std::vector<Tensors>& given, double unit) {
   const torch::NoGradGuard no_grad;
   Tensors sums(parameters_.size());
-  for (std::size_t b = 0; b < buckets_.size(); ++b) {
+  for (size_t b = 0; b < buckets_.size(); ++b) {
     Bucket& bucket = buckets_[b];
     Tensors flat, parts;
     for (const Tensors& of_rank : given) {
       Tensors all;
-      for (const std::size_t i : bucket.parameters)
+      for (const size_t i : bucket.parameters)
         all.push_back(of_rank[i].defined() ? of_rank[i] : torch::zeros_like(parameters_[i]));
       flat.push_back(flat_of(all));
     }
-    for (std::size_t rank = 0; rank < given.size(); ++rank)
+    for (size_t rank = 0; rank < given.size(); ++rank)
       bucket.residuals[rank] = bucket.residuals[rank] * (unit_ / unit) + flat[rank];
     torch::Tensor sum = plan_.hook == Hook::kTopK     ? top_k(bucket)
                         : plan_.hook == Hook::kTwoBit ? two_bits(bucket)
                                                       : power_sgd(bucket, b, flat);
-    for (const std::size_t i : bucket.parameters) {
+    for (const size_t i : bucket.parameters) {
       sums[i] = sum.slice(0, 0, parameters_[i].numel()).view(parameters_[i].sizes()).clone();
       sum = sum.slice(0, parameters_[i].numel());
     }
@@ -71,9 +71,8 @@ ReferenceHook::Tensors ReferenceHook::sum_of(const std::vector<Tensors>& given, 
 
 torch::Tensor ReferenceHook::top_k(Bucket& bucket) {
   torch::Tensor sum = torch::zeros_like(bucket.residuals[0]);
-  const std::int64_t count = sum.numel();
-  const auto k =
-      std::max<std::int64_t>(1, static_cast<std::int64_t>(std::ceil(kTopKShare * static_cast<double>(count))));
+  const int64_t count = sum.numel();
+  const auto k = std::max<int64_t>(1, static_cast<int64_t>(std::ceil(kTopKShare * static_cast<double>(count))));
   for (torch::Tensor& residual : bucket.residuals) {
     const auto [sizes, order] = residual.abs().sort(0, /*descending=*/true);
     if (k < count) {
@@ -101,15 +100,15 @@ torch::Tensor ReferenceHook::two_bits(Bucket& bucket) {
 }
 
 // Matrices for which that is shorter go as products of rank 1, the others as they are, without a residual.
-torch::Tensor ReferenceHook::power_sgd(Bucket& bucket, std::size_t number, const Tensors& given) {
+torch::Tensor ReferenceHook::power_sgd(Bucket& bucket, size_t number, const Tensors& given) {
   torch::Tensor sum = torch::zeros_like(given[0]);
   for (const torch::Tensor& of_rank : given) sum += of_rank;
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(number);  // PowerSGDOptions::seed is 0
   const bool first = bucket.bases.empty();
-  std::int64_t begin = 0;
-  std::size_t matrix = 0;
-  for (const std::size_t i : bucket.parameters) {
-    const std::int64_t size = parameters_[i].numel(), rows = parameters_[i].size(0), columns = size / rows;
+  int64_t begin = 0;
+  size_t matrix = 0;
+  for (const size_t i : bucket.parameters) {
+    const int64_t size = parameters_[i].numel(), rows = parameters_[i].size(0), columns = size / rows;
     const auto place = [&](const torch::Tensor& flat) { return flat.slice(0, begin, begin + size); };
     if (parameters_[i].dim() == 2 && rows + columns < size) {
       if (first) bucket.bases.push_back(torch::randn({columns, 1}, generator).to(torch::kFloat64));

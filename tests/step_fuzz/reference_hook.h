@@ -17,8 +17,7 @@ class ReferenceHook {
   using Tensors = std::vector<torch::Tensor>;
 
   // parameters: all; exchanged: which of them go through buckets.
-  ReferenceHook(const TrainerPlan& plan, const Tensors& parameters, const std::vector<std::size_t>& exchanged,
-                int ranks);
+  ReferenceHook(const TrainerPlan& plan, const Tensors& parameters, const std::vector<size_t>& exchanged, int ranks);
 
   // given[rank][parameter]: what this rank adds to the sum; undefined: nothing. unit: divisor already applied. Returns
   // the sum as the hook transmits it; undefined for parameters that are not exchanged.
@@ -29,14 +28,14 @@ class ReferenceHook {
 
  private:
   struct Bucket {
-    std::vector<std::size_t> parameters;
+    std::vector<size_t> parameters;
     std::vector<torch::Tensor> residuals;  // flat, of each rank
     Tensors bases;                         // PowerSGD
   };
 
   torch::Tensor top_k(Bucket& bucket);
   torch::Tensor two_bits(Bucket& bucket);
-  torch::Tensor power_sgd(Bucket& bucket, std::size_t number, const std::vector<torch::Tensor>& given);
+  torch::Tensor power_sgd(Bucket& bucket, size_t number, const std::vector<torch::Tensor>& given);
   torch::Tensor product_of_rank_1(std::vector<torch::Tensor> matrices, torch::Tensor& basis);
 
   const TrainerPlan& plan_;

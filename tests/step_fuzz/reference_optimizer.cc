@@ -48,7 +48,7 @@ class Layerwise : public ReferenceOptimizer {
 
   void step() override {
     const torch::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    for (size_t i = 0; i < parameters_.size(); ++i) {
       if (!parameters_[i].grad().defined()) continue;
       ++all_[i].steps;
       (rule_ == Rule::kLAMB) ? lamb(parameters_[i], all_[i]) : lars(parameters_[i], all_[i]);

@@ -58,10 +58,10 @@ struct Rank {
 // Walks through the operations of one trainer in one of its worlds.
 class WorldOfTrainer {
  public:
-  WorldOfTrainer(const Program& program, std::size_t trainer, int color)
+  WorldOfTrainer(const Program& program, size_t trainer, int color)
       : program_(program), plan_(program.trainers[trainer]), trainer_(static_cast<int>(trainer)) {
     for (int rank = 0; rank < program.ranks; ++rank)
-      if (plan_.color[static_cast<std::size_t>(rank)] == color) members_ |= 1U << rank;
+      if (plan_.color[static_cast<size_t>(rank)] == color) members_ |= 1U << rank;
     begin();
   }
 
@@ -158,7 +158,7 @@ class WorldOfTrainer {
     int total = 0;
     for (int index = 0; index < program_.ranks; ++index) {
       if (!has(ranks, index)) continue;
-      Rank& rank = ranks_[static_cast<std::size_t>(index)];
+      Rank& rank = ranks_[static_cast<size_t>(index)];
       int samples = 0;
       for (int shard = 0; shard < std::max(plan_.shards, 1); ++shard)
         samples += samples_of_shard(operation, index, shard);
@@ -194,7 +194,7 @@ class WorldOfTrainer {
       return outside("loss.backward() after step() without zero_grad(), where ddp.backward() came before");
     mixed_ = true;
     for (int rank = 0; rank < program_.ranks; ++rank)
-      if (has(ranks, rank) && operation.samples[static_cast<std::size_t>(rank)] == 0)
+      if (has(ranks, rank) && operation.samples[static_cast<size_t>(rank)] == 0)
         return outside("backward() of both kinds, without samples");
     if (operation.action != Action::kPlainBackward) illegal_mixture();
   }
@@ -237,8 +237,8 @@ class WorldOfTrainer {
     std::set<bool> needs;
     for (int rank = 0; rank < program_.ranks; ++rank) {
       if (!has(members_, rank)) continue;
-      const unsigned unused = operation.unused[static_cast<std::size_t>(rank)];
-      const unsigned frozen = ranks_[static_cast<std::size_t>(rank)].frozen;
+      const unsigned unused = operation.unused[static_cast<size_t>(rank)];
+      const unsigned frozen = ranks_[static_cast<size_t>(rank)].frozen;
       const bool words = plan_.words && (unused & 8) == 0 && !has(frozen, 5);
       needs.insert(!has(frozen, 0) || ((unused & 2) == 0 && !has(frozen, 1)) || words);
     }
@@ -533,8 +533,8 @@ class WorldOfTrainer {
   }
 
   bool needs_first_layer(const Operation& operation, int rank) const {
-    return (operation.unused[static_cast<std::size_t>(rank)] & 2) == 0 &&
-           (ranks_[static_cast<std::size_t>(rank)].frozen & 3) == 0;
+    return (operation.unused[static_cast<size_t>(rank)] & 2) == 0 &&
+           (ranks_[static_cast<size_t>(rank)].frozen & 3) == 0;
   }
 
   void clipping(Ranks ranks, const auto& set) {
@@ -576,7 +576,7 @@ class WorldOfTrainer {
     if (joined()) outside("a write while a rank is in join()");
     own_way_ = own_way_ || pending();
     data_written_ = true;
-    for_each(ranks, [&](Rank& rank) { rank.data[static_cast<std::size_t>(operation.parameter)] += 1; });
+    for_each(ranks, [&](Rank& rank) { rank.data[static_cast<size_t>(operation.parameter)] += 1; });
   }
 
   // ---- Parameters of each rank that do not stay the same
@@ -606,7 +606,7 @@ class WorldOfTrainer {
     return drift_ || !equal([](const Rank& rank) { return rank.loaded; }) || data_differs();
   }
   bool data_differs() const {
-    for (std::size_t i = 0; i < kMaxParameters; ++i)
+    for (size_t i = 0; i < kMaxParameters; ++i)
       if (!equal([&](const Rank& rank) { return rank.data[i]; })) return true;
     return false;
   }
@@ -627,7 +627,7 @@ class WorldOfTrainer {
 
   // Calls see(operation) with the operations of these ranks until it returns false.
   void see_next(Ranks ranks, const auto& see) const {
-    for (std::size_t i = next_; i < program_.operations.size(); ++i) {
+    for (size_t i = next_; i < program_.operations.size(); ++i) {
       const Operation& operation = program_.operations[i];
       if (operation.trainer == trainer_ && (operation.ranks & ranks) != 0 && !see(operation)) return;
     }
@@ -767,24 +767,24 @@ class WorldOfTrainer {
 
   void for_each(Ranks ranks, const auto& each) {
     for (int rank = 0; rank < program_.ranks; ++rank)
-      if (has(ranks, rank)) each(ranks_[static_cast<std::size_t>(rank)]);
+      if (has(ranks, rank)) each(ranks_[static_cast<size_t>(rank)]);
   }
   bool any(const auto& is) const {
     bool found = false;
     for (int rank = 0; rank < program_.ranks; ++rank)
-      found = found || (has(members_, rank) && is(ranks_[static_cast<std::size_t>(rank)]));
+      found = found || (has(members_, rank) && is(ranks_[static_cast<size_t>(rank)]));
     return found;
   }
   bool equal(const auto& get) const {
     std::set<double> values;
     for (int rank = 0; rank < program_.ranks; ++rank)
-      if (has(members_, rank)) values.insert(static_cast<double>(get(ranks_[static_cast<std::size_t>(rank)])));
+      if (has(members_, rank)) values.insert(static_cast<double>(get(ranks_[static_cast<size_t>(rank)])));
     return values.size() <= 1;
   }
   Ranks active() const {
     Ranks ranks = 0;
     for (int rank = 0; rank < program_.ranks; ++rank)
-      if (has(members_, rank) && !ranks_[static_cast<std::size_t>(rank)].joined) ranks |= 1U << rank;
+      if (has(members_, rank) && !ranks_[static_cast<size_t>(rank)].joined) ranks |= 1U << rank;
     return ranks;
   }
   bool joined() const { return active() != members_; }
@@ -816,7 +816,7 @@ class WorldOfTrainer {
   int trainer_;
   Ranks members_ = 0;
   std::array<Rank, kMaxRanks> ranks_{};
-  std::size_t next_ = 0;  // operation
+  size_t next_ = 0;  // operation
   bool begun_ = false;
   unsigned start_frozen_ = 0;
   bool stepped_ = false;  // ever
@@ -842,7 +842,7 @@ class WorldOfTrainer {
 };
 
 // Where ranks have parameters of their own, a backward() that some of them leave out may meet their next one.
-Judgement judge(const Program& program, std::size_t trainer, int color) {
+Judgement judge(const Program& program, size_t trainer, int color) {
   const Judgement judgement = WorldOfTrainer(program, trainer, color).judge();
   if (judgement.rule != kLeftOutBackward || shares_parameters(program.trainers[trainer])) return judgement;
   const auto other = as_ranks_meet(program, trainer, color);
@@ -859,7 +859,7 @@ Judgement judge(const Program& program, std::size_t trainer, int color) {
 // there.
 Judgement judge(const Program& program) {
   Judgement all;
-  for (std::size_t trainer = 0; trainer < program.trainers.size(); ++trainer) {
+  for (size_t trainer = 0; trainer < program.trainers.size(); ++trainer) {
     const auto& color = program.trainers[trainer].color;
     for (const int each : std::set<int>(color.begin(), color.begin() + program.ranks)) {
       const Judgement one = judge(program, trainer, each);
@@ -873,7 +873,7 @@ Judgement judge(const Program& program) {
   return all;
 }
 
-Program as_executed(const Program& program, std::size_t trainer, int color) {
+Program as_executed(const Program& program, size_t trainer, int color) {
   const Judgement judgement = WorldOfTrainer(program, trainer, color).judge();
   if (judgement.rule != kLeftOutBackward || shares_parameters(program.trainers[trainer])) return program;
   return as_ranks_meet(program, trainer, color).value_or(program);

@@ -10,7 +10,7 @@
 
 namespace lockstep::fuzz {
 
-enum class Verdict : std::uint8_t {
+enum class Verdict : uint8_t {
   kLegal,
   kIllegal,  // every rank is to throw, and one of them to name one of the causes
   kOutside,  // what docs/step-rules.md leaves open: such programs are not run
@@ -25,6 +25,6 @@ struct Judgement {
 Judgement judge(const Program& program);
 
 // The program with the operations of this trainer in one of its worlds as its ranks execute them together.
-Program as_executed(const Program& program, std::size_t trainer, int color);
+Program as_executed(const Program& program, size_t trainer, int color);
 
 }  // namespace lockstep::fuzz

@@ -13,7 +13,7 @@ namespace {
 Outcome run_in_threads(const Program& program, const AllExpected& expected, std::chrono::milliseconds timeout) {
   Outcome outcome;
   const auto body = [&](World& world) {
-    const auto rank = static_cast<std::size_t>(world.rank());
+    const auto rank = static_cast<size_t>(world.rank());
     try {
       outcome.differences[rank] = run_rank(program, expected, world);
     } catch (const std::exception& error) {
@@ -38,7 +38,7 @@ Outcome run(const Program& program, bool compares, std::chrono::milliseconds tim
 
 std::string all_errors(const Outcome& outcome) {
   std::string text;
-  for (std::size_t rank = 0; rank < kMaxRanks; ++rank)
+  for (size_t rank = 0; rank < kMaxRanks; ++rank)
     if (!outcome.errors[rank].empty()) text += "rank " + std::to_string(rank) + ": " + outcome.errors[rank] + "\n";
   return text;
 }
@@ -47,7 +47,7 @@ std::string fault_of_legal(const Program& program) {
   const Outcome outcome = run(program, /*compares=*/true, kTimeout);
   if (const std::string errors = all_errors(outcome); !errors.empty()) return "a legal program was refused:\n" + errors;
   for (int rank = 0; rank < program.ranks; ++rank)
-    if (const auto& text = outcome.differences[static_cast<std::size_t>(rank)]; !text.empty())
+    if (const auto& text = outcome.differences[static_cast<size_t>(rank)]; !text.empty())
       return "rank " + std::to_string(rank) + " computed something else than one rank does:\n" + text;
   return {};
 }
@@ -56,7 +56,7 @@ std::string fault_of_illegal(const Program& program, const Judgement& judgement,
   const Outcome outcome = run(program, /*compares=*/false, timeout);
   const std::string errors = all_errors(outcome);
   for (int rank = 0; rank < program.ranks; ++rank)
-    if (outcome.errors[static_cast<std::size_t>(rank)].empty())
+    if (outcome.errors[static_cast<size_t>(rank)].empty())
       return "rank " + std::to_string(rank) + " went on in spite of " + judgement.rule + "\n" + errors;
   const bool named = std::any_of(judgement.causes.begin(), judgement.causes.end(),
                                  [&](const std::string& cause) { return errors.find(cause) != std::string::npos; });

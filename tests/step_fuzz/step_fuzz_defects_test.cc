@@ -35,7 +35,7 @@ INSTANTIATE_TEST_SUITE_P(
 TEST_P(Defect, is_found_within_500_programs) {
   present_defect() = GetParam();
   for (int i = 0; i < kPrograms; ++i) {
-    Program program = random_program(static_cast<std::uint64_t>(i));
+    Program program = random_program(static_cast<uint64_t>(i));
     program.processes = false;  // the server of processes does not know the defect
     const std::string fault = fault_of(program, judge(program));
     if (fault.empty()) continue;

@@ -52,14 +52,14 @@ std::string report(const Program& program, const std::string& fault) {
 
 TEST(StepFuzz, every_program_is_right_or_refused_by_name) {
   const int programs = testing::rounds("LOCKSTEP_FUZZ_ROUNDS", 200);
-  const std::uint64_t seed = first_seed();
+  const uint64_t seed = first_seed();
   std::cout << programs << " programs from LOCKSTEP_FUZZ_SEED=" << seed << std::endl;
   const int most_failures = testing::rounds("LOCKSTEP_FUZZ_FAILURES", 3);
   Coverage coverage;
   int failures = 0;
   for (const int signal : {SIGSEGV, SIGBUS, SIGABRT}) std::signal(signal, name_the_program);
   for (int i = 0; i < programs && failures < most_failures; ++i) {
-    const Program program = random_program(seed + static_cast<std::uint64_t>(i));
+    const Program program = random_program(seed + static_cast<uint64_t>(i));
     std::snprintf(now_running, sizeof now_running, "\nended by program %llu\n",
                   static_cast<unsigned long long>(program.seed));
     const Judgement judgement = judge(program);

@@ -34,7 +34,7 @@ bool is_wide(const StrategyProgram& program) { return std::ranges::max(program.w
 
 class StrategyGenerator {
  public:
-  explicit StrategyGenerator(std::uint64_t seed) : random_(seed * 7919 + 1) { program_.seed = seed; }
+  explicit StrategyGenerator(uint64_t seed) : random_(seed * 7919 + 1) { program_.seed = seed; }
 
   StrategyProgram program() {
     const StrategyKind kinds[]{StrategyKind::kDdp,     StrategyKind::kTowers,    StrategyKind::kDataParallel,
@@ -150,7 +150,7 @@ class StrategyGenerator {
 // Linear, Tanh, Linear, ... with the same values in every replica.
 std::shared_ptr<torch::nn::SequentialImpl> make_net(const StrategyProgram& program) {
   torch::nn::Sequential net;
-  for (std::size_t i = 0; i + 1 < program.widths.size(); ++i) {
+  for (size_t i = 0; i + 1 < program.widths.size(); ++i) {
     if (i > 0) net->push_back(torch::nn::Tanh());
     net->push_back(torch::nn::Linear(program.widths[i], program.widths[i + 1]));
   }
@@ -175,15 +175,15 @@ Task task_of(const StrategyProgram& program) {
           .name = "fuzz"};
 }
 
-Batch batch_of(const StrategyProgram& program, std::size_t step) {
+Batch batch_of(const StrategyProgram& program, size_t step) {
   const double key = 100.0 + 10.0 * static_cast<double>(step);
   return {waves({program.batches[step], program.widths.front()}, key),
           waves({program.batches[step], program.widths.back()}, key + 0.5)};
 }
 
 // Rows [i B / n, (i + 1) B / n) of B.
-Batch part(const Batch& batch, std::int64_t i, std::int64_t n) {
-  const std::int64_t all = batch.data.size(0), begin = i * all / n, end = (i + 1) * all / n;
+Batch part(const Batch& batch, int64_t i, int64_t n) {
+  const int64_t all = batch.data.size(0), begin = i * all / n, end = (i + 1) * all / n;
   return {batch.data.slice(0, begin, end), batch.target.slice(0, begin, end)};
 }
 
@@ -200,7 +200,7 @@ struct ReplayedReplica {
 
   // Returns samples * loss.
   double train(const Batch& batch, const ClippingOptions& clipping, double lr) {
-    const std::int64_t count = batch.data.size(0);
+    const int64_t count = batch.data.size(0);
     if (count == 0) return 0;
     net->zero_grad();
     const torch::Tensor loss = loss_of(net->forward(batch.data), batch.target);
@@ -235,15 +235,14 @@ class Replay {
   Course run() {
     Course course;
     const auto ranks = replicas_.size() > 1 ? program_.ranks : 1;
-    const auto devices = static_cast<std::int64_t>(replicas_.size()) / ranks;
-    std::int64_t since = 0;
-    for (std::size_t step = 0; step < program_.batches.size(); ++step) {
+    const auto devices = static_cast<int64_t>(replicas_.size()) / ranks;
+    int64_t since = 0;
+    for (size_t step = 0; step < program_.batches.size(); ++step) {
       const Batch batch = batch_of(program_, step);
       double loss = 0;
-      for (std::int64_t i = 0; i < static_cast<std::int64_t>(replicas_.size()); ++i)
-        loss +=
-            replicas_[static_cast<std::size_t>(i)].train(part(part(batch, i / devices, ranks), i % devices, devices),
-                                                         program_.options.clipping, program_.rates[step]);
+      for (int64_t i = 0; i < static_cast<int64_t>(replicas_.size()); ++i)
+        loss += replicas_[static_cast<size_t>(i)].train(part(part(batch, i / devices, ranks), i % devices, devices),
+                                                        program_.options.clipping, program_.rates[step]);
       course.losses.push_back(loss / static_cast<double>(program_.batches[step]));
       if (++since % averaging_.every == 0) average();
     }
@@ -253,22 +252,22 @@ class Replay {
   }
 
  private:
-  std::vector<torch::Tensor> parameters(std::size_t replica) const { return replicas_[replica].net->parameters(); }
+  std::vector<torch::Tensor> parameters(size_t replica) const { return replicas_[replica].net->parameters(); }
 
   void average() {
     if (program_.options.kind != StrategyKind::kAveraging) return;
     double samples = 0;
     for (const ReplayedReplica& replica : replicas_) samples += replica.samples;
-    for (std::size_t i = 0; i < anchor_.size(); ++i) {
+    for (size_t i = 0; i < anchor_.size(); ++i) {
       torch::Tensor mean = torch::zeros_like(anchor_[i]);
-      for (std::size_t r = 0; r < replicas_.size(); ++r)
+      for (size_t r = 0; r < replicas_.size(); ++r)
         mean = mean + parameters(r)[i].detach() * (replicas_[r].samples / samples);
       anchor_[i].mutable_grad() = anchor_[i].detach() - mean;
     }
     outer_->step();
     const torch::NoGradGuard no_grad;
-    for (std::size_t r = 0; r < replicas_.size(); ++r) {
-      for (std::size_t i = 0; i < anchor_.size(); ++i) parameters(r)[i].copy_(anchor_[i]);
+    for (size_t r = 0; r < replicas_.size(); ++r) {
+      for (size_t i = 0; i < anchor_.size(); ++i) parameters(r)[i].copy_(anchor_[i]);
       replicas_[r].samples = 0;
     }
   }
@@ -285,7 +284,7 @@ class Replay {
 class AsynchronousReplay {
  public:
   explicit AsynchronousReplay(const StrategyProgram& program)
-      : program_(program), workers_(static_cast<std::size_t>(workers_of(program))), server_(make_net(program)) {
+      : program_(program), workers_(static_cast<size_t>(workers_of(program))), server_(make_net(program)) {
     TrainerPlan plan = program.plan;
     if (workers_.size() > 1 && plan.rule == Rule::kMomentum) plan.rule = Rule::kNesterov;
     for (Worker& worker : workers_) {
@@ -296,11 +295,11 @@ class AsynchronousReplay {
 
   // Of each rank: servers, of which only the first knows the result, then workers.
   std::vector<Course> run() {
-    for (const int worker : program_.order) update(static_cast<std::size_t>(worker));
-    std::vector<Course> courses(static_cast<std::size_t>(program_.ranks));
-    const auto servers = static_cast<std::size_t>(program_.options.kvstore.servers);
+    for (const int worker : program_.order) update(static_cast<size_t>(worker));
+    std::vector<Course> courses(static_cast<size_t>(program_.ranks));
+    const auto servers = static_cast<size_t>(program_.options.kvstore.servers);
     courses.front().parameters = values_of(*server_);
-    for (std::size_t i = 0; i < workers_.size(); ++i)
+    for (size_t i = 0; i < workers_.size(); ++i)
       courses[servers + i] = {.parameters = values_of(*workers_[i].net), .losses = workers_[i].losses};
     return courses;
   }
@@ -319,10 +318,10 @@ class AsynchronousReplay {
     return values;
   }
 
-  void update(std::size_t index) {
+  void update(size_t index) {
     Worker& worker = workers_[index];
-    const std::size_t step = worker.losses.size();
-    const Batch batch = part(batch_of(program_, step), static_cast<std::int64_t>(index), std::ssize(workers_));
+    const size_t step = worker.losses.size();
+    const Batch batch = part(batch_of(program_, step), static_cast<int64_t>(index), std::ssize(workers_));
     worker.last_samples = static_cast<double>(batch.data.size(0));
     worker.losses.push_back(std::nan(""));
     if (worker.last_samples > 0) {
@@ -333,7 +332,7 @@ class AsynchronousReplay {
       apply(worker, program_.rates[step]);
     }
     const torch::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < server_->parameters().size(); ++i)
+    for (size_t i = 0; i < server_->parameters().size(); ++i)
       worker.net->parameters()[i].copy_(server_->parameters()[i]);
   }
 
@@ -341,7 +340,7 @@ class AsynchronousReplay {
     double all = 0;
     for (const Worker& other : workers_) all += other.losses.empty() ? worker.last_samples : other.last_samples;
     const auto& clipping = program_.options.clipping;
-    for (std::size_t i = 0; i < server_->parameters().size(); ++i)
+    for (size_t i = 0; i < server_->parameters().size(); ++i)
       server_->parameters()[i].mutable_grad() = worker.net->parameters()[i].grad().clone();
     if (clipping.max_norm > 0) torch::nn::utils::clip_grad_norm_(server_->parameters(), clipping.max_norm);
     if (clipping.max_value > 0) torch::nn::utils::clip_grad_value_(server_->parameters(), clipping.max_value);
@@ -357,7 +356,7 @@ class AsynchronousReplay {
 // What each rank computes.
 std::vector<Course> expected_of(const StrategyProgram& program) {
   if (is_asynchronous(program)) return AsynchronousReplay(program).run();
-  return std::vector<Course>(static_cast<std::size_t>(program.ranks), Replay(program).run());
+  return std::vector<Course>(static_cast<size_t>(program.ranks), Replay(program).run());
 }
 
 // ---- The run
@@ -386,7 +385,7 @@ class Turns {
   static constexpr std::chrono::seconds kLongest{20};
   std::vector<int> order_;
   int missing_;
-  std::size_t next_ = 0;
+  size_t next_ = 0;
   std::mutex mutex_;
   std::condition_variable changed_;
 };
@@ -420,7 +419,7 @@ Course run_rank(const StrategyProgram& program, const World& world, Turns& turns
   const auto strategy = make_strategy(world, task_of(program), options);
   const World share = strategy->ranks(world).data;
   Course course;
-  for (std::size_t step = 0; step < program.batches.size(); ++step) {
+  for (size_t step = 0; step < program.batches.size(); ++step) {
     set_learning_rate(strategy->optimizer(), program.rates[step]);
     const Batch mine = testing::part_of(batch_of(program, step), *strategy, share);
     course.losses.push_back(strategy->forward_backward(mine).mean_loss);
@@ -438,12 +437,12 @@ Course run_rank(const StrategyProgram& program, const World& world, Turns& turns
 std::string difference(const Course& course, const Course& expected) {
   constexpr double kTolerance = 1e-9;
   std::ostringstream text;
-  for (std::size_t i = 0; i < expected.parameters.size(); ++i)
+  for (size_t i = 0; i < expected.parameters.size(); ++i)
     if (course.parameters[i].defined() &&
         !torch::allclose(course.parameters[i], expected.parameters[i], kTolerance, kTolerance))
       text << "parameter " << i << " is off by "
            << (course.parameters[i] - expected.parameters[i]).abs().max().item<double>() << '\n';
-  for (std::size_t step = 0; step < expected.losses.size(); ++step)
+  for (size_t step = 0; step < expected.losses.size(); ++step)
     if (!std::isnan(expected.losses[step]) &&
         !(std::abs(course.losses[step] - expected.losses[step]) <= kTolerance * (1 + expected.losses[step])))
       text << "the loss of step " << step << " is " << course.losses[step] << ", not " << expected.losses[step] << '\n';
@@ -452,7 +451,7 @@ std::string difference(const Course& course, const Course& expected) {
 
 }  // namespace
 
-StrategyProgram random_strategy_program(std::uint64_t seed) { return StrategyGenerator(seed).program(); }
+StrategyProgram random_strategy_program(uint64_t seed) { return StrategyGenerator(seed).program(); }
 
 StrategyProgram workers_in_turn(KVStoreKind kind, Rule rule, int workers, int devices) {
   constexpr int kServers = 1, kBatches = 20;
@@ -497,9 +496,9 @@ std::string text_of(const StrategyProgram& program) {
   text << "seed " << program.seed << ":";
   for (const std::string& feature : features_of(program)) text << ' ' << feature << ',';
   text << " lr " << program.plan.lr << ", micro-batches " << program.options.pipeline.micro_batches << ", widths";
-  for (const std::int64_t width : program.widths) text << ' ' << width;
+  for (const int64_t width : program.widths) text << ' ' << width;
   text << ", batches";
-  for (const std::int64_t batch : program.batches) text << ' ' << batch;
+  for (const int64_t batch : program.batches) text << ' ' << batch;
   if (!program.order.empty()) text << ", order of workers";
   for (const int worker : program.order) text << ' ' << worker;
   text << '\n';
@@ -523,8 +522,7 @@ std::string fault_of(const StrategyProgram& program) {
   std::mutex mutex;
   Turns turns(program);
   const auto body = [&](World& world) {
-    const std::string text =
-        difference(run_rank(program, world, turns), expected[static_cast<std::size_t>(world.rank())]);
+    const std::string text = difference(run_rank(program, world, turns), expected[static_cast<size_t>(world.rank())]);
     const std::lock_guard lock(mutex);
     if (!text.empty()) faults += "rank " + std::to_string(world.rank()) + ": " + text;
   };

@@ -13,18 +13,18 @@
 namespace lockstep::fuzz {
 
 struct StrategyProgram {
-  std::uint64_t seed = 0;
+  uint64_t seed = 0;
   StrategyOptions options;
-  int ranks = 1;                      // threads, each with options.devices
-  int machines = 1;                   // that the ranks count as, in turn
-  std::vector<int> order{};           // dist_async, dist_bounded: which worker updates next
-  TrainerPlan plan;                   // rule, lr and weight decay, as the reference has them
-  std::vector<std::int64_t> widths;   // of the model's layers: inputs, hidden ..., outputs
-  std::vector<std::int64_t> batches;  // samples of the global batch of each step
-  std::vector<double> rates;          // learning rate of each step
+  int ranks = 1;                 // threads, each with options.devices
+  int machines = 1;              // that the ranks count as, in turn
+  std::vector<int> order{};      // dist_async, dist_bounded: which worker updates next
+  TrainerPlan plan;              // rule, lr and weight decay, as the reference has them
+  std::vector<int64_t> widths;   // of the model's layers: inputs, hidden ..., outputs
+  std::vector<int64_t> batches;  // samples of the global batch of each step
+  std::vector<double> rates;     // learning rate of each step
 };
 
-StrategyProgram random_strategy_program(std::uint64_t seed);
+StrategyProgram random_strategy_program(uint64_t seed);
 
 // dist_async or dist_bounded, with the least bound that lets workers 0, 1, 2 ... take turns.
 StrategyProgram workers_in_turn(KVStoreKind kind, Rule rule, int workers, int devices);

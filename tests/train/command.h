@@ -44,7 +44,7 @@ inline std::vector<double> losses_in(const std::filesystem::path& path) {
 }
 
 // How many steps a running program has written.
-inline std::size_t steps_in(const std::filesystem::path& path) {
+inline size_t steps_in(const std::filesystem::path& path) {
   try {
     return losses_in(path).size();
   } catch (const std::exception&) {  // no file yet, or a line half written

@@ -30,7 +30,7 @@ const Words kProgram = {MISBEHAVING_TASK, "--threads", "1"};
 
 void expect_close(const std::vector<double>& a, const std::vector<double>& b) {
   ASSERT_EQ(a.size(), b.size());
-  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], 1e-4 * std::abs(b[i])) << "step " << i;
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], 1e-4 * std::abs(b[i])) << "step " << i;
 }
 
 class StartedRanks : public ::testing::Test {
@@ -264,7 +264,7 @@ TEST(Train, resumes_several_ranks_bit_exactly) {
   const std::string a = read_file(folder / "whole" / last);
   const std::string b = read_file(folder / "parts" / last);
   const auto tensors = [](const std::string& bytes) {
-    return bytes.substr(8 + *reinterpret_cast<const std::uint64_t*>(bytes.data()));
+    return bytes.substr(8 + *reinterpret_cast<const uint64_t*>(bytes.data()));
   };
   EXPECT_EQ(tensors(a), tensors(b));
 }

@@ -155,10 +155,10 @@ TEST_F(Comparison, goes_on_where_it_was_stopped) {
 // The cells of a column of the tables, by the name of the row.
 std::map<std::string, std::string> column_of(const std::string& tables, const std::string& head) {
   std::map<std::string, std::string> cells;
-  std::size_t place = 0;
+  size_t place = 0;
   for (const std::string& line : split(tables, '\n')) {
     const Words words = split(line, '|');
-    const auto found = static_cast<std::size_t>(std::ranges::find(words, " " + head + " ") - words.begin());
+    const auto found = static_cast<size_t>(std::ranges::find(words, " " + head + " ") - words.begin());
     if (found < words.size())
       place = found;
     else if (line.starts_with("| ") && !line.starts_with("| ---") && place > 0)

@@ -65,7 +65,7 @@ TEST_F(ShardTraining, gives_the_same_losses_with_other_ranks_workers_and_after_a
   const auto two = lines_of(folder / "two", "step");
   ASSERT_EQ(one.size(), 8U);
   ASSERT_EQ(two.size(), 8U);
-  for (std::size_t i = 0; i < one.size(); ++i)
+  for (size_t i = 0; i < one.size(); ++i)
     EXPECT_NEAR(one[i].at("loss").get<double>(), two[i].at("loss").get<double>(), 1e-4) << i;
 }
 
@@ -100,7 +100,7 @@ TEST_F(TableTraining, learns_named_classes_on_one_and_two_ranks_alike) {
   EXPECT_GT(accuracy, 0.8);
   const auto first = lines_of(folder / "one", "step"), second = lines_of(folder / "two", "step");
   ASSERT_EQ(first.size(), second.size());
-  for (std::size_t i = 0; i < 30; ++i)
+  for (size_t i = 0; i < 30; ++i)
     EXPECT_NEAR(first[i].at("loss").get<double>(), second[i].at("loss").get<double>(), 1e-4) << i;
 }
 

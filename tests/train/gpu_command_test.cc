@@ -85,15 +85,15 @@ TEST_P(GpuStrategy, trains_on_two_as_one_core_does) {
   const auto one = losses_in(folder / "one"), two = losses_in(folder / "two");
   ASSERT_EQ(one.size(), 4U);
   ASSERT_EQ(two.size(), 4U);
-  for (std::size_t step = 0; step < one.size(); ++step) EXPECT_NEAR(two[step], one[step], 1e-4 * one[step]) << step;
+  for (size_t step = 0; step < one.size(); ++step) EXPECT_NEAR(two[step], one[step], 1e-4 * one[step]) << step;
   const bool twice = kTwoGpus == "cuda:0,cuda:0";
   EXPECT_EQ(metrics_in(folder / "two").back()["devices"], (Words{"cuda:0", twice ? "cuda:0 (device 1)" : "cuda:1"}));
 }
 
 // Bytes between host and device in one step, both directions, by device.
-std::map<int, std::pair<std::int64_t, std::int64_t>> crossing(const Words& words) {
+std::map<int, std::pair<int64_t, int64_t>> crossing(const Words& words) {
   const TempFolder folder;
-  std::map<int, std::pair<std::int64_t, std::int64_t>> bytes;
+  std::map<int, std::pair<int64_t, int64_t>> bytes;
   for (const int steps : {4, 2}) {
     const std::string file = folder / std::to_string(steps);
     Words train = kTrain + Words{folder / "metrics", "--devices", "cuda:0,cuda:1"} + words;
@@ -101,8 +101,8 @@ std::map<int, std::pair<std::int64_t, std::int64_t>> crossing(const Words& words
     EXPECT_EQ(on_gpus(2, with_variables({{"LOCKSTEP_SIMULATED_COUNTERS", file}}, train)).exit_code, 0);
     for (const auto& line : metrics_in(file)) {
       auto& [up, down] = bytes[line["device"]];
-      up += (steps == 4 ? 1 : -1) * line["host_to_device"].get<std::int64_t>();
-      down += (steps == 4 ? 1 : -1) * line["device_to_host"].get<std::int64_t>();
+      up += (steps == 4 ? 1 : -1) * line["host_to_device"].get<int64_t>();
+      down += (steps == 4 ? 1 : -1) * line["device_to_host"].get<int64_t>();
     }
   }
   for (auto& [device, both] : bytes) both = {both.first / 2, both.second / 2};
@@ -112,8 +112,8 @@ std::map<int, std::pair<std::int64_t, std::int64_t>> crossing(const Words& words
 // As simulated_cuda_test says of a step of each strategy (BytesOfDevices), and the training loop adds nothing. LeNet's parameters
 // take kModel bytes, a device's part of the batch kBatch.
 TEST(GpuCommand, moves_no_other_bytes_over_the_host) {
-  constexpr std::int64_t kModel = 516'272, kBatch = 15 * (28 * 28 * 4 + 8), kLoss = 4;
-  for (const std::int64_t over_host : {std::int64_t{0}, kModel}) {
+  constexpr int64_t kModel = 516'272, kBatch = 15 * (28 * 28 * 4 + 8), kLoss = 4;
+  for (const int64_t over_host : {int64_t{0}, kModel}) {
     const auto bytes = crossing({"--strategy", "towers", "--update", over_host > 0 ? "cpu" : "device"});
     ASSERT_EQ(bytes.size(), 2U);
     for (const auto& [device, both] : bytes) {
@@ -130,7 +130,7 @@ TEST(GpuCommand, trains_on_one_gpu) {
   EXPECT_EQ(ended.exit_code, 0) << ended.error;
   const auto core = losses_in(folder / "core"), gpu = losses_in(folder / "gpu");
   ASSERT_EQ(core.size(), gpu.size());
-  for (std::size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpu[step], core[step], 1e-4 * core[step]) << step;
+  for (size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpu[step], core[step], 1e-4 * core[step]) << step;
   EXPECT_EQ(metrics_in(folder / "gpu").back()["devices"], Words{"cuda:1"});
 }
 
@@ -143,7 +143,7 @@ TEST(GpuCommand, trains_with_a_process_per_gpu_as_one_core_does) {
   EXPECT_EQ(ended.exit_code, 0) << ended.error;
   const auto core = losses_in(folder / "core"), gpus = losses_in(folder / "gpus");
   ASSERT_EQ(core.size(), gpus.size());
-  for (std::size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpus[step], core[step], 1e-4 * core[step]) << step;
+  for (size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpus[step], core[step], 1e-4 * core[step]) << step;
 }
 
 // In one process, and with a process for each.
@@ -159,7 +159,7 @@ TEST(GpuCommand, trains_a_pipeline_on_gpus_as_one_core_does) {
       EXPECT_EQ(ended.exit_code, 0) << ended.error;
       const auto gpus = losses_in(folder / "gpus");
       ASSERT_EQ(core.size(), gpus.size());
-      for (std::size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpus[step], core[step], 1e-4 * core[step]);
+      for (size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpus[step], core[step], 1e-4 * core[step]);
     }
 }
 
@@ -183,7 +183,7 @@ TEST(GpuCommand, resumes_a_pipeline_of_one_process) {
   resumed.insert(resumed.end(), on_cores.begin(), on_cores.end());
   ASSERT_EQ(all.size(), 4U);
   ASSERT_EQ(resumed.size(), 2U);
-  for (std::size_t i = 0; i < resumed.size(); ++i) EXPECT_NEAR(resumed[i], all[i + 1], 1e-4 * all[i + 1]) << i;
+  for (size_t i = 0; i < resumed.size(); ++i) EXPECT_NEAR(resumed[i], all[i + 1], 1e-4 * all[i + 1]) << i;
 }
 
 // Block 0 of each process goes over the host.
@@ -195,7 +195,7 @@ TEST(GpuCommand, averages_over_processes_as_one_core_trains) {
   EXPECT_EQ(ended.exit_code, 0) << ended.error;
   const auto core = losses_in(folder / "core"), gpus = losses_in(folder / "gpus");
   ASSERT_EQ(core.size(), gpus.size());
-  for (std::size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpus[step], core[step], 1e-4 * core[step]) << step;
+  for (size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpus[step], core[step], 1e-4 * core[step]) << step;
 }
 
 TEST(GpuCommand, learns_with_workers_at_their_own_pace) {
@@ -329,8 +329,7 @@ TEST_P(CheckpointOnGpus, is_resumed_as_if_it_had_gone_on) {
   const auto whole = losses_in(folder / "whole"), parts = losses_in(folder / "parts");
   ASSERT_EQ(whole.size(), 4U);
   ASSERT_EQ(parts.size(), 4U);
-  for (std::size_t step = 0; step < whole.size(); ++step)
-    EXPECT_NEAR(parts[step], whole[step], 1e-6 * whole[step]) << step;
+  for (size_t step = 0; step < whole.size(); ++step) EXPECT_NEAR(parts[step], whole[step], 1e-6 * whole[step]) << step;
 }
 
 // Each rank, under a launcher, calls its own GPU cuda:0.
@@ -366,7 +365,7 @@ TEST(GpuCommand, trains_with_servers_as_one_core_does) {
     EXPECT_EQ(ended.exit_code, 0) << ended.error;
     const auto gpus = losses_in(folder / "gpus");
     ASSERT_EQ(core.size(), gpus.size());
-    for (std::size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpus[step], core[step], 1e-4 * core[step]);
+    for (size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpus[step], core[step], 1e-4 * core[step]);
   }
 }
 
@@ -438,8 +437,7 @@ TEST(GpuCommand, trains_a_model_above_the_memory_of_a_gpu_in_four_stages) {
     EXPECT_LT(bytes, 12 << 20);
     const auto gpus = losses_in(folder / "gpus");
     ASSERT_EQ(gpus.size(), 3U);
-    for (std::size_t step = 0; step < core.size(); ++step)
-      EXPECT_NEAR(gpus[step], core[step], 1e-5 * core[step]) << step;
+    for (size_t step = 0; step < core.size(); ++step) EXPECT_NEAR(gpus[step], core[step], 1e-5 * core[step]) << step;
   }
 }
 

@@ -83,7 +83,7 @@ TEST(Hang, a_rank_that_is_stopped_is_replaced_while_restarts_are_left) {
   ASSERT_GT(victim, 0);
   ::kill(victim, SIGSTOP);
   ASSERT_TRUE(wait_until([&] { return !is_running(victim); }, kLong)) << job.error();
-  const std::size_t steps = steps_in(metrics);
+  const size_t steps = steps_in(metrics);
   EXPECT_TRUE(wait_until([&] { return steps_in(metrics) >= steps + 10; }, kLong)) << job.error();
   EXPECT_TRUE(contains(job.error(), "rank 1 is stopped and holds up the others"));
 }
@@ -99,7 +99,7 @@ TEST(Hang, a_rank_that_is_stopped_for_a_moment_goes_on) {
   ::kill(victim, SIGSTOP);
   std::this_thread::sleep_for(std::chrono::milliseconds(1500));  // the launcher looks at its ranks every second
   ::kill(victim, SIGCONT);
-  const std::size_t steps = steps_in(metrics);
+  const size_t steps = steps_in(metrics);
   EXPECT_TRUE(wait_until([&] { return steps_in(metrics) >= steps + 10; }, kLong)) << job.error();
   EXPECT_EQ(job.error(), "");
   job.signal(SIGINT);
@@ -116,7 +116,7 @@ TEST(Hang, a_job_that_is_suspended_as_a_whole_goes_on) {
   ASSERT_GE(all.size(), 2);
   all.push_back(job.pid());
   for (const int pid : all) ::kill(pid, SIGSTOP);
-  const std::size_t before = steps_in(metrics);
+  const size_t before = steps_in(metrics);
   std::this_thread::sleep_for(std::chrono::seconds(2 * kTimeout));  // the time itself is what is tested here
   EXPECT_EQ(steps_in(metrics), before);
   for (const int pid : all) ::kill(pid, SIGCONT);

@@ -39,7 +39,7 @@ Words kvstore(const std::string& kind) {
 
 std::string tensors_of(const std::filesystem::path& path) {
   const std::string bytes = read_file(path);
-  return bytes.substr(8 + *reinterpret_cast<const std::uint64_t*>(bytes.data()));
+  return bytes.substr(8 + *reinterpret_cast<const uint64_t*>(bytes.data()));
 }
 
 TEST(KVStoreCommand, dist_sync_trains_as_one_rank_does_and_resumes_bit_exactly) {
@@ -68,7 +68,7 @@ TEST(KVStoreCommand, dist_sync_trains_as_one_rank_does_and_resumes_bit_exactly) 
   const auto one = losses_in(folder / "one.jsonl");
   const auto many = losses_in(folder / "whole.jsonl");
   ASSERT_EQ(one.size(), many.size());
-  for (std::size_t i = 0; i < one.size(); ++i) EXPECT_NEAR(one[i], many[i], 1e-4 * one[i]) << "step " << i;
+  for (size_t i = 0; i < one.size(); ++i) EXPECT_NEAR(one[i], many[i], 1e-4 * one[i]) << "step " << i;
 }
 
 class AsyncKVStoreCommand : public ::testing::TestWithParam<const char*> {};

@@ -25,7 +25,7 @@ TEST_P(LosslessProcesses, train_as_one_rank_does) {
   const Courses one = testing::lossless_courses(alone);
   Courses many;
   for (const auto& [name, tensors] : one)
-    for (std::size_t i = 0; i < tensors.size(); ++i) many[name].push_back(file.tensors[concat(name, "/", i)]);
+    for (size_t i = 0; i < tensors.size(); ++i) many[name].push_back(file.tensors[concat(name, "/", i)]);
   testing::expect_same_courses(many, one);
 }
 

@@ -12,7 +12,7 @@ int main(int, char** argv) {
   lockstep::World world = lockstep::World::from_env();
   lockstep::TensorFile file;
   for (const auto& [name, tensors] : lockstep::testing::lossless_courses(world))
-    for (std::size_t i = 0; i < tensors.size(); ++i) file.tensors[lockstep::concat(name, "/", i)] = tensors[i];
+    for (size_t i = 0; i < tensors.size(); ++i) file.tensors[lockstep::concat(name, "/", i)] = tensors[i];
   if (world.rank() == 0) lockstep::save_safetensors(argv[1], file);
   world.barrier();
 }

@@ -15,7 +15,7 @@ Ranks::Ranks(int count, const Words& command, std::map<std::string, std::string>
   }
 }
 
-bool Ranks::have_made(std::size_t steps) const {
+bool Ranks::have_made(size_t steps) const {
   return wait_until([&] { return steps_in(metrics()) >= steps; });
 }
 

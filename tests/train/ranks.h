@@ -23,7 +23,7 @@ class Ranks {
   Child& operator[](int rank) { return *children_[rank]; }
   std::string metrics() const { return folder_.file("metrics.jsonl"); }
   std::vector<double> losses() const { return losses_in(metrics()); }
-  bool have_made(std::size_t steps) const;  // waits for it
+  bool have_made(size_t steps) const;  // waits for it
 
  private:
   TempFolder folder_;

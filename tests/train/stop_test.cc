@@ -20,12 +20,12 @@ constexpr int kStopped = 143;
 const Words kTrain = {LOCKSTEP_COMMAND, "train", "--threads", "1",       "--batch-size", "32",
                       "--timeout",      "60",    "--epochs",  "1000000", "--quiet"};
 
-std::int64_t stopped_after(const std::filesystem::path& metrics) {
+int64_t stopped_after(const std::filesystem::path& metrics) {
   const auto events = metrics_in(metrics);
-  return events.back()["event"] == "stop" ? events.back()["step"].get<std::int64_t>() : -1;
+  return events.back()["event"] == "stop" ? events.back()["step"].get<int64_t>() : -1;
 }
 
-std::string checkpoint_of(std::size_t step) {
+std::string checkpoint_of(size_t step) {
   const std::string digits = concat(step);
   return concat("step-", std::string(8 - digits.size(), '0'), digits, ".safetensors");
 }
@@ -83,7 +83,7 @@ TEST(Stop, a_requeued_run_goes_on_with_the_same_bits) {
   ASSERT_TRUE(first.have_made(3));
   first[1].signal(SIGUSR1);
   expect_all_end_with(first, kStopped);
-  const auto steps = static_cast<std::int64_t>(first.losses().size());
+  const auto steps = static_cast<int64_t>(first.losses().size());
   const Words to_the_end = {"--max-steps", concat(steps + 3)};
   Ranks second(2, train + to_the_end, {{"SLURM_RESTART_COUNT", "1"}});
   expect_all_end_with(second, 0);
@@ -128,7 +128,7 @@ TEST(Stop, a_signal_during_validation_is_not_lost) {
 
 // The save goes on until somebody reads the pipe (tests/held_disk.h).
 TEST(Stop, a_signal_during_a_save_is_not_lost) {
-  constexpr std::size_t kSave = 200;
+  constexpr size_t kSave = 200;
   const TempFolder folder;
   const std::string disk = folder / "disk";
   ASSERT_EQ(::mkfifo(disk.c_str(), 0600), 0);

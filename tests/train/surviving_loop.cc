@@ -25,8 +25,8 @@
 
 namespace {
 
-constexpr std::int64_t kSamples = 203;
-constexpr std::int64_t kEpochs = 2;
+constexpr int64_t kSamples = 203;
+constexpr int64_t kEpochs = 2;
 
 std::string told(const char* name, const std::string& otherwise = "") {
   const char* const value = std::getenv(name);
@@ -39,7 +39,7 @@ void die_after(int microseconds) {
   ::setitimer(ITIMER_REAL, &timer, nullptr);
 }
 
-void die_at(const std::string& place, std::int64_t step) {
+void die_at(const std::string& place, int64_t step) {
   std::ostringstream here;
   here << told("TORCHELASTIC_RESTART_COUNT", "0") << ':' << told("RANK") << ':' << step << ':' << place;
   std::istringstream all(told("KILL"));
@@ -63,11 +63,11 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<torch:
   return std::make_unique<lockstep::SGD>(parameters, lockstep::SGDOptions{.lr = 0.1, .momentum = 0.9});
 }
 
-std::uint64_t hash_of(const torch::nn::Module& net) {
-  std::uint64_t hash = 1469598103934665603U;
+uint64_t hash_of(const torch::nn::Module& net) {
+  uint64_t hash = 1469598103934665603U;
   const auto add = [&](const torch::Tensor& tensor) {
     const auto* const bytes = static_cast<const unsigned char*>(tensor.const_data_ptr());
-    for (std::size_t i = 0; i < tensor.nbytes(); ++i) hash = (hash ^ bytes[i]) * 1099511628211U;
+    for (size_t i = 0; i < tensor.nbytes(); ++i) hash = (hash ^ bytes[i]) * 1099511628211U;
   };
   for (const torch::Tensor& tensor : net.parameters()) add(tensor);
   for (const torch::Tensor& tensor : net.buffers()) add(tensor);
@@ -77,7 +77,7 @@ std::uint64_t hash_of(const torch::nn::Module& net) {
 int train() {
   die_at("begin", 0);
   auto world = lockstep::World::from_env();
-  torch::manual_seed(1 + static_cast<std::uint64_t>(world.rank()));
+  torch::manual_seed(1 + static_cast<uint64_t>(world.rank()));
   torch::nn::Sequential net(torch::nn::Linear(8, 32), torch::nn::BatchNorm1d(32), torch::nn::ReLU(),
                             torch::nn::Dropout(0.3), torch::nn::Linear(32, 1));
   const auto optimizer = make_optimizer(net->parameters());
@@ -108,7 +108,7 @@ int train() {
       optimizer->zero_grad();
       sum_of_losses += ddp.last_batch().mean_loss;
       ids << told("TORCHELASTIC_RESTART_COUNT", "0") << ' ' << epoch << ' ' << recovery.steps();
-      for (std::int64_t i = 0; i < batch.size(); ++i) ids << ' ' << batch.target[i].item<std::int64_t>();
+      for (int64_t i = 0; i < batch.size(); ++i) ids << ' ' << batch.target[i].item<int64_t>();
       ids << std::endl;
       die_at("keep", recovery.steps());
       recovery.step();

@@ -38,7 +38,7 @@ Ended run_surviving(int ranks, const Variables& variables, int restarts = 3, con
 
 // Of rank 0: "trained 26 steps, HASH, SUM, SCALE".
 std::string result_of(const Ended& ended) {
-  const std::size_t begin = ended.output.find("trained ");
+  const size_t begin = ended.output.find("trained ");
   return begin == std::string::npos ? "" : ended.output.substr(begin, ended.output.find('\n', begin) - begin);
 }
 

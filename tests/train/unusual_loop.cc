@@ -148,7 +148,7 @@ int train_on_threads() {
   std::array<int, 3> codes{};
   lockstep::run_ranks(3, [&codes](lockstep::World& world) {
     Training training(make_net(), world);
-    codes[static_cast<std::size_t>(world.rank())] = train(training);
+    codes[static_cast<size_t>(world.rank())] = train(training);
   });
   return *std::ranges::max_element(codes) == *std::ranges::min_element(codes) ? codes[0] : 1;
 }

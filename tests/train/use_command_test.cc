@@ -53,8 +53,8 @@ TEST_F(TrainedTable, is_evaluated_as_in_training_by_any_number_of_ranks) {
   EXPECT_EQ(one.at("confusion_matrix"), last.at("val_confusion_matrix"));
   EXPECT_EQ(one.at("classes"), (Words{"high", "low", "middle"}));
   double right = 0, all = 0;
-  for (std::size_t i = 0; i < 3; ++i)
-    for (std::size_t j = 0; j < 3; ++j) {
+  for (size_t i = 0; i < 3; ++i)
+    for (size_t j = 0; j < 3; ++j) {
       const double count = one.at("confusion_matrix")[i][j];
       all += count;
       right += i == j ? count : 0;
@@ -88,7 +88,7 @@ TEST_F(TrainedTable, predicts_rows_without_a_target_in_their_order) {
     ASSERT_EQ(lines(file).size(), 51U);
     EXPECT_EQ(lines(file)[0], "sample,class,probability");
     int right = 0;
-    for (std::size_t i = 0; i < 50; ++i) {
+    for (size_t i = 0; i < 50; ++i) {
       const auto fields = split(lines(file)[i + 1], ',');
       EXPECT_EQ(fields.at(0), concat(i));
       EXPECT_GT(std::stod(fields.at(2)), 1 / 3.0 - 1e-6);
@@ -103,9 +103,9 @@ TEST_F(TrainedTable, predicts_rows_without_a_target_in_their_order) {
   std::vector<float> logits(150);
   std::memcpy(logits.data(), array.data() + array.size() - 600, 600);
   const std::vector<std::string> names = {"high", "low", "middle"};
-  for (std::size_t i = 0; i < 50; ++i) {
+  for (size_t i = 0; i < 50; ++i) {
     const auto row = std::span(logits).subspan(i * 3, 3);
-    EXPECT_EQ(names[static_cast<std::size_t>(std::ranges::max_element(row) - row.begin())],
+    EXPECT_EQ(names[static_cast<size_t>(std::ranges::max_element(row) - row.begin())],
               split(lines("p1.csv")[i + 1], ',').at(1));
   }
 }
@@ -208,11 +208,10 @@ TEST_F(TrainedTable, trains_nothing_that_is_frozen) {
   const std::string a = read_file(folder / "a.run/step-00000015.safetensors");
   const std::string b = read_file(folder / "b.run/step-00000015.safetensors");
   const auto tensor = [](const std::string& file, const std::string& name) {
-    std::uint64_t head = 0;
+    uint64_t head = 0;
     std::memcpy(&head, file.data(), sizeof head);
     const auto entry = nlohmann::json::parse(file.substr(8, head)).at(name).at("data_offsets");
-    return file.substr(8 + head + entry[0].get<std::size_t>(),
-                       entry[1].get<std::size_t>() - entry[0].get<std::size_t>());
+    return file.substr(8 + head + entry[0].get<size_t>(), entry[1].get<size_t>() - entry[0].get<size_t>());
   };
   std::set<std::string> same;
   for (const char* name : {"layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias"})

@@ -62,7 +62,7 @@ std::string given_options(TrainOptions options) {
   TrainOptions usual;
   const std::vector<Option> given = training_options(options), others = training_options(usual);
   std::string text;
-  for (std::size_t i = 0; i < given.size(); ++i) {
+  for (size_t i = 0; i < given.size(); ++i) {
     const Json value = given[i].value();
     if (value.is_null() || value == others[i].value()) continue;  // null: the optimizer has none
     text += concat(" ", given[i].name);
@@ -108,7 +108,7 @@ std::string text_of(const DataSource& source) {
 Profile profile_for(const PlanOptions& options, const Task& task) {
   const Subject subject{.task = fitted_before_fork(task, options.train.source, options.train.classes),
                         .strategy = options.train.strategy,
-                        .batch = std::max<std::int64_t>(1, options.target.batch / options.target.machines),
+                        .batch = std::max<int64_t>(1, options.target.batch / options.target.machines),
                         .data_text = text_of(options.train.source),
                         .data = [&options, task] { return load_datasets(options.train.source, task); }};
   if (!options.profile.empty() && std::filesystem::exists(options.profile)) {

@@ -29,7 +29,7 @@ std::map<Kind, double> critical_path(const Schedule& schedule, const Outcome& ou
 std::string bound_of(const std::map<Kind, double>& path, double all) {
   constexpr const char* kNamesOfKinds[] = {"waiting", "computing", "memory", "link"};
   const auto most = std::ranges::max_element(path, {}, &std::pair<const Kind, double>::second);
-  return concat(kNamesOfKinds[static_cast<std::size_t>(most->first)], " ", fixed(100 * most->second / all, 0), " %");
+  return concat(kNamesOfKinds[static_cast<size_t>(most->first)], " ", fixed(100 * most->second / all, 0), " %");
 }
 
 // Half the difference between the mean of the slower half of single steps and that of the faster half.

@@ -78,7 +78,7 @@ void measure_ranks(const World& world, const Subject& subject, Profile& profile)
 // ---- One process with all cores: copies, threads, modules, pieces
 
 double bytes_copied_per_second() {
-  constexpr std::size_t kCopied = std::size_t{32} << 20;
+  constexpr size_t kCopied = size_t{32} << 20;
   const Tensor from = torch::ones({kCopied}, torch::kUInt8), to = torch::ones({kCopied}, torch::kUInt8);
   std::vector<double> seconds;
   for (int i = 0; i < 5; ++i) {
@@ -98,8 +98,8 @@ double bytes_of(const Tensors& tensors) {
 
 // A model that can't be cut has no pieces.
 void measure_pieces_of(const Subject& subject, const Datasets& data, Profile& profile) {
-  const std::int64_t measured = profile.curves.front().points.back().samples;
-  const std::int64_t samples = std::clamp<std::int64_t>(subject.batch / 4, 1, measured);
+  const int64_t measured = profile.curves.front().points.back().samples;
+  const int64_t samples = std::clamp<int64_t>(subject.batch / 4, 1, measured);
   const ModulePtr model = subject.task.make_model();
   const Layout layout = subject.strategy.layout.value_or(preferred_layout(*model, torch::kCPU));
   set_layout(*model, layout);
@@ -114,7 +114,7 @@ void measure_pieces_of(const Subject& subject, const Datasets& data, Profile& pr
   Tensors tensors = inputs_of(batch);
   const std::vector<double> seconds = measure_pieces(pieces, *model, tensors);
   tensors = inputs_of(batch);
-  for (std::size_t i = 0; i < pieces.size(); ++i) {
+  for (size_t i = 0; i < pieces.size(); ++i) {
     tensors = as_leaves(pieces[i].forward(tensors));
     profile.pieces.push_back({.name = pieces[i].name,
                               .seconds = seconds[i],
@@ -134,7 +134,7 @@ void measure_alone(const Subject& subject, Profile& profile) {
 }
 
 std::string parameters_text(const torch::nn::Module& model) {
-  std::int64_t elements = 0;
+  int64_t elements = 0;
   std::string text;
   for (const auto& [name, parameter] : named_parameters(model)) {
     elements += parameter.numel();

@@ -15,7 +15,7 @@ namespace lockstep::plan {
 struct Subject {
   Task task;
   StrategyOptions strategy;        // optimizer, clipping, layout and precision count
-  std::int64_t batch = 1;          // of a step, over all devices: the most samples that are measured
+  int64_t batch = 1;               // of a step, over all devices: the most samples that are measured
   std::string data_text;           // what the profile says its samples are
   std::function<Datasets()> data;  // called in the processes that measure
 };

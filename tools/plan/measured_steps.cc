@@ -16,10 +16,10 @@ constexpr int kUsualRounds = 8;
 constexpr int kMostSteps = 40;  // of one size in a round
 constexpr std::array kParts{&StepTimes::forward, &StepTimes::backward, &StepTimes::update};
 
-std::vector<std::int64_t> sizes_up_to(std::int64_t batch) {
-  std::vector<std::int64_t> sizes;
+std::vector<int64_t> sizes_up_to(int64_t batch) {
+  std::vector<int64_t> sizes;
   for (int i = 0; i < kSizes && (sizes.empty() || sizes.back() > 1); ++i)
-    sizes.push_back(std::max<std::int64_t>(1, batch >> i));
+    sizes.push_back(std::max<int64_t>(1, batch >> i));
   std::ranges::reverse(sizes);
   return sizes;
 }
@@ -37,11 +37,11 @@ struct Size {
 };
 
 // Returns the sizes that can be measured in that time, and the memory of a rank for each. A first step of each makes room.
-std::vector<Size> try_sizes(const World& world, Training& training, const Datasets& data, std::int64_t batch,
-                            double limit, std::vector<SizedMemory>& memory) {
+std::vector<Size> try_sizes(const World& world, Training& training, const Datasets& data, int64_t batch, double limit,
+                            std::vector<SizedMemory>& memory) {
   std::vector<Size> sizes;
   double all = 0;
-  for (const std::int64_t samples : sizes_up_to(batch)) {
+  for (const int64_t samples : sizes_up_to(batch)) {
     const double needed = sizes.empty() ? 0 : 2 * sizes.back().step * (1 + 2 * kFewestRounds);
     if (all + needed > limit) break;
     Size size{.batch = batch_of(data, samples)};
@@ -75,8 +75,8 @@ void add_spread(std::vector<double>& spread, const std::vector<StepTimes>& steps
   for (const StepTimes& each : steps) seconds.push_back(each.computing());
   std::ranges::sort(seconds);
   const double middle = median(seconds);
-  const std::size_t cut = seconds.size() / 10;
-  for (std::size_t i = cut; i < seconds.size() - cut; ++i) spread.push_back(seconds[i] / middle);
+  const size_t cut = seconds.size() / 10;
+  for (size_t i = cut; i < seconds.size() - cut; ++i) spread.push_back(seconds[i] / middle);
 }
 
 StepTimes medians(const std::vector<StepTimes>& steps) {
@@ -127,13 +127,13 @@ StepTimes Training::step(const Batch& batch) {
           .update = update};
 }
 
-Batch batch_of(const Datasets& data, std::int64_t samples) {
-  std::vector<std::int64_t> indices;
-  for (std::int64_t i = 0; i < samples; ++i) indices.push_back(i % data.train->size());
+Batch batch_of(const Datasets& data, int64_t samples) {
+  std::vector<int64_t> indices;
+  for (int64_t i = 0; i < samples; ++i) indices.push_back(i % data.train->size());
   return data.train->make_batch(indices);
 }
 
-MeasuredSteps measure_steps(const World& world, Training& training, const Datasets& data, std::int64_t batch,
+MeasuredSteps measure_steps(const World& world, Training& training, const Datasets& data, int64_t batch,
                             double seconds) {
   MeasuredSteps measured{.alone = {.at_once = 1}, .at_once = {.at_once = world.size()}};
   std::vector<Size> sizes = try_sizes(world, training, data, batch, seconds, measured.memory);
@@ -171,7 +171,7 @@ Curve measure_together(const Subject& subject, const Datasets& data, const Curve
   std::vector<std::vector<StepTimes>> of_one(small.size()), of_all(small.size());
   const Stopwatch watch;
   for (int round = -1; round < kFewestRounds || watch.seconds() < seconds; ++round)
-    for (std::size_t i = 0; i < small.size(); ++i) {
+    for (size_t i = 0; i < small.size(); ++i) {
       const StepTimes first = step(one, small[i], 1);
       for (int k = 0; k < 3; ++k) {
         const StepTimes times = step(all, large[i], kind.threads);
@@ -180,7 +180,7 @@ Curve measure_together(const Subject& subject, const Datasets& data, const Curve
       if (round >= 0) of_one[i].push_back(first);
     }
   Curve now;
-  for (std::size_t i = 0; i < small.size(); ++i) {
+  for (size_t i = 0; i < small.size(); ++i) {
     now.points.push_back(medians(of_one[i]));
     kind.points.push_back(medians(of_all[i]));
   }

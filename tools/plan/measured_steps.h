@@ -26,7 +26,7 @@ class Training {
 };
 
 // The first samples of the dataset, again and again if there are too few.
-Batch batch_of(const Datasets& data, std::int64_t samples);
+Batch batch_of(const Datasets& data, int64_t samples);
 
 struct MeasuredSteps {
   Curve alone, at_once;             // at_once: the mean over all ranks
@@ -36,7 +36,7 @@ struct MeasuredSteps {
 
 // Trains with `batch` samples, half as many, and so on. Takes about `seconds`, in rounds over all sizes, so that a machine
 // that is slower for a while is so for all of them; longer where three steps take longer.
-MeasuredSteps measure_steps(const World& world, Training& training, const Datasets& data, std::int64_t batch,
+MeasuredSteps measure_steps(const World& world, Training& training, const Datasets& data, int64_t batch,
                             double seconds);
 
 // Measures `kind` in one process, for the sizes of `alone` as far as they make no more than subject.batch together: so many device

@@ -74,10 +74,9 @@ StepTimes times_for(const Curve& curve, double samples) {
   const auto& points = curve.points;
   std::vector<double> updates;
   for (const StepTimes& point : points) updates.push_back(point.update);
-  StepTimes result{.samples = static_cast<std::int64_t>(std::ceil(samples)), .update = median(updates)};
+  StepTimes result{.samples = static_cast<int64_t>(std::ceil(samples)), .update = median(updates)};
   if (samples <= 0) return result;
-  std::size_t after =
-      std::min<std::size_t>(1, points.size() - 1);  // the first point that is not before it, or the last
+  size_t after = std::min<size_t>(1, points.size() - 1);  // the first point that is not before it, or the last
   while (after + 1 < points.size() && static_cast<double>(points[after].samples) < samples) ++after;
   const StepTimes &a = points[after == 0 ? 0 : after - 1], &b = points[after];
   const auto at_a = static_cast<double>(a.samples), at_b = static_cast<double>(b.samples);

@@ -17,7 +17,7 @@ constexpr int kProfileFormat = 6;  // raised when a reader of the old one would 
 
 // Medians of a few steps, for one number of samples per device.
 struct StepTimes {
-  std::int64_t samples = 0;
+  int64_t samples = 0;
   double forward = 0;  // seconds, as the next two
   double backward = 0;
   double update = 0;
@@ -48,7 +48,7 @@ struct SizedTime {
 };
 
 struct SizedMemory {
-  std::int64_t samples = 0;
+  int64_t samples = 0;
   double bytes = 0;
 };
 
@@ -62,7 +62,7 @@ struct Profile {
   double parameter_bytes = 0;
   double state_bytes = 0;       // of the optimizer
   std::vector<double> tensors;  // bytes of each parameter, in the model's order
-  std::int64_t dataset = 0;     // samples of an epoch; 0: not known
+  int64_t dataset = 0;          // samples of an epoch; 0: not known
 
   std::vector<Curve> curves;   // first that of one rank alone; the others are of as many devices, or threads, as cores
   std::vector<double> spread;  // times of single steps over their median, sorted

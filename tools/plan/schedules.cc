@@ -44,8 +44,8 @@ IntVector<Ids> last_of_machines(const Builder& b) {
 IntVector<IntVector<double>> parts_of_servers(const Profile& profile, int servers) {
   std::vector<Key> keys;
   for (const double bytes : profile.tensors) {
-    const auto elements = static_cast<std::int64_t>(bytes / 4);
-    keys.push_back({.elements = elements, .rows = std::max<std::int64_t>(1, elements)});
+    const auto elements = static_cast<int64_t>(bytes / 4);
+    keys.push_back({.elements = elements, .rows = std::max<int64_t>(1, elements)});
   }
   IntVector<IntVector<double>> parts;
   for (const BlockLayout& layout : plan_keys(keys, to_size(servers), KVStoreOptions().split_above)) {
@@ -73,7 +73,7 @@ void all_reduce(Builder& b, const Ids& actors, double bytes, const IntVector<Ids
   constexpr double kOneRound = 16.0 * 1024;  // collective/machines/all_reduce.cc: up to here one round between machines
   constexpr double kSignature = 24;          // bytes: machines compare what they call
   const int n = b.machines(), inside = b.target.devices;
-  const int chunks = number_of_parts(bytes, to_double(chunk_bytes(static_cast<std::size_t>(bytes))));
+  const int chunks = number_of_parts(bytes, to_double(chunk_bytes(static_cast<size_t>(bytes))));
   const double size = bytes / chunks;
   const bool one_round = n == 2 || bytes <= kOneRound;
   const double part = one_round ? size : size / n;  // that goes from one machine to another

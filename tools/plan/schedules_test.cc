@@ -334,7 +334,7 @@ TEST(Schedules, RefuseTargetsThatCannotBe) {
 TEST(Schedules, TheFastestOfThoseThatComputeTheSameIsChosen) {
   const auto all = forecast_all(round_profile(), {.devices = 2, .batch = 8});
   EXPECT_TRUE(best_of(all).choice.exact());
-  for (std::size_t i = 1; i < all.size(); ++i) EXPECT_LE(all[i - 1].step, all[i].step);
+  for (size_t i = 1; i < all.size(); ++i) EXPECT_LE(all[i - 1].step, all[i].step);
   EXPECT_NE(reason(all).find(best_of(all).choice.name()), std::string::npos);
 }
 
@@ -377,7 +377,7 @@ TEST(Schedules, ATimelineHasARowForEachDeviceAndNoOverlapInIt) {
   ASSERT_EQ(recordings.size(), 2U);
   for (const trace::Recording& recording : recordings) {
     ASSERT_FALSE(recording.events.empty());
-    for (std::size_t i = 1; i < recording.events.size(); ++i)
+    for (size_t i = 1; i < recording.events.size(); ++i)
       EXPECT_GE(recording.events[i].begin, recording.events[i - 1].end);
   }
 }

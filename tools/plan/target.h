@@ -15,9 +15,9 @@ struct Target {
   int cores = 0;               // of each machine; 0: as many as the machine of the profile
   double link_rate = 1e9 / 8;  // bytes per second, in each direction
   double link_latency = 1e-4;  // seconds, one way
-  std::int64_t batch = 1;      // samples of a step, over all devices
+  int64_t batch = 1;           // samples of a step, over all devices
   int servers = 0;             // of the parameter server, on the machines in turn; 0: several numbers are compared
-  std::int64_t epochs = 1;
+  int64_t epochs = 1;
 
   int all_devices() const { return machines * devices; }
 };

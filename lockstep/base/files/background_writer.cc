@@ -36,9 +36,9 @@ struct BackgroundWriter::Shared {
   std::mutex mutex;  // guards what follows; never held while the disk is written to
   std::condition_variable changed;
   std::deque<std::string> records;
-  std::size_t waiting = 0;  // bytes, with those that are being written
-  std::int64_t offered = 0;
-  std::int64_t written = 0;
+  size_t waiting = 0;  // bytes, with those that are being written
+  int64_t offered = 0;
+  int64_t written = 0;
   std::string trouble;  // the first
   bool finishing = false;
   bool ended = false;
@@ -106,7 +106,7 @@ bool BackgroundWriter::wait_until_written(std::chrono::milliseconds timeout) {
   return shared_->changed.wait_for(lock, timeout, [this] { return shared_->waiting == 0; });
 }
 
-std::int64_t BackgroundWriter::finish(std::chrono::milliseconds timeout) {
+int64_t BackgroundWriter::finish(std::chrono::milliseconds timeout) {
   std::unique_lock lock(shared_->mutex);
   shared_->finishing = true;
   shared_->changed.notify_one();
@@ -114,7 +114,7 @@ std::int64_t BackgroundWriter::finish(std::chrono::milliseconds timeout) {
     shared_->note("it is too slow");
     shared_->records.clear();
   }
-  const std::int64_t dropped = shared_->offered - shared_->written;
+  const int64_t dropped = shared_->offered - shared_->written;
   if (!std::exchange(finished_, true) && dropped > 0)
     log_warning(
         concat(shared_->name, ": ", dropped, " of ", shared_->offered, " records were dropped: ", shared_->trouble));

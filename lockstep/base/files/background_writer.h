@@ -20,7 +20,7 @@
 namespace lockstep {
 
 struct BackgroundWriterOptions {
-  std::size_t most_waiting = std::size_t{4} << 20;  // bytes: some 40,000 points of a curve
+  size_t most_waiting = size_t{4} << 20;  // bytes: some 40,000 points of a curve
   bool at_once = false;  // write each record as it comes; else about once a second, so that a step wakes no thread
 };
 
@@ -40,7 +40,7 @@ class BackgroundWriter {
 
   // Waits until everything is written, at most `timeout`; then gives up the rest. Logs how many records were dropped, if
   // any, and returns it. Nothing may be offered afterwards.
-  std::int64_t finish(std::chrono::milliseconds timeout = std::chrono::seconds(5));
+  int64_t finish(std::chrono::milliseconds timeout = std::chrono::seconds(5));
 
  private:
   struct Shared;

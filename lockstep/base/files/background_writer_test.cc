@@ -61,7 +61,7 @@ TEST(BackgroundWriter, drops_and_counts_what_a_stuck_disk_does_not_take) {
   {
     BackgroundWriter writer(std::move(pipe.write_end), "stuck", {.most_waiting = 20 * record.size()});
     for (int i = 0; i < kOffered; ++i) writer.offer(record);
-    const std::int64_t dropped = writer.finish(std::chrono::milliseconds(10));
+    const int64_t dropped = writer.finish(std::chrono::milliseconds(10));
     EXPECT_GT(dropped, kOffered / 2);
     EXPECT_LE(dropped, kOffered);
   }
@@ -90,7 +90,7 @@ TEST(BackgroundWriter, writes_whole_records_to_a_disk_that_answers_late) {
   Pipe pipe;
   const std::string record(1000, 'x');
   std::string read;
-  std::int64_t dropped = 0;
+  int64_t dropped = 0;
   std::thread reader;
   {
     BackgroundWriter writer(std::move(pipe.write_end), "slow", {.most_waiting = 20 * record.size()});

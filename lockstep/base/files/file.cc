@@ -38,7 +38,7 @@ UniqueFd open_to_read(const std::filesystem::path& path) {
 // Random, because processes on other machines may write the same path.
 std::string temporary_name(const std::filesystem::path& path) {
   std::random_device random;
-  const std::uint64_t number = std::uint64_t{random()} << 32 | random();
+  const uint64_t number = uint64_t{random()} << 32 | random();
   return concat(path.string(), ".tmp-", std::hex, std::setw(16), std::setfill('0'), number);
 }
 
@@ -53,11 +53,11 @@ AtomicFile::~AtomicFile() {
   if (fd_) ::unlink(temporary_.c_str());
 }
 
-void AtomicFile::write(const void* data, std::size_t bytes) {
+void AtomicFile::write(const void* data, size_t bytes) {
   if (!write_all(fd_.get(), {static_cast<const char*>(data), bytes})) throw system_error("write", path_);
 }
 
-void AtomicFile::overwrite(std::size_t at, const void* data, std::size_t bytes) {
+void AtomicFile::overwrite(size_t at, const void* data, size_t bytes) {
   const off_t end = ::lseek(fd_.get(), 0, SEEK_CUR);
   if (end < 0 || ::lseek(fd_.get(), static_cast<off_t>(at), SEEK_SET) < 0) throw system_error("write", path_);
   write(data, bytes);
@@ -95,7 +95,7 @@ ReadableFile::ReadableFile(std::filesystem::path path) : path_(std::move(path)),
   size_ = to_size(status.st_size);
 }
 
-void ReadableFile::read(std::size_t at, void* into, std::size_t bytes) const {
+void ReadableFile::read(size_t at, void* into, size_t bytes) const {
   if (read_fully(fd_.get(), at, {static_cast<std::byte*>(into), bytes}).empty()) return;
   if (errno == 0) errno = EIO;  // shorter than it was
   throw system_error("read", path_);

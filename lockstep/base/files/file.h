@@ -22,9 +22,9 @@ class AtomicFile {
   ~AtomicFile();
   AtomicFile& operator=(AtomicFile&&) = delete;
 
-  void write(const void* data, std::size_t bytes);
-  void overwrite(std::size_t at, const void* data, std::size_t bytes);  // what was written before
-  void commit();                                                        // blocks until file and folder are on the disk
+  void write(const void* data, size_t bytes);
+  void overwrite(size_t at, const void* data, size_t bytes);  // what was written before
+  void commit();                                              // blocks until file and folder are on the disk
 
  private:
   std::filesystem::path path_;
@@ -39,13 +39,13 @@ std::string read_file(const std::filesystem::path& path);
 class ReadableFile {
  public:
   explicit ReadableFile(std::filesystem::path path);
-  std::size_t size() const { return size_; }
-  void read(std::size_t at, void* into, std::size_t bytes) const;
+  size_t size() const { return size_; }
+  void read(size_t at, void* into, size_t bytes) const;
 
  private:
   std::filesystem::path path_;
   UniqueFd fd_;
-  std::size_t size_ = 0;
+  size_t size_ = 0;
 };
 
 }  // namespace lockstep

@@ -13,7 +13,7 @@ namespace {
 
 using testing::TempFolder;
 
-std::ptrdiff_t files_in(const TempFolder& folder) {
+ptrdiff_t files_in(const TempFolder& folder) {
   return std::distance(std::filesystem::directory_iterator(folder.path()), std::filesystem::directory_iterator());
 }
 

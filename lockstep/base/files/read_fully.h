@@ -15,7 +15,7 @@ namespace lockstep {
 
 // Returns the part of `into` that was not read: none if all is well. Else errno says why; 0: the file ends there. Blocks for
 // the disk.
-inline std::span<std::byte> read_fully(int fd, std::size_t at, std::span<std::byte> into) {
+inline std::span<std::byte> read_fully(int fd, size_t at, std::span<std::byte> into) {
   while (!into.empty()) {
     const ssize_t got = ::pread(fd, into.data(), into.size(), static_cast<off_t>(at));
     if (got < 0 && errno == EINTR) continue;

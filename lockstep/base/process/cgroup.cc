@@ -55,18 +55,18 @@ constexpr MemoryFiles kVersion1{"memory.limit_in_bytes", "memory.usage_in_bytes"
 constexpr MemoryFiles kVersion2{"memory.max", "memory.current", ""};
 
 // Returns nothing where there is no such file, or no number in it ("max").
-std::optional<std::uint64_t> number_in(const fs::path& file) {
+std::optional<uint64_t> number_in(const fs::path& file) {
   std::ifstream in(file);
-  std::uint64_t number = 0;
+  uint64_t number = 0;
   return in >> number ? std::optional(number) : std::nullopt;
 }
 
 // File cache. Shared memory is not part of it.
-std::uint64_t reclaimable(const fs::path& stat, const std::string& prefix) {
+uint64_t reclaimable(const fs::path& stat, const std::string& prefix) {
   std::ifstream in(stat);
   std::string name;
-  std::uint64_t bytes = 0;
-  for (std::uint64_t value = 0; in >> name >> value;)
+  uint64_t bytes = 0;
+  for (uint64_t value = 0; in >> name >> value;)
     if (name == prefix + "inactive_file" || name == prefix + "active_file") bytes += value;
   return bytes;
 }
@@ -75,13 +75,13 @@ std::optional<MemoryRoom> room_in(const fs::path& cgroup, const MemoryFiles& fil
   const auto limit = number_in(cgroup / files.limit);
   const auto used = number_in(cgroup / files.used);
   if (!limit || !used) return std::nullopt;
-  const std::uint64_t kept = *used - std::min(*used, reclaimable(cgroup / "memory.stat", files.prefix));
+  const uint64_t kept = *used - std::min(*used, reclaimable(cgroup / "memory.stat", files.prefix));
   return MemoryRoom{.limit = *limit, .left = *limit - std::min(*limit, kept), .cgroup = cgroup};
 }
 
-std::uint64_t free_swap() {
+uint64_t free_swap() {
   struct sysinfo machine {};
-  return ::sysinfo(&machine) == 0 ? std::uint64_t{machine.freeswap} * machine.mem_unit : 0;
+  return ::sysinfo(&machine) == 0 ? uint64_t{machine.freeswap} * machine.mem_unit : 0;
 }
 
 // ---- Cores
@@ -111,7 +111,7 @@ std::optional<MemoryRoom> memory_room(const fs::path& mount, const fs::path& mem
   return tightest;
 }
 
-void require_memory_room(std::uint64_t bytes, const std::optional<MemoryRoom>& room) {
+void require_memory_room(uint64_t bytes, const std::optional<MemoryRoom>& room) {
   if (!room || bytes <= room->left + free_swap()) return;
   throw SystemError({.what = concat("can't take ", human_bytes(bytes), " of shared memory: ", human_bytes(room->left),
                                     " are left of the ", human_bytes(room->limit), " that this cgroup may use"),

@@ -13,8 +13,8 @@
 namespace lockstep {
 
 struct MemoryRoom {
-  std::uint64_t limit = 0;       // bytes, above which the kernel kills
-  std::uint64_t left = 0;        // with the file cache, which the kernel can take back
+  uint64_t limit = 0;            // bytes, above which the kernel kills
+  uint64_t left = 0;             // with the file cache, which the kernel can take back
   std::filesystem::path cgroup;  // the folder of the limit
 };
 
@@ -23,7 +23,7 @@ std::optional<MemoryRoom> memory_room(const std::filesystem::path& mount = "/sys
                                       const std::filesystem::path& membership = "/proc/self/cgroup");
 
 // Throws SystemError where that and the free swap are less than `bytes`.
-void require_memory_room(std::uint64_t bytes, const std::optional<MemoryRoom>& room);
+void require_memory_room(uint64_t bytes, const std::optional<MemoryRoom>& room);
 
 // How many cores' time this process may use, whichever cores that is (Kubernetes' limits.cpu, Docker's --cpus), such as 2.5;
 // nothing where there is no limit.

@@ -20,8 +20,8 @@ CoreSet usable_cores() {
 CoreSet cores_of_rank(const CoreSet& all, int rank, int ranks) {
   const int cores = static_cast<int>(all.size());
   if (ranks >= cores) return {all[to_size(rank % cores)]};
-  const auto begin = all.begin() + static_cast<std::ptrdiff_t>(rank) * cores / ranks;
-  const auto end = all.begin() + static_cast<std::ptrdiff_t>(rank + 1) * cores / ranks;
+  const auto begin = all.begin() + static_cast<ptrdiff_t>(rank) * cores / ranks;
+  const auto end = all.begin() + static_cast<ptrdiff_t>(rank + 1) * cores / ranks;
   return {begin, end};
 }
 
@@ -34,8 +34,8 @@ void pin_this_thread(const CoreSet& cores) {
 
 std::string to_string(const CoreSet& cores) {
   std::string text;
-  for (std::size_t i = 0; i < cores.size();) {
-    std::size_t last = i;
+  for (size_t i = 0; i < cores.size();) {
+    size_t last = i;
     while (last + 1 < cores.size() && cores[last + 1] == cores[last] + 1) ++last;
     if (!text.empty()) text += ',';
     text += std::to_string(cores[i]);

@@ -44,13 +44,13 @@ TEST(MemoryRoom, is_unknown_without_a_limit) {
   write_file(folder / "membership", "0::/\n");
   EXPECT_FALSE(memory_room(folder / "", folder / "membership"));
   EXPECT_FALSE(memory_room(folder / "", folder / "nothing"));
-  EXPECT_NO_THROW(require_memory_room(std::uint64_t{1} << 60, std::nullopt));
+  EXPECT_NO_THROW(require_memory_room(uint64_t{1} << 60, std::nullopt));
 }
 
 TEST(MemoryRoom, refuses_what_the_kernel_would_kill_for) {
   const MemoryRoom room{.limit = 3 << 20, .left = 2 << 20, .cgroup = "/sys/fs/cgroup/job"};
   EXPECT_NO_THROW(require_memory_room(2 << 20, room));
-  const auto message = testing::message_of<SystemError>([&] { require_memory_room(std::uint64_t{1} << 60, room); });
+  const auto message = testing::message_of<SystemError>([&] { require_memory_room(uint64_t{1} << 60, room); });
   EXPECT_TRUE(testing::contains(message, "/sys/fs/cgroup/job"));
   EXPECT_TRUE(testing::contains(message, "2.0 MiB are left of the 3.0 MiB")) << message;
 }

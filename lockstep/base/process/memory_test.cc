@@ -13,12 +13,12 @@
 namespace lockstep {
 namespace {
 
-constexpr std::size_t kLarge = std::size_t{64} << 20;
+constexpr size_t kLarge = size_t{64} << 20;
 
-std::size_t resident_bytes() {
-  std::size_t all = 0, resident = 0;
+size_t resident_bytes() {
+  size_t all = 0, resident = 0;
   std::ifstream("/proc/self/statm") >> all >> resident;
-  return resident * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  return resident * static_cast<size_t>(::sysconf(_SC_PAGESIZE));
 }
 
 // Tells whether a process that has called keep_freed_memory() keeps what it frees.
@@ -28,8 +28,8 @@ bool keeps(const char* told) {
     ::setenv("LOCKSTEP_KEEP_FREED_MEMORY", told, 1);
     keep_freed_memory();
     auto* const memory = static_cast<volatile char*>(std::malloc(kLarge));
-    for (std::size_t i = 0; i < kLarge; i += 4096) memory[i] = 1;
-    const std::size_t before = resident_bytes();
+    for (size_t i = 0; i < kLarge; i += 4096) memory[i] = 1;
+    const size_t before = resident_bytes();
     std::free(const_cast<char*>(memory));
     ::_exit(resident_bytes() + kLarge / 2 < before ? 1 : 0);
   }

@@ -22,21 +22,21 @@
 namespace lockstep {
 namespace {
 
-const std::size_t kPageBytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+const size_t kPageBytes = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
 
 // ---- What the handler of SIGSEGV reads. It may interrupt a thread that holds any lock, so it takes none: parts are
 // never freed, only used again, and the one that was written to stays as it is while its writer is stopped.
 
 struct GuardedPart {
   std::atomic<const std::byte*> begin{nullptr};  // none: unused
-  std::atomic<std::size_t> bytes{0};
+  std::atomic<size_t> bytes{0};
   std::atomic<const char*> name{nullptr};
   std::atomic<bool> is_gradient{false};
 };
 
-constexpr std::size_t kParts = 1 << 16;  // those beyond are guarded, but not named
+constexpr size_t kParts = 1 << 16;  // those beyond are guarded, but not named
 std::atomic<GuardedPart*> all_parts{nullptr};
-std::atomic<std::size_t> used_parts{0};
+std::atomic<size_t> used_parts{0};
 struct sigaction previous_action {};
 
 void print(const char* text) { static_cast<void>(!::write(STDERR_FILENO, text, std::strlen(text))); }
@@ -49,7 +49,7 @@ void print_number(pid_t number) {
 
 const GuardedPart* part_at(const std::byte* address) {
   const GuardedPart* const parts = all_parts.load();
-  for (std::size_t i = 0; i < used_parts.load(); ++i)
+  for (size_t i = 0; i < used_parts.load(); ++i)
     if (const std::byte* begin = parts[i].begin;
         begin != nullptr && address >= begin && address < begin + parts[i].bytes)
       return &parts[i];
@@ -58,7 +58,7 @@ const GuardedPart* part_at(const std::byte* address) {
 
 bool gradients_are_published() {
   const GuardedPart* const parts = all_parts.load();
-  for (std::size_t i = 0; i < used_parts.load(); ++i)
+  for (size_t i = 0; i < used_parts.load(); ++i)
     if (parts[i].begin != nullptr && parts[i].is_gradient) return true;
   return false;
 }
@@ -113,13 +113,13 @@ class GuardedPages {
     ::sigaction(SIGSEGV, &action, &previous_action);
   }
 
-  void add(PageGuard::Kind kind, std::byte* begin, std::size_t bytes) {
+  void add(PageGuard::Kind kind, std::byte* begin, size_t bytes) {
     const std::lock_guard lock(mutex_);
     if (kind == PageGuard::Kind::kParameters && ++parameters_[{begin, bytes}] > 1) return;
     if (kind == PageGuard::Kind::kGradients || writes_ == 0) protect(begin, bytes, PROT_READ);
   }
 
-  void remove(PageGuard::Kind kind, std::byte* begin, std::size_t bytes) {
+  void remove(PageGuard::Kind kind, std::byte* begin, size_t bytes) {
     const std::lock_guard lock(mutex_);
     if (kind == PageGuard::Kind::kParameters && --parameters_.at({begin, bytes}) > 0) return;
     parameters_.erase({begin, bytes});
@@ -136,9 +136,9 @@ class GuardedPages {
     if (--writes_ == 0) protect_parameters(PROT_READ);
   }
 
-  std::size_t add_part(const PageGuard::Part& part, bool is_gradient) {
+  size_t add_part(const PageGuard::Part& part, bool is_gradient) {
     const std::lock_guard lock(mutex_);
-    std::size_t i = 0;
+    size_t i = 0;
     while (i < kParts - 1 && all_parts[i].begin != nullptr) ++i;
     GuardedPart& free = all_parts[i];
     free.name = names_.insert(part.name).first->c_str();
@@ -149,10 +149,10 @@ class GuardedPages {
     return i;
   }
 
-  static void remove_part(std::size_t i) { all_parts[i].begin = nullptr; }
+  static void remove_part(size_t i) { all_parts[i].begin = nullptr; }
 
  private:
-  static void protect(std::byte* begin, std::size_t bytes, int how) {
+  static void protect(std::byte* begin, size_t bytes, int how) {
     if (::mprotect(begin, bytes, how) != 0) throw system_error("protect", "memory of parameters or gradients");
   }
 
@@ -161,7 +161,7 @@ class GuardedPages {
   }
 
   std::mutex mutex_;
-  std::map<std::pair<std::byte*, std::size_t>, int> parameters_;  // a range of pages -> its guards
+  std::map<std::pair<std::byte*, size_t>, int> parameters_;  // a range of pages -> its guards
   int writes_ = 0;
   std::set<std::string> names_;
 };
@@ -186,26 +186,24 @@ int check_interval() {
   return interval;
 }
 
-std::size_t guarded_bytes(std::size_t bytes) {
-  return check_interval() > 0 ? round_up(bytes, kPageBytes) + kPageBytes : bytes;
-}
+size_t guarded_bytes(size_t bytes) { return check_interval() > 0 ? round_up(bytes, kPageBytes) + kPageBytes : bytes; }
 
 std::byte* first_page(std::byte* memory) {
   if (check_interval() == 0) return memory;
-  const auto address = reinterpret_cast<std::uintptr_t>(memory);
+  const auto address = reinterpret_cast<uintptr_t>(memory);
   return memory + (round_up(address, kPageBytes) - address);
 }
 
 PageGuard::PageGuard(Kind kind, const std::vector<Part>& parts)
     : kind_(kind), begin_(const_cast<std::byte*>(parts.front().begin)), bytes_(0) {
-  bytes_ = round_up(static_cast<std::size_t>(parts.back().begin + parts.back().bytes - begin_), kPageBytes);
+  bytes_ = round_up(static_cast<size_t>(parts.back().begin + parts.back().bytes - begin_), kPageBytes);
   for (const Part& part : parts) parts_.push_back(guarded_pages().add_part(part, kind == Kind::kGradients));
   guarded_pages().add(kind_, begin_, bytes_);
 }
 
 PageGuard::~PageGuard() {
   guarded_pages().remove(kind_, begin_, bytes_);
-  for (const std::size_t part : parts_) GuardedPages::remove_part(part);
+  for (const size_t part : parts_) GuardedPages::remove_part(part);
 }
 
 ParameterWrite::ParameterWrite() {

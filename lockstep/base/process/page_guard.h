@@ -25,7 +25,7 @@ int check_interval();
 
 // Memory to guard needs pages of its own: allocate guarded_bytes(bytes), and begin at first_page() of it. Without
 // LOCKSTEP_CHECK these are `bytes` and `memory` themselves.
-std::size_t guarded_bytes(std::size_t bytes);
+size_t guarded_bytes(size_t bytes);
 std::byte* first_page(std::byte* memory);
 
 class PageGuard {
@@ -34,7 +34,7 @@ class PageGuard {
   struct Part {
     std::string name;
     const std::byte* begin;
-    std::size_t bytes;
+    size_t bytes;
   };
 
   // The pages of `parts`, which lie one after another from a page's beginning, are read-only while this lives; those of
@@ -46,8 +46,8 @@ class PageGuard {
  private:
   Kind kind_;
   std::byte* begin_;
-  std::size_t bytes_;
-  std::vector<std::size_t> parts_;  // in the handler's table
+  size_t bytes_;
+  std::vector<size_t> parts_;  // in the handler's table
 };
 
 // While one exists, lockstep itself writes parameters: those of the process are writable.

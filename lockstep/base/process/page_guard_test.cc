@@ -17,13 +17,13 @@ namespace {
 class Guarded : public ::testing::Test {
  protected:
   // Two pages, with parameters at their beginning, in the middle and at their end.
-  const std::size_t bytes_ = 2 * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  const size_t bytes_ = 2 * static_cast<size_t>(::sysconf(_SC_PAGESIZE));
   std::byte* const memory_ =
       static_cast<std::byte*>(::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
   const std::vector<PageGuard::Part> parts_ = {
       {"a", memory_, 64}, {"b", memory_ + 64, bytes_ - 128}, {"c", memory_ + bytes_ - 64, 64}};
 
-  void write(std::size_t at) const { *const_cast<volatile std::byte*>(memory_ + at) = std::byte{1}; }
+  void write(size_t at) const { *const_cast<volatile std::byte*>(memory_ + at) = std::byte{1}; }
   ~Guarded() override { ::munmap(memory_, bytes_); }
 };
 using GuardedDeathTest = Guarded;
@@ -56,7 +56,7 @@ TEST_F(GuardedDeathTest, fault_elsewhere_is_passed_on_without_a_message) {
       {
         ::signal(SIGSEGV, [](int) { ::_exit(7); });
         const PageGuard guard(PageGuard::Kind::kParameters, parts_);
-        volatile std::uintptr_t nowhere = 1;  // not 0: UBSan looks at null pointers itself
+        volatile uintptr_t nowhere = 1;  // not 0: UBSan looks at null pointers itself
         *reinterpret_cast<volatile std::byte*>(nowhere) = std::byte{1};
       },
       ::testing::ExitedWithCode(7), "^$");

@@ -11,20 +11,20 @@ namespace lockstep {
 namespace {
 
 struct TitleRoom {
-  char* at = nullptr;    // the blanks at the end of argv[0]
-  std::size_t size = 0;  // 0: there are none
-  std::size_t used = 0;  // by what stands there now
-  std::size_t rest = 0;  // bytes after it: the other arguments, each with its zero
+  char* at = nullptr;  // the blanks at the end of argv[0]
+  size_t size = 0;     // 0: there are none
+  size_t used = 0;     // by what stands there now
+  size_t rest = 0;     // bytes after it: the other arguments, each with its zero
 };
 
 // The arguments lie one after another, where the kernel has put them and shows them.
 TitleRoom find_room(int argc, char** argv) {
   const std::string_view name = argv[0];
   TitleRoom room{.at = argv[0] + name.find_last_not_of(' ') + 1};
-  room.size = room.used = static_cast<std::size_t>(argv[0] + name.size() - room.at);
+  room.size = room.used = static_cast<size_t>(argv[0] + name.size() - room.at);
   if (room.size < kRoomForRank) return {};
   const char* const last = argv[argc - 1];
-  room.rest = static_cast<std::size_t>(last + std::strlen(last) + 1 - (room.at + room.size));
+  room.rest = static_cast<size_t>(last + std::strlen(last) + 1 - (room.at + room.size));
   return room;
 }
 

@@ -10,7 +10,7 @@
 namespace lockstep {
 
 // Blanks at the end of argv[0], which `lockstep` leaves for the title of `lockstep train`.
-inline constexpr std::size_t kRoomForRank = sizeof " [rank 1234567 of 1234567]" - 1;
+inline constexpr size_t kRoomForRank = sizeof " [rank 1234567 of 1234567]" - 1;
 
 // Changes only the short name where argv[0] has no such room (a program of the user's own).
 void show_rank(int argc, char** argv, int rank, int ranks);

@@ -31,7 +31,7 @@ std::string file_name_of(const dl_phdr_info& object) {
   return name.ends_with(kReplaced) ? name.substr(0, name.size() - kReplaced.size()) : name;
 }
 
-int add_identity(dl_phdr_info* object, std::size_t, void* to) {
+int add_identity(dl_phdr_info* object, size_t, void* to) {
   auto& identity = *static_cast<std::string*>(to);
   const std::string name = file_name_of(*object);
   const bool counts = identity.empty() || name.starts_with("liblockstep") || name.starts_with("libtorch_cpu");

@@ -51,8 +51,7 @@ Lookup look_up(const Endpoint& endpoint, const Deadline& deadline) {
 }
 
 void set_port(const AddressList& addresses, int port) {
-  for (const addrinfo* address : each_of(addresses))
-    port_in(address->ai_addr) = htons(static_cast<std::uint16_t>(port));
+  for (const addrinfo* address : each_of(addresses)) port_in(address->ai_addr) = htons(static_cast<uint16_t>(port));
 }
 
 std::string numeric(const sockaddr* address, socklen_t length) {

@@ -59,8 +59,8 @@ struct Envelope {
 void take_descriptors(msghdr& header, std::vector<UniqueFd>& descriptors) {
   for (cmsghdr* part = CMSG_FIRSTHDR(&header); part != nullptr; part = CMSG_NXTHDR(&header, part)) {
     if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) continue;
-    const std::size_t count = (part->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    for (std::size_t i = 0; i < count; ++i) {
+    const size_t count = (part->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (size_t i = 0; i < count; ++i) {
       int fd = -1;
       std::memcpy(&fd, CMSG_DATA(part) + i * sizeof(int), sizeof fd);
       descriptors.emplace_back(fd);
@@ -95,7 +95,7 @@ std::array<UniqueFd, 2> connected_pair(int type) {
 }
 
 std::string new_local_address(const std::string& prefix) {
-  std::array<std::uint64_t, 2> noise{};
+  std::array<uint64_t, 2> noise{};
   if (::getrandom(noise.data(), sizeof noise, 0) != sizeof noise) throw system_error("draw", "random numbers");
   return concat(prefix, noise[0], "-", noise[1]);
 }
@@ -104,7 +104,7 @@ std::vector<std::string> local_listeners(const std::string& prefix) {
   std::vector<std::string> names;
   std::ifstream sockets("/proc/net/unix");
   for (std::string line; std::getline(sockets, line);) {
-    const std::size_t name = line.find(' ' + prefix);
+    const size_t name = line.find(' ' + prefix);
     const bool listens = line.find(" 00010000 ") != std::string::npos;  // its flags
     if (name != std::string::npos && listens) names.push_back(line.substr(name + 1));
   }
@@ -138,7 +138,7 @@ bool is_own_user(int socket) {
 bool send_with_descriptors(int socket, std::span<const std::byte> message, const std::vector<int>& descriptors,
                            Deadline deadline) {
   Envelope envelope({const_cast<std::byte*>(message.data()), message.size()});  // sendmsg only reads
-  const std::size_t bytes = descriptors.size() * sizeof(int);
+  const size_t bytes = descriptors.size() * sizeof(int);
   envelope.header.msg_controllen = bytes > 0 ? CMSG_SPACE(bytes) : 0;
   if (cmsghdr* const part = CMSG_FIRSTHDR(&envelope.header)) {
     part->cmsg_level = SOL_SOCKET;
@@ -158,8 +158,8 @@ bool send_with_descriptors(int socket, std::span<const std::byte> message, const
   return true;
 }
 
-std::ptrdiff_t receive_with_descriptors(int socket, std::span<std::byte> message, std::vector<UniqueFd>& descriptors,
-                                        std::size_t expected) {
+ptrdiff_t receive_with_descriptors(int socket, std::span<std::byte> message, std::vector<UniqueFd>& descriptors,
+                                   size_t expected) {
   Envelope envelope(message);
   msghdr& header = envelope.header;
   const ssize_t bytes = ::recvmsg(socket, &header, MSG_CMSG_CLOEXEC);
@@ -169,7 +169,7 @@ std::ptrdiff_t receive_with_descriptors(int socket, std::span<std::byte> message
     errno = EMFILE;
     throw system_error("receive", "the descriptors of another process's memory");
   }
-  return (header.msg_flags & MSG_TRUNC) != 0 ? static_cast<std::ptrdiff_t>(message.size()) + 1 : bytes;
+  return (header.msg_flags & MSG_TRUNC) != 0 ? static_cast<ptrdiff_t>(message.size()) + 1 : bytes;
 }
 
 }  // namespace lockstep

@@ -42,14 +42,14 @@ bool is_own_user(int socket);  // it has this process's user
 
 // Blocks until the other end has room, at most until the deadline. At most kMostDescriptors. False: the other end is gone,
 // or did not take it in time.
-inline constexpr std::size_t kMostDescriptors = 2;
+inline constexpr size_t kMostDescriptors = 2;
 bool send_with_descriptors(int socket, std::span<const std::byte> message, const std::vector<int>& descriptors,
                            Deadline deadline);
 
 // Does not block. Bytes received: 0: the other end is gone; -1: nothing yet; more than `message` has: it was cut off.
 // Appends to `descriptors`. Throws SystemError: fewer than `expected` came, because this process can have no more.
-std::ptrdiff_t receive_with_descriptors(int socket, std::span<std::byte> message, std::vector<UniqueFd>& descriptors,
-                                        std::size_t expected);
+ptrdiff_t receive_with_descriptors(int socket, std::span<std::byte> message, std::vector<UniqueFd>& descriptors,
+                                   size_t expected);
 
 // ---- Messages of fixed size. Each has a `magic` and a `version`, whose defaults are those of this version
 
@@ -65,12 +65,12 @@ enum class Incoming { kMessage, kNothingYet, kNoMessage };
 // Throws SystemError: no descriptors left to receive them with.
 template <class Message>
 Incoming receive_message(int socket, Message& message, std::vector<UniqueFd>& descriptors,
-                         std::optional<std::size_t> expected = {}) {
+                         std::optional<size_t> expected = {}) {
   const auto bytes = receive_with_descriptors(socket, std::as_writable_bytes(std::span(&message, 1)), descriptors,
                                               expected.value_or(0));
   if (bytes < 0) return Incoming::kNothingYet;
   const Message own;
-  const bool is_own = bytes == std::ptrdiff_t{sizeof message} && message.magic == own.magic &&
+  const bool is_own = bytes == ptrdiff_t{sizeof message} && message.magic == own.magic &&
                       message.version == own.version && descriptors.size() == expected.value_or(descriptors.size());
   return is_own ? Incoming::kMessage : Incoming::kNoMessage;
 }

@@ -18,16 +18,16 @@ class Received {
   explicit Received(std::string from) : from_(std::move(from)) {}
 
   // `value`, which the message calls `name`. Throws MismatchError: it is not in [least, most].
-  std::int64_t in(std::int64_t value, std::int64_t least, std::int64_t most, const std::string& name) const {
+  int64_t in(int64_t value, int64_t least, int64_t most, const std::string& name) const {
     if (value < least || value > most)
       require(false, concat(name, " is ", value, ", but must be ", least, " to ", most));
     return value;
   }
 
   // The bytes of so many elements, at most those of this machine's memory. Throws MismatchError.
-  std::int64_t bytes(std::int64_t elements, std::int64_t size_of_element, const std::string& name) const {
-    const std::int64_t memory = ::sysconf(_SC_PHYS_PAGES) * ::sysconf(_SC_PAGESIZE);
-    std::int64_t bytes = 0;
+  int64_t bytes(int64_t elements, int64_t size_of_element, const std::string& name) const {
+    const int64_t memory = ::sysconf(_SC_PHYS_PAGES) * ::sysconf(_SC_PAGESIZE);
+    int64_t bytes = 0;
     if (elements < 0 || __builtin_mul_overflow(elements, size_of_element, &bytes) || bytes > memory)
       require(false, concat(name, " has ", elements, " elements of ", size_of_element,
                             " bytes, and this machine's memory ", memory, " bytes"));

@@ -11,7 +11,7 @@ namespace {
 using testing::contains;
 using testing::message_of;
 
-constexpr std::int64_t kHuge = std::numeric_limits<std::int64_t>::max();
+constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
 const Received kFromRank3("rank 3");
 
 TEST(ReceivedNumber, is_returned_within_its_range) {
@@ -21,12 +21,12 @@ TEST(ReceivedNumber, is_returned_within_its_range) {
 }
 
 TEST(ReceivedNumber, is_an_error_outside_its_range) {
-  for (const std::int64_t wrong : {std::int64_t{-2}, std::int64_t{5}, kHuge}) {
+  for (const int64_t wrong : {int64_t{-2}, int64_t{5}, kHuge}) {
     const std::string message = message_of<MismatchError>([&] { kFromRank3.in(wrong, -1, 4, "dtype"); });
     EXPECT_TRUE(contains(message, "dtype is " + std::to_string(wrong) + ", but must be -1 to 4"));
     EXPECT_TRUE(contains(message, "rank 3"));
   }
-  for (const std::int64_t wrong : {std::int64_t{-1}, kHuge, kHuge / 8, kHuge / 16})
+  for (const int64_t wrong : {int64_t{-1}, kHuge, kHuge / 8, kHuge / 16})
     message_of<MismatchError>([&] { kFromRank3.bytes(wrong, 8, "a tensor"); });
 }
 

@@ -78,14 +78,14 @@ class MessageWork final : public c10d::Work {
   Tensors result() override { return tensors_; }
 
   bool wait(milliseconds timeout) override {
-    const std::int64_t began = trace::now_if_recording();
+    const int64_t began = trace::now_if_recording();
     future_->wait(timeout == kNoTimeout ? std::nullopt : std::optional(Deadline::after(timeout)));
     settle(began);
     return c10d::Work::wait(kNoTimeout);
   }
 
  private:
-  void settle(std::int64_t began) {
+  void settle(int64_t began) {
     std::call_once(settled_, [&] {
       finish(failure_of([&] {
         future_->wait();
@@ -134,7 +134,7 @@ class C10dBackend final : public c10d::Backend {
     timeout_ = timeout;
   }
   void setSequenceNumberForGroup() override {}  // the core numbers and compares every collective itself
-  std::uint64_t getSequenceNumberForGroup() override { return issued_; }
+  uint64_t getSequenceNumberForGroup() override { return issued_; }
 
   // A backend of its own for some ranks, over its own store; none for the others. They make the call at the same time.
   bool supportsSplitting() const override { return true; }
@@ -238,7 +238,7 @@ class C10dBackend final : public c10d::Backend {
     for (const Tensors& of_rank : outputs) check_pairs(of_rank, inputs);
     std::vector<TensorCall> calls;
     Tensors results;
-    for (std::size_t i = 0; i < inputs.size(); ++i) {
+    for (size_t i = 0; i < inputs.size(); ++i) {
       Tensors whole;
       for (const Tensors& of_rank : outputs) whole.push_back(of_rank[i]);
       calls.push_back(call_of(Operation::kAllGather, {inputs[i]}, whole, options));
@@ -265,8 +265,8 @@ class C10dBackend final : public c10d::Backend {
   }
 
   // Split sizes are rows of the first dimension; empty ones: equal parts.
-  WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<std::int64_t>& output_splits,
-                        std::vector<std::int64_t>& input_splits, const c10d::AllToAllOptions& options) override {
+  WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override {
     const Call call{.operation = Operation::kAllToAll,
                     .counts = counts_of_rows(input, input_splits, size_, "the input"),
                     .receive_counts = counts_of_rows(output, output_splits, size_, "the output")};
@@ -298,11 +298,10 @@ class C10dBackend final : public c10d::Backend {
   // All ranks tell each other what they are in the job: where the launcher has not numbered them, what they are here.
   std::shared_ptr<MessageGroup> exchange_numbers() const {
     const JobEnvironment job = job_environment_or_none();
-    const Tensor mine =
-        torch::tensor({job.world_size > 1 ? job.rank : std::int64_t{rank_}, trace::now()}, torch::kInt64);
+    const Tensor mine = torch::tensor({job.world_size > 1 ? job.rank : int64_t{rank_}, trace::now()}, torch::kInt64);
     const Tensor all = torch::empty({size_, 2}, torch::kInt64);
     run_to_its_end(transport(), call_of(Operation::kAllGather, {mine}, {all}, c10d::AllgatherOptions()));
-    const auto* const numbers = all.const_data_ptr<std::int64_t>();
+    const auto* const numbers = all.const_data_ptr<int64_t>();
     auto group = std::make_shared<MessageGroup>();
     group->id = mix_numbers(numbers[0], numbers[1]);
     group->rank = rank_;
@@ -380,18 +379,17 @@ class C10dBackend final : public c10d::Backend {
                       const CallOptions& options) {
     check_pairs(outputs, inputs);
     std::vector<TensorCall> calls;
-    for (std::size_t i = 0; i < outputs.size(); ++i)
-      calls.push_back(call_of(operation, {inputs[i]}, {outputs[i]}, options));
+    for (size_t i = 0; i < outputs.size(); ++i) calls.push_back(call_of(operation, {inputs[i]}, {outputs[i]}, options));
     return start(type, std::move(calls), outputs, options);
   }
 
-  WorkPtr start_message(OpType type, Tensors& tensors, int peer, std::int64_t tag) {
+  WorkPtr start_message(OpType type, Tensors& tensors, int peer, int64_t tag) {
     only_one(tensors, "tensors for a message");
     const bool sends = type == OpType::SEND;
     const Call call{.operation = sends ? Operation::kSend : Operation::kReceive, .peer = peer, .tag = tag};
     const TensorCall message = call_to_move(member(), call, sends ? tensors : Tensors(), sends ? Tensors() : tensors);
     message.begin();
-    const std::int64_t began = trace::now_if_recording();
+    const int64_t began = trace::now_if_recording();
     TracedMessage traced(messages_, message);
     FuturePtr future = transport().start(message);
     if (sends) traced.write(began, peer);
@@ -400,7 +398,7 @@ class C10dBackend final : public c10d::Backend {
 
   milliseconds timeout_;
   std::string machine_;
-  std::atomic<std::uint64_t> issued_{0};
+  std::atomic<uint64_t> issued_{0};
   OwnedHere<CpuTransport> transport_;  // none after shutdown()
   std::shared_ptr<MessageGroup> messages_;
 };

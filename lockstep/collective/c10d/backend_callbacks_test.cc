@@ -38,7 +38,7 @@ class Callbacks : public ::testing::TestWithParam<Machines> {
   static int size() { return static_cast<int>(GetParam().size()); }
 
   // Starts `count` all-reduces, the callback of each being `body` with its sum; expects `factor` times the sums.
-  static void run(int count, std::int64_t factor, const Body& body) {
+  static void run(int count, int64_t factor, const Body& body) {
     run_threads(size(), [&](int rank, const StorePtr& store) {
       const GroupPtr group = make_group(store, rank, size(), GetParam()[to_size(rank)]);
       if (rank == 0) rank_0_waits_for_the_others(group, store);

@@ -33,7 +33,7 @@ const Tensor& checked(const Tensors& inputs, const Tensors& outputs) {
 // Tells how elements of a tensor travel: `each` elements of `dtype` per element of torch's.
 struct Unit {
   DType dtype;
-  std::size_t each = 1;
+  size_t each = 1;
 };
 
 Unit unit_to_move(const Tensor& tensor) {
@@ -73,15 +73,15 @@ Tensors scaled(Tensors tensors, const c10d::ReduceOp& op) {
 }
 
 // The elements of each rank's part: a tensor each, or one tensor for all in equal parts.
-std::vector<std::size_t> counts_of_parts(const Tensors& whole, int size) {
+std::vector<size_t> counts_of_parts(const Tensors& whole, int size) {
   if (whole.size() != 1) return counts_of_tensors(whole, size);
-  const std::int64_t elements = whole.front().numel();
-  if (elements % size == 0) return std::vector<std::size_t>(to_size(size), to_size(elements / size));
+  const int64_t elements = whole.front().numel();
+  if (elements % size == 0) return std::vector<size_t>(to_size(size), to_size(elements / size));
   throw UsageError({.what = concat("a tensor of ", elements, " elements can't be split evenly over ", size, " ranks"),
                     .next = "make its size a multiple of the number of ranks"});
 }
 
-void check_part(const Tensor& part, std::size_t count) {
+void check_part(const Tensor& part, size_t count) {
   if (to_size(part.numel()) == count) return;
   throw UsageError(
       {.what = concat("this rank's part has ", part.numel(), " elements, but its share of the whole is ", count),
@@ -96,10 +96,10 @@ void set_counts(Call& call, GroupRank member, const Tensors& inputs, const Tenso
   const bool has_root = call.operation == Operation::kGather || call.operation == Operation::kScatter;
   const bool has_whole = has_root ? call.root == member.rank : gathers || call.operation == Operation::kReduceScatter;
   if (!has_whole) return;
-  std::vector<std::size_t> counts = counts_of_parts(gathers ? outputs : inputs, member.size);
+  std::vector<size_t> counts = counts_of_parts(gathers ? outputs : inputs, member.size);
   check_part(part, counts[to_size(member.rank)]);
   if (std::ranges::count(counts, counts.front()) == member.size) return;
-  if (has_root) std::ranges::for_each(counts, [&](std::size_t count) { check_part(part, count); });
+  if (has_root) std::ranges::for_each(counts, [&](size_t count) { check_part(part, count); });
   call.counts = std::move(counts);
 }
 
@@ -107,8 +107,8 @@ TensorCall call_on(GroupRank member, Call call, const Tensors& inputs, const Ten
   set_counts(call, member, inputs, outputs);
   call.dtype = unit.dtype;
   call.count *= unit.each;
-  for (std::size_t& count : call.counts) count *= unit.each;
-  for (std::size_t& count : call.receive_counts) count *= unit.each;
+  for (size_t& count : call.counts) count *= unit.each;
+  for (size_t& count : call.receive_counts) count *= unit.each;
   return with_memory(std::move(call), inputs, outputs);
 }
 
@@ -120,7 +120,7 @@ void require_apart(const Tensors& outputs) {
     places.emplace_back(begin, begin + (output.is_non_overlapping_and_dense() ? output.nbytes() : output.itemsize()));
   }
   std::ranges::sort(places);
-  for (std::size_t i = 1; i < places.size(); ++i)
+  for (size_t i = 1; i < places.size(); ++i)
     if (places[i].first < places[i - 1].second)
       throw UsageError({.what = "output tensors that overlap in memory",
                         .likely = "one tensor that is given for several ranks, such as [tensor] * size",
@@ -148,28 +148,28 @@ void run_to_its_end(Transport& transport, const TensorCall& call) {
   call.finish();
 }
 
-std::vector<std::size_t> counts_of_tensors(const Tensors& tensors, int size) {
+std::vector<size_t> counts_of_tensors(const Tensors& tensors, int size) {
   if (tensors.size() != to_size(size))
     throw UsageError(
         {.what = concat(tensors.size(), " tensors for ", size, " ranks"), .next = "give one tensor per rank"});
-  std::vector<std::size_t> counts;
+  std::vector<size_t> counts;
   for (const Tensor& tensor : tensors) counts.push_back(to_size(tensor.numel()));
   return counts;
 }
 
-std::vector<std::size_t> counts_of_rows(const Tensor& tensor, const std::vector<std::int64_t>& splits, int size,
-                                        const char* what) {
-  const std::int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 1;
-  std::vector<std::int64_t> all = splits;
+std::vector<size_t> counts_of_rows(const Tensor& tensor, const std::vector<int64_t>& splits, int size,
+                                   const char* what) {
+  const int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 1;
+  std::vector<int64_t> all = splits;
   if (all.empty()) all.assign(to_size(size), rows / size);
-  const std::int64_t sum = std::accumulate(all.begin(), all.end(), std::int64_t{0});
-  const bool negative = std::ranges::any_of(all, [](std::int64_t split) { return split < 0; });
+  const int64_t sum = std::accumulate(all.begin(), all.end(), int64_t{0});
+  const bool negative = std::ranges::any_of(all, [](int64_t split) { return split < 0; });
   if (negative || sum != rows || all.size() != to_size(size))
     throw UsageError({.what = concat("all_to_all can't split ", rows, " rows of ", what, " into ", all.size(),
                                      " parts of ", sum, " rows together for ", size, " ranks"),
                       .next = "give split sizes, one per rank, that add up to the first dimension"});
-  std::vector<std::size_t> counts;
-  for (const std::int64_t split : all) counts.push_back(rows > 0 ? to_size(split * (tensor.numel() / rows)) : 0);
+  std::vector<size_t> counts;
+  for (const int64_t split : all) counts.push_back(rows > 0 ? to_size(split * (tensor.numel() / rows)) : 0);
   return counts;
 }
 

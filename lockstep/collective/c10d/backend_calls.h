@@ -33,9 +33,9 @@ TensorCall call_to_reduce(GroupRank member, Call call, const Tensors& inputs, co
 void run_to_its_end(Transport& transport, const TensorCall& call);
 
 // The counts of an all_to_all.
-std::vector<std::size_t> counts_of_tensors(const Tensors& tensors, int size);
-std::vector<std::size_t> counts_of_rows(const torch::Tensor& tensor, const std::vector<std::int64_t>& splits, int size,
-                                        const char* what);
+std::vector<size_t> counts_of_tensors(const Tensors& tensors, int size);
+std::vector<size_t> counts_of_rows(const torch::Tensor& tensor, const std::vector<int64_t>& splits, int size,
+                                   const char* what);
 
 void check_pairs(const Tensors& outputs, const Tensors& inputs);
 

@@ -180,7 +180,7 @@ TEST_P(Backends, all_to_all_exchanges_even_and_uneven_parts) {
     const int rank = group->getRank();
     // Rank r sends r + to + 1 rows of value 100 r + to.
     Tensors sent, expected;
-    std::vector<std::int64_t> rows;
+    std::vector<int64_t> rows;
     for (int other = 0; other < size; ++other) {
       rows.push_back(rank + other + 1);
       sent.push_back(torch::full({rows.back(), 3}, 100 * rank + other));
@@ -196,7 +196,7 @@ TEST_P(Backends, all_to_all_exchanges_even_and_uneven_parts) {
     group->alltoall(received, sent)->wait();
     expect_equal(received, expected);
 
-    std::vector<std::int64_t> even;
+    std::vector<int64_t> even;
     torch::Tensor ranks = torch::full({size, 2}, rank);
     torch::Tensor all = torch::zeros_like(ranks);
     group->alltoall_base(all, ranks, even, even)->wait();
@@ -262,10 +262,9 @@ TEST_P(Backends, c10ds_own_reducer_gives_the_mean) {
   run_group(GetParam(), [](const GroupPtr& group) {
     torch::nn::Linear model(4, 4);
     std::vector<at::Tensor> parameters = model->parameters();
-    auto reducer = std::make_shared<c10d::Reducer>(parameters, std::vector<std::vector<std::size_t>>{{1}, {0}}, group,
-                                                   std::vector<bool>{false, false}, 1 << 20, false, true,
-                                                   std::unordered_map<std::size_t, std::string>{}, 1 << 20, false,
-                                                   false, std::vector<std::int64_t>{});
+    auto reducer = std::make_shared<c10d::Reducer>(
+        parameters, std::vector<std::vector<size_t>>{{1}, {0}}, group, std::vector<bool>{false, false}, 1 << 20, false,
+        true, std::unordered_map<size_t, std::string>{}, 1 << 20, false, false, std::vector<int64_t>{});
     const torch::Tensor output = model->forward(torch::ones({2, 4}));
     reducer->prepare_for_forward();
     reducer->prepare_for_backward({output});

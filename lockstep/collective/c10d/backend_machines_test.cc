@@ -35,7 +35,7 @@ INSTANTIATE_TEST_SUITE_P(Layouts, BackendOver,
 
 // Rank r has r entries of `row` values each, twice, at places that other ranks have too; rank 0 has none.
 torch::Tensor sparse_of(int rank, torch::IntArrayRef row, torch::ScalarType dtype) {
-  std::vector<std::int64_t> sizes{2 * rank};
+  std::vector<int64_t> sizes{2 * rank};
   sizes.insert(sizes.end(), row.begin(), row.end());
   const torch::Tensor places = torch::arange(rank).repeat(2);
   const torch::Tensor values = torch::full(sizes, rank + 1).to(dtype);
@@ -47,7 +47,7 @@ torch::Tensor sparse_of(int rank, torch::IntArrayRef row, torch::ScalarType dtyp
 TEST_P(BackendOver, all_reduce_sums_sparse_tensors) {
   run_group(GetParam(), [](const GroupPtr& group) {
     for (const auto dtype : {torch::kFloat32, torch::kFloat64, torch::kBFloat16, torch::kInt64})
-      for (const std::vector<std::int64_t>& row : {std::vector<std::int64_t>{}, {4}}) {
+      for (const std::vector<int64_t>& row : {std::vector<int64_t>{}, {4}}) {
         torch::Tensor expected = sparse_of(0, row, dtype).to_dense();
         for (int rank = 1; rank < group->getSize(); ++rank) expected += sparse_of(rank, row, dtype).to_dense();
         Tensors tensors{sparse_of(group->getRank(), row, dtype)};

@@ -35,7 +35,7 @@ TEST(Backend, a_tensor_stays_until_its_message_has_come_though_nobody_waits_any_
   run_group(2, [](const GroupPtr& group) {
     std::vector<float> memory(100000);
     std::atomic<bool> freed = false;
-    const auto elements = static_cast<std::int64_t>(memory.size());
+    const auto elements = static_cast<int64_t>(memory.size());
     if (group->getRank() == 1) {
       Tensors tensors{torch::from_blob(memory.data(), {elements}, [&](void*) { freed = true; })};
       EXPECT_THROW(group->recv(tensors, 0, 5)->wait(std::chrono::milliseconds(20)), PeerLost);

@@ -21,7 +21,7 @@ class SparseSum {
 
   Tensor of(const Tensor& tensor) {
     const Tensor mine = tensor.coalesce();
-    const std::vector<std::int64_t> entries = entries_of_all(mine);
+    const std::vector<int64_t> entries = entries_of_all(mine);
     const Tensor indices = all_entries(mine.indices().t().contiguous(), entries);
     const Tensor values = all_entries(mine.values().contiguous(), entries);
     return at::_sparse_coo_tensor_unsafe(indices.t(), values, mine.sizes(), mine.options()).coalesce();
@@ -29,8 +29,8 @@ class SparseSum {
 
  private:
   // The number of each rank's entries. Ranks with different numbers of dimensions get the MismatchError of the all_gather.
-  std::vector<std::int64_t> entries_of_all(const Tensor& mine) {
-    std::vector<std::int64_t> header{mine._nnz(), static_cast<std::int64_t>(mine.scalar_type()), mine.sparse_dim()};
+  std::vector<int64_t> entries_of_all(const Tensor& mine) {
+    std::vector<int64_t> header{mine._nnz(), static_cast<int64_t>(mine.scalar_type()), mine.sparse_dim()};
     header.insert(header.end(), mine.sizes().begin(), mine.sizes().end());
     const auto length = to_int64(header.size());
     const Tensor all = torch::empty({member_.size, length}, torch::kInt64);
@@ -39,13 +39,13 @@ class SparseSum {
     for (int rank = 1; rank < member_.size; ++rank)
       if (!alike[rank].equal(alike[0])) throw_mismatch(rank, all);
     const Tensor entries = all.select(1, 0).contiguous();
-    return {entries.const_data_ptr<std::int64_t>(), entries.const_data_ptr<std::int64_t>() + entries.numel()};
+    return {entries.const_data_ptr<int64_t>(), entries.const_data_ptr<int64_t>() + entries.numel()};
   }
 
   // Rows of all ranks, in rank order; `mine` has this rank's.
-  Tensor all_entries(const Tensor& mine, const std::vector<std::int64_t>& entries) {
-    std::vector<std::int64_t> sizes = mine.sizes().vec();
-    sizes.front() = std::accumulate(entries.begin(), entries.end(), std::int64_t{0});
+  Tensor all_entries(const Tensor& mine, const std::vector<int64_t>& entries) {
+    std::vector<int64_t> sizes = mine.sizes().vec();
+    sizes.front() = std::accumulate(entries.begin(), entries.end(), int64_t{0});
     const Tensor all = torch::empty(sizes, mine.options());
     gather({mine}, all.split_with_sizes(entries));
     return all;
@@ -58,7 +58,7 @@ class SparseSum {
 
   [[noreturn]] static void throw_mismatch(int rank, const Tensor& headers) {
     const auto text = [&](int of) {
-      const auto* const header = headers.const_data_ptr<std::int64_t>() + of * headers.size(1);
+      const auto* const header = headers.const_data_ptr<int64_t>() + of * headers.size(1);
       const at::IntArrayRef sizes(header + 3, to_size(headers.size(1) - 3));
       return c10::str("rank ", of, " has a sparse tensor of ", c10::toString(static_cast<at::ScalarType>(header[1])),
                       " ", sizes, " with ", header[2], " sparse dimensions");

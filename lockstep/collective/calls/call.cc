@@ -58,7 +58,7 @@ void check_rank(const char* what, int rank, int size) {
   if (rank < 0 || rank >= size) refuse(concat(what, " ", rank, " of ", size, " ranks"), "count ranks from 0");
 }
 
-void check_counts(const std::vector<std::size_t>& counts, int size) {
+void check_counts(const std::vector<size_t>& counts, int size) {
   if (!counts.empty() && std::cmp_not_equal(counts.size(), size))
     refuse(concat(counts.size(), " counts for ", size, " ranks"), "give one count per rank");
 }
@@ -71,7 +71,7 @@ void check_all_to_all(const Call& call, int size) {
   const shm::Partition received = call.counts.empty() ? sent : shm::Partition::uneven(call.receive_counts);
   const auto* const input = static_cast<const std::byte*>(call.input);
   const auto* const output = static_cast<const std::byte*>(call.output);
-  const std::size_t element = size_of(call.dtype);
+  const size_t element = size_of(call.dtype);
   if (input < output + received.total() * element && output < input + sent.total() * element)
     refuse("all_to_all from memory into itself", "give it an output of its own");
 }
@@ -103,7 +103,7 @@ void refuse_forked_child(const std::string& here) {
                     .next = "leave collectives, backward() and step() to the parent"});
 }
 
-void refuse_counts(const std::string& from, std::size_t sent, const std::string& to, std::size_t expected,
+void refuse_counts(const std::string& from, size_t sent, const std::string& to, size_t expected,
                    const std::string& here) {
   throw MismatchError(
       {.what = concat("all_to_all: ", from, " sends ", sent, " elements to ", to, ", which expects ", expected),
@@ -124,17 +124,13 @@ Signature signature_of(const Call& call) {
   // The counts of an uneven all_to_all concern two ranks each; that it is uneven must be known to all.
   const bool pairwise = call.operation == Operation::kAllToAll;
   signature.count = pairwise ? 0 : shm::Partition::of(call, 0).total();
-  const std::string_view bytes(reinterpret_cast<const char*>(call.counts.data()),
-                               call.counts.size() * sizeof(std::size_t));
+  const std::string_view bytes(reinterpret_cast<const char*>(call.counts.data()), call.counts.size() * sizeof(size_t));
   signature.counts_hash = pairwise ? 1 : hash_of(bytes) | 1;  // never 0, which means parts of equal length
   return signature;
 }
 
-Signature signature_of(StepPhase phase, std::uint64_t number, std::uint64_t settings) {
-  return {.operation = Operation::kStep,
-          .root = static_cast<std::int32_t>(phase),
-          .count = number,
-          .counts_hash = settings};
+Signature signature_of(StepPhase phase, uint64_t number, uint64_t settings) {
+  return {.operation = Operation::kStep, .root = static_cast<int32_t>(phase), .count = number, .counts_hash = settings};
 }
 
 std::string to_string(const Signature& signature) {

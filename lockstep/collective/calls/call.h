@@ -40,15 +40,15 @@ struct Call {
   Operation operation = Operation::kBarrier;
   const void* input = nullptr;
   void* output = nullptr;
-  std::size_t count = 0;
-  std::vector<std::size_t> counts{};          // all_to_all: what this rank sends to each
-  std::vector<std::size_t> receive_counts{};  // all_to_all: what it receives from each
+  size_t count = 0;
+  std::vector<size_t> counts{};          // all_to_all: what this rank sends to each
+  std::vector<size_t> receive_counts{};  // all_to_all: what it receives from each
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
   int root = 0;
   Algorithm algorithm = Algorithm::kDirect;  // of all_reduce
   int peer = kAnyRank;                       // of a message: the other rank; kAnyRank for a receive only
-  std::int64_t tag = 0;                      // of a message
+  int64_t tag = 0;                           // of a message
   milliseconds timeout{};                    // of this call's waits; 0: the world's
 };
 
@@ -59,7 +59,7 @@ void check_call(const Call& call, int size);
 [[noreturn]] void refuse_forked_child(const std::string& here);  // of a rank: throws UsageError
 
 // Of an all_to_all: `from` sends other elements to `to` than that rank expects. Throws MismatchError.
-[[noreturn]] void refuse_counts(const std::string& from, std::size_t sent, const std::string& to, std::size_t expected,
+[[noreturn]] void refuse_counts(const std::string& from, size_t sent, const std::string& to, size_t expected,
                                 const std::string& here = {});
 
 // The part of a call that must be equal on all ranks. Ranks and machines compare it byte by byte; fields that an operation does not have
@@ -69,9 +69,9 @@ struct Signature {
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
   Algorithm algorithm = Algorithm::kDirect;
-  std::int32_t root = -1;         // -1: the operation has none; kStep: the phase
-  std::uint64_t count = 0;        // as Call::count; where parts differ, their sum; kStep: the number of the step
-  std::uint64_t counts_hash = 0;  // 0: parts of equal length; kStep: the hash of the settings
+  int32_t root = -1;         // -1: the operation has none; kStep: the phase
+  uint64_t count = 0;        // as Call::count; where parts differ, their sum; kStep: the number of the step
+  uint64_t counts_hash = 0;  // 0: parts of equal length; kStep: the hash of the settings
 
   bool operator==(const Signature&) const = default;
 };
@@ -81,7 +81,7 @@ Signature signature_of(const Call& call);
 
 // The barriers of a training step with shared parameters, in their order (step/step_agreement.h). Each is announced
 // as what it belongs to, so that ranks at different places get an error and don't take one barrier for another.
-enum class StepPhase : std::int32_t {
+enum class StepPhase : int32_t {
   kBackward,     // all gradients are published
   kMean,         // every gradient has a place on every rank
   kMeanEnd,      // .grad is the mean on every rank
@@ -93,7 +93,7 @@ enum class StepPhase : std::int32_t {
 };
 
 // number: of the backward() or step(). settings: a hash of what must be alike in a step().
-Signature signature_of(StepPhase phase, std::uint64_t number, std::uint64_t settings = 0);
+Signature signature_of(StepPhase phase, uint64_t number, uint64_t settings = 0);
 std::string to_string(const Signature& signature);  // "all_reduce of 100 float32 (sum)"
 
 inline bool is_message(Operation operation) {

@@ -215,7 +215,7 @@ class CallQueue {
   std::condition_variable changed_;
   std::deque<ItemPtr>
       items_;  // not begun; the first `handed_over_` of them are the worker's. Guarded by mutex_, as all
-  std::size_t handed_over_ = 0;
+  size_t handed_over_ = 0;
   std::thread::id runner_;  // the thread that makes a call now, if any
   bool stopping_ = false;
   std::thread thread_;

@@ -6,7 +6,7 @@
 namespace lockstep {
 namespace {
 
-template <std::size_t N, class Enum>
+template <size_t N, class Enum>
 std::string name_in(const std::array<const char*, N>& names, Enum value) {
   const auto index = static_cast<unsigned>(value);
   return index < N ? names[index] : "unknown";
@@ -14,8 +14,8 @@ std::string name_in(const std::array<const char*, N>& names, Enum value) {
 
 }  // namespace
 
-std::size_t size_of(DType dtype) {
-  static constexpr std::array<std::size_t, kDTypes> kSizes{4, 8, 2, 2, 1, 1, 2, 4, 8, 1};
+size_t size_of(DType dtype) {
+  static constexpr std::array<size_t, kDTypes> kSizes{4, 8, 2, 2, 1, 1, 2, 4, 8, 1};
   return kSizes[static_cast<unsigned>(dtype)];
 }
 

@@ -39,7 +39,7 @@ Array array_of(at::TensorList tensors, bool must_copy = false) {
   const Tensor& first = tensors.front();
   const bool in_place = !must_copy && lie_together(tensors);
   if (in_place && tensors.size() == 1) return {first, {}};
-  std::int64_t elements = 0;
+  int64_t elements = 0;
   for (const Tensor& tensor : tensors) elements += tensor.numel();
   const auto options = first.options().requires_grad(false);
   if (!in_place) return {torch::empty({elements}, options), tensors.vec()};
@@ -51,7 +51,7 @@ Array array_of(at::TensorList tensors, bool must_copy = false) {
 template <class Body>
 void for_each_part(const Tensors& tensors, const Tensor& memory, const Body& body) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  std::int64_t begin = 0;
+  int64_t begin = 0;
   for (const Tensor& tensor : tensors) {
     body(tensor, memory.view(-1).narrow(0, begin, tensor.numel()).view(tensor.sizes()));
     begin += tensor.numel();

@@ -26,11 +26,11 @@ class MachineAllGather : private MachineParts {
   void run() {
     run_pipeline(
         rounds(),
-        [this](std::size_t round) {
+        [this](size_t round) {
           gather_inside(round);
           if (owns_slice()) send_to_all(round);
         },
-        [this](std::size_t round) {
+        [this](size_t round) {
           if (owns_slice()) wait_for_transfers(buffers_of(round));
           if (!alone()) share_inside(round);
         });
@@ -38,7 +38,7 @@ class MachineAllGather : private MachineParts {
 
  private:
   // Step 1.
-  void gather_inside(std::size_t round) {
+  void gather_inside(size_t round) {
     const Part& own_piece = piece(round, machine());
     if (!alone())
       run_inside(round, {.operation = Operation::kAllGather,
@@ -51,7 +51,7 @@ class MachineAllGather : private MachineParts {
   }
 
   // Step 2. A rank that is alone on its machine receives into the array itself.
-  void send_to_all(std::size_t round) {
+  void send_to_all(size_t round) {
     ChunkBuffers& buffers = buffers_of(round);
     const Part own = own_slice(piece(round, machine()));
     buffers.slices.resize(machines());
@@ -69,7 +69,7 @@ class MachineAllGather : private MachineParts {
   }
 
   // Step 3.
-  void share_inside(std::size_t round) {
+  void share_inside(size_t round) {
     ChunkBuffers& buffers = buffers_of(round);
     std::byte* const packed = grown(buffers.packed_memory, bytes(elements(round)));
     run_inside({.operation = Operation::kAllGather,

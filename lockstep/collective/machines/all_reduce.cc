@@ -31,7 +31,7 @@ namespace {
 using shm::Part;
 using shm::Partition;
 
-constexpr std::size_t kOneShotBytes = 16384;
+constexpr size_t kOneShotBytes = 16384;
 
 class MachineAllReduce : private MachineCollective {
  public:
@@ -51,22 +51,22 @@ class MachineAllReduce : private MachineCollective {
   void run() {
     run_pipeline(
         chunks_.size(),
-        [this](std::size_t chunk) {
+        [this](size_t chunk) {
           reduce_inside(chunk);
           if (owns_slice()) send_parts(chunk);
         },
-        [this](std::size_t chunk) {
+        [this](size_t chunk) {
           if (owns_slice()) reduce_part(chunk);
         },
-        [this](std::size_t chunk) { share_inside(chunk); });
+        [this](size_t chunk) { share_inside(chunk); });
   }
 
   void run_ring() {
     one_shot_ = false;
-    chunks_.most = std::max<std::size_t>(call_.count, 1);
+    chunks_.most = std::max<size_t>(call_.count, 1);
     run_pipeline(
-        1, [this](std::size_t) { reduce_inside(0); },
-        [this](std::size_t) {
+        1, [this](size_t) { reduce_inside(0); },
+        [this](size_t) {
           if (owns_slice()) go_around(buffers_of(0).slice, slice_count(0));
           share_inside(0);
         });
@@ -74,20 +74,20 @@ class MachineAllReduce : private MachineCollective {
 
  private:
   // Elements of each local rank's slice of the chunk; 0 for ranks that own none.
-  std::vector<std::size_t> counts_inside(std::size_t chunk) const {
-    std::vector<std::size_t> counts;
+  std::vector<size_t> counts_inside(size_t chunk) const {
+    std::vector<size_t> counts;
     for (int owner = 0; owner < local_size(); ++owner) counts.push_back(slice_of(chunks_[chunk], owner).count);
     return counts;
   }
 
   // The part of a slice that a machine reduces.
-  Part part_of(int machine, std::size_t slice_count) const {
+  Part part_of(int machine, size_t slice_count) const {
     if (one_shot_) return {0, slice_count};
     return Partition::even(slice_count, machines(), kCacheLine / bytes(1))[machine];
   }
 
   // Step 1. A rank that is alone on its machine works in the array itself.
-  void reduce_inside(std::size_t chunk) {
+  void reduce_inside(size_t chunk) {
     ChunkBuffers& buffers = buffers_of(chunk);
     buffers.slice = at(chunk);
     if (alone()) return;
@@ -101,7 +101,7 @@ class MachineAllReduce : private MachineCollective {
   }
 
   // Step 2a, its messages. sources[m] is where the part from machine m arrives; the own machine's is in the slice.
-  void send_parts(std::size_t chunk) {
+  void send_parts(size_t chunk) {
     ChunkBuffers& buffers = buffers_of(chunk);
     const Part own = part_of(machine(), slice_count(chunk));
     std::byte* arriving = grown(buffers.received_memory, bytes(own.count) * link().peers().size());
@@ -116,7 +116,7 @@ class MachineAllReduce : private MachineCollective {
   }
 
   // Step 2a, its sum. In one shot the whole slice is about to change: what is sent of it must have left.
-  void reduce_part(std::size_t chunk) {
+  void reduce_part(size_t chunk) {
     ChunkBuffers& buffers = buffers_of(chunk);
     link().wait(buffers.receives);
     if (one_shot_) link().wait(buffers.sends);
@@ -127,7 +127,7 @@ class MachineAllReduce : private MachineCollective {
 
   // Step 2b. The other machines' parts arrive where this one's copies of them left from in 2a: a machine sends its
   // result only once it has received those, so their places are free.
-  void send_result(std::size_t chunk) {
+  void send_result(size_t chunk) {
     ChunkBuffers& buffers = buffers_of(chunk);
     const Part own = part_of(machine(), slice_count(chunk));
     for (const int peer : link().peers()) {
@@ -139,7 +139,7 @@ class MachineAllReduce : private MachineCollective {
   }
 
   // Step 3.
-  void share_inside(std::size_t chunk) {
+  void share_inside(size_t chunk) {
     ChunkBuffers& buffers = buffers_of(chunk);
     if (owns_slice()) wait_for_transfers(buffers);
     if (alone() || !wanted_by(machine())) return;
@@ -153,7 +153,7 @@ class MachineAllReduce : private MachineCollective {
   // The ring of machines, where the array is one chunk: 2(n-1) steps of K/n. In step k machine m sends part m-k to its
   // right and receives part m-k-1 from its left. In the first n-1 steps it adds its own to what it receives; then part
   // m+1 is complete here. In the others it receives complete parts, and passes each on in the step after.
-  void go_around(std::byte* slice, std::size_t slice_count) {
+  void go_around(std::byte* slice, size_t slice_count) {
     ChunkBuffers& buffers = buffers_of(0);
     std::byte* const received = grown(buffers.received_memory, bytes(part_of(0, slice_count).count));
     for (int step = 0; step < 2 * (machines() - 1); ++step) {
@@ -169,8 +169,8 @@ class MachineAllReduce : private MachineCollective {
     }
   }
 
-  std::byte* at(std::size_t chunk) const { return data_ + bytes(chunks_[chunk].begin); }
-  std::size_t slice_count(std::size_t chunk) const { return own_slice(chunks_[chunk]).count; }
+  std::byte* at(size_t chunk) const { return data_ + bytes(chunks_[chunk].begin); }
+  size_t slice_count(size_t chunk) const { return own_slice(chunks_[chunk]).count; }
   bool wanted_by(int machine) const { return !only_root_ || machine == root_machine_; }
   int wrapped(int machine) const { return (machine % machines() + machines()) % machines(); }
 

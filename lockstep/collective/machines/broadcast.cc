@@ -20,8 +20,8 @@ namespace lockstep {
 namespace {
 
 // A 32nd of the array, 256 KiB to 1 MiB: each machine of the chain waits for a chunk before it passes it on.
-std::size_t broadcast_chunk_bytes(std::size_t bytes) {
-  return std::clamp(bytes / 32, std::size_t{256} << 10, std::size_t{1} << 20) / kCacheLine * kCacheLine;
+size_t broadcast_chunk_bytes(size_t bytes) {
+  return std::clamp(bytes / 32, size_t{256} << 10, size_t{1} << 20) / kCacheLine * kCacheLine;
 }
 
 // The machines that a machine receives from and sends to.
@@ -43,7 +43,7 @@ class MachineBroadcast : private MachineCollective {
     begin_check();
     if (owns_slice()) receive_all();
     const bool at_root = machine() == root_machine_;
-    for (std::size_t chunk = 0; chunk < chunks_.size(); ++chunk) {
+    for (size_t chunk = 0; chunk < chunks_.size(); ++chunk) {
       if (at_root) broadcast_inside(chunk, hierarchy_.topology.local_rank(call_.root));
       if (owns_slice()) pass_on(chunk);
       if (!at_root) broadcast_inside(chunk, 0);
@@ -55,18 +55,18 @@ class MachineBroadcast : private MachineCollective {
  private:
   void receive_all() {
     if (route_.from == kNoMachine) return;
-    for (std::size_t chunk = 0; chunk < chunks_.size(); ++chunk)
+    for (size_t chunk = 0; chunk < chunks_.size(); ++chunk)
       link().receive(route_.from, at(chunk), bytes(chunks_[chunk].count), arriving_[chunk]);
   }
 
   // Data may be waited for only once it is known that the sender makes the same call.
-  void pass_on(std::size_t chunk) {
+  void pass_on(size_t chunk) {
     if (chunk == 0 && route_.from != kNoMachine) link().check_peer(route_.from);
     link().wait(arriving_[chunk]);
     for (const int peer : route_.to) link().send(peer, at(chunk), bytes(chunks_[chunk].count), leaving_);
   }
 
-  void broadcast_inside(std::size_t chunk, int root) {
+  void broadcast_inside(size_t chunk, int root) {
     if (alone()) return;
     run_inside(chunk, {.operation = Operation::kBroadcast,
                        .output = at(chunk),
@@ -92,7 +92,7 @@ class MachineBroadcast : private MachineCollective {
 
   int machine_at(int place) const { return (place + root_machine_) % machines(); }
 
-  std::byte* at(std::size_t chunk) const { return static_cast<std::byte*>(call_.output) + bytes(chunks_[chunk].begin); }
+  std::byte* at(size_t chunk) const { return static_cast<std::byte*>(call_.output) + bytes(chunks_[chunk].begin); }
 
   int root_machine_;
   Chunks chunks_;

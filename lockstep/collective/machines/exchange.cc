@@ -13,7 +13,7 @@
 namespace lockstep {
 namespace {
 
-using PartCounts = IntVector<std::size_t>;  // elements of each rank's part
+using PartCounts = IntVector<size_t>;  // elements of each rank's part
 
 // Blocks until it is known that all ranks make this call: no rank may send before. The ranks of a machine compare through
 // shared memory, the first ranks of the machines over their link: 24 bytes between each two machines. The last barrier
@@ -30,16 +30,16 @@ void check_all_ranks(Hierarchy& hierarchy, const Call& call) {
 
 // table[r * p + s]: the elements that rank r sends to rank s.
 void check_counts(Hierarchy& hierarchy, const Call& call) {
-  const std::size_t ranks = call.counts.size();
-  hierarchy.scratch = std::make_unique_for_overwrite<std::byte[]>(ranks * ranks * sizeof(std::size_t));
-  const auto* const table = reinterpret_cast<const std::size_t*>(hierarchy.scratch.get());
+  const size_t ranks = call.counts.size();
+  hierarchy.scratch = std::make_unique_for_overwrite<std::byte[]>(ranks * ranks * sizeof(size_t));
+  const auto* const table = reinterpret_cast<const size_t*>(hierarchy.scratch.get());
   all_gather(hierarchy, {.operation = Operation::kAllGather,
                          .input = call.counts.data(),
                          .output = hierarchy.scratch.get(),
                          .count = ranks,
                          .dtype = DType::kInt64});
-  const std::size_t* sent_here = table + hierarchy.rank;
-  for (std::size_t from = 0; from < ranks; ++from, sent_here += ranks)
+  const size_t* sent_here = table + hierarchy.rank;
+  for (size_t from = 0; from < ranks; ++from, sent_here += ranks)
     if (*sent_here != call.receive_counts[from])
       refuse_counts(concat("rank ", from), *sent_here, concat("rank ", hierarchy.rank), call.receive_counts[from]);
 }
@@ -52,8 +52,8 @@ void transfer(GlooLink& all, const Call& call, const PartCounts& send, const Par
   const auto* from = static_cast<const std::byte*>(call.input);
   auto* to = static_cast<std::byte*>(call.output);
   for (int rank = 0; rank < all.size(); ++rank) {
-    const std::size_t sent = send[rank] * size_of(call.dtype);
-    const std::size_t received = receive[rank] * size_of(call.dtype);
+    const size_t sent = send[rank] * size_of(call.dtype);
+    const size_t received = receive[rank] * size_of(call.dtype);
     if (rank == all.rank() && received > 0) std::memcpy(to, from, received);
     if (rank != all.rank()) {
       all.receive(rank, to, received, transfers);

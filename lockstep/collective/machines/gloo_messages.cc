@@ -14,19 +14,19 @@ using torch::Tensor;
 
 // The first transfer of a message: sent as raw bytes, followed by the data if it is small.
 struct MessageHeader {
-  std::uint64_t dtype = 0;
-  std::uint64_t count = 0;      // elements
-  std::int64_t second_tag = 0;  // of the transfer with the data; 0: the data is in this one
+  uint64_t dtype = 0;
+  uint64_t count = 0;      // elements
+  int64_t second_tag = 0;  // of the transfer with the data; 0: the data is in this one
 };
 
-constexpr std::size_t kFirstBytes = 4096;
-constexpr std::size_t kDataInFirst = kFirstBytes - sizeof(MessageHeader);
+constexpr size_t kFirstBytes = 4096;
+constexpr size_t kDataInFirst = kFirstBytes - sizeof(MessageHeader);
 
 // Gloo moves bytes of any dtype alike.
 Tensor bytes_of(const Tensor& tensor) { return tensor.detach().view(-1).view(torch::kUInt8); }
 
 Tensor write_header(const MessageHeader& header, const Tensor& data) {
-  const std::size_t data_bytes = header.second_tag == 0 ? data.nbytes() : 0;
+  const size_t data_bytes = header.second_tag == 0 ? data.nbytes() : 0;
   Tensor written = torch::empty({to_int64(sizeof header + data_bytes)}, torch::kUInt8);
   auto* const bytes = static_cast<std::byte*>(written.mutable_data_ptr());
   std::memcpy(bytes, &header, sizeof header);
@@ -34,7 +34,7 @@ Tensor write_header(const MessageHeader& header, const Tensor& data) {
   return written;
 }
 
-std::string text_of(std::size_t count, DType dtype) { return concat(count, " ", to_string(dtype)); }
+std::string text_of(size_t count, DType dtype) { return concat(count, " ", to_string(dtype)); }
 
 // A receive that was started, and its first transfer.
 struct Receive {
@@ -60,14 +60,14 @@ struct Receive {
 // Null where the first transfer had the data.
 C10dWork receive_second(Receive& receive, const c10d::Work& first, GlooConnection& gloo) {
   if (receive.from == kAnyRank) receive.from = first.sourceRank();
-  const auto* const arrived = receive.first.const_data_ptr<std::uint8_t>();
+  const auto* const arrived = receive.first.const_data_ptr<uint8_t>();
   MessageHeader& header = receive.header;
   std::memcpy(&header, arrived, sizeof header);
   const Received sender(concat("rank ", receive.from));
-  sender.in(static_cast<std::int64_t>(header.dtype), 0, kDTypes - 1, "the dtype's number");
+  sender.in(static_cast<int64_t>(header.dtype), 0, kDTypes - 1, "the dtype's number");
   sender.in(header.second_tag, 0, std::numeric_limits<int>::max(), "the tag of the second transfer");
-  const auto bytes = static_cast<std::size_t>(
-      sender.bytes(static_cast<std::int64_t>(header.count), to_int64(size_of(receive.sent_dtype())), "the message"));
+  const auto bytes = static_cast<size_t>(
+      sender.bytes(static_cast<int64_t>(header.count), to_int64(size_of(receive.sent_dtype())), "the message"));
   if (header.second_tag == 0) {
     sender.require(bytes <= kDataInFirst, concat("its first part has ", bytes, " bytes of data"));
     if (receive.fits() && bytes > 0) std::memcpy(receive.call.output, arrived + sizeof header, bytes);
@@ -96,7 +96,7 @@ int GlooMessages::tag_of(const Call& call) const {
 
 // Each second transfer has a tag of its own: a receiver may take messages in any order.
 int GlooMessages::next_tag() {
-  constexpr std::uint32_t kTags = 0x1fffffff;
+  constexpr uint32_t kTags = 0x1fffffff;
   return to_int(0x40000001 | second_transfers_++ % kTags << 1);
 }
 
@@ -107,7 +107,7 @@ FuturePtr GlooMessages::send(const TensorCall& call) {
   Tensors data{bytes_of(call.input_tensor)};
   if (!headers_) return messages_.start({.call = {"send", here_}, .issue = [&] { return gloo_->send(data, to, tag); }});
   const int second_tag = call.input_tensor.nbytes() <= kDataInFirst ? 0 : next_tag();
-  const auto dtype = static_cast<std::uint64_t>(call.dtype);
+  const auto dtype = static_cast<uint64_t>(call.dtype);
   Tensors first{write_header({dtype, call.count, second_tag}, call.input_tensor)};
   const auto second = std::make_shared<C10dWork>();
   return messages_.start({.call = {"send", here_},

@@ -35,7 +35,7 @@ class GlooMessages {
   void close() { messages_.close(); }
 
  private:
-  static constexpr std::int64_t kLargestTag = 0x3fffffff;  // larger ones are link.h's and the second transfers'
+  static constexpr int64_t kLargestTag = 0x3fffffff;  // larger ones are link.h's and the second transfers'
 
   int tag_of(const Call& call) const;
   int next_tag();
@@ -44,7 +44,7 @@ class GlooMessages {
   int rank_;
   std::string here_;
   bool headers_;
-  std::atomic<std::uint32_t> second_transfers_ = 0;  // sent so far
+  std::atomic<uint32_t> second_transfers_ = 0;  // sent so far
   C10dMessages messages_;
 };
 

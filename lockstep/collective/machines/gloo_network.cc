@@ -24,8 +24,8 @@ namespace {
 using GlooDevice = std::shared_ptr<gloo::transport::Device>;
 
 constexpr std::string_view kInsecure = "insecure";
-constexpr std::uint32_t kFirstLoopback = 0x7f400000;  // 127.64.0.0/10
-constexpr std::uint32_t kLoopbacks = 1U << 22U;
+constexpr uint32_t kFirstLoopback = 0x7f400000;  // 127.64.0.0/10
+constexpr uint32_t kLoopbacks = 1U << 22U;
 constexpr int kMostTries = 8;  // to find ports that are free on all machines
 
 using Texts = std::vector<std::string>;
@@ -46,7 +46,7 @@ std::string interface_that_is_named() {
 // Exchanges what each rank says of itself before they connect.
 Texts exchange_alike(c10d::Store& store, const std::string& mine, const TransportOptions& options) {
   Texts texts = exchange_texts(store, "gloo", mine, options);
-  for (std::size_t rank = 0; rank < texts.size(); ++rank)
+  for (size_t rank = 0; rank < texts.size(); ++rank)
     if ((texts[rank] == kInsecure) != (mine == kInsecure))
       throw RendezvousError(
           {.what = concat("rank ", rank, texts[rank] == kInsecure ? " runs" : " does not run",
@@ -72,9 +72,9 @@ Number number_in(const std::string& text, const TransportOptions& options) {
 }
 
 Endpoint endpoint_in(const std::string& text, const TransportOptions& options) {
-  const std::size_t colon = text.rfind(':');
+  const size_t colon = text.rfind(':');
   if (colon == std::string::npos) throw wrong_text(options);
-  return {text.substr(0, colon), number_in<std::uint16_t>(text.substr(colon + 1), options)};
+  return {text.substr(0, colon), number_in<uint16_t>(text.substr(colon + 1), options)};
 }
 
 // ---- Listeners
@@ -181,8 +181,8 @@ class GlooNetwork {
       if (std::ranges::find(machines, words[0]) == machines.end()) machines.push_back(words[0]);
       fingerprints.insert(words[1]);
     }
-    const auto first = number_in<std::uint32_t>(split(texts.front(), ' ')[2], options);
-    const auto index = static_cast<std::uint32_t>(std::ranges::find(machines, space) - machines.begin());
+    const auto first = number_in<uint32_t>(split(texts.front(), ' ')[2], options);
+    const auto index = static_cast<uint32_t>(std::ranges::find(machines, space) - machines.begin());
     in_addr address{.s_addr = htonl(kFirstLoopback + (first + index) % kLoopbacks)};
     std::array<char, INET_ADDRSTRLEN> text{};
     host_ = ::inet_ntop(AF_INET, &address, text.data(), text.size());
@@ -198,7 +198,7 @@ class GlooNetwork {
   template <class Listener, class Make>
   Listener next(std::vector<Listener>& those, const Make& make) {
     const std::lock_guard lock(mutex_);
-    const std::size_t next = taken_++ % std::max<std::size_t>(1, usable_cores().size());
+    const size_t next = taken_++ % std::max<size_t>(1, usable_cores().size());
     if (next >= those.size()) return those.emplace_back(make());
     return those[next];
   }
@@ -226,7 +226,7 @@ class GlooNetwork {
   std::mutex mutex_;
   std::vector<std::shared_ptr<GlooListener>> listeners_;
   std::vector<GlooDevice> devices_;  // of an insecure network
-  std::size_t taken_ = 0;            // so often one of them was
+  size_t taken_ = 0;                 // so often one of them was
 };
 
 namespace {
@@ -293,7 +293,7 @@ class Entrance {
     tunnel_.emplace(network_.identity(), named.empty() ? options_.address : named.front(), network_.host(),
                     to_int(others));
     Texts taken, ports;
-    for (std::size_t rank = 0; rank < listening_.size(); ++rank)
+    for (size_t rank = 0; rank < listening_.size(); ++rank)
       if (!is_here(listening_[rank]) && !tunnel_->listen_for(listening_[rank])) taken.push_back(concat(rank));
     for (const int port : tunnel_->sources()) ports.push_back(concat(port));
     return concat(tunnel_->endpoint().text(), ' ', join(ports, ","), ' ', join(taken, ","));
@@ -303,13 +303,13 @@ class Entrance {
     sources_.clear();
     tunnels_.clear();
     std::set<std::string> taken;
-    for (std::size_t rank = 0; rank < told.size(); ++rank) {
+    for (size_t rank = 0; rank < told.size(); ++rank) {
       if (told[rank].empty()) continue;
       const auto words = split(told[rank], ' ');
       if (words.size() != 3) throw wrong_text(options_);
       tunnels_[listening_[rank].host] = {to_int(rank), endpoint_in(words[0], options_)};
       for (const std::string& port : split(words[1], ','))
-        if (is_here(listening_[rank])) sources_.push_back({network_.host(), number_in<std::uint16_t>(port, options_)});
+        if (is_here(listening_[rank])) sources_.push_back({network_.host(), number_in<uint16_t>(port, options_)});
       for (const std::string& one : split(words[2], ',')) taken.insert(one);
     }
     taken.erase("");

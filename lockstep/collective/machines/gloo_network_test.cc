@@ -79,7 +79,7 @@ TEST(GlooNetwork, carries_large_messages_in_both_directions_at_once) {
   const MeetingPlace store = c10::make_intrusive<c10d::HashStore>();
   const auto exchange = [&](int rank) {
     GlooLink link(store, options_of_rank(rank), {"rank 0", "rank 1"});
-    std::vector<std::byte> mine(std::size_t{64} << 20, std::byte(rank + 1));
+    std::vector<std::byte> mine(size_t{64} << 20, std::byte(rank + 1));
     std::vector<std::byte> theirs(mine.size());
     GlooLink::Transfers transfers;
     for (int turn = 0; turn < 3; ++turn) {
@@ -96,8 +96,8 @@ TEST(GlooNetwork, carries_large_messages_in_both_directions_at_once) {
 
 TEST(GlooNetwork, carries_more_than_two_gibibytes) {
   const MeetingPlace store = c10::make_intrusive<c10d::HashStore>();
-  constexpr std::size_t kBytes = (std::size_t{2} << 30) + 4096, kBlock = 4096;
-  const auto number = [](std::size_t at) { return std::byte(at / kBlock * 7 % 251); };
+  constexpr size_t kBytes = (size_t{2} << 30) + 4096, kBlock = 4096;
+  const auto number = [](size_t at) { return std::byte(at / kBlock * 7 % 251); };
   const auto carry = [&](int rank) {
     TransportOptions options = options_of_rank(rank);
     options.timeout = std::chrono::minutes(5);
@@ -105,14 +105,14 @@ TEST(GlooNetwork, carries_more_than_two_gibibytes) {
     const std::unique_ptr<std::byte[]> data(new std::byte[kBytes]);
     GlooLink::Transfers transfers;
     if (rank == 0)
-      for (std::size_t at = 0; at < kBytes; at += kBlock) std::fill_n(&data[at], kBlock, number(at));
+      for (size_t at = 0; at < kBytes; at += kBlock) std::fill_n(&data[at], kBlock, number(at));
     if (rank == 0)
       link.send(1, data.get(), kBytes, transfers);
     else
       link.receive(0, data.get(), kBytes, transfers);
     link.wait(transfers);
-    std::size_t wrong = 0;
-    for (std::size_t at = 0; at < kBytes; at += kBlock)
+    size_t wrong = 0;
+    for (size_t at = 0; at < kBytes; at += kBlock)
       wrong += data[at] != number(at) || data[at + kBlock - 1] != number(at);
     EXPECT_EQ(wrong, 0U) << "blocks on rank " << rank;
   };
@@ -143,7 +143,7 @@ sockaddr_in address_of(const std::string& host, int port) {
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = ::inet_addr(host.c_str());
-  address.sin_port = htons(static_cast<std::uint16_t>(port));
+  address.sin_port = htons(static_cast<uint16_t>(port));
   return address;
 }
 
@@ -181,7 +181,7 @@ class SharedNetwork : public ::testing::Test {
 
   static void expect_that_each_carries_its_number(const Links& links) {
     for (int i = 0; i < kLinks; ++i) {
-      GlooLink& link = *links[static_cast<std::size_t>(i)];
+      GlooLink& link = *links[static_cast<size_t>(i)];
       std::vector<std::byte> mine(1000, std::byte(2 * i + link.rank())), theirs(mine.size());
       GlooLink::Transfers transfers;
       link.receive(1 - link.rank(), theirs.data(), theirs.size(), transfers);
@@ -207,9 +207,9 @@ TEST_F(SharedNetwork, has_no_more_listeners_than_cores_and_they_admit_nobody) {
       std::set<std::string> places = listening_places();
       for (const std::string& place : before) places.erase(place);
       EXPECT_GE(places.size(), 2U);
-      EXPECT_LE(places.size(), 2 * std::min<std::size_t>(usable_cores().size(), 1 + kLinks));
+      EXPECT_LE(places.size(), 2 * std::min<size_t>(usable_cores().size(), 1 + kLinks));
       for (const std::string& place : places) {
-        const std::size_t colon = place.rfind(':');
+        const size_t colon = place.rfind(':');
         const sockaddr_in there = address_of(place.substr(0, colon), std::stoi(place.substr(colon + 1)));
         EXPECT_FALSE(connects(address_of("127.0.0.1", 0), there, 200)) << place;
       }

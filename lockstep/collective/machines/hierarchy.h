@@ -44,7 +44,7 @@ class Watchdog {
   ~Watchdog();
 
  private:
-  std::uint8_t goodbye_ = 0;
+  uint8_t goodbye_ = 0;
   shm::GroupPtr group_;
   FuturePtr heard_;
   std::jthread thread_;

@@ -33,7 +33,7 @@ INSTANTIATE_TEST_SUITE_P(Layouts, Machines,
                                            Nodes{0, 1, 2, 3}, Nodes{0, 1, 1, 0, 2, 1, 0}),
                          [](const auto& test) { return "ranks_on_" + text_of(test.param); });
 
-torch::Tensor sum_of(int ranks, std::int64_t size, torch::ScalarType dtype) {
+torch::Tensor sum_of(int ranks, int64_t size, torch::ScalarType dtype) {
   torch::Tensor sum = torch::zeros({size}, torch::kFloat64);
   for (int rank = 0; rank < ranks; ++rank) sum += values_of(rank, {size}, dtype);
   return sum.to(dtype);
@@ -41,7 +41,7 @@ torch::Tensor sum_of(int ranks, std::int64_t size, torch::ScalarType dtype) {
 
 TEST_P(Machines, all_reduce_exactly_in_one_shot_in_one_chunk_and_in_many) {
   run_over_machines(GetParam(), [](World& world) {
-    for (const std::int64_t size : {0, 1, 7, 4096, 4097, 100003, 1200007}) {
+    for (const int64_t size : {0, 1, 7, 4096, 4097, 100003, 1200007}) {
       const torch::Tensor tensor = values_of(world.rank(), {size}, torch::kFloat32);
       world.all_reduce(tensor);
       EXPECT_TRUE(same(tensor, sum_of(world.size(), size, torch::kFloat32))) << size;
@@ -50,12 +50,12 @@ TEST_P(Machines, all_reduce_exactly_in_one_shot_in_one_chunk_and_in_many) {
 }
 
 TEST(LargeTensors, of_more_than_2_gib_are_reduced_between_machines) {
-  static constexpr std::int64_t kBytes = (std::int64_t{1} << 31) + 4099;
+  static constexpr int64_t kBytes = (int64_t{1} << 31) + 4099;
   run_over_machines({0, 1},
                     [](World& world) {
                       const torch::Tensor tensor = torch::full({kBytes}, world.rank() + 1, torch::kUInt8);
                       world.all_reduce(tensor);
-                      const auto* const data = tensor.const_data_ptr<std::uint8_t>();
+                      const auto* const data = tensor.const_data_ptr<uint8_t>();
                       EXPECT_EQ(std::count(data, data + kBytes, 3), kBytes);
                     },
                     {.timeout = std::chrono::minutes(2)});
@@ -65,11 +65,11 @@ TEST_P(Machines, all_reduce_in_place_where_the_world_allocates) {
   run_over_machines(GetParam(), [](World& world) {
     std::vector<torch::Tensor> tensors;
     std::vector<Work> under_way;
-    for (const std::int64_t size : {300007, 5, 70001}) {
+    for (const int64_t size : {300007, 5, 70001}) {
       tensors.push_back(world.allocate({size}, torch::kInt16).copy_(values_of(world.rank(), {size}, torch::kInt16)));
       under_way.push_back(world.all_reduce_async(tensors.back()));
     }
-    for (std::size_t i = 0; i < tensors.size(); ++i) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
       under_way[i].wait();
       EXPECT_TRUE(same(tensors[i], sum_of(world.size(), tensors[i].numel(), torch::kInt16)));
     }
@@ -80,8 +80,8 @@ TEST_P(Machines, all_reduce_in_place_where_the_world_allocates) {
 // time.
 TEST_P(Machines, sum_in_the_order_of_machines_and_ranks) {
   const Topology topology{GetParam()};
-  const auto fractions = [](int rank, std::int64_t size) { return 1 / (torch::arange(size) + 3.0F * rank + 1.1F); };
-  for (const std::int64_t size : {100, 300007}) {
+  const auto fractions = [](int rank, int64_t size) { return 1 / (torch::arange(size) + 3.0F * rank + 1.1F); };
+  for (const int64_t size : {100, 300007}) {
     torch::Tensor expected;
     for (int node = 0; node < topology.machines(); ++node) {
       torch::Tensor inside;
@@ -100,7 +100,7 @@ TEST_P(Machines, sum_in_the_order_of_machines_and_ranks) {
 TEST_P(Machines, broadcast_from_every_rank) {
   run_over_machines(GetParam(), [](World& world) {
     for (int root = 0; root < world.size(); ++root)
-      for (const std::int64_t size : {1, 300007}) {
+      for (const int64_t size : {1, 300007}) {
         const torch::Tensor tensor = values_of(world.rank(), {size}, torch::kInt64);
         world.broadcast(tensor, root);
         EXPECT_TRUE(same(tensor, values_of(root, {size}, torch::kInt64)));
@@ -110,7 +110,7 @@ TEST_P(Machines, broadcast_from_every_rank) {
 
 TEST_P(Machines, all_reduce_around_the_ring_of_machines) {
   run_over_machines(GetParam(), [](World& world) {
-    for (const std::int64_t size : {0, 1, 100003}) {
+    for (const int64_t size : {0, 1, 100003}) {
       const torch::Tensor tensor = values_of(world.rank(), {size}, torch::kFloat32);
       world.all_reduce(tensor, {.algorithm = Algorithm::kRing});
       EXPECT_TRUE(same(tensor, sum_of(world.size(), size, torch::kFloat32))) << size;
@@ -124,7 +124,7 @@ TEST_P(Machines, all_reduce_around_the_ring_of_machines) {
 TEST_P(Machines, reduce_to_every_rank_and_change_no_other) {
   run_over_machines(GetParam(), [](World& world) {
     for (int root = 0; root < world.size(); ++root)
-      for (const std::int64_t size : {1, 5000, 300007}) {
+      for (const int64_t size : {1, 5000, 300007}) {
         const torch::Tensor before = values_of(world.rank(), {size}, torch::kFloat32);
         const torch::Tensor tensor = before.clone();
         world.reduce(tensor, {.root = root});
@@ -134,7 +134,7 @@ TEST_P(Machines, reduce_to_every_rank_and_change_no_other) {
 }
 
 // Rows of each rank: even, growing with the rank, or all with the one in the middle.
-using Rows = std::vector<std::int64_t>;
+using Rows = std::vector<int64_t>;
 std::vector<Rows> row_lists(int ranks) {
   Rows growing;
   for (int rank = 0; rank < ranks; ++rank) growing.push_back(7001 * rank);
@@ -144,18 +144,16 @@ std::vector<Rows> row_lists(int ranks) {
   return {none, Rows(growing.size(), 1), Rows(growing.size(), 90001), growing, lonely};
 }
 
-std::int64_t before(const Rows& rows, int rank) {
-  return std::accumulate(rows.begin(), rows.begin() + rank, std::int64_t{0});
-}
+int64_t before(const Rows& rows, int rank) { return std::accumulate(rows.begin(), rows.begin() + rank, int64_t{0}); }
 
 TEST_P(Machines, reduce_scatter_parts_of_any_length) {
   run_over_machines(GetParam(), [](World& world) {
     for (const Rows& rows : row_lists(world.size())) {
-      const std::int64_t size = before(rows, world.size());
+      const int64_t size = before(rows, world.size());
       const torch::Tensor given = values_of(world.rank(), {size}, torch::kFloat32);
       const torch::Tensor kept = given.clone();
       const torch::Tensor part = world.reduce_scatter(given, {.rows = rows});
-      const std::int64_t mine = rows[world.rank()];
+      const int64_t mine = rows[world.rank()];
       const torch::Tensor sum = sum_of(world.size(), size, torch::kFloat32);
       EXPECT_TRUE(same(part, sum.narrow(0, before(rows, world.rank()), mine).contiguous())) << size;
       EXPECT_TRUE(same(given, kept)) << "what is given stays as it was";
@@ -176,7 +174,7 @@ TEST_P(Machines, all_gather_parts_of_any_length) {
   run_over_machines(GetParam(), [](World& world) {
     for (const Rows& rows : row_lists(world.size())) {
       const torch::Tensor whole = values_of(7, {before(rows, world.size())}, torch::kInt16);
-      const std::int64_t mine = rows[world.rank()];
+      const int64_t mine = rows[world.rank()];
       const torch::Tensor part = whole.narrow(0, before(rows, world.rank()), mine).clone();
       EXPECT_TRUE(same(world.all_gather_rows(part, {.rows = rows}), whole)) << whole.numel();
     }
@@ -185,7 +183,7 @@ TEST_P(Machines, all_gather_parts_of_any_length) {
 
 TEST_P(Machines, gather_scatter_and_exchange_large_tensors) {
   run_over_machines(GetParam(), [](World& world) {
-    const std::int64_t ranks = world.size();
+    const int64_t ranks = world.size();
     const torch::Tensor table = values_of(0, {ranks, ranks, 50001}, torch::kFloat32);  // [from][to]
     const int root = world.size() - 1;
     const torch::Tensor all = world.gather(table[world.rank()].contiguous(), root);
@@ -254,7 +252,7 @@ TEST_P(Machines, report_a_lost_rank_everywhere_in_every_other_collective) {
         world.scatter(torch::ones({world.size(), 300007}), torch::empty({300007}));
       },
       [](World& world) { static_cast<void>(world.all_to_all(torch::ones({world.size() * 300007}))); }};
-  for (std::size_t i = 0; i < calls.size(); ++i)
+  for (size_t i = 0; i < calls.size(); ++i)
     expect_all_others_lose(GetParam(), static_cast<int>(i % GetParam().size()), [&](World& world) {
       for (int round = 0; round < 100000; ++round) calls[i](world);
     });
@@ -302,7 +300,7 @@ void expect_mismatch(const testing::Body& usual, const testing::Body& other, con
 }
 
 TEST(Hierarchy, reports_a_mismatch_before_data_moves) {
-  const auto gather_of = [](std::int64_t size) {
+  const auto gather_of = [](int64_t size) {
     return [size](World& world) { static_cast<void>(world.gather(torch::ones({size}))); };
   };
   const auto all_gather_of = [](Rows rows) {
@@ -393,9 +391,9 @@ std::vector<std::unique_ptr<GlooLink>> link_machines(const std::vector<std::chro
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::unique_ptr<GlooLink>> links(timeouts.size());
   std::vector<std::string> names;
-  for (std::size_t node = 0; node < links.size(); ++node) names.push_back(concat("machine ", node));
+  for (size_t node = 0; node < links.size(); ++node) names.push_back(concat("machine ", node));
   std::vector<std::thread> threads;
-  for (std::size_t node = 0; node < links.size(); ++node)
+  for (size_t node = 0; node < links.size(); ++node)
     threads.emplace_back([&, node] {
       links[node] = std::make_unique<GlooLink>(store,
                                                TransportOptions{.rank = static_cast<int>(node),

@@ -21,7 +21,7 @@ int tag_of(const Signature& signature) {
 constexpr std::chrono::seconds kLongestGoodbye{1};
 constexpr std::chrono::hours kAsLongAsTheLink{24 * 365};  // leave() and close() end that wait
 
-Tensors as_tensor(const std::byte* data, std::size_t bytes) {
+Tensors as_tensor(const std::byte* data, size_t bytes) {
   return {torch::from_blob(const_cast<std::byte*>(data), {to_int64(bytes)}, torch::kUInt8)};
 }
 
@@ -120,12 +120,12 @@ void GlooLink::finish_check() {
 
 // ---- Transfers
 
-void GlooLink::send(int peer, const std::byte* data, std::size_t bytes, Transfers& transfers) {
+void GlooLink::send(int peer, const std::byte* data, size_t bytes, Transfers& transfers) {
   auto tensors = as_tensor(data, bytes);
   if (bytes > 0) start(peer, transfers, [&] { return gloo_->send(tensors, peer, tag_); });
 }
 
-void GlooLink::receive(int peer, std::byte* data, std::size_t bytes, Transfers& transfers) {
+void GlooLink::receive(int peer, std::byte* data, size_t bytes, Transfers& transfers) {
   auto tensors = as_tensor(data, bytes);
   if (bytes > 0) start(peer, transfers, [&] { return gloo_->recv(tensors, peer, tag_); });
 }
@@ -147,12 +147,12 @@ void GlooLink::start(int peer, Transfers& transfers, const Issue& transfer) {
 }
 
 void GlooLink::wait(Transfers& transfers) {
-  for (const std::uint64_t number : transfers) wait_for(number);
+  for (const uint64_t number : transfers) wait_for(number);
   transfers.clear();
 }
 
 // A wait that timed out made Gloo close the connections: its peer is to blame, whatever close() was given since.
-void GlooLink::wait_for(std::uint64_t number) {
+void GlooLink::wait_for(uint64_t number) {
   std::unique_lock lock(mutex_);
   const auto found = under_way_.find(number);
   if (found == under_way_.end()) std::rethrow_exception(closed_);  // forgotten, after an error

@@ -37,7 +37,7 @@ class GlooConnection;
 class GlooLink {
  public:
   // Numbers of sends and receives that were started. The link holds them until they were waited for, or forgotten.
-  using Transfers = std::vector<std::uint64_t>;
+  using Transfers = std::vector<uint64_t>;
 
   // `options`: rank is this rank's number among the peers, size their number. `names`: what errors call the peers.
   // Blocks until all are connected. Throws RendezvousError.
@@ -72,8 +72,8 @@ class GlooLink {
   void finish_check();
 
   // Start a transfer and add it to `transfers`. Do not block. No bytes: nothing is started.
-  void send(int peer, const std::byte* data, std::size_t bytes, Transfers& transfers);
-  void receive(int peer, std::byte* data, std::size_t bytes, Transfers& transfers);
+  void send(int peer, const std::byte* data, size_t bytes, Transfers& transfers);
+  void receive(int peer, std::byte* data, size_t bytes, Transfers& transfers);
 
   // Blocks until all of them are done, and clears them. Throws PeerLost: a peer is gone, or did not answer before the
   // timeout; or what close() was given.
@@ -94,7 +94,7 @@ class GlooLink {
 
   C10dWork issue(int peer, const Issue& transfer);
   void start(int peer, Transfers& transfers, const Issue& transfer);
-  void wait_for(std::uint64_t number);
+  void wait_for(uint64_t number);
   void watch_next(const OnLoss& on_loss);
   bool failed_on_purpose();
   int next() const { return (rank() + 1) % size(); }
@@ -113,8 +113,8 @@ class GlooLink {
   bool timed_out_ = false;
   std::optional<Deadline> wait_ends_;  // of the wait under way
   std::exception_ptr closed_;
-  std::uint64_t started_ = 0;
-  std::map<std::uint64_t, Transfer> under_way_;
+  uint64_t started_ = 0;
+  std::map<uint64_t, Transfer> under_way_;
   std::byte goodbye_{};  // from the next machine
   C10dWork watched_;
   std::jthread watcher_;

@@ -12,10 +12,10 @@
 namespace lockstep {
 namespace {
 
-constexpr std::uint32_t kDrop = 0;
-constexpr std::uint32_t kAdmit = 0xffffffff;
-constexpr std::uint32_t kSourceAddress = static_cast<std::uint32_t>(SKF_NET_OFF) + 12;
-constexpr std::uint32_t kSourcePort = 0;  // the filter sees a packet from its TCP header on
+constexpr uint32_t kDrop = 0;
+constexpr uint32_t kAdmit = 0xffffffff;
+constexpr uint32_t kSourceAddress = static_cast<uint32_t>(SKF_NET_OFF) + 12;
+constexpr uint32_t kSourcePort = 0;  // the filter sees a packet from its TCP header on
 
 // For each source: admit the packet if it is from there, else go on with the next one.
 std::vector<sock_filter> program_for(const std::vector<Endpoint>& sources) {
@@ -24,11 +24,11 @@ std::vector<sock_filter> program_for(const std::vector<Endpoint>& sources) {
     in_addr address{};
     if (::inet_pton(AF_INET, source.host.c_str(), &address) != 1) continue;
     program.push_back(BPF_STMT(BPF_LD | BPF_W | BPF_ABS, kSourceAddress));
-    program.push_back(BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, ntohl(address.s_addr), 0,
-                               static_cast<std::uint8_t>(source.port == 0 ? 1 : 3)));
+    program.push_back(
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, ntohl(address.s_addr), 0, static_cast<uint8_t>(source.port == 0 ? 1 : 3)));
     if (source.port != 0) {
       program.push_back(BPF_STMT(BPF_LD | BPF_H | BPF_ABS, kSourcePort));
-      program.push_back(BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<std::uint32_t>(source.port), 0, 1));
+      program.push_back(BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<uint32_t>(source.port), 0, 1));
     }
     program.push_back(BPF_STMT(BPF_RET | BPF_K, kAdmit));
   }

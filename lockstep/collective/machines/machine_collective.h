@@ -18,26 +18,26 @@
 namespace lockstep {
 
 // Bytes of a chunk of a reduction: an eighth of the array, so that its steps overlap, within limits.
-constexpr std::size_t chunk_bytes(std::size_t bytes) {
-  constexpr std::size_t kSmallest = std::size_t{512} << 10;
-  constexpr std::size_t kLargest = std::size_t{4} << 20;
-  constexpr std::size_t kChunksWanted = 8;
+constexpr size_t chunk_bytes(size_t bytes) {
+  constexpr size_t kSmallest = size_t{512} << 10;
+  constexpr size_t kLargest = size_t{4} << 20;
+  constexpr size_t kChunksWanted = 8;
   return std::clamp(bytes / kChunksWanted, kSmallest, kLargest) / kCacheLine * kCacheLine;
 }
 
 // Slices of `bytes` bytes. A small array is one slice: more owners would only add messages.
-inline int slices_for(std::size_t bytes, int most) {
-  constexpr std::size_t kWorthDividing = std::size_t{256} << 10;
+inline int slices_for(size_t bytes, int most) {
+  constexpr size_t kWorthDividing = size_t{256} << 10;
   return bytes <= kWorthDividing ? 1 : most;
 }
 
 // An array of `count` elements in chunks of `most`; at least one chunk, which may be empty.
 struct Chunks {
-  std::size_t count;
-  std::size_t most;
+  size_t count;
+  size_t most;
 
-  std::size_t size() const { return std::max<std::size_t>(1, shm::chunks_of(count, most)); }
-  shm::Part operator[](std::size_t chunk) const { return shm::Part{0, count}.chunk(chunk, most); }
+  size_t size() const { return std::max<size_t>(1, shm::chunks_of(count, most)); }
+  shm::Part operator[](size_t chunk) const { return shm::Part{0, count}.chunk(chunk, most); }
 };
 
 class MachineCollective {
@@ -54,7 +54,7 @@ class MachineCollective {
   bool owns_slice() const { return local_rank() < slices_; }
   GlooLink& link() const { return *hierarchy_.between; }  // of owners only
 
-  std::size_t bytes(std::size_t elements) const { return elements * size_of(call_.dtype); }
+  size_t bytes(size_t elements) const { return elements * size_of(call_.dtype); }
 
   // The slice of `owner` in a range of elements; empty for a local rank that owns none.
   shm::Part slice_of(const shm::Part& range, int owner) const {
@@ -78,10 +78,10 @@ class MachineCollective {
   // for it. A chunk's buffers are free again for the chunk that comes as many chunks later as there are stages. The
   // check of the signatures is over before any stage but the first begins.
   template <class... Stages>
-  void run_pipeline(std::size_t chunks, const Stages&... stages) {
+  void run_pipeline(size_t chunks, const Stages&... stages) {
     begin_check();
-    for (std::size_t step = 0; step < chunks + sizeof...(stages) - 1; ++step) {
-      std::size_t stage = 0;
+    for (size_t step = 0; step < chunks + sizeof...(stages) - 1; ++step) {
+      size_t stage = 0;
       const auto take_turn = [&](const auto& work_on) {
         if (stage <= step && step - stage < chunks) work_on(step - stage);
         ++stage;
@@ -93,16 +93,14 @@ class MachineCollective {
 
   // A collective inside the machine. In that of chunk 0 the machine's ranks compare the signature of the whole call:
   // what they do inside may be alike where the calls are not (a mean is a sum until the machines divide it).
-  void run_inside(std::size_t chunk, const Call& call) {
-    hierarchy_.inside->run(call, chunk == 0 ? &signature_ : nullptr);
-  }
+  void run_inside(size_t chunk, const Call& call) { hierarchy_.inside->run(call, chunk == 0 ? &signature_ : nullptr); }
   void run_inside(const Call& call) { hierarchy_.inside->run(call); }
 
   // The reduction inside, and on the way around a ring: a mean is divided once, at the end.
   ReduceOp op_inside() const { return call_.op == ReduceOp::kMean ? ReduceOp::kSum : call_.op; }
 
   // destination[i] = sources[0][i] op sources[1][i] op ...
-  void reduce(std::span<const std::byte* const> sources, std::byte* destination, std::size_t count, ReduceOp op) const {
+  void reduce(std::span<const std::byte* const> sources, std::byte* destination, size_t count, ReduceOp op) const {
     shm::reduce({.sources = sources,
                  .destinations = std::span(&destination, 1),
                  .count = count,
@@ -115,10 +113,10 @@ class MachineCollective {
     link().wait(buffers.sends);
   }
 
-  ChunkBuffers& buffers_of(std::size_t chunk) { return hierarchy_.buffers[chunk % hierarchy_.buffers.size()]; }
+  ChunkBuffers& buffers_of(size_t chunk) { return hierarchy_.buffers[chunk % hierarchy_.buffers.size()]; }
 
   // Grows `memory` to at least so many bytes, which the ranks of the machine can read.
-  std::byte* grown(shm::Memory& memory, std::size_t bytes) {
+  std::byte* grown(shm::Memory& memory, size_t bytes) {
     if (memory.size() < bytes) memory = hierarchy_.inside->allocate(bytes);
     return memory.data();
   }

@@ -25,12 +25,12 @@ class MachineParts : protected MachineCollective {
     own_ = static_cast<std::byte*>(const_cast<void*>(own));
   }
 
-  std::size_t rounds() const { return rounds_.size(); }
-  const shm::Part& piece(std::size_t round, int machine) const { return rounds_[round][machine]; }
+  size_t rounds() const { return rounds_.size(); }
+  const shm::Part& piece(size_t round, int machine) const { return rounds_[round][machine]; }
   shm::Part own_part() const { return parts_[hierarchy_.rank]; }
 
   // The slices of `owner` in the pieces of all machines but `except`, in the order of the machines.
-  std::vector<shm::Part> slices_of(std::size_t round, int owner, int except = kNoMachine) const {
+  std::vector<shm::Part> slices_of(size_t round, int owner, int except = kNoMachine) const {
     std::vector<shm::Part> slices;
     for (int machine = 0; machine < machines(); ++machine)
       if (machine != except) slices.push_back(slice_of(piece(round, machine), owner));
@@ -38,22 +38,22 @@ class MachineParts : protected MachineCollective {
   }
 
   // Counts the elements of each local rank's slices together.
-  IntVector<std::size_t> packed_counts(std::size_t round, int except = kNoMachine) const {
-    IntVector<std::size_t> counts(local_size());
+  IntVector<size_t> packed_counts(size_t round, int except = kNoMachine) const {
+    IntVector<size_t> counts(local_size());
     for (int owner = 0; owner < local_size(); ++owner)
       for (const shm::Part& slice : slices_of(round, owner, except)) counts[owner] += slice.count;
     return counts;
   }
 
-  std::size_t elements(std::size_t round) const {  // of all pieces
-    std::size_t sum = 0;
+  size_t elements(size_t round) const {  // of all pieces
+    size_t sum = 0;
     for (const shm::Part& piece : rounds_[round]) sum += piece.count;
     return sum;
   }
 
   // Counts the elements of `range` that belong to the part of each rank of this machine.
-  std::vector<std::size_t> shares_of(const shm::Part& range) const {
-    std::vector<std::size_t> shares;
+  std::vector<size_t> shares_of(const shm::Part& range) const {
+    std::vector<size_t> shares;
     for (const int rank : hierarchy_.ranks_here) shares.push_back(common(range, parts_[rank]).count);
     return shares;
   }
@@ -73,7 +73,7 @@ class MachineParts : protected MachineCollective {
         rounds_(rounds_of(parts, hierarchy.topology, piece_elements())) {}
 
   // All pieces of a round together are a chunk.
-  std::size_t piece_elements() const {
+  size_t piece_elements() const {
     return chunk_bytes(bytes(parts_.total())) / to_size(machines()) / kCacheLine * kCacheLine / bytes(1);
   }
 

@@ -29,11 +29,11 @@ class MachineReduceScatter : private MachineParts {
   void run() {
     run_pipeline(
         rounds(),
-        [this](std::size_t round) {
+        [this](size_t round) {
           reduce_inside(round);
           if (owns_slice()) send_to_owners(round);
         },
-        [this](std::size_t round) {
+        [this](size_t round) {
           if (owns_slice()) reduce_between(round);
           if (!alone()) deliver_inside(round);
         });
@@ -41,14 +41,14 @@ class MachineReduceScatter : private MachineParts {
 
  private:
   // Step 1. A rank that is alone on its machine sends the pieces from where they are.
-  void reduce_inside(std::size_t round) {
+  void reduce_inside(size_t round) {
     ChunkBuffers& buffers = buffers_of(round);
     buffers.slices.resize(machines());
     if (alone()) {
       for (int machine = 0; machine < machines(); ++machine) buffers.slices[machine] = in_whole(piece(round, machine));
       return;
     }
-    const IntVector<std::size_t> counts = packed_counts(round);
+    const IntVector<size_t> counts = packed_counts(round);
     std::byte* slice = grown(buffers.slice_memory, bytes(counts[local_rank()]));
     run_inside(round, {.operation = Operation::kReduceScatter,
                        .input = pack(round),
@@ -60,7 +60,7 @@ class MachineReduceScatter : private MachineParts {
       buffers.slices[machine] = std::exchange(slice, slice + bytes(own_slice(piece(round, machine)).count));
   }
 
-  const std::byte* pack(std::size_t round) {
+  const std::byte* pack(size_t round) {
     std::byte* const packed = grown(buffers_of(round).packed_memory, bytes(elements(round)));
     std::byte* end = packed;
     for (int owner = 0; owner < slices_; ++owner)
@@ -72,9 +72,9 @@ class MachineReduceScatter : private MachineParts {
   }
 
   // Step 2, its messages. sources[m] is where machine m's sum arrives; the own machine's is in the slice.
-  void send_to_owners(std::size_t round) {
+  void send_to_owners(size_t round) {
     ChunkBuffers& buffers = buffers_of(round);
-    const std::size_t own_bytes = bytes(own_slice(piece(round, machine())).count);
+    const size_t own_bytes = bytes(own_slice(piece(round, machine())).count);
     std::byte* arriving = grown(buffers.received_memory, own_bytes * link().peers().size());
     buffers.sources.assign(machines(), buffers.slices[machine()]);
     for (const int peer : link().peers()) {
@@ -86,7 +86,7 @@ class MachineReduceScatter : private MachineParts {
   }
 
   // Step 2, its sum. A rank that is alone reduces into its output, others into the slice, for step 3.
-  void reduce_between(std::size_t round) {
+  void reduce_between(size_t round) {
     ChunkBuffers& buffers = buffers_of(round);
     wait_for_transfers(buffers);
     const Part own = own_slice(piece(round, machine()));
@@ -95,9 +95,9 @@ class MachineReduceScatter : private MachineParts {
   }
 
   // Step 3.
-  void deliver_inside(std::size_t round) {
+  void deliver_inside(size_t round) {
     const Part& own_piece = piece(round, machine());
-    std::vector<std::size_t> receive_counts;
+    std::vector<size_t> receive_counts;
     for (int owner = 0; owner < local_size(); ++owner)
       receive_counts.push_back(common(slice_of(own_piece, owner), own_part()).count);
     run_inside({.operation = Operation::kAllToAll,

@@ -19,7 +19,7 @@ constexpr const char* kAlwaysSince = "19700101000000Z";
 constexpr const char* kForEver = "99991231235959Z";  // RFC 5280: has no end
 constexpr const char* kCiphers = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256";
 
-constexpr std::size_t kReadAhead = std::size_t{64} << 10;
+constexpr size_t kReadAhead = size_t{64} << 10;
 
 void require(bool done) {
   if (!done)

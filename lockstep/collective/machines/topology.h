@@ -77,13 +77,13 @@ using Pieces = IntVector<shm::Part>;
 
 // Rounds that together have every element exactly once; at least one round. `parts`: each rank's. `most`: elements of a
 // piece.
-inline std::vector<Pieces> rounds_of(const shm::Partition& parts, const Topology& topology, std::size_t most) {
+inline std::vector<Pieces> rounds_of(const shm::Partition& parts, const Topology& topology, size_t most) {
   const Pieces none(topology.machines());
   std::vector<Pieces> rounds{none};
   for (int machine = 0; machine < topology.machines(); ++machine) {
-    std::size_t round = 0;
+    size_t round = 0;
     for (const shm::Part& range : topology.ranges_of(parts, machine))
-      for (std::size_t done = 0; done < range.count; done += most, ++round) {
+      for (size_t done = 0; done < range.count; done += most, ++round) {
         if (round == rounds.size()) rounds.push_back(none);
         rounds[round][machine] = {range.begin + done, std::min(most, range.count - done)};
       }
@@ -93,8 +93,8 @@ inline std::vector<Pieces> rounds_of(const shm::Partition& parts, const Topology
 
 // The intersection of two ranges. An empty one begins where it would.
 inline shm::Part common(const shm::Part& one, const shm::Part& other) {
-  const std::size_t begin = std::max(one.begin, other.begin);
-  const std::size_t end = std::min(one.begin + one.count, other.begin + other.count);
+  const size_t begin = std::max(one.begin, other.begin);
+  const size_t end = std::min(one.begin + one.count, other.begin + other.count);
   return {begin, end > begin ? end - begin : 0};
 }
 

@@ -8,10 +8,10 @@
 namespace lockstep {
 namespace {
 
-using PartCounts = IntVector<std::size_t>;
+using PartCounts = IntVector<size_t>;
 
 // Every element is in one piece, of its own machine, and no piece is too long.
-void expect_whole(const PartCounts& counts, const Topology& topology, std::size_t most) {
+void expect_whole(const PartCounts& counts, const Topology& topology, size_t most) {
   std::vector<int> owner;
   for (int rank = 0; rank < counts.size(); ++rank) owner.insert(owner.end(), counts[rank], topology.machine_of[rank]);
   std::vector<int> seen(owner.size(), -1);
@@ -19,7 +19,7 @@ void expect_whole(const PartCounts& counts, const Topology& topology, std::size_
     for (int machine = 0; machine < topology.machines(); ++machine) {
       const shm::Part& piece = round[machine];
       EXPECT_LE(piece.count, most);
-      for (std::size_t at = piece.begin; at < piece.begin + piece.count; ++at) {
+      for (size_t at = piece.begin; at < piece.begin + piece.count; ++at) {
         EXPECT_EQ(seen[at], -1) << "an element in two pieces";
         seen[at] = machine;
       }
@@ -30,7 +30,7 @@ void expect_whole(const PartCounts& counts, const Topology& topology, std::size_
 TEST(Rounds, contain_every_element_once_with_its_machine) {
   const std::vector<Topology> layouts{{{0, 1}}, {{0, 0, 1}}, {{0, 1, 0, 1}}, {{0, 1, 1, 0, 2, 1, 0}}};
   for (const Topology& topology : layouts)
-    for (const std::size_t most : {1, 3, 100}) {
+    for (const size_t most : {1, 3, 100}) {
       PartCounts growing(topology.ranks());
       std::iota(growing.begin(), growing.end(), 0);
       expect_whole(growing, topology, most);

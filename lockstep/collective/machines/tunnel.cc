@@ -25,18 +25,18 @@
 namespace lockstep {
 namespace {
 
-constexpr std::size_t kRoom = std::size_t{64} << 10;            // of a connection, in each direction
-constexpr std::uint64_t kBytesPerKey = std::uint64_t{1} << 36;  // 2^22 records: AES-GCM's limit is 2^24.5
+constexpr size_t kRoom = size_t{64} << 10;            // of a connection, in each direction
+constexpr uint64_t kBytesPerKey = uint64_t{1} << 36;  // 2^22 records: AES-GCM's limit is 2^24.5
 constexpr std::chrono::seconds kHandshakeWithin{20};
 constexpr std::chrono::seconds kGoodbyeWithin{5};
-constexpr std::ptrdiff_t kMostStrangers = 64;  // connections whose handshake is under way
+constexpr ptrdiff_t kMostStrangers = 64;  // connections whose handshake is under way
 constexpr milliseconds kTick{500};
 constexpr int kMostRounds = 16;  // of one connection before the others have their turn
 
 sockaddr_in loopback(const Endpoint& endpoint) {
   sockaddr_in address{};
   address.sin_family = AF_INET;
-  address.sin_port = htons(static_cast<std::uint16_t>(endpoint.port));
+  address.sin_port = htons(static_cast<uint16_t>(endpoint.port));
   ::inet_pton(AF_INET, endpoint.host.c_str(), &address.sin_addr);
   return address;
 }
@@ -93,19 +93,19 @@ class Buffer {
  public:
   bool empty() const { return begin_ == end_; }
   std::span<char> room() { return empty() ? begin_ = end_ = 0, std::span(bytes_) : std::span<char>(); }
-  void fill(std::size_t count) { end_ = count; }
+  void fill(size_t count) { end_ = count; }
   std::span<const char> filled() const { return std::span(bytes_).subspan(begin_, end_ - begin_); }
-  void take(std::size_t count) { begin_ += count; }
+  void take(size_t count) { begin_ += count; }
 
  private:
   std::vector<char> bytes_ = std::vector<char>(kRoom);
-  std::size_t begin_ = 0, end_ = 0;
+  size_t begin_ = 0, end_ = 0;
 };
 
 // The first bytes on a TLS connection: where Gloo listens.
 struct Destination {
-  std::uint32_t address = 0;  // both in network order
-  std::uint32_t port = 0;     // 0: nowhere; who connects only wants to know whether that works
+  uint32_t address = 0;  // both in network order
+  uint32_t port = 0;     // 0: nowhere; who connects only wants to know whether that works
 };
 
 class Carried {
@@ -190,7 +190,7 @@ class Carried {
   template <class Reach>
   bool find_gloo(const Reach& reach_gloo) {
     Destination destination;
-    std::size_t count = 0;
+    size_t count = 0;
     const int result = ask(::SSL_read_ex, static_cast<void*>(&destination), sizeof destination, &count);
     if (result <= 0) return goes_on(result);
     if (count == sizeof destination) gloo_ = reach_gloo(destination);
@@ -203,10 +203,10 @@ class Carried {
     if (const auto room = leaving_ ? std::span<char>() : out_.room(); !room.empty()) {
       const ssize_t count = ::recv(gloo_.get(), room.data(), room.size(), 0);
       if (count == 0 || (count < 0 && errno != EAGAIN && errno != EINTR)) leave();
-      if (count > 0) out_.fill(static_cast<std::size_t>(count));
+      if (count > 0) out_.fill(static_cast<size_t>(count));
     }
     if (leaving_ || out_.empty()) return true;
-    std::size_t count = 0;
+    size_t count = 0;
     const auto bytes = out_.filled();
     if (!remote_is_gone_) {
       const int result = ask(::SSL_write_ex, static_cast<const void*>(bytes.data()), bytes.size(), &count);
@@ -220,7 +220,7 @@ class Carried {
   }
 
   // One end does, and asks the other to: two that wait for room to say so would wait for each other.
-  void renew_key(std::size_t bytes) {
+  void renew_key(size_t bytes) {
     if ((with_this_key_ += bytes) < kBytesPerKey || !connects_ || remote_is_gone_) return;
     with_this_key_ = 0;
     ask(::SSL_key_update, SSL_KEY_UPDATE_REQUESTED);
@@ -240,9 +240,9 @@ class Carried {
     if (leaving_ || gloo_is_gone_) in_.take(in_.filled().size());  // nobody wants it any more
     if (const auto room = in_.room(); !room.empty()) {
       int result = 1;
-      std::size_t filled = 0;
+      size_t filled = 0;
       while (result > 0 && filled < room.size()) {  // a record at a time
-        std::size_t count = 0;
+        size_t count = 0;
         result = ask(::SSL_read_ex, static_cast<void*>(room.data() + filled), room.size() - filled, &count);
         if (result > 0) filled += count;
       }
@@ -255,7 +255,7 @@ class Carried {
       const ssize_t count = ::send(gloo_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
       if (count < 0 && (errno == EAGAIN || errno == EINTR)) return true;
       gloo_is_gone_ = count < 0;  // what it has sent before is still read
-      if (count > 0) in_.take(static_cast<std::size_t>(count));
+      if (count > 0) in_.take(static_cast<size_t>(count));
     }
     moved = true;  // OpenSSL may have more, of which poll() knows nothing
     return true;
@@ -265,9 +265,9 @@ class Carried {
   UniqueFd remote_;
   SslPtr ssl_;
   Buffer out_, in_;
-  std::uint64_t with_this_key_ = 0;  // bytes, both ways
-  const bool connects_ = false;      // the other end was called from here
-  bool is_known_ = false;            // and has shown that it belongs to the job
+  uint64_t with_this_key_ = 0;   // bytes, both ways
+  const bool connects_ = false;  // the other end was called from here
+  bool is_known_ = false;        // and has shown that it belongs to the job
   bool wants_to_write_ = false;
   bool has_more_ = false;
   bool gloo_is_gone_ = false, remote_is_gone_ = false;  // it takes nothing more
@@ -330,7 +330,7 @@ struct Tunnel::State {
   std::vector<int> source_ports;
   std::vector<std::pair<UniqueFd, Endpoint>> places;  // of Gloo on other machines, at which this listens
   std::set<int> gloo_here;                            // its ports
-  std::map<int, std::size_t> connected;               // so often to each of them
+  std::map<int, size_t> connected;                    // so often to each of them
   std::map<std::string, Endpoint> tunnels;
   std::list<Carried> carried;
   bool started = false;
@@ -342,7 +342,7 @@ struct Tunnel::State {
       std::vector<pollfd> polls{to_poll(is_open ? wake.get() : -1),
                                 to_poll(is_open && strangers < kMostStrangers ? door.get() : -1)};
       for (const auto& [listener, place] : places) polls.push_back(to_poll(listener.get()));
-      const std::size_t first = polls.size();
+      const size_t first = polls.size();
       milliseconds longest(-1);
       for (Carried& one : carried) {
         one.add_to(polls);
@@ -351,7 +351,7 @@ struct Tunnel::State {
       }
       if (poll_for(polls, longest) < 0) continue;
       const std::shared_lock working(Alive::working());
-      std::size_t at = first;
+      size_t at = first;
       std::erase_if(carried, [&](Carried& one) {
         const bool is_ready = one.has_more() || polls[at].revents != 0 || polls[at + 1].revents != 0;
         at += 2;
@@ -376,7 +376,7 @@ struct Tunnel::State {
   bool take_in(std::span<const pollfd> doors) try {
     if (doors[1].revents != 0)
       if (UniqueFd fd = accepted_from(door.get())) carried.emplace_back(*identity, std::move(fd));
-    for (std::size_t i = 0; i < places.size(); ++i)
+    for (size_t i = 0; i < places.size(); ++i)
       if (doors[2 + i].revents != 0)
         if (UniqueFd fd = accepted_from(places[i].first.get()); fd && user_of_other_end(fd.get()) == ::geteuid())
           connect_for(std::move(fd), places[i].second);
@@ -419,7 +419,7 @@ Tunnel::Tunnel(std::shared_ptr<const TlsIdentity> identity, const std::string& a
 }
 
 Tunnel::~Tunnel() {
-  const std::uint64_t one = 1;
+  const uint64_t one = 1;
   if (state_->started) static_cast<void>(!::write(state_->wake.get(), &one, sizeof one));
 }
 

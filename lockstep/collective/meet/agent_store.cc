@@ -25,17 +25,17 @@ namespace {
 // The first that c10d's client sends; a store sends the number back. (TCPStoreBackend.hpp of c10d has these values, and another
 // folder in each release.)
 struct [[gnu::packed]] FirstMessage {
-  std::uint8_t validate = 0;
-  std::uint32_t magic = 0x3C85F7CE;
-  std::uint8_t ping = 13;
-  std::uint32_t number = 4711;
+  uint8_t validate = 0;
+  uint32_t magic = 0x3C85F7CE;
+  uint8_t ping = 13;
+  uint32_t number = 4711;
 };
 
 // c10d's own client would wait without a deadline for a program that accepts connections and never says anything.
 // Afterwards the connection is of no more use.
 bool is_agent_store(const Connection& connection, const Deadline& deadline) {
   const FirstMessage message;
-  std::uint32_t answer = 0;
+  uint32_t answer = 0;
   return ::send(connection.fd.get(), &message, sizeof message, MSG_NOSIGNAL) == sizeof message &&
          wait_for(POLLIN, connection.fd.get(), deadline) &&
          ::recv(connection.fd.get(), &answer, sizeof answer, 0) == sizeof answer && answer == message.number;
@@ -84,7 +84,7 @@ bool agent_serves_store() {
 StorePtr join_agent_store(const Endpoint& endpoint, milliseconds timeout) {
   const Endpoint found = wait_for_agent(endpoint, Deadline::after(timeout));
   c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(found.port);
+  options.port = static_cast<uint16_t>(found.port);
   options.waitWorkers = false;
   options.timeout = timeout;
   try {

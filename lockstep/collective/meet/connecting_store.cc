@@ -44,12 +44,12 @@ void ConnectingStore::wait(const std::vector<std::string>& keys, const milliseco
     PrefixStore::wait(keys, milliseconds(1));  // its error
 }
 
-std::vector<std::uint8_t> ConnectingStore::get(const std::string& key) {
+std::vector<uint8_t> ConnectingStore::get(const std::string& key) {
   wait({key});
   return PrefixStore::get(key);
 }
 
-std::vector<std::vector<std::uint8_t>> ConnectingStore::multiGet(const std::vector<std::string>& keys) {
+std::vector<std::vector<uint8_t>> ConnectingStore::multiGet(const std::vector<std::string>& keys) {
   wait(keys);
   return PrefixStore::multiGet(keys);
 }

@@ -30,8 +30,8 @@ class ConnectingStore final : public c10d::PrefixStore {
   // As PrefixStore's, but also throw RendezvousError when a rank has failed.
   void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
   void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override;
-  std::vector<std::uint8_t> get(const std::string& key) override;
-  std::vector<std::vector<std::uint8_t>> multiGet(const std::vector<std::string>& keys) override;
+  std::vector<uint8_t> get(const std::string& key) override;
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override;
 
  private:
   void require_no_failure();

@@ -134,14 +134,14 @@ void require_own_job(c10d::Store& store, const std::string& where, const JobEnvi
   if (job.rank == 0) store.set("job", mine);
   if (const std::string theirs = text_in(store, "job"); theirs != mine) refuse("another job", "a job of " + theirs);
   const std::string seat = concat("rank/", job.rank, "/");
-  const std::int64_t number = store.add(seat, 1);
+  const int64_t number = store.add(seat, 1);
   store.set(concat(seat, number), concat("pid ", ::getpid(), " on ", host_name()));
   if (number > 1) refuse(concat("another rank ", job.rank), text_in(store, seat + "1"));
 }
 
 void wait_for_everyone(c10d::Store& store, const std::string& where, const JobEnvironment& job,
                        const Deadline& deadline) {
-  std::int64_t came = store.add("joined", 1);
+  int64_t came = store.add("joined", 1);
   const auto all_came = [&] { return (came = store.add("joined", 0)) >= job.world_size; };
   if (job.rank != 0 || retry(deadline, kRetryEvery, all_came)) return;
   throw RendezvousError({.what = concat("only ", came, " of ", job.world_size, " ranks came"),

@@ -44,7 +44,7 @@ Bytes MeetingStore::compareSet(const std::string& key, const Bytes& expected, co
 
 Bytes MeetingStore::get(const std::string& key) { return multiGet({key}).at(0); }
 
-std::int64_t MeetingStore::add(const std::string& key, std::int64_t value) {
+int64_t MeetingStore::add(const std::string& key, int64_t value) {
   return ask({.kind = Kind::kAdd, .number = value, .texts = {key}}).number;
 }
 
@@ -56,7 +56,7 @@ bool MeetingStore::check(const std::vector<std::string>& keys) {
   return ask({.kind = Kind::kCheck, .texts = keys}).number == 1;
 }
 
-std::int64_t MeetingStore::getNumKeys() { return ask({.kind = Kind::kCount}).number; }
+int64_t MeetingStore::getNumKeys() { return ask({.kind = Kind::kCount}).number; }
 
 void MeetingStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
   if (!retry(Deadline::after(timeout), kLongestPauseOfWait, [&] { return check(keys); }))
@@ -80,8 +80,7 @@ std::vector<Bytes> MeetingStore::multiGet(const std::vector<std::string>& keys) 
 void MeetingStore::multiSet(const std::vector<std::string>& keys, const std::vector<Bytes>& values) {
   TORCH_CHECK(keys.size() == values.size(), "multiSet: ", keys.size(), " keys and ", values.size(), " values");
   Packet request{.kind = Kind::kSet};
-  for (std::size_t i = 0; i < keys.size(); ++i)
-    request.texts.insert(request.texts.end(), {keys[i], text_of(values[i])});
+  for (size_t i = 0; i < keys.size(); ++i) request.texts.insert(request.texts.end(), {keys[i], text_of(values[i])});
   ask(request);
 }
 

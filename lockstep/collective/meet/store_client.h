@@ -20,7 +20,7 @@ namespace lockstep {
 // Its waits look every few milliseconds. Keys are never removed unless a rank asks for it.
 class MeetingStore final : public c10d::Store {
  public:
-  using Bytes = std::vector<std::uint8_t>;
+  using Bytes = std::vector<uint8_t>;
 
   MeetingStore(MeetingClientPtr client, milliseconds timeout) : Store(timeout), client_(std::move(client)) {}
 
@@ -30,10 +30,10 @@ class MeetingStore final : public c10d::Store {
   void set(const std::string& key, const Bytes& value) override;
   Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& wanted) override;
   Bytes get(const std::string& key) override;
-  std::int64_t add(const std::string& key, std::int64_t value) override;
+  int64_t add(const std::string& key, int64_t value) override;
   bool deleteKey(const std::string& key) override;
   bool check(const std::vector<std::string>& keys) override;
-  std::int64_t getNumKeys() override;
+  int64_t getNumKeys() override;
   void wait(const std::vector<std::string>& keys) override { wait(keys, getTimeout()); }
   void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override;
   void append(const std::string& key, const Bytes& value) override;

@@ -69,7 +69,7 @@ struct ServedStore : ::testing::TestWithParam<std::string> {
 INSTANTIATE_TEST_SUITE_P(WorldStore, ServedStore, ::testing::Values("", kOneSecret),
                          [](const auto& told) { return told.param.empty() ? "insecure" : "secured"; });
 
-std::vector<std::uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
+std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
 
 // As torch's store in memory: the same calls, the same answers.
 TEST_P(ServedStore, answers_as_the_stores_of_c10d) {
@@ -102,11 +102,11 @@ TEST_P(ServedStore, a_get_waits_until_another_rank_sets_it) {
 TEST_P(ServedStore, what_would_fill_the_memory_is_refused_and_the_rest_stays) {
   const auto joined = join();
   joined->set("key", "value");
-  const std::vector<std::uint8_t> large(PacketStream::kLongestPacket / 2);
-  const std::size_t room = StoreTable::kMostBytes / large.size();
+  const std::vector<uint8_t> large(PacketStream::kLongestPacket / 2);
+  const size_t room = StoreTable::kMostBytes / large.size();
   EXPECT_THROW(
       {
-        for (std::size_t i = 0; i <= room; ++i) joined->set(concat("large", i), large);
+        for (size_t i = 0; i <= room; ++i) joined->set(concat("large", i), large);
       },
       c10::DistStoreError);
   EXPECT_EQ(store->get_to_str("key"), "value");
@@ -127,7 +127,7 @@ TEST_P(ServedStore, who_has_not_said_hello_is_disconnected_at_the_first_wrong_by
 
 TEST_P(ServedStore, idle_connections_keep_no_rank_out) {
   std::vector<UniqueFd> idle;
-  for (std::size_t i = 0; i < 4 * MeetingServer::kMostNewcomers; ++i) idle.push_back(connection());
+  for (size_t i = 0; i < 4 * MeetingServer::kMostNewcomers; ++i) idle.push_back(connection());
   EXPECT_TRUE(is_closed(idle.front())) << "the oldest made room";
   const auto joined = join();
   joined->set("key", "value");
@@ -141,8 +141,8 @@ TEST_P(ServedStore, random_bytes_end_a_connection_and_nothing_else) {
   for (int round = 0; round < testing::rounds("LOCKSTEP_STORE_FUZZ", 2000); ++round) {
     std::string said = random() % 2 == 0 ? encode({.kind = Packet::Kind::kHello}) : "";
     if (random() % 2 == 0) said += encode({.kind = Packet::Kind(random() % 19), .texts = {"key", "other"}});
-    for (std::size_t i = random() % 64; i > 0; --i) said += static_cast<char>(random());
-    for (std::size_t i = random() % 3; i > 0 && !said.empty(); --i)
+    for (size_t i = random() % 64; i > 0; --i) said += static_cast<char>(random());
+    for (size_t i = random() % 3; i > 0 && !said.empty(); --i)
       said[random() % said.size()] = static_cast<char>(random());
     const UniqueFd fd = connection();
     ::send(fd.get(), said.data(), said.size(), MSG_NOSIGNAL);
@@ -184,7 +184,7 @@ TEST(StoreOfC10d, lets_in_whoever_connects_at_any_time_to_read_delete_replace_an
   strangers->set("address of rank 1", "a stranger");
   EXPECT_EQ(own->get_to_str("address of rank 1"), "a stranger");
   EXPECT_TRUE(strangers->deleteKey("address of rank 1"));
-  const std::vector<std::uint8_t> large(std::size_t{2} << 20);
+  const std::vector<uint8_t> large(size_t{2} << 20);
   for (int i = 0; i < 70; ++i) strangers->set(concat("large", i), large);  // more than ours keeps
   EXPECT_EQ(strangers->getNumKeys(), 70);
 }
@@ -219,9 +219,9 @@ struct Wiretapped {
     for (const bool forth : {true, false}) {
       const ssize_t count = ::recv(wires[forth ? 0 : 1][1], room.data(), room.size(), 0);
       if (count <= 0) continue;
-      if (forth) seen.append(room.data(), static_cast<std::size_t>(count));
-      if (forth && spoils) room[static_cast<std::size_t>(count) - 1] ^= 1;
-      ::send(wires[forth ? 1 : 0][1], room.data(), static_cast<std::size_t>(count), MSG_NOSIGNAL);
+      if (forth) seen.append(room.data(), static_cast<size_t>(count));
+      if (forth && spoils) room[static_cast<size_t>(count) - 1] ^= 1;
+      ::send(wires[forth ? 1 : 0][1], room.data(), static_cast<size_t>(count), MSG_NOSIGNAL);
     }
   }
   // What arrives of a text; nothing: the other end has refused it.

@@ -99,9 +99,9 @@ class Reducer {
       const Group::PeerAccess access(group_);
       if (in_chunks()) {
         const Part all{0, parts_.total()};
-        const std::size_t most = kReducedChunkBytes / element_;
-        const std::size_t chunks = chunks_of(all.count, most);
-        for (std::size_t mine = chunks_taken().fetch_add(1); mine < chunks; mine = chunks_taken().fetch_add(1))
+        const size_t most = kReducedChunkBytes / element_;
+        const size_t chunks = chunks_of(all.count, most);
+        for (size_t mine = chunks_taken().fetch_add(1); mine < chunks; mine = chunks_taken().fetch_add(1))
           reduce_part(all.chunk(mine, most));
       } else {
         reduce_part(parts_[group_.rank()]);
@@ -117,10 +117,10 @@ class Reducer {
   void staged_whole() const {
     group_.make_staging();
     const Part all{0, parts_.total()};
-    const std::size_t per_chunk = group_.staging_bytes() / element_;
-    const auto chunks = static_cast<std::uint32_t>(chunks_of(all.count, per_chunk));
+    const size_t per_chunk = group_.staging_bytes() / element_;
+    const auto chunks = static_cast<uint32_t>(chunks_of(all.count, per_chunk));
     const bool stages = call_.operation == Operation::kAllReduce || !wants_all();
-    for (std::uint32_t step = 0; step <= chunks; ++step) {
+    for (uint32_t step = 0; step <= chunks; ++step) {
       if (step > 0) group_.post(step);
       const Part own = all.chunk(step, per_chunk);  // empty in the last step
       if (stages) show_bytes(group_.staging(group_.rank(), step), input(own.begin), own.count * element_);
@@ -140,9 +140,9 @@ class Reducer {
   // chunk s-2, which all have reduced. A reduce_scatter is done after the second of these.
   void staged_lanes() const {
     group_.make_staging();
-    const auto chunks = static_cast<std::uint32_t>(chunks_of(parts_.longest() * element_, lane_bytes()));
-    const std::uint32_t last = chunks + (scatters() ? 0 : 1);
-    for (std::uint32_t step = 0; step <= last; ++step) {
+    const auto chunks = static_cast<uint32_t>(chunks_of(parts_.longest() * element_, lane_bytes()));
+    const uint32_t last = chunks + (scatters() ? 0 : 1);
+    for (uint32_t step = 0; step <= last; ++step) {
       if (step > 0) group_.post(step);
       if (step < chunks) stage_lanes(step);
       if (step > 0) group_.wait(step);
@@ -154,11 +154,11 @@ class Reducer {
 
  private:
   // The address of element `begin`.
-  const std::byte* input(std::size_t begin = 0) const {
+  const std::byte* input(size_t begin = 0) const {
     return static_cast<const std::byte*>(call_.input) + begin * element_;
   }
-  std::byte* output(std::size_t begin = 0) const { return static_cast<std::byte*>(call_.output) + begin * element_; }
-  std::size_t bytes() const { return parts_.total() * element_; }
+  std::byte* output(size_t begin = 0) const { return static_cast<std::byte*>(call_.output) + begin * element_; }
+  size_t bytes() const { return parts_.total() * element_; }
   Location input_of(int rank) const { return group_.announcement(rank).input(); }
 
   bool wants_all(int rank) const {
@@ -168,7 +168,7 @@ class Reducer {
 
   // Reduces `count` elements of group.sources into the first `outputs` of group.destinations, of which the first
   // `streamed` are stored past the caches (show_bytes).
-  void reduce(std::size_t count, std::size_t outputs = 1, std::size_t streamed = 0) const {
+  void reduce(size_t count, size_t outputs = 1, size_t streamed = 0) const {
     shm::reduce({.sources = group_.sources,
                  .destinations = std::span(group_.destinations).first(outputs),
                  .count = count,
@@ -188,17 +188,17 @@ class Reducer {
 
   // Large arrays that some rank wants whole. The counter belongs to this collective: rank 0 zeroes it before it arrives.
   bool in_chunks() const { return !scatters() && bytes() >= kInChunksFromBytes; }
-  std::atomic_ref<std::uint64_t> chunks_taken() const { return std::atomic_ref(*group_.counts(0)); }
+  std::atomic_ref<uint64_t> chunks_taken() const { return std::atomic_ref(*group_.counts(0)); }
 
   void reduce_part(Part part) const {
-    const std::size_t offset = part.begin * element_;
+    const size_t offset = part.begin * element_;
     for (int peer = 0; peer < group_.size(); ++peer)
       group_.sources[peer] = group_.pointer(input_of(peer), bytes()) + offset;
     reduce(part.count, find_outputs(offset));
   }
 
   // Finds where the own part goes. Several ranks may name the same memory as their output: it is written once.
-  std::size_t find_outputs(std::size_t offset) const {
+  size_t find_outputs(size_t offset) const {
     auto& outputs = group_.destinations;
     if (scatters()) {
       outputs[0] = output();
@@ -214,13 +214,13 @@ class Reducer {
     return to_size(found);
   }
 
-  std::size_t lane_bytes() const { return group_.lane_bytes(group_.size()); }
-  Part lane_part(int rank, std::size_t chunk) const { return parts_[rank].chunk(chunk, lane_bytes() / element_); }
-  std::byte* lane_of(int staged_by, int owner, std::size_t chunk) const {
+  size_t lane_bytes() const { return group_.lane_bytes(group_.size()); }
+  Part lane_part(int rank, size_t chunk) const { return parts_[rank].chunk(chunk, lane_bytes() / element_); }
+  std::byte* lane_of(int staged_by, int owner, size_t chunk) const {
     return group_.staging(staged_by, chunk) + to_size(owner) * lane_bytes();
   }
 
-  void stage_lanes(std::size_t chunk) const {
+  void stage_lanes(size_t chunk) const {
     for (int owner = 0; owner < group_.size(); ++owner) {
       if (owner == group_.rank()) continue;
       const Part part = lane_part(owner, chunk);
@@ -229,7 +229,7 @@ class Reducer {
   }
 
   // The result goes into this rank's own lane, which stage_lanes() leaves free, for the others to copy.
-  void reduce_lane(std::size_t chunk) const {
+  void reduce_lane(size_t chunk) const {
     const int me = group_.rank();
     const Part part = lane_part(me, chunk);
     if (part.count == 0) return;
@@ -241,7 +241,7 @@ class Reducer {
     reduce(part.count, wants_all() ? 2 : 1, streams ? 1 : 0);
   }
 
-  void copy_lanes(std::size_t chunk) const {
+  void copy_lanes(size_t chunk) const {
     for (int owner = 0; owner < group_.size(); ++owner) {
       if (owner == group_.rank()) continue;
       const Part part = lane_part(owner, chunk);
@@ -251,8 +251,8 @@ class Reducer {
 
   Group& group_;
   const Call& call_;
-  Partition parts_;      // rank r reduces part r
-  std::size_t element_;  // bytes
+  Partition parts_;  // rank r reduces part r
+  size_t element_;   // bytes
 };
 
 }  // namespace

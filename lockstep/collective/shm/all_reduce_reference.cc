@@ -22,7 +22,7 @@ class SharedArrays {
  public:
   SharedArrays(Group& group, const Call& call)
       : group_(group), call_(call), whole_{0, call.count}, element_(size_of(call.dtype)) {
-    const std::size_t bytes = call.count * element_;
+    const size_t bytes = call.count * element_;
     mine_ = static_cast<std::byte*>(call.output);
     if (group.locate(mine_, bytes).kind == Location::kPrivate) {
       copy_ = group.allocate(bytes);
@@ -76,7 +76,7 @@ class SharedArrays {
   void tree() {
     const int rank = group_.rank();
     const int levels = std::bit_width(static_cast<unsigned>(group_.size() - 1));
-    std::uint32_t step = 0;
+    uint32_t step = 0;
     for (int level = 0; level < levels; ++level) {
       const int distance = 1 << level;
       if (rank % (2 * distance) == 0 && rank + distance < group_.size()) {
@@ -123,7 +123,7 @@ class SharedArrays {
   }
 
   // After step `steps - 1`: no rank returns before all are done with its array.
-  void finish(std::uint32_t steps) {
+  void finish(uint32_t steps) {
     group_.finish(steps);
     copy_bytes(static_cast<std::byte*>(call_.output), mine_, whole_.count * element_);
   }
@@ -131,7 +131,7 @@ class SharedArrays {
   Group& group_;
   const Call& call_;
   Part whole_;
-  std::size_t element_;  // bytes
+  size_t element_;  // bytes
   std::byte* mine_ = nullptr;
   Memory copy_;
 };

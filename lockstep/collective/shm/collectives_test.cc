@@ -19,7 +19,7 @@ using testing::run_threads;
 
 enum class MemoryKind { kOrdinary, kArena, kMixed, kShared };
 
-constexpr std::size_t kStaging = 4096;  // many chunks with little data
+constexpr size_t kStaging = 4096;  // many chunks with little data
 
 Options options_for(MemoryKind kind) {
   return {.timeout = std::chrono::seconds(20),
@@ -30,7 +30,7 @@ Options options_for(MemoryKind kind) {
 // An array of any kind of memory.
 class Array {
  public:
-  Array(Group& group, MemoryKind kind, std::size_t bytes) {
+  Array(Group& group, MemoryKind kind, size_t bytes) {
     const bool arena = kind == MemoryKind::kArena || (kind == MemoryKind::kMixed && group.rank() % 2 == 0);
     if (arena)
       memory_ = group.allocate(bytes);
@@ -48,24 +48,24 @@ class Array {
 };
 
 // Numbers that every dtype holds: 0, 1 for bool, else 1 ... 3; the product of seven of them stays below 2187.
-int value_at(DType dtype, int rank, std::size_t index) {
+int value_at(DType dtype, int rank, size_t index) {
   const auto mixed = (static_cast<unsigned>(rank) * 7919 + index * 31 + 5) % 3;
   return dtype == DType::kBool ? static_cast<int>(mixed % 2) : static_cast<int>(mixed) + 1;
 }
 
 template <class T>
-void put(std::byte* data, std::size_t index, T value) {
+void put(std::byte* data, size_t index, T value) {
   std::memcpy(data + index * sizeof value, &value, sizeof value);
 }
 
-std::uint16_t bfloat16_of(float value) {
-  std::uint32_t bits = 0;
+uint16_t bfloat16_of(float value) {
+  uint32_t bits = 0;
   std::memcpy(&bits, &value, sizeof bits);
-  return static_cast<std::uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
+  return static_cast<uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
 }
 
 // For normal numbers: rounds to eleven significant bits, ties to even.
-std::uint16_t float16_of(float value) {
+uint16_t float16_of(float value) {
   if (value == 0) return 0;
   int exponent = 0;
   float fraction = std::frexp(value, &exponent);  // in [0.5, 1)
@@ -74,45 +74,45 @@ std::uint16_t float16_of(float value) {
     significand = 1024;
     ++exponent;
   }
-  return static_cast<std::uint16_t>((exponent + 14) << 10 | (static_cast<int>(significand) - 1024));
+  return static_cast<uint16_t>((exponent + 14) << 10 | (static_cast<int>(significand) - 1024));
 }
 
-void store(DType dtype, std::byte* data, std::size_t index, double value) {
+void store(DType dtype, std::byte* data, size_t index, double value) {
   switch (dtype) {
     case DType::kFloat32: return put(data, index, static_cast<float>(value));
     case DType::kFloat64: return put(data, index, value);
     case DType::kFloat16: return put(data, index, float16_of(static_cast<float>(value)));
     case DType::kBFloat16: return put(data, index, bfloat16_of(static_cast<float>(value)));
-    case DType::kInt8: return put(data, index, static_cast<std::int8_t>(static_cast<std::int64_t>(value)));
-    case DType::kUInt8: return put(data, index, static_cast<std::uint8_t>(static_cast<std::int64_t>(value)));
-    case DType::kInt16: return put(data, index, static_cast<std::int16_t>(static_cast<std::int64_t>(value)));
-    case DType::kInt32: return put(data, index, static_cast<std::int32_t>(value));
-    case DType::kInt64: return put(data, index, static_cast<std::int64_t>(value));
-    case DType::kBool: return put(data, index, static_cast<std::uint8_t>(value));
+    case DType::kInt8: return put(data, index, static_cast<int8_t>(static_cast<int64_t>(value)));
+    case DType::kUInt8: return put(data, index, static_cast<uint8_t>(static_cast<int64_t>(value)));
+    case DType::kInt16: return put(data, index, static_cast<int16_t>(static_cast<int64_t>(value)));
+    case DType::kInt32: return put(data, index, static_cast<int32_t>(value));
+    case DType::kInt64: return put(data, index, static_cast<int64_t>(value));
+    case DType::kBool: return put(data, index, static_cast<uint8_t>(value));
   }
 }
 
 template <class T>
-double wrapped(std::int64_t value) {
+double wrapped(int64_t value) {
   return static_cast<double>(static_cast<T>(value));
 }
 
 // What an integer of this dtype keeps of a value.
-double kept(DType dtype, std::int64_t value) {
+double kept(DType dtype, int64_t value) {
   switch (dtype) {
-    case DType::kInt8: return wrapped<std::int8_t>(value);
-    case DType::kUInt8: return wrapped<std::uint8_t>(value);
-    case DType::kInt16: return wrapped<std::int16_t>(value);
+    case DType::kInt8: return wrapped<int8_t>(value);
+    case DType::kUInt8: return wrapped<uint8_t>(value);
+    case DType::kInt16: return wrapped<int16_t>(value);
     default: return static_cast<double>(value);
   }
 }
 
 bool is_float(DType dtype) { return dtype <= DType::kBFloat16; }
 
-double reduced(DType dtype, ReduceOp op, int size, std::size_t index) {
-  std::int64_t total = value_at(dtype, 0, index);
+double reduced(DType dtype, ReduceOp op, int size, size_t index) {
+  int64_t total = value_at(dtype, 0, index);
   for (int rank = 1; rank < size; ++rank) {
-    const std::int64_t next = value_at(dtype, rank, index);
+    const int64_t next = value_at(dtype, rank, index);
     switch (op) {
       case ReduceOp::kSum:
       case ReduceOp::kMean: total = dtype == DType::kBool ? total | next : total + next; break;
@@ -127,16 +127,16 @@ double reduced(DType dtype, ReduceOp op, int size, std::size_t index) {
   if (op != ReduceOp::kMean) return kept(dtype, total);
   if (dtype == DType::kFloat64) return static_cast<double>(total) / size;
   if (is_float(dtype)) return static_cast<float>(total) / static_cast<float>(size);
-  return static_cast<double>(static_cast<std::int64_t>(kept(dtype, total)) / size);
+  return static_cast<double>(static_cast<int64_t>(kept(dtype, total)) / size);
 }
 
-void fill(DType dtype, std::byte* data, int rank, std::size_t count, std::size_t first = 0) {
-  for (std::size_t i = 0; i < count; ++i) store(dtype, data, i, value_at(dtype, rank, first + i));
+void fill(DType dtype, std::byte* data, int rank, size_t count, size_t first = 0) {
+  for (size_t i = 0; i < count; ++i) store(dtype, data, i, value_at(dtype, rank, first + i));
 }
 
-std::vector<std::byte> expected_reduction(DType dtype, ReduceOp op, int size, std::size_t count) {
+std::vector<std::byte> expected_reduction(DType dtype, ReduceOp op, int size, size_t count) {
   std::vector<std::byte> bytes(count * size_of(dtype));
-  for (std::size_t i = 0; i < count; ++i) store(dtype, bytes.data(), i, reduced(dtype, op, size, i));
+  for (size_t i = 0; i < count; ++i) store(dtype, bytes.data(), i, reduced(dtype, op, size, i));
   return bytes;
 }
 
@@ -148,11 +148,11 @@ std::vector<std::byte> expected_reduction(DType dtype, ReduceOp op, int size, st
                                        << expected.size() << " differs";
 }
 
-std::string name_of(DType dtype, ReduceOp op, std::size_t count, int rank) {
+std::string name_of(DType dtype, ReduceOp op, size_t count, int rank) {
   return to_string(op) + " of " + std::to_string(count) + " " + to_string(dtype) + " at rank " + std::to_string(rank);
 }
 
-const std::vector<std::size_t> kCounts{0, 1, 5, 64, 1000, 4099, 20011};
+const std::vector<size_t> kCounts{0, 1, 5, 64, 1000, 4099, 20011};
 
 class Collectives : public ::testing::TestWithParam<std::tuple<int, MemoryKind>> {
  protected:
@@ -176,7 +176,7 @@ void each_dtype_and_op(const std::function<void(DType, ReduceOp)>& body) {
 TEST_P(Collectives, all_reduce_gives_every_rank_the_same_exact_result) {
   run([&](Group& group) {
     each_dtype_and_op([&](DType dtype, ReduceOp op) {
-      for (const std::size_t count : {std::size_t{3}, std::size_t{4099}}) {
+      for (const size_t count : {size_t{3}, size_t{4099}}) {
         const Array data(group, kind(), count * size_of(dtype));
         fill(dtype, data.data(), group.rank(), count);
         group.all_reduce({.input = data.data(), .output = data.data(), .count = count, .dtype = dtype, .op = op});
@@ -189,7 +189,7 @@ TEST_P(Collectives, all_reduce_gives_every_rank_the_same_exact_result) {
 
 TEST_P(Collectives, all_reduce_takes_any_size_and_a_separate_output) {
   run([&](Group& group) {
-    for (const std::size_t count : kCounts) {
+    for (const size_t count : kCounts) {
       const Array input(group, kind(), count * 4);
       const Array output(group, kind(), count * 4);
       fill(DType::kFloat32, input.data(), group.rank(), count);
@@ -200,7 +200,7 @@ TEST_P(Collectives, all_reduce_takes_any_size_and_a_separate_output) {
 }
 
 // The third collective uses the counter that the first has used.
-void check_reductions_in_chunks(Group& group, MemoryKind kind, std::size_t count, const std::vector<std::byte>& sum) {
+void check_reductions_in_chunks(Group& group, MemoryKind kind, size_t count, const std::vector<std::byte>& sum) {
   const Array input(group, kind, count * 4);
   const Array output(group, kind, count * 4);
   fill(DType::kFloat32, input.data(), group.rank(), count);
@@ -216,7 +216,7 @@ void check_reductions_in_chunks(Group& group, MemoryKind kind, std::size_t count
 }
 
 TEST(ReductionsInChunks, give_the_exact_result_in_memory_that_all_ranks_can_reach) {
-  const std::size_t count = kInChunksFromBytes / 4 + 4099;
+  const size_t count = kInChunksFromBytes / 4 + 4099;
   for (const int size : {1, 2, 3, 4, 7}) {
     const auto sum = expected_reduction(DType::kFloat32, ReduceOp::kSum, size, count);
     for (const MemoryKind kind : {MemoryKind::kArena, MemoryKind::kShared}) {
@@ -230,7 +230,7 @@ TEST_P(Collectives, all_reduce_by_every_algorithm) {
   run([&](Group& group) {
     for (const Algorithm algorithm : {Algorithm::kCentral, Algorithm::kRing, Algorithm::kTree})
       for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMean, ReduceOp::kMax})
-        for (const std::size_t count : kCounts) {
+        for (const size_t count : kCounts) {
           const Array input(group, kind(), count * 4);
           const Array output(group, kind(), count * 4);
           fill(DType::kFloat32, input.data(), group.rank(), count);
@@ -245,7 +245,7 @@ TEST_P(Collectives, all_reduce_by_every_algorithm) {
 TEST_P(Collectives, reduce_gives_the_root_the_result) {
   run([&](Group& group) {
     each_dtype_and_op([&](DType dtype, ReduceOp op) {
-      const std::size_t count = 3001;
+      const size_t count = 3001;
       const int root = static_cast<int>(op) % size();
       const Array input(group, kind(), count * size_of(dtype));
       const Array output(group, kind(), count * size_of(dtype));
@@ -260,7 +260,7 @@ TEST_P(Collectives, reduce_gives_the_root_the_result) {
         EXPECT_TRUE(same(output.data(), expected_reduction(dtype, op, size(), count), name_of(dtype, op, count, root)));
       }
     });
-    for (const std::size_t count : kCounts) {
+    for (const size_t count : kCounts) {
       const Array data(group, kind(), count * 4);
       fill(DType::kFloat32, data.data(), group.rank(), count);
       group.reduce({.input = data.data(), .output = data.data(), .count = count});
@@ -271,60 +271,58 @@ TEST_P(Collectives, reduce_gives_the_root_the_result) {
   });
 }
 
-std::vector<std::size_t> uneven_counts(int size, std::size_t scale) {
-  std::vector<std::size_t> counts;
+std::vector<size_t> uneven_counts(int size, size_t scale) {
+  std::vector<size_t> counts;
   for (int rank = 0; rank < size; ++rank) counts.push_back(static_cast<unsigned>((rank * 5 + 2) % 4) * scale);
   return counts;
 }
 
-std::size_t sum_of(const std::vector<std::size_t>& counts, int first) {
-  return std::accumulate(counts.begin(), counts.begin() + first, std::size_t{0});
+size_t sum_of(const std::vector<size_t>& counts, int first) {
+  return std::accumulate(counts.begin(), counts.begin() + first, size_t{0});
 }
 
-void check_reduce_scatter(Group& group, MemoryKind kind, DType dtype, const std::vector<std::size_t>& counts,
-                          bool even) {
-  const std::size_t total = sum_of(counts, group.size());
-  const std::size_t mine = counts[static_cast<unsigned>(group.rank())];
+void check_reduce_scatter(Group& group, MemoryKind kind, DType dtype, const std::vector<size_t>& counts, bool even) {
+  const size_t total = sum_of(counts, group.size());
+  const size_t mine = counts[static_cast<unsigned>(group.rank())];
   const Array input(group, kind, total * size_of(dtype));
   const Array output(group, kind, mine * size_of(dtype));
   fill(dtype, input.data(), group.rank(), total);
   group.reduce_scatter({.input = input.data(),
                         .output = output.data(),
                         .count = even ? mine : 0,
-                        .counts = even ? std::vector<std::size_t>{} : counts,
+                        .counts = even ? std::vector<size_t>{} : counts,
                         .dtype = dtype});
   const std::vector<std::byte> all = expected_reduction(dtype, ReduceOp::kSum, group.size(), total);
-  const auto begin = all.begin() + static_cast<std::ptrdiff_t>(sum_of(counts, group.rank()) * size_of(dtype));
-  const std::vector<std::byte> part(begin, begin + static_cast<std::ptrdiff_t>(mine * size_of(dtype)));
+  const auto begin = all.begin() + static_cast<ptrdiff_t>(sum_of(counts, group.rank()) * size_of(dtype));
+  const std::vector<std::byte> part(begin, begin + static_cast<ptrdiff_t>(mine * size_of(dtype)));
   EXPECT_TRUE(same(output.data(), part, "reduce_scatter"));
 }
 
 TEST_P(Collectives, reduce_scatter_gives_each_rank_its_part) {
   run([&](Group& group) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kInt64, DType::kUInt8})
-      for (const std::size_t count : {0, 1, 33, 1000, 5003}) {
-        check_reduce_scatter(group, kind(), dtype, std::vector<std::size_t>(static_cast<unsigned>(size()), count),
-                             true);
+      for (const size_t count : {0, 1, 33, 1000, 5003}) {
+        check_reduce_scatter(group, kind(), dtype, std::vector<size_t>(static_cast<unsigned>(size()), count), true);
         check_reduce_scatter(group, kind(), dtype, uneven_counts(size(), count), false);
       }
   });
 }
 
-std::vector<std::byte> gathered(DType dtype, const std::vector<std::size_t>& counts) {
+std::vector<std::byte> gathered(DType dtype, const std::vector<size_t>& counts) {
   std::vector<std::byte> all(sum_of(counts, static_cast<int>(counts.size())) * size_of(dtype));
   std::byte* at = all.data();
-  for (std::size_t rank = 0; rank < counts.size(); ++rank) {
+  for (size_t rank = 0; rank < counts.size(); ++rank) {
     fill(dtype, at, static_cast<int>(rank), counts[rank]);
     at += counts[rank] * size_of(dtype);
   }
   return all;
 }
 
-void check_gathers(Group& group, MemoryKind kind, const std::vector<std::size_t>& counts, bool even) {
+void check_gathers(Group& group, MemoryKind kind, const std::vector<size_t>& counts, bool even) {
   const DType dtype = DType::kInt32;
-  const std::size_t mine = counts[static_cast<unsigned>(group.rank())];
-  const std::size_t total = sum_of(counts, group.size());
-  const std::vector<std::size_t> uneven = even ? std::vector<std::size_t>{} : counts;
+  const size_t mine = counts[static_cast<unsigned>(group.rank())];
+  const size_t total = sum_of(counts, group.size());
+  const std::vector<size_t> uneven = even ? std::vector<size_t>{} : counts;
   const Array input(group, kind, mine * 4);
   fill(dtype, input.data(), group.rank(), mine);
   const Array all(group, kind, total * 4);
@@ -353,8 +351,8 @@ void check_gathers(Group& group, MemoryKind kind, const std::vector<std::size_t>
 
 TEST_P(Collectives, gathers_and_scatters_move_every_part) {
   run([&](Group& group) {
-    for (const std::size_t count : kCounts) {
-      check_gathers(group, kind(), std::vector<std::size_t>(static_cast<unsigned>(size()), count), true);
+    for (const size_t count : kCounts) {
+      check_gathers(group, kind(), std::vector<size_t>(static_cast<unsigned>(size()), count), true);
       check_gathers(group, kind(), uneven_counts(size(), count), false);
     }
   });
@@ -363,7 +361,7 @@ TEST_P(Collectives, gathers_and_scatters_move_every_part) {
 TEST_P(Collectives, broadcast_gives_every_rank_the_roots_data) {
   run([&](Group& group) {
     for (int root = 0; root < size(); ++root)
-      for (const std::size_t count : kCounts) {
+      for (const size_t count : kCounts) {
         const Array data(group, kind(), count * 2);
         if (group.rank() == root) fill(DType::kInt16, data.data(), root, count);
         group.broadcast({.output = data.data(), .count = count, .dtype = DType::kInt16, .root = root});
@@ -375,16 +373,14 @@ TEST_P(Collectives, broadcast_gives_every_rank_the_roots_data) {
 }
 
 // Rank a sends (a + 2 b) % 4 * scale elements to rank b; each is a * 1000 + b * 10 + index % 7.
-std::size_t message_count(int from, int to, std::size_t scale) {
-  return static_cast<unsigned>((from + 2 * to) % 4) * scale;
-}
-std::int64_t message_value(int from, int to, std::size_t index) {
-  return from * 1000 + to * 10 + static_cast<std::int64_t>(index % 7);
+size_t message_count(int from, int to, size_t scale) { return static_cast<unsigned>((from + 2 * to) % 4) * scale; }
+int64_t message_value(int from, int to, size_t index) {
+  return from * 1000 + to * 10 + static_cast<int64_t>(index % 7);
 }
 
-void check_all_to_all(Group& group, MemoryKind kind, std::size_t scale, bool even) {
-  std::vector<std::size_t> sends;
-  std::vector<std::size_t> receives;
+void check_all_to_all(Group& group, MemoryKind kind, size_t scale, bool even) {
+  std::vector<size_t> sends;
+  std::vector<size_t> receives;
   for (int peer = 0; peer < group.size(); ++peer) {
     sends.push_back(even ? scale : message_count(group.rank(), peer, scale));
     receives.push_back(even ? scale : message_count(peer, group.rank(), scale));
@@ -393,23 +389,23 @@ void check_all_to_all(Group& group, MemoryKind kind, std::size_t scale, bool eve
   const Array output(group, kind, sum_of(receives, group.size()) * 8);
   std::vector<std::byte> expected(sum_of(receives, group.size()) * 8);
   for (int peer = 0; peer < group.size(); ++peer) {
-    for (std::size_t i = 0; i < sends[static_cast<unsigned>(peer)]; ++i)
+    for (size_t i = 0; i < sends[static_cast<unsigned>(peer)]; ++i)
       put(input.data(), sum_of(sends, peer) + i, message_value(group.rank(), peer, i));
-    for (std::size_t i = 0; i < receives[static_cast<unsigned>(peer)]; ++i)
+    for (size_t i = 0; i < receives[static_cast<unsigned>(peer)]; ++i)
       put(expected.data(), sum_of(receives, peer) + i, message_value(peer, group.rank(), i));
   }
   group.all_to_all({.input = input.data(),
                     .output = output.data(),
                     .count = scale,
-                    .counts = even ? std::vector<std::size_t>{} : sends,
-                    .receive_counts = even ? std::vector<std::size_t>{} : receives,
+                    .counts = even ? std::vector<size_t>{} : sends,
+                    .receive_counts = even ? std::vector<size_t>{} : receives,
                     .dtype = DType::kInt64});
   EXPECT_TRUE(same(output.data(), expected, "all_to_all"));
 }
 
 TEST_P(Collectives, all_to_all_gives_each_rank_its_message_from_each) {
   run([&](Group& group) {
-    for (const std::size_t scale : {0, 1, 100, 3001}) {
+    for (const size_t scale : {0, 1, 100, 3001}) {
       check_all_to_all(group, kind(), scale, true);
       check_all_to_all(group, kind(), scale, false);
     }
@@ -420,9 +416,9 @@ TEST(collectives, all_reduce_into_one_shared_result) {
   expect_none(run_threads(
       3,
       [](Group& group) {
-        const std::size_t count = 10000;
+        const size_t count = 10000;
         Memory memory = group.allocate(2 * count * 4);
-        std::uint64_t offset = memory.offset() + count * 4;
+        uint64_t offset = memory.offset() + count * 4;
         group.broadcast({.output = &offset, .count = 1, .dtype = DType::kInt64});
         std::byte* const result = group.peer_memory(0, offset, count * 4);
         fill(DType::kFloat32, memory.data(), group.rank(), count);
@@ -435,7 +431,7 @@ TEST(collectives, all_reduce_into_one_shared_result) {
 
 // More bytes than 31 bits count, in ordinary memory and in memory that peers reach.
 TEST(collectives, reduce_more_than_2_gib) {
-  constexpr std::size_t kBytes = LOCKSTEP_TEST_PATIENCE > 1 ? 1 << 24 : (std::size_t{1} << 31) + 4099;
+  constexpr size_t kBytes = LOCKSTEP_TEST_PATIENCE > 1 ? 1 << 24 : (size_t{1} << 31) + 4099;
   for (const MemoryKind kind : {MemoryKind::kOrdinary, MemoryKind::kArena}) {
     const auto codes = testing::run_processes(
         2,

@@ -31,11 +31,11 @@ class Exchange {
         element_(size_of(call.dtype)) {}
 
   const std::byte* input;
-  std::size_t input_bytes = 0;  // 0: this rank shows nothing
-  IntVector<Part> given;        // of the input, to each rank; empty: all of it to all
+  size_t input_bytes = 0;  // 0: this rank shows nothing
+  IntVector<Part> given;   // of the input, to each rank; empty: all of it to all
   std::byte* output;
-  IntVector<Part> taken;            // of the output, from each rank; count 0: nothing
-  IntVector<std::size_t> found_at;  // where in that rank's input it begins
+  IntVector<Part> taken;       // of the output, from each rank; count 0: nothing
+  IntVector<size_t> found_at;  // where in that rank's input it begins
 
   Part bytes_of(Part elements) const { return {elements.begin * element_, elements.count * element_}; }
 
@@ -57,7 +57,7 @@ class Exchange {
   // have posted that they are done reading.
   void transfer() {
     bool read_in_place = false;
-    std::size_t longest_staged = 0;
+    size_t longest_staged = 0;
     for (int peer = 0; peer < group_.size(); ++peer) {
       const Location place = place_of(peer);
       if (place.kind == Location::kPrivate)
@@ -84,7 +84,7 @@ class Exchange {
     const Part part = taken[peer];
     if (part.count == 0) return;
     std::byte* const to = output + part.begin;
-    const std::size_t offset = found_at[peer];
+    const size_t offset = found_at[peer];
     if (peer == group_.rank()) return copy_bytes(to, input + offset, part.count);
     const Location place = place_of(peer);
     if (place.kind == Location::kSlot) return copy_bytes(to, group_.slot(peer) + offset, part.count);
@@ -94,12 +94,12 @@ class Exchange {
 
   // Step s fills this rank's chunk s, then copies what this rank takes out of chunk s-1 of every rank that stages.
   // Group::staging_bytes says why no chunk is overwritten before it was read.
-  void stream(std::size_t longest) {
-    const std::size_t lane_bytes = group_.lane_bytes(given.empty() ? 1 : group_.size());
+  void stream(size_t longest) {
+    const size_t lane_bytes = group_.lane_bytes(given.empty() ? 1 : group_.size());
     const bool mine = place_of(group_.rank()).kind == Location::kPrivate;
     if (mine) group_.make_staging();
-    const auto chunks = static_cast<std::uint32_t>(chunks_of(longest, lane_bytes));
-    for (std::uint32_t step = 0; step <= chunks; ++step) {
+    const auto chunks = static_cast<uint32_t>(chunks_of(longest, lane_bytes));
+    for (uint32_t step = 0; step <= chunks; ++step) {
       if (step > 0) group_.post(step);
       if (mine && step < chunks) copy_in(step, lane_bytes);
       if (step == 0) continue;
@@ -109,7 +109,7 @@ class Exchange {
     group_.finish(chunks + 1);
   }
 
-  void copy_in(std::size_t chunk, std::size_t lane_bytes) const {
+  void copy_in(size_t chunk, size_t lane_bytes) const {
     std::byte* lane = group_.staging(group_.rank(), chunk);
     if (given.empty()) {
       const Part part = Part{0, input_bytes}.chunk(chunk, lane_bytes);
@@ -122,8 +122,8 @@ class Exchange {
     }
   }
 
-  void copy_out(std::size_t chunk, std::size_t lane_bytes) const {
-    const std::size_t lane = given.empty() ? 0 : to_size(group_.rank()) * lane_bytes;
+  void copy_out(size_t chunk, size_t lane_bytes) const {
+    const size_t lane = given.empty() ? 0 : to_size(group_.rank()) * lane_bytes;
     for (int peer = 0; peer < group_.size(); ++peer) {
       if (peer == group_.rank() || place_of(peer).kind != Location::kPrivate) continue;
       const Part part = taken[peer].chunk(chunk, lane_bytes);
@@ -132,7 +132,7 @@ class Exchange {
   }
 
   Group& group_;
-  std::size_t element_;
+  size_t element_;
 };
 
 // Every rank checks every pair of ranks, so that all of them throw.
@@ -140,8 +140,8 @@ void check_pairs(const Group& group) {
   const int p = group.size();
   for (int from = 0; from < p; ++from)
     for (int to = 0; to < p; ++to) {
-      const std::uint64_t sent = group.counts(from)[to];
-      const std::uint64_t expected = group.counts(to)[p + from];
+      const uint64_t sent = group.counts(from)[to];
+      const uint64_t expected = group.counts(to)[p + from];
       if (sent != expected) refuse_counts(group.name(from), sent, group.name(to), expected, group.here());
     }
 }
@@ -203,8 +203,8 @@ void all_to_all(Group& group, const Call& call) {
   if (!even) {
     check_pairs(group);
     for (int peer = 0; peer < group.size(); ++peer) {
-      const std::uint64_t* const sent = group.counts(peer);
-      const auto before = std::accumulate(sent, sent + group.rank(), std::uint64_t{0});
+      const uint64_t* const sent = group.counts(peer);
+      const auto before = std::accumulate(sent, sent + group.rank(), uint64_t{0});
       exchange.found_at[peer] = exchange.bytes_of({before, 0}).begin;
     }
   }

@@ -25,7 +25,7 @@ trace::Event label_of(const Signature& signature) {
 
 }  // namespace
 
-Memory make_shared_memory(const Group& group, std::size_t bytes, int users) {
+Memory make_shared_memory(const Group& group, size_t bytes, int users) {
   Memory memory = group.allocate(bytes);
   std::memset(memory.data(), 0, bytes);
   memory.as<SharedHeader>()->users.store(static_cast<unsigned>(users));
@@ -79,7 +79,7 @@ void Group::set_timeout(milliseconds timeout) {
   mailbox_->set_timeout(timeout);
 }
 
-Memory Group::allocate(std::size_t bytes) const {
+Memory Group::allocate(size_t bytes) const {
   require_own_process();
   return peers_->arena(ranks_[rank_])->allocate(bytes);
 }
@@ -134,8 +134,8 @@ GroupPtr Group::subgroup(const std::vector<int>& ranks) {
       after_failure();
       throw;
     }
-  const std::uint64_t mine = area.data() != nullptr ? area.offset() : 0;
-  IntVector<std::uint64_t> offsets(size());
+  const uint64_t mine = area.data() != nullptr ? area.offset() : 0;
+  IntVector<uint64_t> offsets(size());
   run({.operation = Operation::kSubgroup,
        .input = &mine,
        .output = offsets.data(),
@@ -174,11 +174,11 @@ void Group::begin(const Signature& signature) {
   ++sequence_;
 }
 
-void Group::announce(Location input, Location output, std::size_t longest_message) {
+void Group::announce(Location input, Location output, size_t longest_message) {
   area_.announcement(rank_, sequence_).write(signature_, input, output, longest_message);
 }
 
-void Group::announce_line(const std::byte* data, std::size_t bytes) {
+void Group::announce_line(const std::byte* data, size_t bytes) {
   area_.announcement(rank_, sequence_).write_line(signature_, data, bytes);
 }
 
@@ -205,8 +205,8 @@ void Group::disagree(int peer, const std::string& mine, const std::string& their
                        .next = "make every rank call the same collectives in the same order with the same shapes"});
 }
 
-void Group::wait(std::uint32_t step, int only) {
-  const std::uint32_t target = phase_ + step;
+void Group::wait(uint32_t step, int only) {
+  const uint32_t target = phase_ + step;
   for (int peer = 0; peer < size(); ++peer) {
     if (peer == rank_ || (only != kAnyRank && peer != only)) continue;
     Flag& phase = area_.progress(peer).phase;
@@ -214,7 +214,7 @@ void Group::wait(std::uint32_t step, int only) {
   }
 }
 
-void Group::finish(std::uint32_t steps) {
+void Group::finish(uint32_t steps) {
   post(steps);
   wait(steps);
   end(steps);
@@ -226,7 +226,7 @@ void Group::make_staging() {
   area_.progress(rank_).staging.store(staging_.offset(), std::memory_order_relaxed);
 }
 
-std::byte* Group::staging(int rank, std::size_t chunk) const {
+std::byte* Group::staging(int rank, size_t chunk) const {
   const Location location = in_arena(ranks_[rank], area_.progress(rank).staging.load(std::memory_order_relaxed));
   return pointer(location, kStagingChunks * staging_bytes()) + chunk % kStagingChunks * staging_bytes();
 }
@@ -248,7 +248,7 @@ void Group::after_failure() const {
 
 Group::PeerAccess::PeerAccess(const Group& group) : group_(group) {
   if (!group_.peers_->shares_ordinary_memory()) return;
-  std::atomic<std::uint32_t>& accesses = group_.area_.progress(group_.rank_).accesses;
+  std::atomic<uint32_t>& accesses = group_.area_.progress(group_.rank_).accesses;
   accesses.fetch_add(1);  // sequentially consistent, as is the poisoning: either it is seen here, or this is waited for
   if (!group_.peers_->poisoned()) return;
   accesses.fetch_sub(1);
@@ -282,9 +282,9 @@ const Announcement& Group::last_of(int rank) const {
 std::string Group::doing(int rank) const {
   const std::string who = peers_->describe(ranks_[rank]);
   const Announcement& last = last_of(rank);
-  const std::uint32_t number = last.arrived.load();
+  const uint32_t number = last.arrived.load();
   if (number == 0) return who + ": no collective yet";
-  const std::uint32_t here = last_of(rank_).arrived.load();
+  const uint32_t here = last_of(rank_).arrived.load();
   return concat(who, ": ", to_string(last.read_signature()), ", collective ", number,
                 number == here ? "" : concat(" (this rank: ", here, ")"));
 }

@@ -62,17 +62,17 @@ class Group final : public CallDescription {
   void set_timeout(milliseconds timeout);                                  // for every wait from now on
 
   // Memory that peers read in place. It may outlive the group. Throws SystemError.
-  Memory allocate(std::size_t bytes) const;
+  Memory allocate(size_t bytes) const;
   int memory_file() const;  // in which allocate() takes memory
 
   // The address here of a peer's Memory of `bytes` bytes at its offset(). The callers agree on what may be read there and
   // when: wait with barrier(). Throws SystemError: not mappable.
-  std::byte* peer_memory(int rank, std::uint64_t offset, std::size_t bytes) const {
+  std::byte* peer_memory(int rank, uint64_t offset, size_t bytes) const {
     return pointer(in_arena(ranks_[rank], offset), bytes);
   }
 
   // The other way round: where `bytes` bytes at `address` lie for the peers.
-  Location locate(const void* address, std::size_t bytes) const { return peers_->locate(address, bytes); }
+  Location locate(const void* address, size_t bytes) const { return peers_->locate(address, bytes); }
 
   void barrier() { run({.operation = Operation::kBarrier}); }
   void all_reduce(Call call) { run_as(Operation::kAllReduce, call); }
@@ -119,18 +119,18 @@ class Group final : public CallDescription {
   // arrive() returns only after all ranks have left collective s-1: a rank arrives at s only when it is done with s-1.
   // So everything that s-1 used may be used again, and a collective whose data fits the slots needs no second wait.
 
-  void announce(Location input, Location output, std::size_t longest_message = 0);
-  void announce_line(const std::byte* data, std::size_t bytes);  // at most Announcement::kLineBytes
+  void announce(Location input, Location output, size_t longest_message = 0);
+  void announce_line(const std::byte* data, size_t bytes);  // at most Announcement::kLineBytes
   void arrive();
-  void post(std::uint32_t step) { area_.progress(rank_).phase.raise(phase_ + step); }
-  void wait(std::uint32_t step, int only = kAnyRank);  // `only`: for that rank alone
-  void finish(std::uint32_t steps);                    // once all ranks have posted the last one
-  void end(std::uint32_t steps) { phase_ += steps; }
+  void post(uint32_t step) { area_.progress(rank_).phase.raise(phase_ + step); }
+  void wait(uint32_t step, int only = kAnyRank);  // `only`: for that rank alone
+  void finish(uint32_t steps);                    // once all ranks have posted the last one
+  void end(uint32_t steps) { phase_ += steps; }
 
   const Announcement& announcement(int peer) const { return area_.announcement(peer, sequence_); }
   std::byte* slot(int peer) const { return area_.slot(peer, sequence_); }
-  std::uint64_t* counts(int peer) const { return area_.counts(peer, sequence_); }
-  std::byte* pointer(Location location, std::size_t bytes) const { return peers_->pointer(location, bytes); }
+  uint64_t* counts(int peer) const { return area_.counts(peer, sequence_); }
+  std::byte* pointer(Location location, size_t bytes) const { return peers_->pointer(location, bytes); }
   std::string name(int rank) const { return peers_->name(ranks_[rank]); }  // "rank 3"
   Peers& peers() const { return *peers_; }
   const GroupArea& area() const { return area_; }
@@ -146,10 +146,10 @@ class Group final : public CallDescription {
   // Step 0 only fills. With kStagingChunks = 4 chunk s overwrites chunk s-4. Its last reader, in step s-2 if it looks two
   // chunks back, posted s-1 after that; this rank waited for s-1 in step s-1. So nobody reads it. After finish() nobody
   // reads this rank's staging memory any more.
-  std::size_t staging_bytes() const { return peers_->staging_bytes(); }
-  std::size_t lane_bytes(int lanes) const { return staging_bytes() / to_size(lanes) / kCacheLine * kCacheLine; }
+  size_t staging_bytes() const { return peers_->staging_bytes(); }
+  size_t lane_bytes(int lanes) const { return staging_bytes() / to_size(lanes) / kCacheLine * kCacheLine; }
   void make_staging();  // at first use; the next post() announces it
-  std::byte* staging(int rank, std::size_t chunk) const;
+  std::byte* staging(int rank, size_t chunk) const;
 
   // Inside a catch block: leaves the machine poisoned, unless it is a MismatchError (which all ranks throw alike, before
   // any data moved), and no peer using this rank's memory.
@@ -200,9 +200,9 @@ class Group final : public CallDescription {
   IntVector<int> ranks_;  // of the machine
   int rank_;
   Waiter waiter_;
-  std::uint32_t sequence_ = 0;  // of the collective under way, or of the last one
-  std::uint32_t phase_ = 0;     // steps used by all collectives before this one
-  Signature signature_;         // of that collective
+  uint32_t sequence_ = 0;  // of the collective under way, or of the last one
+  uint32_t phase_ = 0;     // steps used by all collectives before this one
+  Signature signature_;    // of that collective
   Memory staging_;
   bool is_subgroup_ = false;
   Memory area_memory_;  // of a sub-group, at its rank 0
@@ -220,6 +220,6 @@ void scatter(Group& group, const Call& call);
 void all_to_all(Group& group, const Call& call);
 
 // Zeroed memory of this rank, with a SharedHeader, which is a part of `bytes`, for so many ranks. Throws SystemError.
-Memory make_shared_memory(const Group& group, std::size_t bytes, int users);
+Memory make_shared_memory(const Group& group, size_t bytes, int users);
 
 }  // namespace lockstep::shm

@@ -23,7 +23,7 @@
 namespace lockstep::shm {
 
 struct CountersOf {
-  static void set(Group& group, std::uint32_t collectives, std::uint32_t steps) {
+  static void set(Group& group, uint32_t collectives, uint32_t steps) {
     group.sequence_ = collectives;
     group.phase_ = steps;
     group.post(0);
@@ -82,7 +82,7 @@ class NearWrap {
     for (std::thread& thread : threads) thread.join();
   }
 
-  static constexpr std::uint32_t kWrap = 0;  // 2^32
+  static constexpr uint32_t kWrap = 0;  // 2^32
 
  private:
   std::vector<GroupPtr> groups_;
@@ -92,8 +92,8 @@ TEST_P(Sizes, counters_wrap_between_collectives_and_within_one) {
   NearWrap(GetParam()).on_each([size = GetParam()](Group& group) {
     const int sum = size * (size + 1) / 2;
     for (int round = 0; round < 12; ++round)
-      for (const std::size_t count : {1, 700, 20'000}) {  // in a line, in a slot, in 20 chunks
-        std::vector<std::int32_t> data(count, group.rank() + 1), all(count * static_cast<unsigned>(size));
+      for (const size_t count : {1, 700, 20'000}) {  // in a line, in a slot, in 20 chunks
+        std::vector<int32_t> data(count, group.rank() + 1), all(count * static_cast<unsigned>(size));
         group.all_reduce({.input = data.data(), .output = data.data(), .count = count, .dtype = DType::kInt32});
         EXPECT_EQ(std::ranges::count(data, sum), std::ssize(data));
         group.barrier();
@@ -108,8 +108,8 @@ TEST_P(Sizes, counters_wrap_between_collectives_and_within_one) {
 TEST_P(Sizes, messages_stay_in_order_where_their_numbers_wrap) {
   std::latch sent(GetParam());
   NearWrap(GetParam()).on_each([&, size = GetParam()](Group& group) {
-    IntVector<std::uint32_t> numbers(size, NearWrap::kWrap - 2);
-    const auto transfer = [&](Operation operation, int peer, std::int32_t& value) {
+    IntVector<uint32_t> numbers(size, NearWrap::kWrap - 2);
+    const auto transfer = [&](Operation operation, int peer, int32_t& value) {
       Call call{.operation = operation, .count = 1, .dtype = DType::kInt32};
       call.input = call.output = &value;
       call.peer = peer;
@@ -117,10 +117,10 @@ TEST_P(Sizes, messages_stay_in_order_where_their_numbers_wrap) {
       while (!one.progress()) std::this_thread::yield();
     };
     const int next = (group.rank() + 1) % size, previous = (group.rank() + size - 1) % size;
-    for (std::int32_t value = 0; value < 4; ++value) transfer(Operation::kSend, next, value);
+    for (int32_t value = 0; value < 4; ++value) transfer(Operation::kSend, next, value);
     sent.arrive_and_wait();
-    for (std::int32_t expected = 0; expected < 4; ++expected) {
-      std::int32_t value = -1;
+    for (int32_t expected = 0; expected < 4; ++expected) {
+      int32_t value = -1;
       transfer(Operation::kReceive, previous, value);
       EXPECT_EQ(value, expected);
     }
@@ -166,7 +166,7 @@ TEST(group, every_part_of_a_signature_is_compared) {
     other.algorithm = odd ? Algorithm::kRing : Algorithm::kDirect;
     differs(other);
     EXPECT_THROW(group.broadcast({.output = data.data(), .count = 4, .root = odd ? 1 : 0}), MismatchError);
-    const std::vector<std::size_t> counts = odd ? std::vector<std::size_t>{1, 3} : std::vector<std::size_t>{2, 2};
+    const std::vector<size_t> counts = odd ? std::vector<size_t>{1, 3} : std::vector<size_t>{2, 2};
     EXPECT_THROW(group.all_gather({.input = data.data(), .output = data.data() + 32, .counts = counts}), MismatchError);
     EXPECT_THROW(group.all_to_all(
                      {.input = data.data(), .output = data.data() + 32, .counts = {1, 2}, .receive_counts = {1, 1}}),
@@ -238,7 +238,7 @@ TEST(group, the_deadline_lists_what_every_rank_does) {
                                     float value = 0;
                                     group.all_reduce({.input = &value, .output = &value, .count = 1});
                                     if (group.rank() == 1) return given_up.wait();
-                                    std::vector<std::int64_t> data(10);
+                                    std::vector<int64_t> data(10);
                                     try {
                                       group.broadcast({.output = data.data(), .count = 10, .dtype = DType::kInt64});
                                     } catch (...) {
@@ -354,7 +354,7 @@ TEST_P(Sizes, started_calls_are_made_in_order) {
     Started started(group);
     std::vector<std::vector<float>> data(20, std::vector<float>(3000));
     std::vector<FuturePtr> futures;
-    for (std::size_t i = 0; i < data.size(); ++i) {
+    for (size_t i = 0; i < data.size(); ++i) {
       std::fill(data[i].begin(), data[i].end(), static_cast<float>(i));
       futures.push_back(started.start(
           {.operation = Operation::kAllReduce, .input = data[i].data(), .output = data[i].data(), .count = 3000}));
@@ -362,7 +362,7 @@ TEST_P(Sizes, started_calls_are_made_in_order) {
     float value = 1;
     started.queue.run([&] { group.all_reduce({.input = &value, .output = &value, .count = 1}); });
     EXPECT_EQ(value, static_cast<float>(group.size()));
-    for (std::size_t i = 0; i < futures.size(); ++i) {
+    for (size_t i = 0; i < futures.size(); ++i) {
       futures[i]->wait(testing::soon());
       EXPECT_TRUE(futures[i]->done());
       EXPECT_EQ(data[i][2999], static_cast<float>(i) * static_cast<float>(group.size()));

@@ -107,7 +107,7 @@ class Mailbox final : public CallDescription {
     while (begin_round()) {
       try {
         if (group_.peers().poisoned()) group_.peers().throw_if_poisoned(here());
-        const std::uint32_t rung = bell().load();
+        const uint32_t rung = bell().load();
         if (progress_all()) continue;
         waiter_.until(bell(), waiting_for_, [&] { return bell().load() != rung; });
       } catch (...) {
@@ -172,7 +172,7 @@ class Mailbox final : public CallDescription {
   Group& group_;
   Waiter waiter_;
   int waiting_for_ = kNobody;
-  IntVector<std::uint32_t> sent_;  // messages so far, to each rank
+  IntVector<uint32_t> sent_;  // messages so far, to each rank
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   std::list<Item> items_;  // in the order in which they were started

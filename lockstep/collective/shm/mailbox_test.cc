@@ -29,8 +29,8 @@ class Messages : public ::testing::TestWithParam<std::tuple<int, bool>> {
 };
 INSTANTIATE_TEST_SUITE_P(Shm, Messages, ::testing::Combine(::testing::Values(1, 2, 3, 7), ::testing::Bool()));
 
-std::vector<std::int32_t> numbers(std::size_t count, int first) {
-  std::vector<std::int32_t> data(count);
+std::vector<int32_t> numbers(size_t count, int first) {
+  std::vector<int32_t> data(count);
   std::iota(data.begin(), data.end(), first);
   return data;
 }
@@ -39,9 +39,9 @@ TEST_P(Messages, go_round_a_ring_in_every_size) {
   run([](Group& group) {
     const int right = (group.rank() + 1) % group.size();
     const int left = (group.rank() + group.size() - 1) % group.size();
-    for (const std::size_t count : {0, 1, 208, 209, 1000, 30000}) {
-      const std::vector<std::int32_t> sent = numbers(count, group.rank());
-      std::vector<std::int32_t> received(count);
+    for (const size_t count : {0, 1, 208, 209, 1000, 30000}) {
+      const std::vector<int32_t> sent = numbers(count, group.rank());
+      std::vector<int32_t> received(count);
       const FuturePtr work = group.start(Call{
           .operation = Operation::kSend, .input = sent.data(), .count = count, .dtype = DType::kInt32, .peer = right});
       EXPECT_EQ(group.receive({.output = received.data(), .count = count, .dtype = DType::kInt32, .peer = left}), left);
@@ -56,7 +56,7 @@ TEST_P(Messages, from_anybody_arrive_once_each) {
     constexpr int kEach = 20;
     if (group.rank() > 0) {
       for (int i = 0; i < kEach; ++i) {
-        const std::vector<std::int32_t> data = numbers(i % 2 == 0 ? 10 : 5000, group.rank() * 1000 + i);
+        const std::vector<int32_t> data = numbers(i % 2 == 0 ? 10 : 5000, group.rank() * 1000 + i);
         group.send({.input = data.data(), .count = data.size(), .dtype = DType::kInt32, .peer = 0, .tag = i});
       }
       return;
@@ -64,7 +64,7 @@ TEST_P(Messages, from_anybody_arrive_once_each) {
     for (int i = 0; i < kEach; ++i) {
       IntVector<char> heard(group.size());
       for (int n = 1; n < group.size(); ++n) {
-        std::vector<std::int32_t> data(i % 2 == 0 ? 10 : 5000);
+        std::vector<int32_t> data(i % 2 == 0 ? 10 : 5000);
         const int from = group.receive({.output = data.data(), .count = data.size(), .dtype = DType::kInt32, .tag = i});
         EXPECT_FALSE(heard[from]);
         heard[from] = true;
@@ -82,7 +82,7 @@ TEST(messages, of_one_tag_keep_their_order_and_tags_may_overtake) {
           constexpr int kCount = 200;
           if (group.rank() == 0) {
             std::vector<FuturePtr> works;
-            IntVector<std::vector<std::int32_t>> data;
+            IntVector<std::vector<int32_t>> data;
             for (int i = 0; i < kCount; ++i) data.push_back(numbers(i % 7 == 0 ? 3000 : 3, i));
             for (int i = 0; i < kCount; ++i)
               works.push_back(group.start(Call{.operation = Operation::kSend,
@@ -95,14 +95,14 @@ TEST(messages, of_one_tag_keep_their_order_and_tags_may_overtake) {
             return;
           }
           for (int i = 0; i < kCount; ++i) {
-            std::vector<std::int32_t> data(i % 7 == 0 ? 3000 : 3);
+            std::vector<int32_t> data(i % 7 == 0 ? 3000 : 3);
             group.receive({.output = data.data(), .count = data.size(), .dtype = DType::kInt32, .peer = 0, .tag = 5});
             ASSERT_EQ(data, numbers(data.size(), i));
           }
         },
         options_for(shared)));
   expect_none(run_threads(2, [](Group& group) {
-    std::int32_t value = 1;
+    int32_t value = 1;
     if (group.rank() == 0) {
       group.send({.input = &value, .count = 1, .dtype = DType::kInt32, .peer = 1, .tag = 1});
       value = 2;
@@ -122,8 +122,8 @@ TEST(messages, exchanged_by_both_sides_at_once_do_not_block_each_other) {
         2,
         [](Group& group) {
           const int peer = 1 - group.rank();
-          const std::vector<std::int32_t> sent = numbers(50000, group.rank());
-          std::vector<std::int32_t> received(50000);
+          const std::vector<int32_t> sent = numbers(50000, group.rank());
+          std::vector<int32_t> received(50000);
           const FuturePtr receive = group.start(Call{.operation = Operation::kReceive,
                                                      .output = received.data(),
                                                      .count = received.size(),

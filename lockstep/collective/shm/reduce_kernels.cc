@@ -65,8 +65,8 @@ void reduce(const Reduction& reduction, DType dtype, ReduceOp op, Kernels kernel
   kernel_for(dtype, op)(reduction);
 }
 
-void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
-  constexpr std::size_t kSmall = 2048;
+void copy_bytes(std::byte* to, const std::byte* from, size_t bytes) {
+  constexpr size_t kSmall = 2048;
   if (bytes == 0 || to == from) return;
   if (bytes < kSmall) {
     std::memcpy(to, from, bytes);
@@ -75,7 +75,7 @@ void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
   reduce({.sources = {&from, 1}, .destinations = {&to, 1}, .count = bytes}, DType::kUInt8, ReduceOp::kBitOr);
 }
 
-void show_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
+void show_bytes(std::byte* to, const std::byte* from, size_t bytes) {
   if (bytes < kStreamFromBytes) return copy_bytes(to, from, bytes);
   reduce({.sources = {&from, 1}, .destinations = {&to, 1}, .count = bytes, .streamed = 1}, DType::kUInt8,
          ReduceOp::kBitOr);

@@ -19,9 +19,9 @@ namespace lockstep::shm {
 struct Reduction {
   std::span<const std::byte* const> sources;  // n >= 1 arrays of `count` elements, any alignment
   std::span<std::byte* const> destinations;   // m >= 1; each is one of the sources or overlaps none of them
-  std::size_t count = 0;
-  int divisor = 1;           // kMean: what the sum is divided by
-  std::size_t streamed = 0;  // the first so many destinations are stored past the caches: another core reads them next
+  size_t count = 0;
+  int divisor = 1;      // kMean: what the sum is divided by
+  size_t streamed = 0;  // the first so many destinations are stored past the caches: another core reads them next
 };
 
 bool defined(DType dtype, ReduceOp op);  // no bit operations on floats, no mean of bool
@@ -37,11 +37,11 @@ void reduce(const Reduction& reduction, DType dtype, ReduceOp op,
 // Copies with the same loads and stores: for many sizes the C library's memcpy uses "rep movsb", which some processors
 // execute ten times slower for certain offsets of source and destination within their pages, which staging memory and
 // user memory often have. Memory onto itself, and null pointers where there is nothing to copy, are fine.
-void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes);
+void copy_bytes(std::byte* to, const std::byte* from, size_t bytes);
 
 // The same for memory at a multiple of 64 that a peer reads next and that this rank has shown it before. A store would
 // first have to call the line back from the peer's cache, which takes 7 to 27 ns a line, depending on how far the cores
 // are apart; a streaming store sends it past both caches, and the peer reads it from memory at full speed.
-void show_bytes(std::byte* to, const std::byte* from, std::size_t bytes);
+void show_bytes(std::byte* to, const std::byte* from, size_t bytes);
 
 }  // namespace lockstep::shm

@@ -11,8 +11,8 @@
 namespace lockstep::shm::LOCKSTEP_KERNELS {
 namespace {
 
-constexpr std::size_t kVectorBytes = LOCKSTEP_VECTOR_BYTES;
-constexpr std::size_t kUnroll = 4;  // vectors in flight
+constexpr size_t kVectorBytes = LOCKSTEP_VECTOR_BYTES;
+constexpr size_t kUnroll = 4;  // vectors in flight
 
 #define LOCKSTEP_INLINE inline __attribute__((always_inline))
 
@@ -32,28 +32,28 @@ LOCKSTEP_INLINE void store_vector(std::byte* to, Vector value) {
 // because they may wrap.
 template <class T, class Quotient = T>
 struct Plain {
-  static constexpr std::size_t kBytes = sizeof(T);
-  static constexpr std::size_t kLanes = kVectorBytes / sizeof(T);
+  static constexpr size_t kBytes = sizeof(T);
+  static constexpr size_t kLanes = kVectorBytes / sizeof(T);
   typedef T Vector __attribute__((vector_size(kVectorBytes)));
 
   static LOCKSTEP_INLINE Vector load(const std::byte* from) { return load_vector<Vector>(from); }
   static LOCKSTEP_INLINE void store(std::byte* to, Vector value) { store_vector(to, value); }
   static LOCKSTEP_INLINE Vector divide(Vector total, int divisor) {
     if constexpr (std::is_floating_point_v<T>) return total / static_cast<T>(divisor);
-    for (std::size_t lane = 0; lane < kLanes; ++lane)
-      total[lane] = static_cast<T>(static_cast<std::int64_t>(static_cast<Quotient>(total[lane])) / divisor);
+    for (size_t lane = 0; lane < kLanes; ++lane)
+      total[lane] = static_cast<T>(static_cast<int64_t>(static_cast<Quotient>(total[lane])) / divisor);
     return total;
   }
 };
 
 typedef float Floats __attribute__((vector_size(kVectorBytes)));
-typedef std::uint32_t Words __attribute__((vector_size(kVectorBytes)));
-typedef std::uint16_t Halves __attribute__((vector_size(kVectorBytes / 2)));
+typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
+typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2)));
 
 // An element of 16 bits that is computed with as a float.
 struct Half {
-  static constexpr std::size_t kBytes = 2;
-  static constexpr std::size_t kLanes = kVectorBytes / sizeof(float);
+  static constexpr size_t kBytes = 2;
+  static constexpr size_t kLanes = kVectorBytes / sizeof(float);
   using Vector = Floats;
 
   static LOCKSTEP_INLINE Words load_words(const std::byte* from) {
@@ -142,7 +142,7 @@ LOCKSTEP_INLINE void store_past_caches(std::byte* to, typename E::Vector value) 
 #if LOCKSTEP_VECTOR_BYTES >= 32
   alignas(kVectorBytes) std::byte stored[kVectorBytes];
   E::store(stored, value);
-  constexpr std::size_t kStored = E::kLanes * E::kBytes;
+  constexpr size_t kStored = E::kLanes * E::kBytes;
   if constexpr (kStored == 16) _mm_stream_si128((__m128i*)to, _mm_load_si128((const __m128i*)stored));
   if constexpr (kStored == 32) _mm256_stream_si256((__m256i*)to, _mm256_load_si256((const __m256i*)stored));
 #if LOCKSTEP_VECTOR_BYTES == 64
@@ -154,31 +154,30 @@ LOCKSTEP_INLINE void store_past_caches(std::byte* to, typename E::Vector value) 
 }
 
 // Elements [at, at + N vectors) of everything.
-template <class E, ReduceOp op, std::size_t N>
-LOCKSTEP_INLINE void reduce_vectors(const Reduction& job, std::size_t at, std::size_t streamed) {
-  constexpr std::size_t kStride = E::kLanes * E::kBytes;
+template <class E, ReduceOp op, size_t N>
+LOCKSTEP_INLINE void reduce_vectors(const Reduction& job, size_t at, size_t streamed) {
+  constexpr size_t kStride = E::kLanes * E::kBytes;
   const std::byte* const* sources = job.sources.data();
   typename E::Vector total[N];
-  for (std::size_t u = 0; u < N; ++u) total[u] = E::load(sources[0] + at * E::kBytes + u * kStride);
-  for (std::size_t q = 1; q < job.sources.size(); ++q)
-    for (std::size_t u = 0; u < N; ++u)
-      total[u] = combine<op>(total[u], E::load(sources[q] + at * E::kBytes + u * kStride));
-  for (std::size_t u = 0; u < N; ++u) total[u] = finish<E, op>(total[u], job.divisor);
+  for (size_t u = 0; u < N; ++u) total[u] = E::load(sources[0] + at * E::kBytes + u * kStride);
+  for (size_t q = 1; q < job.sources.size(); ++q)
+    for (size_t u = 0; u < N; ++u) total[u] = combine<op>(total[u], E::load(sources[q] + at * E::kBytes + u * kStride));
+  for (size_t u = 0; u < N; ++u) total[u] = finish<E, op>(total[u], job.divisor);
   std::byte* const* const destinations = job.destinations.data();
-  for (std::size_t d = 0; d < streamed; ++d)
-    for (std::size_t u = 0; u < N; ++u) store_past_caches<E>(destinations[d] + at * E::kBytes + u * kStride, total[u]);
-  for (std::size_t d = streamed; d < job.destinations.size(); ++d)
-    for (std::size_t u = 0; u < N; ++u) E::store(destinations[d] + at * E::kBytes + u * kStride, total[u]);
+  for (size_t d = 0; d < streamed; ++d)
+    for (size_t u = 0; u < N; ++u) store_past_caches<E>(destinations[d] + at * E::kBytes + u * kStride, total[u]);
+  for (size_t d = streamed; d < job.destinations.size(); ++d)
+    for (size_t u = 0; u < N; ++u) E::store(destinations[d] + at * E::kBytes + u * kStride, total[u]);
 }
 
 // The last elements, fewer than a vector: the same arithmetic on a padded copy.
 template <class E, ReduceOp op>
-void reduce_tail(const Reduction& job, std::size_t at) {
-  const std::size_t bytes = (job.count - at) * E::kBytes;
+void reduce_tail(const Reduction& job, size_t at) {
+  const size_t bytes = (job.count - at) * E::kBytes;
   alignas(kVectorBytes) std::byte padded[kVectorBytes] = {};
   __builtin_memcpy(padded, job.sources[0] + at * E::kBytes, bytes);
   typename E::Vector total = E::load(padded);
-  for (std::size_t q = 1; q < job.sources.size(); ++q) {
+  for (size_t q = 1; q < job.sources.size(); ++q) {
     __builtin_memcpy(padded, job.sources[q] + at * E::kBytes, bytes);
     total = combine<op>(total, E::load(padded));
   }
@@ -187,16 +186,16 @@ void reduce_tail(const Reduction& job, std::size_t at) {
 }
 
 // Counts the first destinations that are streamed: none unless all of those are aligned.
-LOCKSTEP_INLINE std::size_t streamable(const Reduction& job) {
-  for (std::size_t d = 0; d < job.streamed; ++d)
-    if (reinterpret_cast<std::uintptr_t>(job.destinations.data()[d]) % kVectorBytes != 0) return 0;
+LOCKSTEP_INLINE size_t streamable(const Reduction& job) {
+  for (size_t d = 0; d < job.streamed; ++d)
+    if (reinterpret_cast<uintptr_t>(job.destinations.data()[d]) % kVectorBytes != 0) return 0;
   return job.streamed;
 }
 
 template <class E, ReduceOp op>
 void reduce_arrays(const Reduction& job) {
-  const std::size_t streamed = streamable(job);
-  std::size_t at = 0;
+  const size_t streamed = streamable(job);
+  size_t at = 0;
   for (; at + kUnroll * E::kLanes <= job.count; at += kUnroll * E::kLanes)
     reduce_vectors<E, op, kUnroll>(job, at, streamed);
   for (; at + E::kLanes <= job.count; at += E::kLanes) reduce_vectors<E, op, 1>(job, at, streamed);
@@ -228,7 +227,7 @@ Kernel integer_kernel(ReduceOp op) {
 }
 
 Kernel bool_kernel(ReduceOp op) {
-  const auto bits = integer_kernel<std::uint8_t, std::uint8_t>;
+  const auto bits = integer_kernel<uint8_t, uint8_t>;
   switch (op) {
     case ReduceOp::kMean: return nullptr;
     case ReduceOp::kProduct:
@@ -247,11 +246,11 @@ Kernel kernel_for(DType dtype, ReduceOp op) {
     case DType::kFloat64: return float_kernel<Plain<double>>(op);
     case DType::kFloat16: return float_kernel<Float16>(op);
     case DType::kBFloat16: return float_kernel<BFloat16>(op);
-    case DType::kInt8: return integer_kernel<std::int8_t, std::uint8_t>(op);
-    case DType::kUInt8: return integer_kernel<std::uint8_t, std::uint8_t>(op);
-    case DType::kInt16: return integer_kernel<std::int16_t, std::uint16_t>(op);
-    case DType::kInt32: return integer_kernel<std::int32_t, std::uint32_t>(op);
-    case DType::kInt64: return integer_kernel<std::int64_t, std::uint64_t>(op);
+    case DType::kInt8: return integer_kernel<int8_t, uint8_t>(op);
+    case DType::kUInt8: return integer_kernel<uint8_t, uint8_t>(op);
+    case DType::kInt16: return integer_kernel<int16_t, uint16_t>(op);
+    case DType::kInt32: return integer_kernel<int32_t, uint32_t>(op);
+    case DType::kInt64: return integer_kernel<int64_t, uint64_t>(op);
     case DType::kBool: return bool_kernel(op);
   }
   return nullptr;

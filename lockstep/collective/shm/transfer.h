@@ -30,7 +30,7 @@ class Transfer {
 
  public:
   // `sent`: of each rank, how many messages went there so far.
-  Transfer(Group& group, const Call& call, IntVector<std::uint32_t>& sent)
+  Transfer(Group& group, const Call& call, IntVector<uint32_t>& sent)
       : group_(group), call_(call), bytes_(call.count * size_of(call.dtype)), sent_(sent) {}
 
   // Goes as far as it can without waiting; true once it is done. Throws MismatchError.
@@ -114,15 +114,14 @@ class Transfer {
   // `emptied`: a chunk is filled only once chunk c - kStagingChunks was emptied. Release and acquire on these two
   // counters order the copies: the receiver sees the bytes of what is filled, the sender overwrites only what was read.
   void fill() {
-    const std::size_t chunk_bytes = group_.staging_bytes();
+    const size_t chunk_bytes = group_.staging_bytes();
     const auto* const input = static_cast<const std::byte*>(call_.input);
-    std::size_t chunk = header_->filled.load(kRelaxed);
-    for (; chunk * chunk_bytes < bytes_ && chunk < header_->emptied.load(kAcquire) + std::size_t{kStagingChunks};
-         ++chunk) {
-      const std::size_t begin = chunk * chunk_bytes;
+    size_t chunk = header_->filled.load(kRelaxed);
+    for (; chunk * chunk_bytes < bytes_ && chunk < header_->emptied.load(kAcquire) + size_t{kStagingChunks}; ++chunk) {
+      const size_t begin = chunk * chunk_bytes;
       show_bytes(staging_.data() + chunk % kStagingChunks * chunk_bytes, input + begin,
                  std::min(chunk_bytes, bytes_ - begin));
-      header_->filled.store(static_cast<std::uint32_t>(chunk + 1), kRelease);
+      header_->filled.store(static_cast<uint32_t>(chunk + 1), kRelease);
       ring(call_.peer);
     }
   }
@@ -161,8 +160,8 @@ class Transfer {
     for (int i = 0; i < kMessagesPerPair; ++i) {
       MessageHeader& header = group_.area().message(rank, group_.rank(), i);
       if (header.state.load(kAcquire) != MessageHeader::kSent || header.tag != call_.tag) continue;
-      const std::uint32_t order = header.order.load(kRelaxed);
-      if (oldest == nullptr || static_cast<std::int32_t>(order - oldest->order.load(kRelaxed)) < 0) oldest = &header;
+      const uint32_t order = header.order.load(kRelaxed);
+      if (oldest == nullptr || static_cast<int32_t>(order - oldest->order.load(kRelaxed)) < 0) oldest = &header;
     }
     return oldest;
   }
@@ -182,22 +181,22 @@ class Transfer {
 
   // The other side of fill().
   bool empty() {
-    const std::size_t chunk_bytes = group_.staging_bytes();
+    const size_t chunk_bytes = group_.staging_bytes();
     const Location place = in_arena(header_->place.owner, header_->place.at);
     const std::byte* const staging = group_.pointer(place, kStagingChunks * chunk_bytes);
     auto* const output = static_cast<std::byte*>(call_.output);
-    std::size_t chunk = header_->emptied.load(kRelaxed);
+    size_t chunk = header_->emptied.load(kRelaxed);
     for (; chunk < header_->filled.load(kAcquire); ++chunk) {
-      const std::size_t begin = chunk * chunk_bytes;
+      const size_t begin = chunk * chunk_bytes;
       copy_bytes(output + begin, staging + chunk % kStagingChunks * chunk_bytes, std::min(chunk_bytes, bytes_ - begin));
-      header_->emptied.store(static_cast<std::uint32_t>(chunk + 1), kRelease);
+      header_->emptied.store(static_cast<uint32_t>(chunk + 1), kRelease);
       ring(source_);
     }
     if (chunk * chunk_bytes < bytes_) return false;
     return answer(MessageHeader::kAnswered);
   }
 
-  bool answer(std::uint32_t state) {
+  bool answer(uint32_t state) {
     header_->state.store(state, kRelease);
     ring(source_);
     return true;
@@ -205,8 +204,8 @@ class Transfer {
 
   Group& group_;
   Call call_;
-  std::size_t bytes_;
-  IntVector<std::uint32_t>& sent_;
+  size_t bytes_;
+  IntVector<uint32_t>& sent_;
   MessageHeader* header_ = nullptr;
   Memory staging_;  // of a send
   int source_ = kAnyRank;

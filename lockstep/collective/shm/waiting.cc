@@ -13,7 +13,7 @@ namespace {
 // Ranks that are threads are one process to the launcher.
 observe::WaitScope scope_of_wait(const Peers& peers, int peer) {
   if (peer == kNobody) return {peers.shares_ordinary_memory() ? kOwnThread : kAnyPeer, -1};
-  const std::int32_t pid = peers.seat(peer).pid.load(std::memory_order_relaxed);
+  const int32_t pid = peers.seat(peer).pid.load(std::memory_order_relaxed);
   return {peers.shares_ordinary_memory() ? kOwnThread : pid, peers.job_rank(peer)};
 }
 
@@ -55,7 +55,7 @@ void Waiter::sleep_and_look(Flag& flag, int peer, const Done& done, const observ
   while (true) {
     peers_.note_wait(rank_, peer);
     wait.goes_on();
-    const std::uint32_t seen = flag.load();
+    const uint32_t seen = flag.load();
     if (done() || look_around(peer, done)) return;
     flag.sleep_while(seen, kLongestSleep);
   }

@@ -34,7 +34,7 @@ TEST(ReachableAddress, is_not_that_of_the_loopback_interface_where_another_rank_
   const std::vector<std::string> hosts{"127.0.0.1", outer_address()};
   std::vector<std::string> addresses(hosts.size());
   std::vector<std::thread> threads;
-  for (std::size_t rank = 0; rank < hosts.size(); ++rank)
+  for (size_t rank = 0; rank < hosts.size(); ++rank)
     threads.emplace_back([&, rank] {
       c10d::TCPStore store(hosts[rank], {.port = server.getPort(), .timeout = kLongestWait});
       addresses[rank] = reachable_address(
@@ -125,7 +125,7 @@ TEST(ConnectCpuRanks, ignores_sigpipe_between_machines_unless_the_program_handle
 class BrokenStore : public c10d::PrefixStore {
  public:
   using PrefixStore::PrefixStore;
-  void set(const std::string& key, const std::vector<std::uint8_t>& value) override {
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
     if (contains(key, "interface")) throw UsageError({.what = "this machine has no network"});
     PrefixStore::set(key, value);
   }

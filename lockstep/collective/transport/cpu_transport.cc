@@ -11,7 +11,7 @@ namespace {
 
 std::string missing_ranks(c10d::Store& store, const std::vector<std::string>& keys) try {
   std::vector<std::string> missing;
-  for (std::size_t rank = 0; rank < keys.size(); ++rank)
+  for (size_t rank = 0; rank < keys.size(); ++rank)
     if (!store.check({keys[rank]})) missing.push_back(std::to_string(rank));
   return join(missing, ", ");
 } catch (const std::exception&) {
@@ -103,7 +103,7 @@ shm::GroupPtr CpuTransport::group_inside(const std::vector<int>& ranks, std::opt
 }
 
 torch::Tensor CpuTransport::allocate(torch::IntArrayRef sizes, const torch::TensorOptions& options) {
-  const auto bytes = static_cast<std::uint64_t>(c10::multiply_integers(sizes)) * options.dtype().itemsize();
+  const auto bytes = static_cast<uint64_t>(c10::multiply_integers(sizes)) * options.dtype().itemsize();
   auto memory = std::make_shared<shm::Memory>(inside->allocate(bytes));
   return torch::from_blob(
       memory->data(), sizes, [memory](void*) mutable { memory.reset(); }, options);

@@ -16,7 +16,7 @@ namespace lockstep {
 namespace {
 
 using Nccl = c10::intrusive_ptr<c10d::Backend>;
-using Splits = std::vector<std::int64_t>;
+using Splits = std::vector<int64_t>;
 
 // c10d's options for a call: its reduction and root, where they have those. Reductions are in c10d's order
 // (backend_calls.cc).
@@ -106,7 +106,7 @@ class NcclTransport : public Transport {
     return nccl_->allgather(outputs, input);
   }
 
-  static Splits splits(const std::vector<std::size_t>& counts) { return {counts.begin(), counts.end()}; }
+  static Splits splits(const std::vector<size_t>& counts) { return {counts.begin(), counts.end()}; }
 
   static Tensors list_of(const torch::Tensor& tensor) {
     return tensor.defined() ? Tensors{tensor.detach().view(-1)} : Tensors();

@@ -18,7 +18,7 @@ struct Work::State {
   bool finished = false;
 
   void wait(std::optional<Deadline> deadline) {
-    const std::int64_t began = trace::now_if_recording();
+    const int64_t began = trace::now_if_recording();
     future->wait(deadline);
     if (finished) return;
     call.finish();
@@ -43,7 +43,7 @@ int Work::source() const { return state_->future->source(); }
 
 Work World::start(TensorCall call) const {
   call.begin();
-  const std::int64_t began = trace::now_if_recording();
+  const int64_t began = trace::now_if_recording();
   TracedMessage traced(state_->messages, call);
   FuturePtr future = state_->transport_for(call).start(call);
   if (call.operation == Operation::kSend) traced.write(began, call.peer);
@@ -79,11 +79,11 @@ void check_list(const World& world, const RankList& ranks) {
 // The lists of all ranks; a row ends at -1.
 IntVector<RankList> exchange_lists(const World& world, const RankList& ranks) {
   torch::Tensor mine = torch::full({world.size() + 1}, -1, torch::kInt32);
-  std::copy(ranks.begin(), ranks.end(), mine.mutable_data_ptr<std::int32_t>());
+  std::copy(ranks.begin(), ranks.end(), mine.mutable_data_ptr<int32_t>());
   const torch::Tensor all = world.all_gather(mine);
   IntVector<RankList> lists;
   for (const torch::Tensor& row : all.unbind()) {
-    const auto* const first = row.const_data_ptr<std::int32_t>();
+    const auto* const first = row.const_data_ptr<int32_t>();
     lists.emplace_back(first, std::find(first, first + world.size(), -1));
   }
   return lists;
@@ -133,7 +133,7 @@ void World::abandon(const std::string& reason) const { state_->abandon(reason); 
 
 std::optional<World> World::split(int color, int key) const {
   const torch::Tensor all = all_gather(torch::tensor({color, key}, torch::kInt32));
-  const auto* const pairs = all.const_data_ptr<std::int32_t>();
+  const auto* const pairs = all.const_data_ptr<int32_t>();
   const auto color_of = [pairs](int rank) { return pairs[2 * rank]; };
   const auto key_of = [pairs](int rank) { return pairs[2 * rank + 1]; };
   RankList ranks;

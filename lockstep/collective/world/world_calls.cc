@@ -13,18 +13,18 @@ namespace {
 
 using torch::Tensor;
 
-using Sizes = std::vector<std::int64_t>;
+using Sizes = std::vector<int64_t>;
 
-std::int64_t sum_of(const Sizes& rows) { return std::accumulate(rows.begin(), rows.end(), std::int64_t{0}); }
+int64_t sum_of(const Sizes& rows) { return std::accumulate(rows.begin(), rows.end(), int64_t{0}); }
 
-Sizes with_rows(std::int64_t rows, const Tensor& tensor) {
+Sizes with_rows(int64_t rows, const Tensor& tensor) {
   Sizes shape = tensor.sizes().vec();
   shape.front() = rows;
   return shape;
 }
 
-std::vector<std::int64_t> values_of(const Tensor& tensor) {
-  const auto* const values = tensor.const_data_ptr<std::int64_t>();
+std::vector<int64_t> values_of(const Tensor& tensor) {
+  const auto* const values = tensor.const_data_ptr<int64_t>();
   return {values, values + tensor.numel()};
 }
 
@@ -62,7 +62,7 @@ class Asked {
   }
 
   void check_rows(const Sizes& rows) const {
-    const bool negative = std::ranges::any_of(rows, [](std::int64_t count) { return count < 0; });
+    const bool negative = std::ranges::any_of(rows, [](int64_t count) { return count < 0; });
     if (std::cmp_not_equal(rows.size(), caller_.size) || negative)
       refuse(concat(name_, ": ", rows.size(), " counts for ", caller_.size, " ranks, or a negative one"),
              "give one count per rank");
@@ -71,7 +71,7 @@ class Asked {
   // `rows` of the tensor per rank; none: equal parts.
   void check_sum(const Sizes& rows) const {
     check_has_rows();
-    const std::int64_t all = tensor_.size(0);
+    const int64_t all = tensor_.size(0);
     if (rows.empty() && all % caller_.size != 0)
       refuse(concat(name_, " of ", all, " rows over ", caller_.size, " ranks"),
              "give the rows of each rank, or a multiple of the number of ranks");
@@ -83,9 +83,9 @@ class Asked {
   }
 
   // The elements of each rank's part.
-  std::vector<std::size_t> counts_of(const Sizes& rows) const {
-    std::vector<std::size_t> counts;
-    for (const std::int64_t count : rows)
+  std::vector<size_t> counts_of(const Sizes& rows) const {
+    std::vector<size_t> counts;
+    for (const int64_t count : rows)
       counts.push_back(to_size(count * c10::multiply_integers(tensor_.sizes().slice(1))));
     return counts;
   }
@@ -119,7 +119,7 @@ class Asked {
     return with_memory(std::move(call), list_of(input), list_of(output));
   }
 
-  std::size_t count() const { return to_size(tensor_.numel()); }
+  size_t count() const { return to_size(tensor_.numel()); }
 
  private:
   const Caller& caller_;
@@ -139,7 +139,7 @@ TensorCall reduce_scatter_call(const Caller& caller, const Tensor& tensor, const
   const Asked asked(caller, "reduce_scatter", tensor);
   asked.check_op(options.op);
   asked.check_sum(options.rows);
-  const std::int64_t mine = options.rows.empty() ? tensor.size(0) / caller.size : options.rows[to_size(caller.rank)];
+  const int64_t mine = options.rows.empty() ? tensor.size(0) / caller.size : options.rows[to_size(caller.rank)];
   const Tensor output = asked.output_for(options.output, with_rows(mine, tensor));
   return asked.on(tensor, output,
                   {.operation = Operation::kReduceScatter,
@@ -253,7 +253,7 @@ Tensor World::all_gather_rows(const Tensor& tensor, const AllGatherRowsOptions& 
   asked.check_has_rows();
   const Sizes rows = options.rows.empty() ? values_of(all_gather(torch::tensor({tensor.size(0)}))) : options.rows;
   asked.check_rows(rows);
-  const std::int64_t mine = rows[to_size(rank())];
+  const int64_t mine = rows[to_size(rank())];
   if (mine != tensor.size(0))
     asked.refuse(concat("all_gather_rows of ", tensor.size(0), " rows, but ", mine, " are announced for this rank"),
                  "give the same counts on all ranks, or none");

@@ -14,9 +14,9 @@ using testing::Fabric;
 using testing::kDtypes;
 using testing::same;
 using testing::values_of;
-using Rows = std::vector<std::int64_t>;
+using Rows = std::vector<int64_t>;
 
-constexpr std::int64_t kSizes[] = {0, 1, 1001};
+constexpr int64_t kSizes[] = {0, 1, 1001};
 constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kMean,   ReduceOp::kProduct, ReduceOp::kMin,
                              ReduceOp::kMax, ReduceOp::kBitAnd, ReduceOp::kBitOr,   ReduceOp::kBitXor};
 
@@ -76,7 +76,7 @@ void for_each_reduction(const Body& body) {
 TEST_P(EveryWorld, all_reduce_gives_every_rank_the_result) {
   run([](World& world) {
     for_each_reduction([&](auto dtype, ReduceOp op) {
-      for (const std::int64_t size : kSizes) {
+      for (const int64_t size : kSizes) {
         const torch::Tensor tensor = values_of(world.rank(), {size}, dtype);
         world.all_reduce(tensor, op);
         EXPECT_TRUE(same(tensor, reduced(world.size(), {size}, dtype, op)));
@@ -87,7 +87,7 @@ TEST_P(EveryWorld, all_reduce_gives_every_rank_the_result) {
 
 TEST_P(EveryWorld, all_reduce_of_large_tensors_is_exact) {
   run([](World& world) {
-    for (const std::int64_t size : {70001, 600011}) {
+    for (const int64_t size : {70001, 600011}) {
       const torch::Tensor tensor = values_of(world.rank(), {size}, torch::kFloat32);
       world.all_reduce(tensor);
       EXPECT_TRUE(same(tensor, reduced(world.size(), {size}, torch::kFloat32, ReduceOp::kSum)));
@@ -111,7 +111,7 @@ TEST_P(EveryWorld, reduce_scatter_gives_every_rank_its_rows) {
   run([](World& world) {
     const int n = world.size();
     for_each_reduction([&](auto dtype, ReduceOp op) {
-      for (const std::int64_t each : {0, 1, 5}) {
+      for (const int64_t each : {0, 1, 5}) {
         const Rows shape{each * n, 3};
         const torch::Tensor part = world.reduce_scatter(values_of(world.rank(), shape, dtype), {.op = op});
         EXPECT_TRUE(same(part, reduced(n, shape, dtype, op).narrow(0, each * world.rank(), each)));
@@ -126,16 +126,14 @@ Rows uneven_rows(int ranks, int first) {
   return rows;
 }
 
-std::int64_t sum_of(const Rows& rows, int end) {
-  return std::accumulate(rows.begin(), rows.begin() + end, std::int64_t{0});
-}
+int64_t sum_of(const Rows& rows, int end) { return std::accumulate(rows.begin(), rows.begin() + end, int64_t{0}); }
 
 TEST_P(EveryWorld, reduce_scatter_takes_parts_of_different_sizes) {
   run([](World& world) {
     const int n = world.size();
     const Rows rows = uneven_rows(n, 2);
     const Rows shape{sum_of(rows, n), 7};
-    const std::int64_t mine = rows[static_cast<unsigned>(world.rank())];
+    const int64_t mine = rows[static_cast<unsigned>(world.rank())];
     for (const auto dtype : kDtypes) {
       const torch::Tensor part =
           world.reduce_scatter(values_of(world.rank(), shape, dtype), {.op = ReduceOp::kMax, .rows = rows});
@@ -159,7 +157,7 @@ TEST_P(EveryWorld, broadcast_gives_every_rank_the_roots_values) {
 TEST_P(EveryWorld, all_gather_gives_the_tensors_in_rank_order) {
   run([](World& world) {
     for (const auto dtype : kDtypes)
-      for (const std::int64_t size : kSizes) {
+      for (const int64_t size : kSizes) {
         const torch::Tensor gathered = world.all_gather(values_of(world.rank(), {size}, dtype));
         ASSERT_EQ(gathered.size(0), world.size());
         for (int rank = 0; rank < world.size(); ++rank)
@@ -176,7 +174,7 @@ TEST_P(EveryWorld, all_gather_rows_joins_tensors_of_different_lengths) {
         const Rows mine{rows[static_cast<unsigned>(world.rank())], 5};
         const torch::Tensor joined = world.all_gather_rows(values_of(world.rank(), mine, dtype), {.rows = told});
         for (int rank = 0; rank < world.size(); ++rank) {
-          const std::int64_t theirs = rows[static_cast<unsigned>(rank)];
+          const int64_t theirs = rows[static_cast<unsigned>(rank)];
           EXPECT_TRUE(same(joined.narrow(0, sum_of(rows, rank), theirs), values_of(rank, {theirs, 5}, dtype)));
         }
       }
@@ -202,7 +200,7 @@ TEST_P(EveryWorld, all_to_all_sends_a_part_to_every_rank) {
   run([](World& world) {
     const int n = world.size();
     for (const auto dtype : kDtypes)
-      for (const std::int64_t each : {0, 1, 17}) {
+      for (const int64_t each : {0, 1, 17}) {
         const torch::Tensor received = world.all_to_all(values_of(world.rank(), {each * n, 2}, dtype));
         for (int rank = 0; rank < n; ++rank)
           EXPECT_TRUE(same(received.narrow(0, rank * each, each),

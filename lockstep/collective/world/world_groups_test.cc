@@ -173,7 +173,7 @@ void make_random_calls(const World& world, unsigned seed, int calls) {
   std::vector<std::pair<Work, torch::Tensor>> under_way;
   for (int i = 0; i < calls; ++i) {
     const auto kind = random() % 6;
-    const auto size = static_cast<std::int64_t>(random() % 3000);
+    const auto size = static_cast<int64_t>(random() % 3000);
     const int root = static_cast<int>(random() % static_cast<unsigned>(n));
     const torch::Tensor mine = torch::full({size}, world.rank() + 1, torch::kInt32);
     const torch::Tensor sum = torch::full({size}, n * (n + 1) / 2, torch::kInt32);

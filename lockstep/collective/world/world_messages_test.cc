@@ -31,7 +31,7 @@ TEST_P(Messages, go_around_a_ring) {
     const int next = (world.rank() + 1) % n;
     const int previous = (world.rank() + n - 1) % n;
     for (const auto dtype : kDtypes)
-      for (const std::int64_t size : {0, 1, 70001}) {
+      for (const int64_t size : {0, 1, 70001}) {
         const torch::Tensor mine = values_of(world.rank(), {size}, dtype);
         const torch::Tensor theirs = torch::zeros({size}, dtype);
         Work sent = world.send_async(mine, next);
@@ -126,8 +126,8 @@ void send_what_does_not_fit(World& world, const torch::Tensor& sent) {
 
 TEST_P(Messages, that_do_not_fit_are_refused_and_the_next_ones_arrive) {
   run([](World& world) {
-    for (const std::int64_t sent : {1, 1017, 1018, 1019, 70001})
-      for (const std::int64_t expected : {2, 1016, 100003}) {
+    for (const int64_t sent : {1, 1017, 1018, 1019, 70001})
+      for (const int64_t expected : {2, 1016, 100003}) {
         if (world.rank() == 0) send_what_does_not_fit(world, torch::ones({sent}));
         if (world.rank() == 1) {
           const torch::Tensor tensor = torch::zeros({expected});
@@ -150,7 +150,7 @@ TEST_P(Messages, that_do_not_fit_are_refused_and_the_next_ones_arrive) {
 
 TEST_P(Messages, of_another_dtype_are_refused_from_any_rank_too) {
   run([](World& world) {
-    for (const std::int64_t size : {3, 50001}) {
+    for (const int64_t size : {3, 50001}) {
       if (world.rank() == 0) send_what_does_not_fit(world, torch::ones({size}, torch::kInt32));
       if (world.rank() == 1) {
         Work work = world.receive_async(torch::zeros({size}), {.tag = 3});
@@ -167,7 +167,7 @@ TEST_P(Messages, cross_each_other_and_may_be_received_in_another_order) {
   run([](World& world) {
     if (world.rank() > 1) return;
     const int peer = 1 - world.rank();
-    const std::int64_t large = 400003;
+    const int64_t large = 400003;
     const torch::Tensor one = torch::zeros({large}, torch::kInt64);
     const torch::Tensor other = torch::zeros({large + 1}, torch::kInt64);
     Work second = world.receive_async(other, {.from = peer, .tag = 2});

@@ -157,7 +157,7 @@ World WorldState::over_store(const StorePtr& store, int rank, int size, const Wo
 
 int WorldState::run(const TensorCall& call) {
   call.begin();
-  const std::int64_t began = trace::now_if_recording();
+  const int64_t began = trace::now_if_recording();
   std::optional<TracedMessage> traced;
   if (is_message(call.operation)) traced.emplace(messages, call);
   const int source = transport_for(call).run(call);
@@ -171,13 +171,13 @@ World World::single(const WorldOptions& options) { return WorldState::world_of(m
 // First the lengths, then all texts at the length of the longest: tensors of the same shape on every rank.
 std::vector<std::string> World::exchange_texts(const std::string& mine) const {
   const torch::Tensor lengths = all_gather(torch::tensor({to_int64(mine.size())}));
-  const torch::Tensor padded = torch::zeros({lengths.max().item<std::int64_t>()}, torch::kUInt8);
-  std::copy(mine.begin(), mine.end(), padded.mutable_data_ptr<std::uint8_t>());
+  const torch::Tensor padded = torch::zeros({lengths.max().item<int64_t>()}, torch::kUInt8);
+  std::copy(mine.begin(), mine.end(), padded.mutable_data_ptr<uint8_t>());
   const torch::Tensor all = all_gather(padded);
   std::vector<std::string> texts;
   for (int rank = 0; rank < size(); ++rank) {
-    const auto* text = all[rank].const_data_ptr<std::uint8_t>();
-    texts.emplace_back(text, text + lengths[rank].item<std::int64_t>());
+    const auto* text = all[rank].const_data_ptr<uint8_t>();
+    texts.emplace_back(text, text + lengths[rank].item<int64_t>());
   }
   return texts;
 }

@@ -63,7 +63,7 @@ class WorldState {
   void count_sub_world() { ++sub_worlds_; }  // all ranks of this world make it, those that are not in it, too
 
  private:
-  std::uint64_t sub_worlds_ = 0;
+  uint64_t sub_worlds_ = 0;
   std::optional<Stoppable> stoppable_;  // the last member
 };
 

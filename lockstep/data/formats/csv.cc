@@ -11,7 +11,7 @@
 namespace lockstep {
 namespace {
 
-constexpr std::int64_t kNoTarget = -100;  // which torch's losses ignore
+constexpr int64_t kNoTarget = -100;  // which torch's losses ignore
 
 // The records of a text, a line each, unless a quoted field has line breaks.
 class CsvRecords {
@@ -27,7 +27,7 @@ class CsvRecords {
     }
     return false;
   }
-  std::int64_t line() const { return line_; }  // where it begins, from 1
+  int64_t line() const { return line_; }  // where it begins, from 1
 
  private:
   void read_record(std::vector<std::string>& fields) {
@@ -54,12 +54,12 @@ class CsvRecords {
 
   std::string_view text_;
   char separator_;
-  std::size_t place_ = 0;
-  std::int64_t line_ = 0, next_line_ = 1;
+  size_t place_ = 0;
+  int64_t line_ = 0, next_line_ = 1;
 };
 
 std::string_view trimmed(std::string_view text) {
-  const std::size_t begin = text.find_first_not_of(' ');
+  const size_t begin = text.find_first_not_of(' ');
   return begin == std::string_view::npos ? "" : text.substr(begin, text.find_last_not_of(' ') - begin + 1);
 }
 
@@ -75,11 +75,11 @@ std::optional<Number> number_in(const std::string& field) {
 // Numbers of a target, or its texts as classes: those of the table, if it has them already.
 void set_target(Table& table, const std::vector<std::string>& texts, bool numbers) {
   const bool are_known = !table.classes.empty();
-  std::vector<std::int64_t> classes;
+  std::vector<int64_t> classes;
   std::vector<float> values;
   for (const std::string& text : texts) {
     if (const auto value = number_in<float>(text)) values.push_back(*value);
-    if (const auto label = number_in<std::int64_t>(text); label && *label >= 0) classes.push_back(*label);
+    if (const auto label = number_in<int64_t>(text); label && *label >= 0) classes.push_back(*label);
   }
   if (!are_known && values.size() == texts.size() && (numbers || classes.size() < texts.size())) {
     table.target = torch::tensor(values).view({-1, 1});
@@ -108,7 +108,7 @@ class CsvReader {
     bool more = true;
     if (is_header()) {
       table.columns = names_;
-      if (has_target()) table.columns.erase(table.columns.begin() + static_cast<std::ptrdiff_t>(target_));
+      if (has_target()) table.columns.erase(table.columns.begin() + static_cast<ptrdiff_t>(target_));
       more = records_.next(fields_);
     }
     for (; more; more = records_.next(fields_)) add_row();
@@ -157,7 +157,7 @@ class CsvReader {
   void add_row() {
     if (fields_.size() != names_.size())
       throw error(concat(fields_.size(), " columns, not ", names_.size()), "a separator in a text without quotes");
-    for (std::size_t i = 0; i < fields_.size(); ++i) {
+    for (size_t i = 0; i < fields_.size(); ++i) {
       if (i == target_) continue;
       const auto value = number_in<float>(fields_[i]);
       if (!value)
@@ -188,8 +188,8 @@ class CsvReader {
   TableOptions options_;
   CsvRecords records_;
   std::vector<std::string> fields_, names_;
-  std::size_t target_ = 0;  // of all columns; as many as there are: none
-  std::int64_t rows_ = 0;
+  size_t target_ = 0;  // of all columns; as many as there are: none
+  int64_t rows_ = 0;
   std::vector<float> values_;
   std::vector<std::string> targets_;
 };

@@ -33,7 +33,7 @@ DataFile::DataFile(fs::path path)
   size_ = to_size(status.st_size);
 }
 
-void DataFile::read(std::uint64_t offset, std::span<std::uint8_t> into) const {
+void DataFile::read(uint64_t offset, std::span<uint8_t> into) const {
   const auto left = read_fully(fd_.get(), offset, std::as_writable_bytes(into));
   if (left.empty()) return;
   const int error = errno;
@@ -43,8 +43,8 @@ void DataFile::read(std::uint64_t offset, std::span<std::uint8_t> into) const {
                    .likely = error != 0 ? "a failing disk" : "another program writes or copies this file"});
 }
 
-std::vector<std::uint8_t> DataFile::read_all() const {
-  std::vector<std::uint8_t> bytes(size_);
+std::vector<uint8_t> DataFile::read_all() const {
+  std::vector<uint8_t> bytes(size_);
   read(0, bytes);
   return bytes;
 }
@@ -52,7 +52,7 @@ std::vector<std::uint8_t> DataFile::read_all() const {
 // A read of the last byte that fails instead of waiting for the disk (RWF_NOWAIT) says whether that page is cached. If
 // so, all of the part is taken as cached: parts are read front to back. Else the kernel is asked for every page of the
 // part, and reads them while this thread goes on.
-void DataFile::will_need(std::uint64_t offset, std::uint64_t bytes) const {
+void DataFile::will_need(uint64_t offset, uint64_t bytes) const {
   if (bytes == 0) return;
   char byte = 0;
   const iovec into{&byte, 1};

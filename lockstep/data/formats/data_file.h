@@ -21,28 +21,28 @@ class DataFile {
  public:
   explicit DataFile(fs::path path);  // throws DataError: missing, unreadable, not a regular file
   const fs::path& path() const { return path_; }
-  std::uint64_t size() const { return size_; }  // when it was opened
+  uint64_t size() const { return size_; }  // when it was opened
 
   // Fills `into`, from `offset` on. Blocks for the disk. Throws DataError naming the file: it became shorter, or the disk
   // has an error.
-  void read(std::uint64_t offset, std::span<std::uint8_t> into) const;
-  std::vector<std::uint8_t> read_all() const;
+  void read(uint64_t offset, std::span<uint8_t> into) const;
+  std::vector<uint8_t> read_all() const;
 
   template <class T>
-  T read_at(std::uint64_t offset) const {
+  T read_at(uint64_t offset) const {
     T value;
-    read(offset, {reinterpret_cast<std::uint8_t*>(&value), sizeof value});
+    read(offset, {reinterpret_cast<uint8_t*>(&value), sizeof value});
     return value;
   }
 
   // Starts reading this part from the disk without waiting for it. A part whose last byte is in the page cache is taken
   // as cached: asking the kernel for all of its pages would cost a fifth of reading them.
-  void will_need(std::uint64_t offset, std::uint64_t bytes) const;
+  void will_need(uint64_t offset, uint64_t bytes) const;
 
  private:
   fs::path path_;
   UniqueFd fd_;
-  std::uint64_t size_ = 0;
+  uint64_t size_ = 0;
 };
 
 }  // namespace lockstep

@@ -18,7 +18,7 @@ namespace {
 class IdxReader {
  public:
   // O_NONBLOCK: opening a named pipe would wait for its writer without limit; of a regular file it changes nothing.
-  IdxReader(const fs::path& path, std::uint64_t most_bytes)
+  IdxReader(const fs::path& path, uint64_t most_bytes)
       : path_(path),
         most_(most_bytes),
         file_(gzdopen(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK), "rb"), &gzclose) {
@@ -30,7 +30,7 @@ class IdxReader {
   }
 
   Tensor read_tensor() {
-    const std::vector<std::int64_t> shape = read_shape();
+    const std::vector<int64_t> shape = read_shape();
     const auto size = product(shape);
     if (!size) throw bad("its header says more values than 64 bits can count", "a damaged file");
     Bytes values = read_values(to_size(*size));
@@ -38,7 +38,7 @@ class IdxReader {
   }
 
  private:
-  std::vector<std::int64_t> read_shape() {
+  std::vector<int64_t> read_shape() {
     constexpr int kUnsignedByte = 8;
     constexpr int kMostDimensions = 4;
     const auto [zero, also_zero, type, dimensions] = read_four_bytes("magic number");
@@ -47,18 +47,18 @@ class IdxReader {
       throw bad(concat("holds type ", int{type}, ", only unsigned bytes (8) are read"), "another dataset");
     if (dimensions == 0 || dimensions > kMostDimensions)
       throw bad(concat("has ", int{dimensions}, " dimensions, 1 to ", kMostDimensions, " are read"), "a damaged file");
-    std::vector<std::int64_t> shape(dimensions);
-    for (std::int64_t& size : shape) {
+    std::vector<int64_t> shape(dimensions);
+    for (int64_t& size : shape) {
       const auto big_endian = read_four_bytes("header");
-      for (const std::uint8_t byte : big_endian) size = size << 8 | byte;
+      for (const uint8_t byte : big_endian) size = size << 8 | byte;
     }
     return shape;
   }
 
   // A MiB at a time, so that memory grows with what the file really holds. The read after the last value must find the
   // end: it also makes zlib verify the checksum of a gzipped file.
-  Bytes read_values(std::size_t count) {
-    constexpr std::size_t kChunk = std::size_t{1} << 20;
+  Bytes read_values(size_t count) {
+    constexpr size_t kChunk = size_t{1} << 20;
     Bytes values;
     if (count > most_)
       throw DataError({.what = concat(path_.string(), " unpacks to more than the limit"),
@@ -66,27 +66,27 @@ class IdxReader {
                        .likely = "a damaged file, or one that was made to fill the memory",
                        .next = "if you trust it, raise the limit: most_bytes of read_idx()"});
     while (values.size() < count) {
-      const std::size_t old_size = values.size();
+      const size_t old_size = values.size();
       values.resize(std::min(count, old_size + kChunk));
-      const std::size_t found = old_size + read(values.data() + old_size, values.size() - old_size);
+      const size_t found = old_size + read(values.data() + old_size, values.size() - old_size);
       if (found < values.size())
         throw bad(concat("truncated: ", count, " values promised, ", found, " found"), "an interrupted download");
     }
-    std::uint8_t extra = 0;
+    uint8_t extra = 0;
     if (read(&extra, 1) != 0) throw bad("goes on after its last value", "a wrong header");
     if (ended_early_) throw bad("truncated in its checksum", "an interrupted download");
     return values;
   }
 
-  std::array<std::uint8_t, 4> read_four_bytes(const char* part) {
-    std::array<std::uint8_t, 4> bytes{};
+  std::array<uint8_t, 4> read_four_bytes(const char* part) {
+    std::array<uint8_t, 4> bytes{};
     if (read(bytes.data(), bytes.size()) < bytes.size())
       throw bad(concat("truncated in its ", part), "an interrupted download");
     return bytes;
   }
 
   // Reads up to `bytes` bytes; fewer only at the end of the file.
-  std::size_t read(std::uint8_t* into, std::size_t bytes) {
+  size_t read(uint8_t* into, size_t bytes) {
     const int got = gzread(file_.get(), into, static_cast<unsigned>(bytes));
     int code = Z_OK;
     const char* message = gzerror(file_.get(), &code);
@@ -104,15 +104,15 @@ class IdxReader {
   }
 
   fs::path path_;
-  std::uint64_t most_;
+  uint64_t most_;
   std::unique_ptr<gzFile_s, decltype(&gzclose)> file_;
-  std::size_t offset_ = 0;    // of the uncompressed content
+  size_t offset_ = 0;         // of the uncompressed content
   bool ended_early_ = false;  // the last read reached the end inside compressed data, or inside the checksum after it
 };
 
 }  // namespace
 
-Tensor read_idx(const fs::path& path, std::uint64_t most_bytes) { return IdxReader(path, most_bytes).read_tensor(); }
+Tensor read_idx(const fs::path& path, uint64_t most_bytes) { return IdxReader(path, most_bytes).read_tensor(); }
 
 ImageSourcePtr read_mnist_files(const std::string& name, const fs::path& folder, Split split) {
   const auto find = [&](const std::string& file) {

@@ -36,7 +36,7 @@ TEST(Idx, reads_plain_and_gzipped_files) {
 
 TEST(Idx, refuses_a_file_cut_at_any_byte_and_says_where) {
   const TempFolder folder;
-  for (std::size_t length = 0; length < kGood.size(); ++length) {
+  for (size_t length = 0; length < kGood.size(); ++length) {
     write_file(folder / "cut", kGood.substr(0, length));
     const std::string message = message_of<DataError>([&] { read_idx(folder / "cut"); });
     EXPECT_TRUE(contains(message, "truncated")) << length;
@@ -48,7 +48,7 @@ TEST(Idx, refuses_a_gzipped_file_cut_at_any_byte) {
   const TempFolder folder;
   write_gz(folder / "whole.gz", kGood);
   const std::string whole = read_file(folder / "whole.gz");
-  for (std::size_t length = 1; length < whole.size(); ++length) {
+  for (size_t length = 1; length < whole.size(); ++length) {
     write_file(folder / "cut.gz", whole.substr(0, length));
     EXPECT_THROW(read_idx(folder / "cut.gz"), DataError) << length << " of " << whole.size();
   }
@@ -56,7 +56,7 @@ TEST(Idx, refuses_a_gzipped_file_cut_at_any_byte) {
 
 TEST(Idx, names_the_error_in_a_header) {
   const TempFolder folder;
-  const auto message_for = [&](std::size_t at, char value) {
+  const auto message_for = [&](size_t at, char value) {
     std::string bytes = kGood;
     bytes[at] = value;
     write_file(folder / "bad", bytes);
@@ -143,10 +143,10 @@ TEST_F(FashionMNISTFiles, gives_the_requested_samples_in_order) {
   write_images(4);
   write_labels({4, 5, 6, 7});
   const FashionMNIST data(folder.path());
-  const std::vector<std::int64_t> indices = {3, 0, 3};
+  const std::vector<int64_t> indices = {3, 0, 3};
   const Batch batch = data.make_batch(indices);
   EXPECT_TRUE(torch::equal(batch.target, torch::tensor({7, 4, 7}, torch::kInt64)));
-  EXPECT_EQ(batch.data.sizes(), (std::vector<std::int64_t>{3, 1, 28, 28}));
+  EXPECT_EQ(batch.data.sizes(), (std::vector<int64_t>{3, 1, 28, 28}));
   EXPECT_FLOAT_EQ(batch.data[0][0][13][5].item<float>(), (3.0F / 255 - 0.2860F) / 0.3530F);
   EXPECT_FLOAT_EQ(batch.data[1][0][0][0].item<float>(), (0.0F / 255 - 0.2860F) / 0.3530F);
   EXPECT_EQ(data.make_batch({}).size(), 0);
@@ -156,7 +156,7 @@ TEST(FashionMNIST, has_sixty_and_ten_thousand_normalised_images) {
   const FashionMNIST train;
   EXPECT_EQ(train.size(), 60000);
   EXPECT_EQ(FashionMNIST(FashionMNIST::kDebianFolder, Split::kValidation).size(), 10000);
-  std::vector<std::int64_t> all(60000);
+  std::vector<int64_t> all(60000);
   std::iota(all.begin(), all.end(), 0);
   const Batch batch = train.make_batch(all);
   EXPECT_NEAR(batch.data.mean().item<double>(), 0, 2e-4);

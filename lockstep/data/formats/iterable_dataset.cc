@@ -13,23 +13,23 @@ struct IterableDataset::State {
   // streams as workers, and each goes forward.
   struct Opened {
     Stream next;
-    std::int64_t epoch = 0;
-    std::int64_t place = 0;  // of the next sample
+    int64_t epoch = 0;
+    int64_t place = 0;  // of the next sample
   };
 
   std::string name;
-  std::int64_t samples;
+  int64_t samples;
   Open open;
   std::mutex mutex{};
   std::vector<Opened> idle{};  // guarded by the mutex
 
-  Opened at(std::int64_t epoch, std::int64_t index) {
+  Opened at(int64_t epoch, int64_t index) {
     if (auto found = take_idle(epoch, index)) return std::move(*found);
     return {.next = open(epoch), .epoch = epoch};
   }
 
   // Drops one that can't be used, if none can.
-  std::optional<Opened> take_idle(std::int64_t epoch, std::int64_t index) {
+  std::optional<Opened> take_idle(int64_t epoch, int64_t index) {
     const std::lock_guard lock(mutex);
     if (idle.empty()) return std::nullopt;
     const auto usable = [&](const Opened& each) { return each.epoch == epoch && each.place <= index; };
@@ -42,7 +42,7 @@ struct IterableDataset::State {
     return taken;
   }
 
-  Batch read(Opened& stream, std::int64_t index) const {
+  Batch read(Opened& stream, int64_t index) const {
     if (stream.place > index)
       throw UsageError({.what = concat("sample ", index, " of ", name, " is asked for after sample ", stream.place - 1),
                         .likely = "a LoaderOptions::order, or a shuffled part of the dataset",
@@ -58,7 +58,7 @@ struct IterableDataset::State {
   }
 };
 
-IterableDataset::IterableDataset(std::string name, std::int64_t samples, Open open)
+IterableDataset::IterableDataset(std::string name, int64_t samples, Open open)
     : state_(new State{.name = std::move(name), .samples = samples, .open = std::move(open)}) {
   if (samples < 1 || !state_->open)
     throw UsageError(
@@ -67,18 +67,18 @@ IterableDataset::IterableDataset(std::string name, std::int64_t samples, Open op
 }
 
 std::string IterableDataset::name() const { return state_->name; }
-std::int64_t IterableDataset::size() const { return state_->samples; }
+int64_t IterableDataset::size() const { return state_->samples; }
 
 std::shared_ptr<const SampleOrder> IterableDataset::shuffled_order() const { return sequential_order(size()); }
 
 Batch IterableDataset::assemble(const BatchRequest& request) const {
   if (request.indices.empty()) {  // of the samples' shape
-    const std::int64_t first = 0;
+    const int64_t first = 0;
     return assemble({.indices = {&first, 1}, .epoch = request.epoch}).rows(0, 0);
   }
   State::Opened stream = state_->at(request.epoch, request.indices.front());
   std::vector<Batch> samples;
-  for (const std::int64_t index : request.indices) samples.push_back(state_->read(stream, index));
+  for (const int64_t index : request.indices) samples.push_back(state_->read(stream, index));
   const std::lock_guard lock(state_->mutex);
   state_->idle.push_back(std::move(stream));
   return stacked(samples);

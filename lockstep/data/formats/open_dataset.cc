@@ -15,14 +15,14 @@ class Request {
  public:
   explicit Request(const DataSource& source)
       : whole_(source.data), augment_(source.augment), trained_on_(source.trained_on) {
-    const std::size_t question = whole_.find('?');
+    const size_t question = whole_.find('?');
     const std::string name = whole_.substr(0, question);
-    const std::size_t colon = name.find(':');
+    const size_t colon = name.find(':');
     kind_ = name.substr(0, colon);
     path_ = colon == std::string::npos ? source.folder : name.substr(colon + 1);
     if (question == std::string::npos) return;
     for (const std::string& option : split(whole_.substr(question + 1), '&')) {
-      const std::size_t equals = option.find('=');
+      const size_t equals = option.find('=');
       if (equals == std::string::npos) throw refuse(concat("'", option, "' is not KEY=VALUE"));
       options_[option.substr(0, equals)] = option.substr(equals + 1);
     }
@@ -45,8 +45,8 @@ class Request {
     if (!value.empty() && !parse_number(value, otherwise)) throw refuse(concat(key, "=", value, " is not a number"));
     return otherwise;
   }
-  std::int64_t whole(const std::string& key, std::int64_t otherwise) {
-    return static_cast<std::int64_t>(number(key, to_double(otherwise)));
+  int64_t whole(const std::string& key, int64_t otherwise) {
+    return static_cast<int64_t>(number(key, to_double(otherwise)));
   }
 
   // The next two are called when all options were read.
@@ -81,8 +81,8 @@ class Request {
 // Cuts a dataset in two parts; `train` and `validation` have the same samples.
 Datasets in_two_parts(DatasetPtr train, DatasetPtr validation, double share, const Request& request) {
   if (share < 0 || share >= 1) throw request.refuse("val= is a share below 1");
-  const std::int64_t size = train->size();
-  const auto held_out = static_cast<std::int64_t>(to_double(size) * share);
+  const int64_t size = train->size();
+  const auto held_out = static_cast<int64_t>(to_double(size) * share);
   if (held_out == 0) return {std::move(train), nullptr};
   return {std::make_shared<SubsetDataset>(std::move(train), 0, size - held_out),
           std::make_shared<SubsetDataset>(std::move(validation), size - held_out, size)};
@@ -139,7 +139,7 @@ Datasets image_folder(Request& request) {
 
 Datasets webdataset(Request& request) {
   DataFacts facts;
-  std::int64_t classes = 0;
+  int64_t classes = 0;
   const auto open = [&](const fs::path& path, Split split) {
     const auto samples = std::make_shared<ShardReader>(path, classes);
     classes = samples->info().classes;  // validation has those of the training samples, too
@@ -199,10 +199,10 @@ void require_columns(const Table& table, const DataFacts& known, const Request& 
 }
 
 // The same in every run.
-Tensor random_rows(std::int64_t count) {
-  constexpr std::uint64_t kOrder = 0x726F7773;
-  std::vector<std::int64_t> order(to_size(count));
-  for (std::size_t i = 0; i < order.size(); ++i) order[i] = to_int64(permuted(i, order.size(), kOrder));
+Tensor random_rows(int64_t count) {
+  constexpr uint64_t kOrder = 0x726F7773;
+  std::vector<int64_t> order(to_size(count));
+  for (size_t i = 0; i < order.size(); ++i) order[i] = to_int64(permuted(i, order.size(), kOrder));
   return torch::tensor(order, torch::kInt64);
 }
 
@@ -257,7 +257,7 @@ Datasets text(Request& request) {
 Datasets synthetic(Request& request) {
   const auto texts = split(request.path("1024x3x32x32"), 'x');
   std::array<int, 4> sizes{};
-  for (std::size_t i = 0; i < sizes.size(); ++i)
+  for (size_t i = 0; i < sizes.size(); ++i)
     if (texts.size() != sizes.size() || !parse_number(texts[i], sizes[i]))
       throw request.refuse("it is synthetic:NxCxHxW");
   const auto [samples, channels, height, width] = sizes;
@@ -265,11 +265,11 @@ Datasets synthetic(Request& request) {
   return in_two_parts(source, {.mean = {0.5F}, .deviation = {0.2F}}, request);
 }
 
-void write_synthetic(std::int64_t index, std::int64_t class_of_it, std::span<std::uint8_t> into) {
-  constexpr std::uint64_t kPatterns = 0x7061747465726E73ULL;
+void write_synthetic(int64_t index, int64_t class_of_it, std::span<uint8_t> into) {
+  constexpr uint64_t kPatterns = 0x7061747465726E73ULL;
   SampleRandom pattern(kPatterns, class_of_it);
   SampleRandom noise(mix_seed(0, 0), index);
-  for (std::uint8_t& value : into) value = static_cast<std::uint8_t>((pattern() % 256 + noise() % 256) / 2);
+  for (uint8_t& value : into) value = static_cast<uint8_t>((pattern() % 256 + noise() % 256) / 2);
 }
 
 // Every kind of dataset that --data knows. To add one, write a function that opens it and add a row; the command's help
@@ -295,21 +295,21 @@ ImageTransforms photographs() { return {.mean = {0.485F, 0.456F, 0.406F}, .devia
 
 const SplitImages& split_images(const std::string& kind) { return row_named(kSplitImages, kind, "--data"); }
 
-ImageSourcePtr images_in(const std::string& name, const Tensor& data, const Tensor& target, std::int64_t classes,
+ImageSourcePtr images_in(const std::string& name, const Tensor& data, const Tensor& target, int64_t classes,
                          const std::string& origin) {
   if (data.scalar_type() != torch::kUInt8 || data.dim() < 3 || target.is_floating_point()) return nullptr;
-  if (classes == 0) classes = target.numel() > 0 ? target.max().item<std::int64_t>() + 1 : 1;
+  if (classes == 0) classes = target.numel() > 0 ? target.max().item<int64_t>() + 1 : 1;
   return std::make_shared<MemoryImages>(name, data, target, classes, origin);
 }
 
-ImageSourcePtr synthetic_images(std::int64_t samples, const ImageShape& shape, std::int64_t classes) {
+ImageSourcePtr synthetic_images(int64_t samples, const ImageShape& shape, int64_t classes) {
   if (samples < 1 || classes < 1 || shape.channels < 1 || shape.height < 1 || shape.width < 1)
     throw UsageError({.what = concat("synthetic data of ", samples, " samples, ", shape.channels, " x ", shape.height,
                                      " x ", shape.width, " values, ", classes, " classes"),
                       .next = "give at least 1 of each"});
   const Tensor images = torch::empty({samples, shape.channels, shape.height, shape.width}, torch::kUInt8);
-  auto* into = images.data_ptr<std::uint8_t>();
-  for (std::int64_t i = 0; i < samples; ++i, into += shape.values())
+  auto* into = images.data_ptr<uint8_t>();
+  for (int64_t i = 0; i < samples; ++i, into += shape.values())
     write_synthetic(i, i % classes, {into, to_size(shape.values())});
   return std::make_shared<MemoryImages>("synthetic", images, torch::arange(samples).remainder(classes), classes,
                                         "synthetic");

@@ -37,8 +37,8 @@ bool parse_number(std::string_view text, Number& value) {
 }
 
 // Multiplies the sizes and `each`. Returns nothing where a size is negative, or 64 bits can't count the product.
-inline std::optional<std::int64_t> product(std::span<const std::int64_t> sizes, std::int64_t each = 1) {
-  for (const std::int64_t size : sizes)
+inline std::optional<int64_t> product(std::span<const int64_t> sizes, int64_t each = 1) {
+  for (const int64_t size : sizes)
     if (size < 0 || __builtin_mul_overflow(each, size, &each)) return std::nullopt;
   return each;
 }
@@ -47,26 +47,26 @@ inline std::optional<std::int64_t> product(std::span<const std::int64_t> sizes, 
 struct NpyHeader {
   torch::ScalarType dtype;
   bool fortran;
-  std::vector<std::int64_t> shape;
-  std::size_t bytes;  // of the header: what follows are the values
+  std::vector<int64_t> shape;
+  size_t bytes;  // of the header: what follows are the values
 };
 
 // `start` holds at least the header of a file of `all` bytes. Throws DataError, as read_npy does.
-NpyHeader parse_npy(ByteView start, std::size_t all, const std::string& origin);
+NpyHeader parse_npy(ByteView start, size_t all, const std::string& origin);
 
 // Throws UsageError: bool, a dtype that the format does not have, more than 16 dimensions.
-std::string npy_header(torch::ScalarType dtype, std::span<const std::int64_t> shape);
+std::string npy_header(torch::ScalarType dtype, std::span<const int64_t> shape);
 
 // A token of so many bits; 0: there are none such, which TokenDataset refuses.
 inline int bytes_of_token(int bits) { return bits % 8 == 0 ? bits / 8 : 0; }
 
 // Bytes with 3 or 4 dimensions, whose targets are whole numbers, as images; null: other arrays, which are rows. classes: 0: the
 // largest target + 1. `origin` names the file in errors. Throws DataError, as MemoryImages does.
-ImageSourcePtr images_in(const std::string& name, const Tensor& data, const Tensor& target, std::int64_t classes,
+ImageSourcePtr images_in(const std::string& name, const Tensor& data, const Tensor& target, int64_t classes,
                          const std::string& origin);
 
 // Images from a random generator, the same in every run; a model can learn them. Sample i is of class i modulo
 // `classes`: the mean of the class's pattern and noise. Kept in memory as bytes. Throws UsageError: a number below 1.
-ImageSourcePtr synthetic_images(std::int64_t samples, const ImageShape& shape, std::int64_t classes);
+ImageSourcePtr synthetic_images(int64_t samples, const ImageShape& shape, int64_t classes);
 
 }  // namespace lockstep

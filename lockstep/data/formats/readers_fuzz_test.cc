@@ -22,13 +22,13 @@ using testing::TempFolder;
 using Content = std::string;
 using Random = std::mt19937;
 
-std::size_t below(Random& random, std::size_t bound) { return random() % bound; }
+size_t below(Random& random, size_t bound) { return random() % bound; }
 
 void mutate_once(Content& bytes, Random& random) {
   static constexpr unsigned char kInteresting[] = {0, 1, 7, 8, 127, 128, 254, 255};
   if (bytes.empty()) return bytes.push_back(static_cast<char>(random()));
-  const std::size_t at = below(random, bytes.size());
-  const std::size_t length = 1 + below(random, std::min<std::size_t>(16, bytes.size() - at));
+  const size_t at = below(random, bytes.size());
+  const size_t length = 1 + below(random, std::min<size_t>(16, bytes.size() - at));
   switch (random() % 7) {
     case 0: bytes[at] = static_cast<char>(bytes[at] ^ (1 << random() % 8)); break;
     case 1: bytes[at] = static_cast<char>(kInteresting[below(random, sizeof kInteresting)]); break;
@@ -36,26 +36,26 @@ void mutate_once(Content& bytes, Random& random) {
     case 3: bytes.erase(at, length); break;
     case 4: bytes.insert(at, bytes, below(random, bytes.size()), length); break;
     case 5: bytes.insert(at, length, static_cast<char>(random())); break;
-    default: std::fill_n(bytes.begin() + static_cast<std::ptrdiff_t>(at), length, static_cast<char>(random())); break;
+    default: std::fill_n(bytes.begin() + static_cast<ptrdiff_t>(at), length, static_cast<char>(random())); break;
   }
 }
 
 Content mutated(Content bytes, Random& random) {
-  for (std::size_t i = 1 + below(random, 4); i > 0; --i) mutate_once(bytes, random);
+  for (size_t i = 1 + below(random, 4); i > 0; --i) mutate_once(bytes, random);
   // Headers decide most.
   if (random() % 2 == 0 && !bytes.empty())
-    bytes[below(random, std::min<std::size_t>(bytes.size(), 128))] = static_cast<char>(random());
+    bytes[below(random, std::min<size_t>(bytes.size(), 128))] = static_cast<char>(random());
   return bytes;
 }
 
-std::uint64_t sum_of(const torch::Tensor& tensor) {
+uint64_t sum_of(const torch::Tensor& tensor) {
   const torch::Tensor values = tensor.contiguous();
-  const auto* bytes = static_cast<const std::uint8_t*>(values.const_data_ptr());
-  return std::accumulate(bytes, bytes + values.nbytes(), std::uint64_t{0});
+  const auto* bytes = static_cast<const uint8_t*>(values.const_data_ptr());
+  return std::accumulate(bytes, bytes + values.nbytes(), uint64_t{0});
 }
 
-std::uint64_t sum_of(const Dataset& dataset) {
-  const Batch batch = dataset.make_batch(testing::first_indices(std::min<std::int64_t>(dataset.size(), 8)));
+uint64_t sum_of(const Dataset& dataset) {
+  const Batch batch = dataset.make_batch(testing::first_indices(std::min<int64_t>(dataset.size(), 8)));
   return sum_of(batch.data) + sum_of(batch.target);
 }
 
@@ -69,7 +69,7 @@ void fuzz(const Content& original, int usual, Read&& read) {
   for (int round = 0; round < all; ++round) {
     const Content bytes = mutated(original, random);
     try {
-      const std::uint64_t once = read(bytes);
+      const uint64_t once = read(bytes);
       ASSERT_EQ(read(bytes), once) << "round " << round;
     } catch (const DataError&) {
       ++refused;
@@ -89,21 +89,19 @@ void fuzz_file(const TempFolder& folder, const std::string& name, int usual, Rea
 }
 
 // Decodes a random part to a random size, into memory that held something else before.
-std::uint64_t decode(const Content& file) {
-  static std::uint8_t rubbish = 0;
-  const std::span bytes(reinterpret_cast<const std::uint8_t*>(file.data()), file.size());
+uint64_t decode(const Content& file) {
+  static uint8_t rubbish = 0;
+  const std::span bytes(reinterpret_cast<const uint8_t*>(file.data()), file.size());
   const ImageShape shape = encoded_shape(bytes, "fuzz");
   if (shape.values() > (1 << 22)) return 0;  // valid, and slow
   Random random(static_cast<unsigned>(file.size()));
-  const auto part = [&](std::int64_t limit) {
-    return 1 + static_cast<std::int64_t>(random() % static_cast<unsigned>(limit));
-  };
+  const auto part = [&](int64_t limit) { return 1 + static_cast<int64_t>(random() % static_cast<unsigned>(limit)); };
   Placement placement{.box = {0, 0, static_cast<double>(part(shape.width)), static_cast<double>(part(shape.height))}};
   placement.height = part(64);
   placement.width = part(64);
   DecodeScratch scratch(1 << 16, ++rubbish);
   const ImageView view = decode_image(bytes, placement, scratch);
-  return std::accumulate(view.pixels, view.pixels + view.shape.values(), std::uint64_t{0});
+  return std::accumulate(view.pixels, view.pixels + view.shape.values(), uint64_t{0});
 }
 
 TEST(Fuzz, jpeg) {
@@ -153,7 +151,7 @@ class FuzzShards : public ::testing::Test {
     const TensorDataset original("numbers", torch::arange(40, torch::kInt32).reshape({20, 2}), torch::arange(20));
     pack(original, folder / "p");
   }
-  std::uint64_t read() const { return sum_of(*open_dataset({.data = "webdataset:" + folder.file("p")}).train); }
+  uint64_t read() const { return sum_of(*open_dataset({.data = "webdataset:" + folder.file("p")}).train); }
   TempFolder folder;
 };
 

@@ -42,7 +42,7 @@ TEST(CIFAR, reads_both_versions) {
 
   write_file(folder / "test.bin", cifar_record({7, 99}, 5));
   const ImageDataset hundred = cifar("cifar-100", folder, Split::kValidation, plain);
-  EXPECT_EQ(hundred.make_batch(first_indices(1)).target.item<std::int64_t>(), 99);
+  EXPECT_EQ(hundred.make_batch(first_indices(1)).target.item<int64_t>(), 99);
 }
 
 TEST(CIFAR, refuses_cut_files_and_wrong_labels) {
@@ -68,7 +68,7 @@ TEST(Npy, reads_types_and_orders) {
   const float values[] = {1.5F, -2.5F};
   EXPECT_TRUE(torch::equal(read(npy_text("<f4", "(2,)", {reinterpret_cast<const char*>(values), sizeof values})),
                            torch::tensor({1.5F, -2.5F})));
-  EXPECT_EQ(read(npy_text("<i8", "()", std::string("\x05\0\0\0\0\0\0\0", 8))).item<std::int64_t>(), 5);
+  EXPECT_EQ(read(npy_text("<i8", "()", std::string("\x05\0\0\0\0\0\0\0", 8))).item<int64_t>(), 5);
   EXPECT_EQ(read(npy_text("|b1", "(2,)", "\x07\x01")).sum().item<int>(), 2);
 }
 
@@ -103,7 +103,7 @@ TEST(TokenDataset, cuts_text_into_blocks_with_the_next_token_as_target) {
   write_file(folder / "t.txt", "abcdefghij");
   const TokenDataset bytes(folder / "t.txt", {.block = 3});
   ASSERT_EQ(bytes.size(), 3);
-  const std::vector<std::int64_t> last_first = {2, 0};
+  const std::vector<int64_t> last_first = {2, 0};
   const Batch batch = bytes.make_batch(last_first);
   EXPECT_TRUE(torch::equal(batch.data, torch::tensor({{'g', 'h', 'i'}, {'a', 'b', 'c'}}, torch::kInt64)));
   EXPECT_TRUE(torch::equal(batch.target, torch::tensor({{'h', 'i', 'j'}, {'b', 'c', 'd'}}, torch::kInt64)));
@@ -147,7 +147,7 @@ TEST(OpenDataset, opens_every_kind_and_holds_a_part_out) {
   const auto both = open("npy:" + folder.file("x.npy") + "," + folder.file("y.npy") + "?val=0.25", "flip");
   EXPECT_EQ(both.train->size(), 3);
   EXPECT_EQ(both.validation->size(), 1);
-  EXPECT_EQ(both.validation->make_batch(first_indices(1)).target.item<std::int64_t>(), 1);
+  EXPECT_EQ(both.validation->make_batch(first_indices(1)).target.item<int64_t>(), 1);
   EXPECT_EQ(open("npy:" + folder.file("rows.npy") + "," + folder.file("y.npy"))
                 .train->make_batch(first_indices(4))
                 .data.size(1),
@@ -220,13 +220,13 @@ TEST_F(CsvFile, becomes_datasets_of_mixed_rows_with_normal_columns) {
   EXPECT_EQ(datasets.train->size(), 80);
   EXPECT_EQ(datasets.validation->size(), 20);
   EXPECT_EQ(datasets.train->classes(), 2);
-  std::vector<std::int64_t> all(80);
+  std::vector<int64_t> all(80);
   std::iota(all.begin(), all.end(), 0);
   const Batch batch = datasets.train->make_batch(all);
   EXPECT_NEAR(batch.data.select(1, 0).mean().item<float>(), 0, 1e-5);
   EXPECT_NEAR(batch.data.select(1, 0).std(0, false).item<float>(), 1, 1e-5);
   EXPECT_TRUE(torch::equal(batch.data.select(1, 1), torch::zeros({80})));
-  const auto of_second = batch.target.sum().item<std::int64_t>();
+  const auto of_second = batch.target.sum().item<int64_t>();
   EXPECT_TRUE(of_second > 25 && of_second < 55) << of_second;
   const Datasets raw = open_dataset({.data = concat("csv:", folder_.file("t.csv"), "?val=0&normalise=0")});
   EXPECT_EQ(raw.validation, nullptr);

@@ -12,24 +12,24 @@ namespace {
 
 template <class To>
 void gather(const Tensor& rows, Indices indices, To* into) {
-  const std::int64_t count = rows.numel() / rows.size(0);
+  const int64_t count = rows.numel() / rows.size(0);
   AT_DISPATCH_ALL_TYPES_AND3(torch::kHalf, torch::kBFloat16, torch::kBool, rows.scalar_type(), "gather", [&] {
     const auto* from = rows.const_data_ptr<scalar_t>();
-    for (const std::int64_t index : indices) {
-      for (std::int64_t i = 0; i < count; ++i) into[i] = static_cast<To>(from[index * count + i]);
+    for (const int64_t index : indices) {
+      for (int64_t i = 0; i < count; ++i) into[i] = static_cast<To>(from[index * count + i]);
       into += count;
     }
   });
 }
 
 Tensor gathered(const Tensor& rows, const BatchRequest& request, bool as_float) {
-  std::vector<std::int64_t> sizes = rows.sizes().vec();
+  std::vector<int64_t> sizes = rows.sizes().vec();
   sizes[0] = std::ssize(request.indices);
   Tensor batch = allocate_for_batch(request.memory, sizes, as_float ? torch::kFloat32 : torch::kInt64);
   if (as_float)
     gather(rows, request.indices, batch.data_ptr<float>());
   else
-    gather(rows, request.indices, batch.data_ptr<std::int64_t>());
+    gather(rows, request.indices, batch.data_ptr<int64_t>());
   return batch;
 }
 
@@ -46,16 +46,16 @@ TensorDataset::TensorDataset(std::string name, const Tensor& data, const Tensor&
   static_cast<void>(Batch{data_, target_, more_}.rows(0, 0));  // throws
 }
 
-std::int64_t TensorDataset::classes() const {
+int64_t TensorDataset::classes() const {
   if (target_.dim() != 1 || !c10::isIntegralType(target_.scalar_type(), /*includeBool=*/false)) return 0;
-  return std::max(target_.max().item<std::int64_t>() + 1, std::int64_t{0});
+  return std::max(target_.max().item<int64_t>() + 1, int64_t{0});
 }
 
 Batch TensorDataset::assemble(const BatchRequest& request) const {
   const bool float_data = data_.is_floating_point() || data_.scalar_type() == torch::kUInt8;
   Batch batch{gathered(data_, request, float_data), gathered(target_, request, target_.is_floating_point())};
   for (const auto& [name, rows] : more_) {
-    std::vector<std::int64_t> sizes = rows.sizes().vec();
+    std::vector<int64_t> sizes = rows.sizes().vec();
     sizes[0] = std::ssize(request.indices);
     Tensor& chosen = batch.more[name] = allocate_for_batch(request.memory, sizes, rows.scalar_type());
     const at::IntArrayRef indices(request.indices.data(), request.indices.size());
@@ -64,21 +64,21 @@ Batch TensorDataset::assemble(const BatchRequest& request) const {
   return batch;
 }
 
-SubsetDataset::SubsetDataset(DatasetPtr whole, std::int64_t begin, std::int64_t end)
+SubsetDataset::SubsetDataset(DatasetPtr whole, int64_t begin, int64_t end)
     : whole_(std::move(whole)), begin_(begin), end_(end) {
   if (begin < 0 || begin >= end || end > whole_->size())
     throw UsageError({.what = concat("samples ", begin, " to ", end, " of a dataset of ", whole_->size()),
                       .next = "give a part that is not empty"});
 }
 
-std::vector<std::int64_t> SubsetDataset::in_whole(Indices indices) const {
-  std::vector<std::int64_t> places(indices.begin(), indices.end());
-  for (std::int64_t& place : places) place += begin_;
+std::vector<int64_t> SubsetDataset::in_whole(Indices indices) const {
+  std::vector<int64_t> places(indices.begin(), indices.end());
+  for (int64_t& place : places) place += begin_;
   return places;
 }
 
 Batch SubsetDataset::assemble(const BatchRequest& request) const {
-  const std::vector<std::int64_t> indices = in_whole(request.indices);
+  const std::vector<int64_t> indices = in_whole(request.indices);
   BatchRequest inner = request;
   inner.indices = indices;
   return whole_->assemble(inner);

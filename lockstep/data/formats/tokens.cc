@@ -26,15 +26,15 @@ TokenDataset::TokenDataset(const fs::path& path, const TokenOptions& options)
     : file_(std::make_shared<DataFile>(path)), options_(options) {
   check_tokens(options);
   if (options_.vocabulary == 0)
-    options_.vocabulary = options.token_bytes == 1 ? 256 : std::numeric_limits<std::int64_t>::max();
+    options_.vocabulary = options.token_bytes == 1 ? 256 : std::numeric_limits<int64_t>::max();
   const auto bytes = to_int64(file_->size());
   if (bytes % options.token_bytes != 0)
     throw DataError({.what = concat(bytes, " bytes, not a whole number of tokens of ", options.token_bytes, " bytes"),
                      .here = path.string(),
                      .likely = "a cut file, or tokens of another size"});
-  const std::int64_t all = bytes / options.token_bytes;
-  first_ = static_cast<std::int64_t>(to_double(all) * options.skip);
-  const auto end = all - static_cast<std::int64_t>(to_double(all) * options.leave);
+  const int64_t all = bytes / options.token_bytes;
+  first_ = static_cast<int64_t>(to_double(all) * options.skip);
+  const auto end = all - static_cast<int64_t>(to_double(all) * options.leave);
   samples_ = (end - first_ - 1) / options.block;  // the last token is only ever a target
   if (samples_ < 1)
     throw DataError({.what = concat(end - first_, " tokens, a sample needs ", options.block + 1),
@@ -45,8 +45,8 @@ TokenDataset::TokenDataset(const fs::path& path, const TokenOptions& options)
 std::string TokenDataset::name() const { return file_->path().filename().string(); }
 
 // The token that is stored at `bytes`, at `place` in the file.
-std::int64_t TokenDataset::token(const std::uint8_t* bytes, std::int64_t place) const {
-  std::uint32_t value = 0;
+int64_t TokenDataset::token(const uint8_t* bytes, int64_t place) const {
+  uint32_t value = 0;
   // Little-endian, like every machine that libtorch runs on.
   std::memcpy(&value, bytes, to_size(options_.token_bytes));
   if (value >= options_.vocabulary)
@@ -60,14 +60,13 @@ Batch TokenDataset::assemble(const BatchRequest& request) const {
   const auto samples = std::ssize(request.indices);
   Batch batch{allocate_for_batch(request.memory, {samples, options_.block}, torch::kInt64),
               allocate_for_batch(request.memory, {samples, options_.block}, torch::kInt64)};
-  auto* data = batch.data.data_ptr<std::int64_t>();
-  auto* target = batch.target.data_ptr<std::int64_t>();
+  auto* data = batch.data.data_ptr<int64_t>();
+  auto* target = batch.target.data_ptr<int64_t>();
   Bytes stored(to_size((options_.block + 1) * options_.token_bytes));
-  for (const std::int64_t index : request.indices) {
-    const std::int64_t begin = first_ + index * options_.block;
+  for (const int64_t index : request.indices) {
+    const int64_t begin = first_ + index * options_.block;
     file_->read(to_size(begin * options_.token_bytes), stored);
-    for (std::int64_t i = 0; i < options_.block; ++i)
-      *data++ = token(&stored[to_size(i * options_.token_bytes)], begin + i);
+    for (int64_t i = 0; i < options_.block; ++i) *data++ = token(&stored[to_size(i * options_.token_bytes)], begin + i);
     target = std::copy_n(data - options_.block + 1, options_.block - 1, target);
     *target++ = token(&stored[to_size(options_.block * options_.token_bytes)], begin + options_.block);
   }

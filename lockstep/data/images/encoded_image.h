@@ -10,7 +10,7 @@
 
 namespace lockstep {
 
-constexpr std::int64_t kMostPixels = std::int64_t{1} << 26;  // of an encoded image; a larger one is refused
+constexpr int64_t kMostPixels = int64_t{1} << 26;  // of an encoded image; a larger one is refused
 
 using DecodeScratch = Bytes;  // holds the pixels of the last decoded image
 
@@ -33,6 +33,6 @@ ImageShape jpeg_shape(ByteView file);
 ImageView decode_jpeg(ByteView file, Placement& placement, DecodeScratch& scratch);
 
 // pixels: height x width x 3, RGB. For tests, benchmarks and lockstep data pack. Throws DataError.
-Bytes encode_jpeg(const std::uint8_t* pixels, std::int64_t height, std::int64_t width, int quality);
+Bytes encode_jpeg(const uint8_t* pixels, int64_t height, int64_t width, int quality);
 
 }  // namespace lockstep

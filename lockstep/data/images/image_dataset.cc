@@ -30,7 +30,7 @@ class ImageDataset::Worker {
   }
 
   // Reads, decodes and transforms a sample; returns its label. Adds the sample to the error of a decoder or source.
-  std::int64_t write_image(std::int64_t index, SampleRandom& random, float* into) {
+  int64_t write_image(int64_t index, SampleRandom& random, float* into) {
     try {
       return read_and_transform(index, random, into);
     } catch (const DataError& error) {
@@ -45,9 +45,9 @@ class ImageDataset::Worker {
 
   // A mix with another sample, drawn from the whole dataset so that it depends neither on the batch nor on the ranks.
   // target: (classes) floats.
-  void write_mixed(std::int64_t index, SampleRandom& random, float* into, float* target) {
+  void write_mixed(int64_t index, SampleRandom& random, float* into, float* target) {
     std::fill_n(target, dataset_->classes(), 0.F);
-    const std::int64_t label = write_image(index, random, into);
+    const int64_t label = write_image(index, random, into);
     const double mixup = dataset_->transforms_.mixup;
     if (mixup == 0) {
       target[label] = 1;
@@ -55,14 +55,14 @@ class ImageDataset::Worker {
     }
     const auto share = static_cast<float>(draw_share(mixup, random));
     other_.resize(to_size(dataset_->shape_.values()));
-    const std::int64_t other = write_image(random.below(dataset_->size()), random, other_.data());
-    for (std::size_t i = 0; i < other_.size(); ++i) into[i] = share * into[i] + (1 - share) * other_[i];
+    const int64_t other = write_image(random.below(dataset_->size()), random, other_.data());
+    for (size_t i = 0; i < other_.size(); ++i) into[i] = share * into[i] + (1 - share) * other_[i];
     target[label] += share;
     target[other] += 1 - share;
   }
 
  private:
-  std::int64_t read_and_transform(std::int64_t index, SampleRandom& random, float* into) {
+  int64_t read_and_transform(int64_t index, SampleRandom& random, float* into) {
     const std::optional<Stopwatch> watch = times_ != nullptr ? std::make_optional<Stopwatch>() : std::nullopt;
     const ImageTransforms& transforms = dataset_->transforms_;
     const ImageShape& wanted = dataset_->shape_;
@@ -115,11 +115,11 @@ Batch ImageDataset::assemble(const BatchRequest& request) const {
       allocate_for_batch(request.memory, {samples, shape_.channels, shape_.height, shape_.width}, torch::kFloat32),
       soft ? allocate_for_batch(request.memory, {samples, classes()}, torch::kFloat32)
            : torch::empty({samples}, torch::kInt64)};
-  const std::uint64_t epoch_seed = mix_seed(request.seed, request.epoch);
+  const uint64_t epoch_seed = mix_seed(request.seed, request.epoch);
   auto* data = batch.data.data_ptr<float>();
   auto* mixed = soft ? batch.target.data_ptr<float>() : nullptr;
-  auto* label = soft ? nullptr : batch.target.data_ptr<std::int64_t>();
-  for (const std::int64_t index : request.indices) {
+  auto* label = soft ? nullptr : batch.target.data_ptr<int64_t>();
+  for (const int64_t index : request.indices) {
     SampleRandom random(epoch_seed, index);
     if (request.reading != nullptr && !source_->in_memory())
       request.reading->note([source = source_.get(), index] { return source->origin(index); });

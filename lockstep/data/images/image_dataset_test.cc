@@ -20,8 +20,8 @@ using testing::contains;
 using testing::first_indices;
 using testing::message_of;
 
-std::shared_ptr<const ImageSource> random_images(std::int64_t count, const ImageShape& shape, int classes = 10) {
-  const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(4));
+std::shared_ptr<const ImageSource> random_images(int64_t count, const ImageShape& shape, int classes = 10) {
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(4));
   const auto images = torch::randint(256, {count, shape.channels, shape.height, shape.width}, generator, torch::kUInt8);
   return std::make_shared<MemoryImages>("random", images, torch::arange(count).remainder(classes), classes, "memory");
 }
@@ -43,7 +43,7 @@ TEST(ImageDataset, crops_with_zeros_around_and_flips) {
                           {.mean = {0.5F}, .crop = Crop::kRandom, .padding = 3, .flip = true});
   const auto padded = torch::constant_pad_nd(pixels_of(data)[0].to(torch::kFloat32) / 255, {3, 3, 3, 3}) - 0.5;
   std::set<std::tuple<int, int, bool>> seen;
-  for (std::int64_t epoch = 0; epoch < 300; ++epoch) {
+  for (int64_t epoch = 0; epoch < 300; ++epoch) {
     const torch::Tensor crop = data.assemble({.indices = first_indices(1), .epoch = epoch}).data[0];
     int matches = 0;
     for (int y = 0; y < 7; ++y)
@@ -61,7 +61,7 @@ TEST(ImageDataset, crops_with_zeros_around_and_flips) {
 
 TEST(ImageDataset, resizes_as_torch_does_with_antialiasing) {
   std::mt19937 random(5);
-  const auto size = [&] { return static_cast<std::int64_t>(3 + random() % 40); };
+  const auto size = [&] { return static_cast<int64_t>(3 + random() % 40); };
   for (int round = 50; round > 0; --round) {
     const ImageShape shape{round % 2 == 0 ? 3 : 1, size(), size()};
     const ImageDataset data(random_images(1, shape), {.height = size(), .width = size()});
@@ -80,15 +80,15 @@ TEST(ImageKernels, resize_interleaved_pixels_like_planar_ones) {
   const ImageShape shape{3, 20, 30};
   std::vector<float> a(3 * 9 * 13);
   std::vector<float> b(a.size());
-  resize_image(planar(planar_pixels.data_ptr<std::uint8_t>(), shape), placement, {}, a.data());
-  resize_image(interleaved(rgb.data_ptr<std::uint8_t>(), shape), placement, {}, b.data());
-  for (std::size_t i = 0; i < a.size(); ++i) ASSERT_NEAR(a[i], b[i], 1e-3);
+  resize_image(planar(planar_pixels.data_ptr<uint8_t>(), shape), placement, {}, a.data());
+  resize_image(interleaved(rgb.data_ptr<uint8_t>(), shape), placement, {}, b.data());
+  for (size_t i = 0; i < a.size(); ++i) ASSERT_NEAR(a[i], b[i], 1e-3);
 }
 
 TEST(ImageDataset, draws_crops_with_the_requested_areas_and_aspect_ratios) {
   const ImageTransforms t{.height = 8, .width = 8, .crop = Crop::kRandomResized, .least_area = 0.2, .most_area = 0.6};
   double area = 0;
-  for (std::int64_t i = 0; i < 2000; ++i) {
+  for (int64_t i = 0; i < 2000; ++i) {
     SampleRandom random(1, i);
     const Placement placement = draw_placement(t, {3, 300, 400}, random);
     const double share = placement.box.width * placement.box.height / (300 * 400);
@@ -147,11 +147,11 @@ TEST(ImageDataset, augments_a_sample_the_same_for_any_ranks_and_workers) {
       const auto order = sequential_order(40);
       Loader loader(world, dataset, {.batch_size = 8, .seed = 6, .workers = workers, .order = order});
       DistributedSampler sampler({.batch_size = 8, .rank = world.rank(), .ranks = world.size(), .order = order});
-      std::int64_t step = 0;
+      int64_t step = 0;
       for (const Batch& batch : loader.epoch(3)) {
         const auto indices = sampler.part(step++);
-        for (std::size_t i = 0; i < indices.size(); ++i) {
-          const torch::Tensor sample = batch.data[static_cast<std::int64_t>(i)];
+        for (size_t i = 0; i < indices.size(); ++i) {
+          const torch::Tensor sample = batch.data[static_cast<int64_t>(i)];
           torch::Tensor& expected = alone[to_size(indices[i])];
           if (record)
             expected = sample.clone();
@@ -167,7 +167,7 @@ TEST(ImageDataset, augments_a_sample_the_same_for_any_ranks_and_workers) {
 
 TEST(ImageDataset, augments_differently_for_each_epoch_and_seed) {
   const ImageDataset data(random_images(8, {3, 20, 24}), every_augmentation());
-  const auto batch = [&](std::uint64_t seed, std::int64_t epoch) {
+  const auto batch = [&](uint64_t seed, int64_t epoch) {
     return data.assemble({.indices = first_indices(8), .seed = seed, .epoch = epoch}).data;
   };
   EXPECT_TRUE(torch::equal(batch(1, 2), batch(1, 2)));

@@ -13,7 +13,7 @@
 namespace lockstep {
 namespace {
 
-constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 30;  // of a file; a larger one is refused
+constexpr uint64_t kMostBytes = uint64_t{1} << 30;  // of a file; a larger one is refused
 
 bool is_image(const fs::path& file) {
   const auto ends_in = [extension = file.extension().string()](const char* known) {
@@ -43,11 +43,11 @@ ImageFolder::ImageFolder(fs::path folder, std::vector<std::string> classes)
     : folder_(std::move(folder)), classes_(std::move(classes)) {
   if (!folder_.has_filename()) folder_ = folder_.parent_path();  // "DIR/"
   if (classes_.empty()) classes_ = folders_in(folder_);
-  for (std::size_t i = 0; i < classes_.size(); ++i) add_class(classes_[i], to_int64(i));
+  for (size_t i = 0; i < classes_.size(); ++i) add_class(classes_[i], to_int64(i));
 }
 
-void ImageFolder::add_class(const std::string& name, std::int64_t label) {
-  const std::size_t before = files_.size();
+void ImageFolder::add_class(const std::string& name, int64_t label) {
+  const size_t before = files_.size();
   std::string trouble;
   try {
     std::vector<fs::path> above{fs::canonical(folder_)};
@@ -64,7 +64,7 @@ void ImageFolder::add_class(const std::string& name, std::int64_t label) {
 }
 
 // above: the folders on the way here, without links: a link to one of them leads round in circles, or to other classes.
-void ImageFolder::add_images(const fs::path& folder, std::int64_t label, std::vector<fs::path>& above) {
+void ImageFolder::add_images(const fs::path& folder, int64_t label, std::vector<fs::path>& above) {
   const fs::path real = fs::canonical(folder);
   if (std::ranges::find(above, real) != above.end()) return;
   above.push_back(real);
@@ -77,7 +77,7 @@ void ImageFolder::add_images(const fs::path& folder, std::int64_t label, std::ve
   above.pop_back();
 }
 
-StoredImage ImageFolder::read(std::int64_t index, Bytes& scratch) const {
+StoredImage ImageFolder::read(int64_t index, Bytes& scratch) const {
   const File& file = files_[to_size(index)];
   const DataFile stored(folder_ / file.path);
   if (stored.size() > kMostBytes)
@@ -88,6 +88,6 @@ StoredImage ImageFolder::read(std::int64_t index, Bytes& scratch) const {
   return {.bytes = scratch, .encoded = true, .label = file.label};
 }
 
-std::string ImageFolder::origin(std::int64_t index) const { return (folder_ / files_[to_size(index)].path).string(); }
+std::string ImageFolder::origin(int64_t index) const { return (folder_ / files_[to_size(index)].path).string(); }
 
 }  // namespace lockstep

@@ -13,17 +13,17 @@ namespace lockstep {
 
 // Bytes of pixels that somebody else owns. Planar (C, H, W): pixel_stride 1; interleaved RGB (H, W, 3): pixel_stride 3.
 struct ImageView {
-  const std::uint8_t* pixels = nullptr;
+  const uint8_t* pixels = nullptr;
   ImageShape shape;
-  std::ptrdiff_t channel_stride = 0;
-  std::ptrdiff_t row_stride = 0;
-  std::ptrdiff_t pixel_stride = 0;
+  ptrdiff_t channel_stride = 0;
+  ptrdiff_t row_stride = 0;
+  ptrdiff_t pixel_stride = 0;
 };
 
-inline ImageView planar(const std::uint8_t* pixels, const ImageShape& shape) {
+inline ImageView planar(const uint8_t* pixels, const ImageShape& shape) {
   return {pixels, shape, shape.height * shape.width, shape.width, 1};
 }
-inline ImageView interleaved(const std::uint8_t* pixels, const ImageShape& shape) {
+inline ImageView interleaved(const uint8_t* pixels, const ImageShape& shape) {
   return {pixels, shape, 1, shape.width * 3, 3};
 }
 
@@ -42,8 +42,8 @@ inline Box whole_image(const ImageShape& shape) {
 // Makes a sample of `box`, resized to height x width, then mirrored if `flip`.
 struct Placement {
   Box box;
-  std::int64_t height = 0;
-  std::int64_t width = 0;
+  int64_t height = 0;
+  int64_t width = 0;
   bool flip = false;
 
   // Every pixel of the box is a pixel of the result: nothing has to be interpolated.
@@ -55,7 +55,7 @@ struct Placement {
 
 // Byte value v of channel c becomes v * scale[c] + shift[c].
 struct Normalisation {
-  static constexpr std::int64_t kMaxChannels = 4;
+  static constexpr int64_t kMaxChannels = 4;
   float scale[kMaxChannels] = {1, 1, 1, 1};
   float shift[kMaxChannels] = {};
 };

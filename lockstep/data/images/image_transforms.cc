@@ -11,14 +11,14 @@
 namespace lockstep {
 namespace {
 
-float of_channel(const std::vector<float>& values, std::int64_t channel) {
+float of_channel(const std::vector<float>& values, int64_t channel) {
   return values.size() == 1 ? values[0] : values[to_size(channel)];
 }
 
 // Maps values in [0, most] to normalised ones.
-Normalisation normalisation_from(const ImageTransforms& transforms, std::int64_t channels, float most) {
+Normalisation normalisation_from(const ImageTransforms& transforms, int64_t channels, float most) {
   Normalisation result;
-  for (std::int64_t c = 0; c < channels; ++c) {
+  for (int64_t c = 0; c < channels; ++c) {
     const float deviation = of_channel(transforms.deviation, c);
     result.scale[c] = 1 / (most * deviation);
     result.shift[c] = -of_channel(transforms.mean, c) / deviation;
@@ -60,8 +60,8 @@ Box centre_box(const ImageTransforms& t, const Box& whole) {
 
 Box random_box(const ImageTransforms& t, const Box& whole, SampleRandom& random) {
   const double scale = edge_scale(t, whole);
-  const auto draw = [&](double size, std::int64_t wanted) {
-    const std::int64_t room = std::lround(size / scale) + 2 * t.padding - wanted;
+  const auto draw = [&](double size, int64_t wanted) {
+    const int64_t room = std::lround(size / scale) + 2 * t.padding - wanted;
     if (room < 0) return -std::floor(to_double(-room) / 2) * scale;  // smaller than the crop: centred in it
     return to_double(random.below(room + 1) - t.padding) * scale;
   };
@@ -100,7 +100,7 @@ ImageShape output_shape(const ImageTransforms& t, const ImageShape& stored) {
   return {stored.channels, t.height > 0 ? t.height : stored.height, t.width > 0 ? t.width : stored.width};
 }
 
-void check_transforms(const ImageTransforms& t, std::int64_t channels) {
+void check_transforms(const ImageTransforms& t, int64_t channels) {
   const auto require = [](bool good, const std::string& what) {
     if (!good) throw UsageError({.what = what, .likely = "--augment, or the ImageTransforms of the dataset"});
   };
@@ -144,7 +144,7 @@ Placement draw_placement(const ImageTransforms& t, const ImageShape& stored, Sam
 
 void apply_transforms(const ImageTransforms& t, const ImageView& image, const Placement& placement,
                       SampleRandom& random, float* into) {
-  const std::int64_t channels = image.shape.channels;
+  const int64_t channels = image.shape.channels;
   const bool jitter = t.brightness > 0 || t.contrast > 0 || t.saturation > 0 || t.hue > 0;
   if (!jitter) return resize_image(image, placement, normalisation_from(t, channels, 255), into);
   const ImageShape shape{channels, placement.height, placement.width};

@@ -11,7 +11,7 @@
 namespace lockstep {
 
 // Throws UsageError: values that make no sense for images of so many channels.
-void check_transforms(const ImageTransforms& transforms, std::int64_t channels);
+void check_transforms(const ImageTransforms& transforms, int64_t channels);
 
 // The shape of a sample made of an image of `stored` shape.
 ImageShape output_shape(const ImageTransforms& transforms, const ImageShape& stored);

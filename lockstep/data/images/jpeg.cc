@@ -47,9 +47,9 @@ void limit_scans(j_common_ptr info) {
 }
 
 // The pixels [begin, end) that the interval touches, and one more on each side for the filter of the resize.
-Range touched(double from, double length, std::int64_t limit) {
-  const auto begin = std::clamp<std::int64_t>(static_cast<std::int64_t>(std::floor(from)) - 1, 0, limit - 1);
-  return {begin, std::clamp<std::int64_t>(static_cast<std::int64_t>(std::ceil(from + length)) + 1, begin + 1, limit)};
+Range touched(double from, double length, int64_t limit) {
+  const auto begin = std::clamp<int64_t>(static_cast<int64_t>(std::floor(from)) - 1, 0, limit - 1);
+  return {begin, std::clamp<int64_t>(static_cast<int64_t>(std::ceil(from + length)) + 1, begin + 1, limit)};
 }
 
 class Decoder {
@@ -91,11 +91,11 @@ class Decoder {
     auto left = static_cast<JDIMENSION>(columns.begin);
     auto width = static_cast<JDIMENSION>(columns.size());
     jpeg_crop_scanline(&info_, &left, &width);
-    columns = {left, std::int64_t{left} + width};
-    const std::int64_t row_bytes = columns.size() * info_.output_components;
+    columns = {left, int64_t{left} + width};
+    const int64_t row_bytes = columns.size() * info_.output_components;
     into.resize(to_size(rows.size() * row_bytes));
     if (rows.begin > 0) jpeg_skip_scanlines(&info_, static_cast<JDIMENSION>(rows.begin));
-    for (std::int64_t i = 0; i < rows.size(); ++i) {
+    for (int64_t i = 0; i < rows.size(); ++i) {
       JSAMPROW row = into.data() + i * row_bytes;
       if (jpeg_read_scanlines(&info_, &row, 1) != 1) fail(reinterpret_cast<j_common_ptr>(&info_));
     }
@@ -123,12 +123,11 @@ unsigned eighths_for(const Placement& placement) {
 }
 
 // CMYK -> RGB in place; Adobe's files hold the inks inverted.
-void inks_to_rgb(std::uint8_t* pixels, std::int64_t count, bool inverted) {
-  const std::uint8_t* from = pixels;
-  for (std::int64_t i = 0; i < count; ++i, from += 4, pixels += 3) {
+void inks_to_rgb(uint8_t* pixels, int64_t count, bool inverted) {
+  const uint8_t* from = pixels;
+  for (int64_t i = 0; i < count; ++i, from += 4, pixels += 3) {
     const int black = inverted ? from[3] : 255 - from[3];
-    for (int c = 0; c < 3; ++c)
-      pixels[c] = static_cast<std::uint8_t>((inverted ? from[c] : 255 - from[c]) * black / 255);
+    for (int c = 0; c < 3; ++c) pixels[c] = static_cast<uint8_t>((inverted ? from[c] : 255 - from[c]) * black / 255);
   }
 }
 
@@ -157,7 +156,7 @@ ImageView decode_jpeg(ByteView file, Placement& placement, DecodeScratch& scratc
   return interleaved(scratch.data(), {3, rows.size(), columns.size()});
 }
 
-Bytes encode_jpeg(const std::uint8_t* pixels, std::int64_t height, std::int64_t width, int quality) {
+Bytes encode_jpeg(const uint8_t* pixels, int64_t height, int64_t width, int quality) {
   ErrorManager errors{};
   jpeg_compress_struct info{};
   unsigned char* buffer = nullptr;
@@ -179,7 +178,7 @@ Bytes encode_jpeg(const std::uint8_t* pixels, std::int64_t height, std::int64_t 
   jpeg_set_quality(&info, quality, TRUE);
   jpeg_start_compress(&info, TRUE);
   while (info.next_scanline < info.image_height) {
-    auto* row = const_cast<JSAMPROW>(pixels + std::int64_t{info.next_scanline} * width * 3);
+    auto* row = const_cast<JSAMPROW>(pixels + int64_t{info.next_scanline} * width * 3);
     jpeg_write_scanlines(&info, &row, 1);
   }
   jpeg_finish_compress(&info);

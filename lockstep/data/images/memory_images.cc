@@ -19,7 +19,7 @@ Tensor with_channels(const Tensor& images, const std::string& origin) {
   return (images.dim() == 3 ? images.unsqueeze(1) : images).contiguous();
 }
 
-Tensor checked_labels(const Tensor& labels, std::int64_t images, std::int64_t classes, const std::string& origin) {
+Tensor checked_labels(const Tensor& labels, int64_t images, int64_t classes, const std::string& origin) {
   if (labels.dim() != 1 || labels.size(0) != images)
     throw DataError({.what = concat(images, " images, but labels of shape ", labels.sizes()),
                      .here = origin,
@@ -28,8 +28,8 @@ Tensor checked_labels(const Tensor& labels, std::int64_t images, std::int64_t cl
     throw DataError(
         {.what = concat("labels of type ", labels.dtype().name()), .here = origin, .next = "give whole numbers"});
   Tensor whole = labels.to(torch::kInt64).contiguous();
-  const auto* values = whole.const_data_ptr<std::int64_t>();
-  for (std::int64_t i = 0; i < images; ++i)
+  const auto* values = whole.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < images; ++i)
     if (values[i] < 0 || values[i] >= classes)
       throw DataError({.what = concat("label ", values[i], " of sample ", i, " is not in 0..", classes - 1),
                        .here = concat(origin, ", sample ", i),
@@ -39,7 +39,7 @@ Tensor checked_labels(const Tensor& labels, std::int64_t images, std::int64_t cl
 
 }  // namespace
 
-MemoryImages::MemoryImages(std::string name, const Tensor& images, const Tensor& labels, std::int64_t classes,
+MemoryImages::MemoryImages(std::string name, const Tensor& images, const Tensor& labels, int64_t classes,
                            std::string origin)
     : name_(std::move(name)),
       images_(with_channels(images, origin)),
@@ -47,14 +47,14 @@ MemoryImages::MemoryImages(std::string name, const Tensor& images, const Tensor&
       classes_(classes),
       origin_(std::move(origin)),
       shape_{images_.size(1), images_.size(2), images_.size(3)},
-      pixels_(images_.const_data_ptr<std::uint8_t>()),
-      label_(labels_.const_data_ptr<std::int64_t>()) {}
+      pixels_(images_.const_data_ptr<uint8_t>()),
+      label_(labels_.const_data_ptr<int64_t>()) {}
 
-StoredImage MemoryImages::read(std::int64_t index, Bytes&) const {
-  const std::int64_t bytes = shape_.values();
+StoredImage MemoryImages::read(int64_t index, Bytes&) const {
+  const int64_t bytes = shape_.values();
   return {.bytes = {pixels_ + index * bytes, to_size(bytes)}, .shape = shape_, .label = label_[index]};
 }
 
-std::string MemoryImages::origin(std::int64_t index) const { return concat(origin_, ", sample ", index); }
+std::string MemoryImages::origin(int64_t index) const { return concat(origin_, ", sample ", index); }
 
 }  // namespace lockstep

@@ -14,16 +14,16 @@ using Parts = std::vector<std::string>;
                     .next = "resize, crop, center-crop, random-resized-crop, flip, jitter, mixup, one-hot, normalise"});
 }
 
-double number(const Parts& parts, std::size_t at, double otherwise) {
+double number(const Parts& parts, size_t at, double otherwise) {
   if (at >= parts.size()) return otherwise;
   if (!parse_number(parts[at], otherwise)) refuse(parts, concat("'", parts[at], "' is not a number"));
   return otherwise;
 }
 
-std::int64_t whole(const Parts& parts, std::size_t at, std::int64_t otherwise) {
+int64_t whole(const Parts& parts, size_t at, int64_t otherwise) {
   const double value = number(parts, at, static_cast<double>(otherwise));
   if (value < 0 || value > 1e6 || value != std::floor(value)) refuse(parts, "a whole number is needed");
-  return static_cast<std::int64_t>(value);
+  return static_cast<int64_t>(value);
 }
 
 void parse_size(const Parts& parts, ImageTransforms& t) {
@@ -37,7 +37,7 @@ void parse_size(const Parts& parts, ImageTransforms& t) {
 std::vector<float> parse_channels(const std::string& text) {
   const Parts texts = split(text, '+');
   std::vector<float> values;
-  for (std::size_t i = 0; i < texts.size(); ++i) values.push_back(static_cast<float>(number(texts, i, 0)));
+  for (size_t i = 0; i < texts.size(); ++i) values.push_back(static_cast<float>(number(texts, i, 0)));
   return values;
 }
 

@@ -14,7 +14,7 @@ std::string names_in(const Batch& batch) {
 }
 
 // from: the first dimension of a sample, behind those of the batch.
-void require_alike(const std::string& name, const torch::Tensor& one, const torch::Tensor& first, std::size_t from) {
+void require_alike(const std::string& name, const torch::Tensor& one, const torch::Tensor& first, size_t from) {
   if (one.defined() == first.defined() &&
       (!one.defined() || (one.dim() == first.dim() && one.sizes().slice(from) == first.sizes().slice(from))))
     return;
@@ -25,7 +25,7 @@ void require_alike(const std::string& name, const torch::Tensor& one, const torc
                    .next = "pad them to one size in the dataset, and say in a further tensor what is padding"});
 }
 
-Batch joined(const std::vector<Batch>& parts, std::size_t from, torch::Tensor (*join)(const torch::TensorList&)) {
+Batch joined(const std::vector<Batch>& parts, size_t from, torch::Tensor (*join)(const torch::TensorList&)) {
   if (parts.empty()) return {};
   Batch all = parts.front();
   const auto join_each = [&](const std::string& name, torch::Tensor& into, const auto& tensor_in) {
@@ -57,7 +57,7 @@ const torch::Tensor& Batch::operator[](const std::string& name) const {
                     .next = "give the dataset's batches this tensor"});
 }
 
-Batch Batch::rows(std::int64_t begin, std::int64_t end) const {
+Batch Batch::rows(int64_t begin, int64_t end) const {
   const auto take = [&](const std::string& name, const torch::Tensor& all) {
     if (!all.defined()) return all;
     if (all.dim() == 0 || all.size(0) != size())

@@ -9,7 +9,7 @@ torch::Tensor BatchMemory::allocate(torch::IntArrayRef sizes, torch::ScalarType 
   const auto options = torch::TensorOptions(dtype);
   // torch's own allocator of pinned memory reuses blocks too, and knows when a copy out of them is over.
   if (pinned_) return torch::empty(sizes, options.pinned_memory(true));
-  const auto bytes = c10::multiply_integers(sizes) * static_cast<std::int64_t>(c10::elementSize(dtype));
+  const auto bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
   if (bytes == 0) return torch::empty(sizes, options);
   torch::Tensor block = take(bytes);
   void* data = block.data_ptr();
@@ -19,7 +19,7 @@ torch::Tensor BatchMemory::allocate(torch::IntArrayRef sizes, torch::ScalarType 
 }
 
 // A block of `bytes` to twice as many: the one that came back last, which the caches may still hold; else a new one.
-torch::Tensor BatchMemory::take(std::int64_t bytes) {
+torch::Tensor BatchMemory::take(int64_t bytes) {
   {
     const std::lock_guard lock(mutex_);
     const auto fits = [bytes](const torch::Tensor& block) {

@@ -21,16 +21,16 @@ namespace lockstep {
 class BatchMemory : public std::enable_shared_from_this<BatchMemory> {  // made by std::make_shared
  public:
   // Keeps at most `spare_blocks` free blocks. Pinned memory is reused by the GPUs' own allocator.
-  BatchMemory(std::size_t spare_blocks, bool pinned) : spare_blocks_(spare_blocks), pinned_(pinned) {}
+  BatchMemory(size_t spare_blocks, bool pinned) : spare_blocks_(spare_blocks), pinned_(pinned) {}
 
   // An uninitialised, contiguous tensor on the CPU. Throws what torch throws when there is no memory.
   torch::Tensor allocate(torch::IntArrayRef sizes, torch::ScalarType dtype);
 
  private:
-  torch::Tensor take(std::int64_t bytes);
+  torch::Tensor take(int64_t bytes);
   void put_back(torch::Tensor block);
 
-  const std::size_t spare_blocks_;
+  const size_t spare_blocks_;
   const bool pinned_;
   const OwnProcess process_;  // in a forked child, the mutex may be locked for ever
   std::mutex mutex_;

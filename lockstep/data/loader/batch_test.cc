@@ -16,14 +16,14 @@ namespace {
 using testing::contains;
 using testing::message_of;
 
-Batch sample_with_boxes(std::int64_t number, std::int64_t boxes = 2) {
+Batch sample_with_boxes(int64_t number, int64_t boxes = 2) {
   return {torch::full({3}, number), torch::tensor(number), {{"boxes", torch::full({boxes, 4}, number)}}};
 }
 
 TEST(BatchTensors, of_samples_are_stacked_by_name) {
   const Batch batch = stacked({sample_with_boxes(0), sample_with_boxes(1), sample_with_boxes(2)});
   EXPECT_EQ(batch.size(), 3);
-  EXPECT_EQ(batch["boxes"].sizes(), (std::vector<std::int64_t>{3, 2, 4}));
+  EXPECT_EQ(batch["boxes"].sizes(), (std::vector<int64_t>{3, 2, 4}));
   EXPECT_TRUE(torch::equal(batch["boxes"].select(1, 0).select(1, 0), batch.target));
   const Batch twice = concatenated({batch, batch.rows(1, 3)});
   EXPECT_TRUE(torch::equal(twice["boxes"].select(1, 0).select(1, 0), torch::tensor({0, 1, 2, 1, 2})));
@@ -52,7 +52,7 @@ TEST(BatchTensors, of_a_tensor_dataset_keep_their_dtype_and_their_rows) {
   const auto dataset = std::make_shared<TensorDataset>("numbers", numbers, numbers,
                                                        TensorDataset::More{{"odd", numbers.remainder(2).eq(1)}});
   Loader loader(World::single(), dataset, {.batch_size = 3, .workers = 2});
-  std::int64_t seen = 0;
+  int64_t seen = 0;
   for (const Batch& batch : loader.epoch(0)) {
     EXPECT_TRUE(torch::equal(batch["odd"], batch.target.remainder(2).eq(1)));
     seen += batch["odd"].size(0);
@@ -66,15 +66,15 @@ TEST(BatchTensors, of_a_tensor_dataset_keep_their_dtype_and_their_rows) {
 
 class WithBoxes : public torch::data::datasets::Dataset<WithBoxes, Batch> {
  public:
-  Batch get(std::size_t index) override { return sample_with_boxes(static_cast<std::int64_t>(index)); }
-  torch::optional<std::size_t> size() const override { return 5; }
+  Batch get(size_t index) override { return sample_with_boxes(static_cast<int64_t>(index)); }
+  torch::optional<size_t> size() const override { return 5; }
 };
 
 TEST(BatchTensors, of_a_torch_dataset_are_those_of_its_samples) {
   const TorchDataset dataset{WithBoxes()};
-  const std::vector<std::int64_t> indices{4, 2};
+  const std::vector<int64_t> indices{4, 2};
   EXPECT_TRUE(torch::equal(dataset.make_batch(indices)["boxes"].select(1, 0).select(1, 0), torch::tensor({4, 2})));
-  EXPECT_EQ(dataset.make_batch({})["boxes"].sizes(), (std::vector<std::int64_t>{0, 2, 4}));
+  EXPECT_EQ(dataset.make_batch({})["boxes"].sizes(), (std::vector<int64_t>{0, 2, 4}));
 }
 
 }  // namespace

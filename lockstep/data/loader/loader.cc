@@ -34,7 +34,7 @@ SamplerOptions sampler_options(const LoaderPlace& place, const Dataset& dataset,
 }  // namespace
 
 void check_loader(const LoaderOptions& options) {
-  const auto require = [](std::int64_t value, std::int64_t least, const char* name) {
+  const auto require = [](int64_t value, int64_t least, const char* name) {
     if (value < least)
       throw UsageError({.what = concat(name, "=", value, " is too small"), .next = concat("give at least ", least)});
   };
@@ -51,13 +51,13 @@ struct EpochBatches {
   const std::shared_ptr<const Dataset> dataset;
   const DistributedSampler sampler;
   const std::shared_ptr<BatchMemory> memory;
-  const std::int64_t epoch;
+  const int64_t epoch;
   std::vector<Reading> reading;  // of step s at s modulo its size: no more than `prefetch` steps are on their way
-  std::atomic<std::int64_t> skipped = 0;
+  std::atomic<int64_t> skipped = 0;
 
-  Batch load(std::int64_t step, LoadingStatistics& took) {
+  Batch load(int64_t step, LoadingStatistics& took) {
     const Stopwatch watch;
-    const std::vector<std::int64_t> indices = part(step);
+    const std::vector<int64_t> indices = part(step);
     read_ahead(step);
     BatchTimes times;
     Batch batch = assemble({.indices = indices,
@@ -72,14 +72,12 @@ struct EpochBatches {
     return batch;
   }
 
-  std::vector<std::int64_t> part(std::int64_t step) const {
-    return options.empty ? std::vector<std::int64_t>() : sampler.part(step);
-  }
+  std::vector<int64_t> part(int64_t step) const { return options.empty ? std::vector<int64_t>() : sampler.part(step); }
 
   // Announces the batch that this worker comes to next (each of W workers takes every W-th, more or less), so that the
   // disk reads it while this one is decoded.
-  void read_ahead(std::int64_t step) const {
-    const std::int64_t next = step + std::max(1, options.workers);
+  void read_ahead(int64_t step) const {
+    const int64_t next = step + std::max(1, options.workers);
     if (next < sampler.steps()) dataset->will_read(part(next));
   }
 
@@ -95,7 +93,7 @@ struct EpochBatches {
   // One by one, to find out which samples are bad.
   Batch assemble_good_ones(BatchRequest request, LoadingStatistics& took) {
     std::vector<Batch> good;
-    for (const std::int64_t& index : std::exchange(request.indices, {})) {
+    for (const int64_t& index : std::exchange(request.indices, {})) {
       request.indices = {&index, 1};
       try {
         good.push_back(dataset->assemble(request));
@@ -109,7 +107,7 @@ struct EpochBatches {
   }
 
   void skip(const DataError& error) {
-    const std::int64_t count = ++skipped;
+    const int64_t count = ++skipped;
     if (count > options.skip_bad)
       throw DataError({.what = concat(count, " bad samples in this epoch, ", options.skip_bad,
                                       " may be skipped; the last one: ", error.text().what),
@@ -119,7 +117,7 @@ struct EpochBatches {
     if (count == 1) log_warning(concat("skipped a bad sample: ", error.text().what, " (", error.text().here, ")"));
   }
 
-  Reading& reading_of(std::int64_t step) { return reading[to_size(step) % reading.size()]; }
+  Reading& reading_of(int64_t step) { return reading[to_size(step) % reading.size()]; }
 };
 
 struct Loader::State {
@@ -150,8 +148,8 @@ struct Loader::State {
                                     .steps = sampler.steps(),
                                     .cores = place.cores,
                                     .device = place.device,
-                                    .reading = [batches](std::int64_t at) { return batches->reading_of(at).origin(); }},
-                    [batches](std::int64_t at, LoadingStatistics& took) { return batches->load(at, took); });
+                                    .reading = [batches](int64_t at) { return batches->reading_of(at).origin(); }},
+                    [batches](int64_t at, LoadingStatistics& took) { return batches->load(at, took); });
   }
 
   void require_not_stopped() {
@@ -178,8 +176,8 @@ struct Loader::State {
   DistributedSampler sampler;
   const std::shared_ptr<BatchMemory> memory;
   LoadingStatistics statistics;
-  std::int64_t epoch = 0;
-  std::int64_t step = 0;  // batches of this epoch that were handed out
+  int64_t epoch = 0;
+  int64_t step = 0;  // batches of this epoch that were handed out
   std::optional<Prefetcher> workers;
   std::mutex stopped_mutex;
   std::optional<std::string> stopped;                            // why; guarded by stopped_mutex
@@ -200,7 +198,7 @@ Loader& Loader::operator=(Loader&&) noexcept = default;
 void Loader::stop() { state_->workers.reset(); }
 
 const Dataset& Loader::dataset() const { return *state_->dataset; }
-std::int64_t Loader::steps_per_epoch() const { return state_->sampler.steps_per_epoch(); }
+int64_t Loader::steps_per_epoch() const { return state_->sampler.steps_per_epoch(); }
 const LoadingStatistics& Loader::statistics() const { return state_->statistics; }
 LoaderPosition Loader::position() const { return {state_->epoch, state_->sampler.samples_before(state_->step)}; }
 
@@ -208,7 +206,7 @@ std::string Loader::hint(const LoadingStatistics& since, double seconds) const {
   return loading_hint(since, state_->options, static_cast<int>(state_->place.cores.size()), seconds);
 }
 
-Loader::Epoch Loader::epoch(std::int64_t epoch, std::int64_t first_step) {
+Loader::Epoch Loader::epoch(int64_t epoch, int64_t first_step) {
   return resume({epoch, std::min(first_step * state_->options.batch_size, state_->sampler.samples())});
 }
 

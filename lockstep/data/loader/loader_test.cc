@@ -25,36 +25,36 @@ using testing::contains;
 using testing::message_of;
 using testing::rounds;
 
-using Order = std::vector<std::int64_t>;
+using Order = std::vector<int64_t>;
 
 // Sample i is the number i. Bad ones throw; assemble() takes memory from the loader.
 class Numbers : public Dataset {
  public:
-  explicit Numbers(std::int64_t size, std::vector<std::int64_t> bad = {}) : size_(size), bad_(std::move(bad)) {}
+  explicit Numbers(int64_t size, std::vector<int64_t> bad = {}) : size_(size), bad_(std::move(bad)) {}
   std::string name() const override { return "numbers"; }
-  std::int64_t size() const override { return size_; }
-  Batch make_batch(std::span<const std::int64_t> indices) const override { return assemble({.indices = indices}); }
+  int64_t size() const override { return size_; }
+  Batch make_batch(std::span<const int64_t> indices) const override { return assemble({.indices = indices}); }
   Batch assemble(const BatchRequest& request) const override {
-    const auto count = static_cast<std::int64_t>(request.indices.size());
+    const auto count = static_cast<int64_t>(request.indices.size());
     Batch batch{allocate_for_batch(request.memory, {count, 1000}, torch::kFloat32),
                 allocate_for_batch(request.memory, {count}, torch::kInt64)};
-    for (std::int64_t i = 0; i < count; ++i) {
-      const std::int64_t index = request.indices[to_size(i)];
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t index = request.indices[to_size(i)];
       if (std::find(bad_.begin(), bad_.end(), index) != bad_.end())
         throw DataError({.what = "sample " + std::to_string(index) + " is bad", .here = "numbers.bin"});
       std::fill_n(batch.data.data_ptr<float>() + i * 1000, 1000, static_cast<float>(index));
-      batch.target.data_ptr<std::int64_t>()[i] = index;
+      batch.target.data_ptr<int64_t>()[i] = index;
     }
     return batch;
   }
 
  private:
-  std::int64_t size_;
-  std::vector<std::int64_t> bad_;
+  int64_t size_;
+  std::vector<int64_t> bad_;
 };
 
 Order samples_of(const Batch& batch) {
-  const auto* first = batch.target.const_data_ptr<std::int64_t>();
+  const auto* first = batch.target.const_data_ptr<int64_t>();
   return {first, first + batch.size()};
 }
 
@@ -64,7 +64,7 @@ struct Part {
   LoaderPosition end;
 };
 Part run_part(int ranks, const std::shared_ptr<const Dataset>& dataset, const LoaderOptions& options,
-              const LoaderPosition& from, std::int64_t steps) {
+              const LoaderPosition& from, int64_t steps) {
   std::mutex mutex;
   std::vector<std::vector<Order>> batches(to_size(ranks));
   Part part{.end = from};
@@ -74,22 +74,22 @@ Part run_part(int ranks, const std::shared_ptr<const Dataset>& dataset, const Lo
     if (steps > 0)
       for (const Batch& batch : loader.resume(from)) {
         mine.push_back(samples_of(batch));
-        if (static_cast<std::int64_t>(mine.size()) == steps) break;
+        if (static_cast<int64_t>(mine.size()) == steps) break;
       }
     const std::lock_guard lock(mutex);
     if (!mine.empty()) part.end = loader.position();
     batches[to_size(world.rank())] = std::move(mine);
   });
-  for (std::size_t step = 0; step < batches[0].size(); ++step)
+  for (size_t step = 0; step < batches[0].size(); ++step)
     for (const auto& of_rank : batches)
       part.order.insert(part.order.end(), of_rank.at(step).begin(), of_rank.at(step).end());
   return part;
 }
 
-constexpr std::int64_t kAll = 1 << 20;  // steps
+constexpr int64_t kAll = 1 << 20;  // steps
 
 LoaderOptions random_options(std::mt19937& random) {
-  return {.batch_size = 7 + static_cast<std::int64_t>(random() % 20),
+  return {.batch_size = 7 + static_cast<int64_t>(random() % 20),
           .workers = static_cast<int>(random() % 4),
           .prefetch = 1 + static_cast<int>(random() % 5)};
 }
@@ -97,10 +97,10 @@ LoaderOptions random_options(std::mt19937& random) {
 TEST(Loader, gives_every_sample_once_in_the_same_order_for_any_ranks_and_workers) {
   std::mt19937 random(17);
   for (int round = 25 + rounds("LOCKSTEP_FUZZ_ROUNDS", 0) / 20; round > 0; --round) {
-    const auto samples = static_cast<std::int64_t>(1 + random() % 400);
+    const auto samples = static_cast<int64_t>(1 + random() % 400);
     LoaderOptions options = random_options(random);
     options.seed = random();
-    const LoaderPosition start{.epoch = static_cast<std::int64_t>(random() % 9)};
+    const LoaderPosition start{.epoch = static_cast<int64_t>(random() % 9)};
     const auto dataset = std::make_shared<Numbers>(samples);
     const Order uninterrupted = run_part(1, dataset, options, start, kAll).order;
     ASSERT_EQ(std::ssize(uninterrupted), samples);
@@ -111,13 +111,13 @@ TEST(Loader, gives_every_sample_once_in_the_same_order_for_any_ranks_and_workers
       LoaderOptions now = random_options(random);
       now.seed = options.seed;
       const auto ranks = static_cast<int>(1 + random() % 7);
-      const Part part = run_part(ranks, dataset, now, position, 1 + static_cast<std::int64_t>(random() % 8));
+      const Part part = run_part(ranks, dataset, now, position, 1 + static_cast<int64_t>(random() % 8));
       order.insert(order.end(), part.order.begin(), part.order.end());
       position = part.end;
     }
     ASSERT_EQ(order, uninterrupted);
     std::sort(order.begin(), order.end());
-    for (std::int64_t i = 0; i < samples; ++i) ASSERT_EQ(order[to_size(i)], i);
+    for (int64_t i = 0; i < samples; ++i) ASSERT_EQ(order[to_size(i)], i);
   }
 }
 
@@ -127,22 +127,22 @@ TEST(Loader, resumes_in_the_middle_of_an_epoch) {
   for (const Batch& batch : loader.epoch(1)) all.push_back(samples_of(batch));
   ASSERT_EQ(all.size(), 4U);
   EXPECT_EQ(all.back().size(), 1U);
-  std::size_t step = 2;
+  size_t step = 2;
   for (const Batch& batch : loader.epoch(1, 2)) EXPECT_EQ(samples_of(batch), all[step++]);
   EXPECT_EQ(step, 4U);
 }
 
 // A stream of 0, 1, ... length - 1 in epoch 0; later ones begin with 1000, 2000, ...
-std::shared_ptr<const Dataset> counting(std::int64_t samples, std::int64_t length) {
-  return std::make_shared<IterableDataset>("counting", samples, [length](std::int64_t epoch) {
-    return [length, epoch, next = std::int64_t{0}]() mutable -> std::optional<Batch> {
+std::shared_ptr<const Dataset> counting(int64_t samples, int64_t length) {
+  return std::make_shared<IterableDataset>("counting", samples, [length](int64_t epoch) {
+    return [length, epoch, next = int64_t{0}]() mutable -> std::optional<Batch> {
       if (next == length) return std::nullopt;
       return Batch{torch::zeros({3}), torch::tensor(1000 * epoch + next++)};
     };
   });
 }
 
-Order numbers_from(std::int64_t first, std::int64_t count) {
+Order numbers_from(int64_t first, int64_t count) {
   Order numbers(to_size(count));
   std::iota(numbers.begin(), numbers.end(), first);
   return numbers;
@@ -153,7 +153,7 @@ TEST(IterableDataset, gives_every_sample_once_on_any_ranks_and_workers) {
     for (const int workers : {0, 1, 3}) {
       const auto dataset = counting(40, 45);
       const LoaderOptions options{.batch_size = 7, .workers = workers};
-      for (const std::int64_t epoch : {0, 1})
+      for (const int64_t epoch : {0, 1})
         EXPECT_EQ(run_part(ranks, dataset, options, {.epoch = epoch}, kAll).order, numbers_from(1000 * epoch, 40));
     }
 }
@@ -166,7 +166,7 @@ TEST(IterableDataset, resumes_in_the_middle_of_an_epoch) {
 }
 
 TEST(IterableDataset, refuses_a_stream_that_is_too_short_and_another_order) {
-  const auto error_of = [](std::int64_t length, const LoaderOptions& options) {
+  const auto error_of = [](int64_t length, const LoaderOptions& options) {
     Loader loader(World::single(), counting(20, length), options);
     try {
       for (const Batch& batch : loader.epoch(0)) EXPECT_EQ(batch.size(), 5);
@@ -190,7 +190,7 @@ TEST(Loader, never_writes_into_a_batch_that_is_still_held) {
   }
   for (const Batch& batch : kept)
     EXPECT_TRUE(torch::equal(batch.data, batch.target.to(torch::kFloat32).unsqueeze(1).expand({4, 1000})));
-  for (std::size_t i = 0; i < views.size(); ++i)
+  for (size_t i = 0; i < views.size(); ++i)
     EXPECT_TRUE(torch::equal(views[i].squeeze(1), kept[2 * i].target.to(torch::kFloat32)));
 }
 
@@ -249,7 +249,7 @@ TEST(Loader, rethrows_a_workers_exception_in_the_loop) {
   for (const int workers : {0, 1, 3}) {
     Loader loader =
         make_loader(World::single(), Numbers(20, {13}), {.batch_size = 4, .shuffle = false, .workers = workers});
-    std::int64_t batches = 0;
+    int64_t batches = 0;
     const std::string message = message_of<DataError>([&] {
       for (const Batch& batch : loader.epoch(0)) batches += batch.size() / 4;
     });
@@ -332,8 +332,8 @@ TEST(Prefetcher, names_the_file_that_a_late_worker_reads) {
   std::unique_lock lock(*stuck);
   const PrefetchOptions options{.loader = {.workers = 1, .timeout = std::chrono::milliseconds(50)},
                                 .steps = 1,
-                                .reading = [](std::int64_t step) { return "file " + std::to_string(step); }};
-  Prefetcher prefetcher(options, [stuck](std::int64_t, LoadingStatistics&) {
+                                .reading = [](int64_t step) { return "file " + std::to_string(step); }};
+  Prefetcher prefetcher(options, [stuck](int64_t, LoadingStatistics&) {
     const std::lock_guard wait(*stuck);
     return Batch();
   });

@@ -16,9 +16,9 @@ namespace {
 using testing::contains;
 using testing::message_of;
 
-using Order = std::vector<std::int64_t>;
+using Order = std::vector<int64_t>;
 
-Order drawn(const SampleOrder& order, std::uint64_t seed, std::int64_t epoch) {
+Order drawn(const SampleOrder& order, uint64_t seed, int64_t epoch) {
   Order places(to_size(order.samples));
   order.draw(seed, epoch)(0, places);
   return places;
@@ -29,18 +29,17 @@ Order sorted(Order order) {
   return order;
 }
 
-Order all_of(std::int64_t samples) {
+Order all_of(int64_t samples) {
   Order order(to_size(samples));
   std::iota(order.begin(), order.end(), 0);
   return order;
 }
 
 TEST(Permuted, is_a_permutation_of_any_size) {
-  for (std::uint64_t count = 1; count < 200; ++count) {
+  for (uint64_t count = 1; count < 200; ++count) {
     Order places;
-    for (std::uint64_t i = 0; i < count; ++i)
-      places.push_back(static_cast<std::int64_t>(permuted(i, count, count * 7)));
-    ASSERT_EQ(sorted(places), all_of(static_cast<std::int64_t>(count)));
+    for (uint64_t i = 0; i < count; ++i) places.push_back(static_cast<int64_t>(permuted(i, count, count * 7)));
+    ASSERT_EQ(sorted(places), all_of(static_cast<int64_t>(count)));
   }
 }
 
@@ -49,7 +48,7 @@ TEST(Permuted, puts_every_sample_in_every_place) {
   constexpr int kKeys = 6000;
   int seen[kCount][kCount] = {};
   for (int key = 0; key < kKeys; ++key)
-    for (std::uint64_t i = 0; i < kCount; ++i) ++seen[i][permuted(i, kCount, mix_seed(3, key))];
+    for (uint64_t i = 0; i < kCount; ++i) ++seen[i][permuted(i, kCount, mix_seed(3, key))];
   for (const auto& row : seen)
     for (const int count : row) EXPECT_NEAR(count, kKeys / kCount, 5 * std::sqrt(kKeys / kCount));
 }
@@ -57,10 +56,10 @@ TEST(Permuted, puts_every_sample_in_every_place) {
 TEST(WindowOrder, visits_every_sample_once_and_stays_within_windows_of_a_shard_order) {
   std::mt19937 random(3);
   for (int round = 0; round < 100; ++round) {
-    std::vector<std::int64_t> sizes(1 + random() % 9);
-    for (auto& size : sizes) size = static_cast<std::int64_t>(random() % 40);
+    std::vector<int64_t> sizes(1 + random() % 9);
+    for (auto& size : sizes) size = static_cast<int64_t>(random() % 40);
     sizes[0] += 1;
-    const auto window = 1 + static_cast<std::int64_t>(random() % 50);
+    const auto window = 1 + static_cast<int64_t>(random() % 50);
     const auto order = window_order(sizes, window);
     const Order places = drawn(*order, random(), round);
     ASSERT_EQ(sorted(places), all_of(order->samples));
@@ -71,8 +70,8 @@ TEST(WindowOrder, reads_long_runs) {
   // With windows as long as a shard, every window is one shard.
   const auto order = window_order({100, 100, 100, 100}, 100);
   const Order places = drawn(*order, 5, 0);
-  for (std::size_t window = 0; window < 4; ++window) {
-    const auto begin = places.begin() + static_cast<std::ptrdiff_t>(window * 100);
+  for (size_t window = 0; window < 4; ++window) {
+    const auto begin = places.begin() + static_cast<ptrdiff_t>(window * 100);
     const auto [low, high] = std::minmax_element(begin, begin + 100);
     EXPECT_EQ(*high - *low, 99);
   }
@@ -94,9 +93,9 @@ TEST(SampleOrders, depend_on_seed_and_epoch_only_and_can_be_read_from_any_place)
 }
 
 TEST(WeightedOrder, draws_samples_in_proportion_to_their_weights) {
-  constexpr std::int64_t kDraws = 100000;
+  constexpr int64_t kDraws = 100000;
   const Order places = drawn(*weighted_order({1, 0, 3, 6}, kDraws), 9, 0);
-  const auto share = [&](std::int64_t sample) {
+  const auto share = [&](int64_t sample) {
     return static_cast<double>(std::count(places.begin(), places.end(), sample)) / kDraws;
   };
   EXPECT_NEAR(share(0), 0.1, 0.01);

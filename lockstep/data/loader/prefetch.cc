@@ -116,11 +116,11 @@ class Prefetcher::Shared {
     }
   }
 
-  Slot& slot_of(std::int64_t step) { return slots_[to_size(step) % slots_.size()]; }
+  Slot& slot_of(int64_t step) { return slots_[to_size(step) % slots_.size()]; }
 
   // The next step, once its slot is free; nothing when all steps are claimed or the epoch is stopped. Without a
   // deadline: a worker without work waits as long as the training thread computes, and stop() wakes it.
-  std::optional<std::int64_t> claim(LoadingStatistics& took) {
+  std::optional<int64_t> claim(LoadingStatistics& took) {
     const Stopwatch watch;
     std::unique_lock lock(mutex_);
     room_.wait(lock, [&] { return stopped_ || claimed_ == options_.steps || claimed_ < taken_ + std::ssize(slots_); });
@@ -129,7 +129,7 @@ class Prefetcher::Shared {
     return claimed_++;
   }
 
-  void put(std::int64_t step, Slot slot, const LoadingStatistics& took) {
+  void put(int64_t step, Slot slot, const LoadingStatistics& took) {
     {
       const std::lock_guard lock(mutex_);
       slot.ready = true;
@@ -158,9 +158,9 @@ class Prefetcher::Shared {
   std::condition_variable room_;   // a batch was taken, or the epoch was stopped
   std::condition_variable ended_;  // a worker has ended
   std::vector<Slot> slots_;
-  std::int64_t claimed_ = 0;  // steps that workers have claimed
-  std::int64_t taken_ = 0;    // steps that next() has returned
-  int running_;               // workers
+  int64_t claimed_ = 0;  // steps that workers have claimed
+  int64_t taken_ = 0;    // steps that next() has returned
+  int running_;          // workers
   bool stopped_ = false;
   bool late_ = false;       // a batch did not come within the timeout
   LoadingStatistics took_;  // by workers, since next() was called last

@@ -23,18 +23,17 @@ void check_loader(const LoaderOptions& options);  // throws UsageError: a number
 
 struct PrefetchOptions {
   LoaderOptions loader;  // without workers next() loads
-  std::int64_t steps = 0;
+  int64_t steps = 0;
   CoreSet cores{};  // where the workers run; empty: where the calling thread does
   torch::Device device = torch::kCPU;
-  std::function<std::string(std::int64_t step)>
-      reading{};  // what the batch of a step reads at the moment, for messages
+  std::function<std::string(int64_t step)> reading{};  // what the batch of a step reads at the moment, for messages
 };
 
 class Prefetcher {
  public:
   // Loads the batch of a step and adds what it took. Called by several workers at the same time. It has to own what it
   // uses: a worker that hangs outlives the Prefetcher.
-  using Load = std::function<Batch(std::int64_t step, LoadingStatistics& took)>;
+  using Load = std::function<Batch(int64_t step, LoadingStatistics& took)>;
 
   Prefetcher(const PrefetchOptions& options, Load load);
   ~Prefetcher();

@@ -13,9 +13,9 @@ namespace {
 using testing::contains;
 using testing::message_of;
 
-using Order = std::vector<std::int64_t>;
+using Order = std::vector<int64_t>;
 
-Order global_batch(const SamplerOptions& options, std::int64_t epoch, std::int64_t step, std::int64_t first = 0) {
+Order global_batch(const SamplerOptions& options, int64_t epoch, int64_t step, int64_t first = 0) {
   Order batch;
   for (int rank = 0; rank < options.ranks; ++rank) {
     SamplerOptions mine = options;
@@ -28,10 +28,10 @@ Order global_batch(const SamplerOptions& options, std::int64_t epoch, std::int64
   return batch;
 }
 
-Order whole_epoch(const SamplerOptions& options, std::int64_t epoch) {
+Order whole_epoch(const SamplerOptions& options, int64_t epoch) {
   Order order;
-  for (std::int64_t step = 0; step < DistributedSampler(options).steps_per_epoch(); ++step)
-    for (const std::int64_t sample : global_batch(options, epoch, step)) order.push_back(sample);
+  for (int64_t step = 0; step < DistributedSampler(options).steps_per_epoch(); ++step)
+    for (const int64_t sample : global_batch(options, epoch, step)) order.push_back(sample);
   return order;
 }
 
@@ -39,12 +39,12 @@ TEST(DistributedSampler, gives_every_sample_once_per_epoch_for_any_sizes) {
   std::mt19937 random(7);
   for (int round = 0; round < 100; ++round) {
     const int ranks = 1 + static_cast<int>(random() % 7);
-    const SamplerOptions options{.samples = 1 + static_cast<std::int64_t>(random() % 200),
-                                 .batch_size = ranks + static_cast<std::int64_t>(random() % 40),
+    const SamplerOptions options{.samples = 1 + static_cast<int64_t>(random() % 200),
+                                 .batch_size = ranks + static_cast<int64_t>(random() % 40),
                                  .ranks = ranks,
                                  .seed = random()};
     const Order order = whole_epoch(options, round);
-    const std::set<std::int64_t> distinct(order.begin(), order.end());
+    const std::set<int64_t> distinct(order.begin(), order.end());
     ASSERT_EQ(std::ssize(order), options.samples);
     ASSERT_EQ(distinct.size(), order.size());
     ASSERT_EQ(*distinct.begin(), 0);
@@ -57,7 +57,7 @@ TEST(DistributedSampler, makes_the_same_global_batches_for_any_number_of_ranks) 
     const SamplerOptions one{.samples = 103, .batch_size = 10, .seed = 5};
     SamplerOptions many = one;
     many.ranks = ranks;
-    for (std::int64_t step = 0; step < 11; ++step)
+    for (int64_t step = 0; step < 11; ++step)
       EXPECT_EQ(global_batch(one, 3, step), global_batch(many, 3, step)) << ranks << " ranks, step " << step;
   }
 }
@@ -78,7 +78,7 @@ TEST(DistributedSampler, keeps_the_order_without_shuffling) {
 
 TEST(DistributedSampler, cuts_a_batch_into_parts_that_differ_by_at_most_one) {
   for (const int ranks : {1, 2, 3, 4, 7}) {
-    for (std::int64_t total = 0; total < 20; ++total) {
+    for (int64_t total = 0; total < 20; ++total) {
       for (int rank = 0; rank < ranks; ++rank) {
         EXPECT_GE(even_part(total, rank, ranks).size(), total / ranks);
         EXPECT_LE(even_part(total, rank, ranks).size(), (total + ranks - 1) / ranks);
@@ -98,22 +98,22 @@ TEST(DistributedSampler, refuses_an_empty_dataset) { EXPECT_THROW(DistributedSam
 TEST(DistributedSampler, resumes_at_any_sample_with_other_ranks_and_batches) {
   std::mt19937 random(11);
   for (int round = 0; round < 100; ++round) {
-    const SamplerOptions before{.samples = 1 + static_cast<std::int64_t>(random() % 300),
-                                .batch_size = 7 + static_cast<std::int64_t>(random() % 30),
+    const SamplerOptions before{.samples = 1 + static_cast<int64_t>(random() % 300),
+                                .batch_size = 7 + static_cast<int64_t>(random() % 30),
                                 .ranks = 1 + static_cast<int>(random() % 7),
                                 .seed = random()};
     SamplerOptions after = before;
     after.ranks = 1 + static_cast<int>(random() % 7);
-    after.batch_size = 7 + static_cast<std::int64_t>(random() % 30);
-    const std::int64_t steps = DistributedSampler(before).steps_per_epoch();
-    const auto stop = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(steps + 1));
+    after.batch_size = 7 + static_cast<int64_t>(random() % 30);
+    const int64_t steps = DistributedSampler(before).steps_per_epoch();
+    const auto stop = static_cast<int64_t>(random() % static_cast<uint64_t>(steps + 1));
     Order order;
-    for (std::int64_t step = 0; step < stop; ++step)
-      for (const std::int64_t sample : global_batch(before, 5, step)) order.push_back(sample);
+    for (int64_t step = 0; step < stop; ++step)
+      for (const int64_t sample : global_batch(before, 5, step)) order.push_back(sample);
     DistributedSampler rest(after);
-    rest.set_epoch(5, static_cast<std::int64_t>(order.size()));
-    for (std::int64_t step = 0; step < rest.steps(); ++step)
-      for (const std::int64_t sample : global_batch(after, 5, step, rest.samples_before(0))) order.push_back(sample);
+    rest.set_epoch(5, static_cast<int64_t>(order.size()));
+    for (int64_t step = 0; step < rest.steps(); ++step)
+      for (const int64_t sample : global_batch(after, 5, step, rest.samples_before(0))) order.push_back(sample);
     ASSERT_EQ(order, whole_epoch(before, 5));
   }
 }

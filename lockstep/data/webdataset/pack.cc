@@ -13,22 +13,22 @@
 namespace lockstep {
 namespace {
 
-std::string shard_name(std::size_t number) { return concat(std::setfill('0'), std::setw(5), number, ".tar"); }
+std::string shard_name(size_t number) { return concat(std::setfill('0'), std::setw(5), number, ".tar"); }
 
 template <class Content>
 std::string tar_member(const std::string& name, const Content& content) {
   std::string bytes = tar_header(name, content.size());
   bytes.append(content.begin(), content.end());
-  bytes.resize(round_up(bytes.size(), std::size_t{kTarBlock}));
+  bytes.resize(round_up(bytes.size(), size_t{kTarBlock}));
   return bytes;
 }
 
-constexpr std::uint64_t kShuffleSeed = 0x7061636BULL;
+constexpr uint64_t kShuffleSeed = 0x7061636BULL;
 
-std::vector<std::int64_t> order_of(std::int64_t samples, std::int64_t begin, const PackOptions& options) {
-  std::vector<std::int64_t> order(to_size(samples));
+std::vector<int64_t> order_of(int64_t samples, int64_t begin, const PackOptions& options) {
+  std::vector<int64_t> order(to_size(samples));
   (options.keep_order ? sequential_order(samples) : random_order(samples))->draw(kShuffleSeed, 0)(0, order);
-  for (std::int64_t& sample : order) sample += begin;
+  for (int64_t& sample : order) sample += begin;
   return order;
 }
 
@@ -40,18 +40,18 @@ Bytes shrunk(ByteView file, const ImageShape& shape, const PackOptions& options)
       .box = whole, .height = std::lround(whole.height * scale), .width = std::lround(whole.width * scale)};
   DecodeScratch scratch;
   const ImageView view = decode_image(file, placement, scratch);
-  const std::int64_t plane = placement.height * placement.width;
+  const int64_t plane = placement.height * placement.width;
   std::vector<float> planes(to_size(3 * plane));
   resize_image(view, placement, {}, planes.data());
   Bytes pixels;  // (C, H, W) -> (H, W, C)
   pixels.reserve(planes.size());
-  for (std::int64_t i = 0; i < plane; ++i)
+  for (int64_t i = 0; i < plane; ++i)
     for (const float* value = planes.data() + i; value < planes.data() + 3 * plane; value += plane)
-      pixels.push_back(static_cast<std::uint8_t>(std::lround(std::clamp(*value, 0.F, 255.F))));
+      pixels.push_back(static_cast<uint8_t>(std::lround(std::clamp(*value, 0.F, 255.F))));
   return encode_jpeg(pixels.data(), placement.height, placement.width, options.quality);
 }
 
-void pack_image(const ImageSource& source, std::int64_t index, const PackOptions& options, ShardWriter& writer) {
+void pack_image(const ImageSource& source, int64_t index, const PackOptions& options, ShardWriter& writer) {
   Bytes scratch;
   const StoredImage image = source.read(index, scratch);
   if (!image.encoded)
@@ -64,26 +64,26 @@ void pack_image(const ImageSource& source, std::int64_t index, const PackOptions
   writer.add({.target = image.label, .encoded = true, .payload = shrink ? std::span(smaller) : image.bytes});
 }
 
-void pack_images(const ImageSource& source, const std::vector<std::int64_t>& order, const PackOptions& options,
+void pack_images(const ImageSource& source, const std::vector<int64_t>& order, const PackOptions& options,
                  ShardWriter& writer) {
-  for (const std::int64_t index : order) pack_image(source, index, options, writer);
+  for (const int64_t index : order) pack_image(source, index, options, writer);
   const auto* folder = dynamic_cast<const ImageFolder*>(&source);
   writer.finish({.name = source.name(),
                  .classes = source.classes(),
                  .class_names = folder != nullptr ? folder->class_names() : std::vector<std::string>{}});
 }
 
-void pack_tensors(const TensorDataset& dataset, const std::vector<std::int64_t>& order, ShardWriter& writer) {
+void pack_tensors(const TensorDataset& dataset, const std::vector<int64_t>& order, ShardWriter& writer) {
   const Tensor& data = dataset.data();
   if (dataset.target().is_floating_point() || dataset.target().dim() != 1 || !dataset.more().empty())
     throw UsageError(
         {.what = concat(dataset.name(), " can't be packed: a packed sample has one whole number beside its data"),
          .next = "train on it directly"});
   const Tensor targets = dataset.target().to(torch::kInt64);
-  const std::size_t bytes = data.nbytes() / to_size(data.size(0));
-  const auto* rows = static_cast<const std::uint8_t*>(data.const_data_ptr());
-  for (const std::int64_t index : order)
-    writer.add({.target = targets.const_data_ptr<std::int64_t>()[index],
+  const size_t bytes = data.nbytes() / to_size(data.size(0));
+  const auto* rows = static_cast<const uint8_t*>(data.const_data_ptr());
+  for (const int64_t index : order)
+    writer.add({.target = targets.const_data_ptr<int64_t>()[index],
                 .dtype = data.scalar_type(),
                 .shape = data.sizes().slice(1).vec(),
                 .payload = {rows + to_size(index) * bytes, bytes}});
@@ -92,7 +92,7 @@ void pack_tensors(const TensorDataset& dataset, const std::vector<std::int64_t>&
 
 }  // namespace
 
-ShardWriter::ShardWriter(fs::path folder, std::uint64_t shard_bytes)
+ShardWriter::ShardWriter(fs::path folder, uint64_t shard_bytes)
     : folder_(std::move(folder)), shard_bytes_(shard_bytes) {
   std::error_code error;
   fs::create_directories(folder_, error);

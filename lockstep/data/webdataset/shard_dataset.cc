@@ -9,7 +9,7 @@
 namespace lockstep {
 namespace {
 
-constexpr std::int64_t kShardWindow = 16384;  // samples that are shuffled with each other
+constexpr int64_t kShardWindow = 16384;  // samples that are shuffled with each other
 
 // The part that a Dataset and an ImageSource of shards have in common.
 template <class Interface>
@@ -19,8 +19,8 @@ class OfShards : public Interface {
       : samples_(std::move(samples)), order_(window_order(samples_->shard_sizes(), kShardWindow)) {}
 
   std::string name() const override { return samples_->info().name; }
-  std::int64_t size() const override { return samples_->size(); }
-  std::int64_t classes() const override { return samples_->info().classes; }
+  int64_t size() const override { return samples_->size(); }
+  int64_t classes() const override { return samples_->info().classes; }
   void will_read(Indices indices) const override { samples_->will_read(indices); }
   SampleOrderPtr shuffled_order() const override { return order_; }
 
@@ -37,26 +37,25 @@ class ShardTensors : public OfShards<Dataset> {
 
   Batch assemble(const BatchRequest& request) const override {
     const ShardSample& first = samples_->first();
-    std::vector<std::int64_t> sizes = first.shape;
+    std::vector<int64_t> sizes = first.shape;
     sizes.insert(sizes.begin(), std::ssize(request.indices));
     const bool as_float = c10::isFloatingType(first.dtype) || first.dtype == torch::kUInt8;
     Batch batch{allocate_for_batch(request.memory, sizes, as_float ? torch::kFloat32 : torch::kInt64),
                 torch::empty({sizes[0]}, torch::kInt64)};
-    auto* target = batch.target.data_ptr<std::int64_t>();
+    auto* target = batch.target.data_ptr<int64_t>();
     Bytes scratch;
-    for (std::int64_t i = 0; i < sizes[0]; ++i) {
+    for (int64_t i = 0; i < sizes[0]; ++i) {
       if (request.reading != nullptr)
         request.reading->note([this, index = request.indices[to_size(i)]] { return samples_->origin(index); });
       const ShardSample sample = checked(request.indices[to_size(i)], scratch);
-      batch.data[i].copy_(
-          torch::from_blob(const_cast<std::uint8_t*>(sample.payload.data()), sample.shape, sample.dtype));
+      batch.data[i].copy_(torch::from_blob(const_cast<uint8_t*>(sample.payload.data()), sample.shape, sample.dtype));
       target[i] = sample.target;
     }
     return batch;
   }
 
  private:
-  ShardSample checked(std::int64_t index, Bytes& scratch) const {
+  ShardSample checked(int64_t index, Bytes& scratch) const {
     ShardSample sample = samples_->read(index, scratch);
     const ShardSample& first = samples_->first();
     if (sample.encoded || sample.dtype != first.dtype || sample.shape != first.shape)
@@ -72,9 +71,9 @@ class ShardImages : public OfShards<ImageSource> {
  public:
   using OfShards::OfShards;
   ImageShape common_shape() const override { return shape_of(samples_->first()); }
-  std::string origin(std::int64_t index) const override { return samples_->origin(index); }
+  std::string origin(int64_t index) const override { return samples_->origin(index); }
 
-  StoredImage read(std::int64_t index, Bytes& scratch) const override {
+  StoredImage read(int64_t index, Bytes& scratch) const override {
     const ShardSample sample = samples_->read(index, scratch);
     if (!sample.is_image() || sample.target < 0 || sample.target >= classes())
       throw DataError({.what = concat("not an image with a label below ", classes()),

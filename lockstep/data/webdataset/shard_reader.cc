@@ -34,22 +34,22 @@ std::vector<fs::path> expanded(const std::string& pattern) {
 
 // "a/b.seg.PNG" -> "a/b", "seg.png", as WebDataset does; a name without both belongs to no sample.
 std::pair<std::string, std::string> key_of(const std::string& name) {
-  const std::size_t base = name.rfind('/') + 1, dot = name.find('.', base);
+  const size_t base = name.rfind('/') + 1, dot = name.find('.', base);
   if (dot == std::string::npos || dot == base) return {};
   std::string extension = name.substr(dot + 1);
   std::ranges::transform(extension, extension.begin(), [](unsigned char c) { return std::tolower(c); });
   return {name.substr(0, dot), extension};
 }
 
-std::optional<std::int64_t> target_in(std::string text) {
+std::optional<int64_t> target_in(std::string text) {
   text.erase(text.find_last_not_of(" \r\n") + 1);
-  std::int64_t target = 0;
+  int64_t target = 0;
   return parse_int(text, target) ? std::optional(target) : std::nullopt;
 }
 
 }  // namespace
 
-std::uint64_t checksum_of(ByteView content, std::int64_t target) {
+uint64_t checksum_of(ByteView content, int64_t target) {
   return XXH3_64bits_withSeed(content.data(), content.size(), static_cast<XXH64_hash_t>(target));
 }
 
@@ -65,8 +65,8 @@ std::vector<fs::path> tars_in(const fs::path& folder) {
   return shards;
 }
 
-ShardReader::ShardReader(fs::path path, std::int64_t classes) : path_(std::move(path)) {
-  constexpr std::int64_t kMostClasses = 1 << 24;  // a larger target is no class
+ShardReader::ShardReader(fs::path path, int64_t classes) : path_(std::move(path)) {
+  constexpr int64_t kMostClasses = 1 << 24;  // a larger target is no class
   raise_descriptor_limit();
   const fs::path description = path_ / kShardsFile;
   if (fs::exists(description)) {
@@ -79,7 +79,7 @@ ShardReader::ShardReader(fs::path path, std::int64_t classes) : path_(std::move(
       if (entry.target.value_or(kMostClasses) < kMostClasses) classes = std::max(classes, *entry.target + 1);
   }
   info_.classes = std::max(info_.classes, classes);
-  for (std::int64_t i = 0; i < size(); ++i) {
+  for (int64_t i = 0; i < size(); ++i) {
     try {
       first_ = read(i, scratch_);
       return;
@@ -99,12 +99,12 @@ void ShardReader::open_folder(const fs::path& description) {
     if (json.empty()) throw damaged_shard(file, 0, "lockstep data pack did not finish this folder");
     info_ = {.name = json.at("name"), .classes = json.at("classes"), .class_names = json.at("class_names")};
     for (const Json& shard : json.at("shardlist")) {
-      std::size_t sample = entries_.size();
+      size_t sample = entries_.size();
       add_shard(path_ / fs::path(shard.at("url").get<std::string>()).filename());
-      const std::vector<std::uint64_t> checksums = shard.at("xxh3");
+      const std::vector<uint64_t> checksums = shard.at("xxh3");
       if (checksums.size() != entries_.size() - sample)
         throw damaged_shard(shards_.back(), 0, concat(checksums.size(), " samples expected"));
-      for (const std::uint64_t checksum : checksums) entries_[sample++].checksum = checksum;
+      for (const uint64_t checksum : checksums) entries_[sample++].checksum = checksum;
     }
   } catch (const Json::exception& error) {
     throw damaged_shard(file, 0, error.what());
@@ -134,19 +134,19 @@ void ShardReader::add_shard(const fs::path& path) {
   }
 }
 
-std::uint64_t ShardReader::bytes() const {
-  std::uint64_t bytes = 0;
+uint64_t ShardReader::bytes() const {
+  uint64_t bytes = 0;
   for (const DataFile& shard : shards_) bytes += shard.size();
   return bytes;
 }
 
-std::vector<std::int64_t> ShardReader::shard_sizes() const {
-  std::vector<std::int64_t> sizes(shards_.size());
+std::vector<int64_t> ShardReader::shard_sizes() const {
+  std::vector<int64_t> sizes(shards_.size());
   for (const Entry& entry : entries_) ++sizes[entry.shard];
   return sizes;
 }
 
-ShardSample ShardReader::read(std::int64_t index, Bytes& scratch) const {
+ShardSample ShardReader::read(int64_t index, Bytes& scratch) const {
   const Entry& entry = entries_[to_size(index)];
   const DataFile& shard = shards_[entry.shard];
   const auto refuse = [&](const std::string& why) { return damaged_shard(shard, entry.offset, why); };
@@ -176,14 +176,14 @@ ShardSample ShardReader::read(std::int64_t index, Bytes& scratch) const {
 // The loader announces the batch after the one being made, so the disk reads one batch while the workers decode another.
 // The kernel's own read-ahead fetches a sample of less than 64 KiB with its neighbours in the window.
 void ShardReader::will_read(Indices indices) const {
-  constexpr std::uint64_t kWorthACall = std::uint64_t{64} << 10;
-  for (const std::int64_t index : indices) {
+  constexpr uint64_t kWorthACall = uint64_t{64} << 10;
+  for (const int64_t index : indices) {
     const Entry& entry = entries_[to_size(index)];
     if (entry.bytes >= kWorthACall) shards_[entry.shard].will_need(entry.offset, entry.bytes);
   }
 }
 
-std::string ShardReader::origin(std::int64_t index) const {
+std::string ShardReader::origin(int64_t index) const {
   const Entry& entry = entries_[to_size(index)];
   return concat(shards_[entry.shard].path().string(), ", offset ", entry.offset);
 }

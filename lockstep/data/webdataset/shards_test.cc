@@ -23,7 +23,7 @@ using testing::npy_text;
 using testing::TempFolder;
 using testing::write_image_folder;
 
-std::vector<std::int64_t> all_of(const Dataset& dataset) { return first_indices(dataset.size()); }
+std::vector<int64_t> all_of(const Dataset& dataset) { return first_indices(dataset.size()); }
 
 std::shared_ptr<const Dataset> open(const std::filesystem::path& path, const ImageTransforms& transforms = {}) {
   return dataset_of(std::make_shared<ShardReader>(path), transforms);
@@ -54,9 +54,9 @@ TEST(Shards, keep_encoded_images_as_files_or_shrink_them) {
   EXPECT_TRUE(torch::equal(packed->make_batch(all_of(*packed)).data, original.make_batch(all_of(original)).data));
   pack(original, folder / "q", {.keep_order = true, .shorter_edge = 30});
   const ShardReader shrunk(folder / "q");
-  std::vector<std::uint8_t> scratch;
+  std::vector<uint8_t> scratch;
   EXPECT_EQ(shrunk.info().class_names, (std::vector<std::string>{"a", "b"}));
-  for (std::int64_t i = 0; i < shrunk.size(); ++i) {
+  for (int64_t i = 0; i < shrunk.size(); ++i) {
     const ImageShape shape = encoded_shape(shrunk.read(i, scratch).payload, "");
     EXPECT_EQ(std::min(shape.height, shape.width), 30);
   }
@@ -90,14 +90,14 @@ TEST(Shards, give_every_sample_once_for_any_ranks_shuffled_within_windows) {
   pack(original, folder / "p", {.shard_bytes = 90000});
   for (const int ranks : {1, 3}) {
     std::mutex mutex;
-    std::vector<std::int64_t> seen;
+    std::vector<int64_t> seen;
     run_ranks(ranks, [&](World& world) {
       const auto order = window_order(ShardReader(folder / "p").shard_sizes(), 64);
       Loader loader(world, open(folder / "p"), {.batch_size = 20, .seed = 4, .workers = 2, .order = order});
       for (const Batch& batch : loader.epoch(2)) {
         EXPECT_TRUE(torch::equal(batch.data.squeeze(1), batch.target));
         const std::lock_guard lock(mutex);
-        for (std::int64_t i = 0; i < batch.size(); ++i) seen.push_back(batch.target[i].item<std::int64_t>());
+        for (int64_t i = 0; i < batch.size(); ++i) seen.push_back(batch.target[i].item<int64_t>());
       }
     });
     std::sort(seen.begin(), seen.end());
@@ -124,7 +124,7 @@ class DamagedShard : public ::testing::Test {
 };
 
 TEST_F(DamagedShard, names_the_sample_whose_bytes_changed) {
-  constexpr std::size_t kSample = 4 * 512, kArray = 3 * 512;
+  constexpr size_t kSample = 4 * 512, kArray = 3 * 512;
   std::string changed = shard;
   changed[3 * kSample + kArray + 128] ^= 1;
   write_file(path, changed);
@@ -137,7 +137,7 @@ TEST_F(DamagedShard, names_the_sample_whose_bytes_changed) {
 }
 
 TEST_F(DamagedShard, is_refused_if_cut_at_any_byte_of_a_file) {
-  for (std::size_t length = 0; length <= shard.size() - 1024; length += 256) {
+  for (size_t length = 0; length <= shard.size() - 1024; length += 256) {
     write_file(path, shard.substr(0, length));
     EXPECT_TRUE(contains(refusal(), "00000.tar: it is cut")) << length;
   }
@@ -188,7 +188,7 @@ class ForeignShards : public ::testing::Test {
  protected:
   static std::string member(const std::string& name, const std::string& content) {
     std::string bytes = tar_header(name, content.size()) + content;
-    bytes.resize(round_up(bytes.size(), std::size_t{kTarBlock}));
+    bytes.resize(round_up(bytes.size(), size_t{kTarBlock}));
     return bytes;
   }
   static std::string number(float value) {
@@ -209,10 +209,10 @@ class ForeignShards : public ::testing::Test {
     write_file(folder / name, members + std::string(1024, '\0'));
     return folder / name;
   }
-  std::vector<std::int64_t> targets_in(const std::filesystem::path& path) {
+  std::vector<int64_t> targets_in(const std::filesystem::path& path) {
     const auto dataset = open(path);
     const Batch batch = dataset->make_batch(all_of(*dataset));
-    const auto* const first = batch.target.const_data_ptr<std::int64_t>();
+    const auto* const first = batch.target.const_data_ptr<int64_t>();
     return {first, first + batch.size()};
   }
   std::string refusal(const std::string& members) {
@@ -227,7 +227,7 @@ TEST_F(ForeignShards, are_grouped_by_the_name_up_to_the_first_dot) {
       write("a.tar", before('5', "") + member("README", "not a sample") + member("d.1/x.seg.npy", "?") +
                          member("d.1/x.NPY", number(1)) + member("d.1/x.json", "{}") + member("d.1/x.cls", "4\n") +
                          member("d.1/y.cls", "-2") + member("d.1/y.npy", number(2)) + member(".hidden.cls", "1"));
-  EXPECT_EQ(targets_in(path), (std::vector<std::int64_t>{4, -2}));
+  EXPECT_EQ(targets_in(path), (std::vector<int64_t>{4, -2}));
   EXPECT_EQ(ShardReader(path).info().classes, 5);
   EXPECT_EQ(ShardReader(path, 7).info().classes, 7);
   EXPECT_EQ(open(path)->classes(), 5);
@@ -240,7 +240,7 @@ TEST_F(ForeignShards, may_have_long_names) {
   const auto path = write("a.tar", before('L', name + ".cls" + '\0') + member("cut", "1") + before('g', "ignored") +
                                        before('x', concat(name.size() + 14, " path=", name, ".npy\n")) +
                                        member("cut", number(1)) + prefixed + member("dir/y.npy", number(2)));
-  EXPECT_EQ(targets_in(path), (std::vector<std::int64_t>{1, 3}));
+  EXPECT_EQ(targets_in(path), (std::vector<int64_t>{1, 3}));
   EXPECT_TRUE(contains(refusal(before('x', "99 path=short\n")), "pax records that can't be read"));
   EXPECT_TRUE(contains(refusal(before('x', "22 GNU.sparse.major=1\n")), "pax records that can't be read"));
 }
@@ -269,11 +269,11 @@ TEST_F(ForeignShards, are_refused_if_compressed) {
 TEST_F(ForeignShards, are_named_by_braces_and_in_two_parts) {
   for (int i = 8; i < 12; ++i)
     write(concat("t-", i < 10 ? "0" : "", i, ".tar"), member("a.npy", number(1)) + member("a.cls", std::to_string(i)));
-  EXPECT_EQ(targets_in(folder / "t-{09..11}.tar"), (std::vector<std::int64_t>{9, 10, 11}));
+  EXPECT_EQ(targets_in(folder / "t-{09..11}.tar"), (std::vector<int64_t>{9, 10, 11}));
   EXPECT_TRUE(contains(message_of<DataError>([&] { open(folder / "t-{09..12}.tar"); }), "t-12.tar: No such file"));
   for (const char* target : {"00", "01", "10", "11"})
     write(concat("s", target[0], "-", target[1], ".tar"), member("a.npy", number(1)) + member("a.cls", target));
-  EXPECT_EQ(targets_in(folder / "s{0..1}-{0..1}.tar"), (std::vector<std::int64_t>{0, 1, 10, 11}));
+  EXPECT_EQ(targets_in(folder / "s{0..1}-{0..1}.tar"), (std::vector<int64_t>{0, 1, 10, 11}));
   const std::string both = concat("webdataset:", (folder / "t-{08..10}.tar").string(), ",", folder.file("t-11.tar"));
   const Datasets data = open_dataset({.data = both});
   EXPECT_EQ(data.train->size(), 3);

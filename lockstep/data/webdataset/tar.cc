@@ -11,7 +11,7 @@
 namespace lockstep {
 namespace {
 
-constexpr std::uint64_t kNoNumber = ~std::uint64_t{0};
+constexpr uint64_t kNoNumber = ~uint64_t{0};
 
 struct TarHeader {
   char name[100], mode[8], user[8], group[8], bytes[12], time[12], sum[8], type, link[100], magic[8], names[64],
@@ -20,14 +20,14 @@ struct TarHeader {
 static_assert(sizeof(TarHeader) == kTarBlock);
 
 // A field ends at a zero, or is full.
-template <std::size_t size>
+template <size_t size>
 std::string_view text_in(const char (&field)[size]) {
   return {field, ::strnlen(field, size)};
 }
 
-template <std::size_t size>
-std::uint64_t octal_in(const char (&field)[size]) {
-  std::uint64_t value = kNoNumber;
+template <size_t size>
+uint64_t octal_in(const char (&field)[size]) {
+  uint64_t value = kNoNumber;
   const std::string_view text = text_in(field);
   std::from_chars(text.data() + std::min(text.find_first_not_of(' '), text.size()), text.data() + text.size(), value,
                   8);
@@ -35,17 +35,17 @@ std::uint64_t octal_in(const char (&field)[size]) {
 }
 
 // Of all bytes, with spaces in place of the sum.
-std::uint64_t sum_in(TarHeader header) {
+uint64_t sum_in(TarHeader header) {
   std::memset(header.sum, ' ', sizeof header.sum);
-  const auto* const first = reinterpret_cast<const std::uint8_t*>(&header);
-  return std::accumulate(first, first + sizeof header, std::uint64_t{0});
+  const auto* const first = reinterpret_cast<const uint8_t*>(&header);
+  return std::accumulate(first, first + sizeof header, uint64_t{0});
 }
 
 // Reads records "LENGTH KEY=VALUE\n". Returns false: they make no sense, or the file is sparse.
 bool read_pax(std::string_view text, TarFile& file) {
-  for (std::size_t length = 0; !text.empty(); text.remove_prefix(length)) {
+  for (size_t length = 0; !text.empty(); text.remove_prefix(length)) {
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), length);
-    const auto begin = static_cast<std::size_t>(end - text.data()) + 1;
+    const auto begin = static_cast<size_t>(end - text.data()) + 1;
     if (error != std::errc() || length <= begin || length > text.size()) return false;
     const std::string_view record = text.substr(begin, length - begin - 1);
     if (record.starts_with("path=")) file.name = record.substr(5);
@@ -57,21 +57,21 @@ bool read_pax(std::string_view text, TarFile& file) {
 
 }  // namespace
 
-DataError damaged_shard(const DataFile& file, std::uint64_t offset, const std::string& what) {
+DataError damaged_shard(const DataFile& file, uint64_t offset, const std::string& what) {
   return DataError({.what = concat(file.path().filename().string(), ": ", what),
                     .here = concat(file.path().string(), ", offset ", offset),
                     .likely = "an interrupted copy, or a file that was changed",
                     .next = "copy it again, or pack the data again"});
 }
 
-std::string text_at(const DataFile& file, std::uint64_t offset, std::uint64_t bytes) {
-  std::string text(std::min(bytes, std::uint64_t{1} << 20), '\0');
-  file.read(offset, {reinterpret_cast<std::uint8_t*>(text.data()), text.size()});
+std::string text_at(const DataFile& file, uint64_t offset, uint64_t bytes) {
+  std::string text(std::min(bytes, uint64_t{1} << 20), '\0');
+  file.read(offset, {reinterpret_cast<uint8_t*>(text.data()), text.size()});
   return text;
 }
 
 std::vector<TarFile> files_in_tar(const DataFile& tar) {
-  if (tar.size() > 1 && tar.read_at<std::uint16_t>(0) == 0x8B1F)
+  if (tar.size() > 1 && tar.read_at<uint16_t>(0) == 0x8B1F)
     throw DataError({.what = concat(tar.path().filename().string(), ": it is compressed"),
                      .here = tar.path().string(),
                      .likely = "shards for reading from end to end; lockstep reads samples in random order",
@@ -79,15 +79,15 @@ std::vector<TarFile> files_in_tar(const DataFile& tar) {
   std::vector<TarFile> files;
   const TarFile unknown{"", 0, kNoNumber};
   TarFile next = unknown;  // what headers said of it
-  for (std::uint64_t at = 0, end = 0;; at = end) {
-    const std::uint64_t begin = at + kTarBlock;
+  for (uint64_t at = 0, end = 0;; at = end) {
+    const uint64_t begin = at + kTarBlock;
     if (begin > tar.size()) throw damaged_shard(tar, at, "it is cut: no end mark");
     const auto header = tar.read_at<TarHeader>(at);
     const std::string_view bytes(reinterpret_cast<const char*>(&header), sizeof header);
     if (bytes.find_first_not_of('\0') == bytes.npos) return files;
     if (octal_in(header.sum) != sum_in(header)) throw damaged_shard(tar, at, "no tar header where one should be");
     const bool regular = header.type == '0' || header.type == '\0' || header.type == '7';
-    const std::uint64_t size = regular && next.bytes != kNoNumber ? next.bytes : octal_in(header.bytes);
+    const uint64_t size = regular && next.bytes != kNoNumber ? next.bytes : octal_in(header.bytes);
     if (size > tar.size() - begin || round_up(size, kTarBlock) > tar.size() - begin)
       throw damaged_shard(tar, at, "it is cut: a file is longer");
     end = begin + round_up(size, kTarBlock);
@@ -108,11 +108,11 @@ std::vector<TarFile> files_in_tar(const DataFile& tar) {
   }
 }
 
-std::string tar_header(const std::string& name, std::uint64_t bytes) {
+std::string tar_header(const std::string& name, uint64_t bytes) {
   if (bytes >> 33 != 0)
     throw UsageError({.what = concat(name, " has ", bytes, " bytes; a shard takes less than 8 GiB")});
   TarHeader header{};
-  const auto put = [](auto& field, std::uint64_t value) {
+  const auto put = [](auto& field, uint64_t value) {
     concat(std::oct, std::setfill('0'), std::setw(sizeof field - 1), value).copy(field, sizeof field);
   };
   name.copy(header.name, sizeof header.name);

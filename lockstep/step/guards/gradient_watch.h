@@ -53,8 +53,8 @@ class GradientWatch {
 
   // The first parameter, by its index, whose .grad is another tensor or has been written since. A write that torch's
   // version counter does not see is found if it came through data() or changed the whole tensor (model/samples.h).
-  std::optional<std::size_t> changed() const {
-    for (std::size_t i = 0; i < identities_.size(); ++i)
+  std::optional<size_t> changed() const {
+    for (size_t i = 0; i < identities_.size(); ++i)
       if (!(identities_[i] == parameters_[i].tensor.grad())) return i;
     return data_.changed();
   }
@@ -77,7 +77,7 @@ class GradientWatch {
 
   // Returns whether zero_grad() has dropped all gradients, whatever came since.
   bool dropped() const {
-    for (std::size_t i = 0; i < identities_.size(); ++i)
+    for (size_t i = 0; i < identities_.size(); ++i)
       if (const torch::Tensor& gradient = parameters_[i].tensor.grad();
           gradient.defined() && identities_[i].is_of(gradient))
         return false;
@@ -87,9 +87,7 @@ class GradientWatch {
  private:
   // A .grad as it was. Weak: the memory of a gradient that was dropped is free, but no later tensor is taken for it.
   struct Identity {
-    static std::int64_t version_of(const torch::Tensor& gradient) {
-      return gradient.defined() ? gradient._version() : 0;
-    }
+    static int64_t version_of(const torch::Tensor& gradient) { return gradient.defined() ? gradient._version() : 0; }
     explicit Identity(const torch::Tensor& gradient)
         : tensor(gradient.getIntrusivePtr()), version(version_of(gradient)), samples(hash_of_samples(gradient)) {}
     bool is_of(const torch::Tensor& gradient) const {
@@ -99,8 +97,8 @@ class GradientWatch {
       return is_of(gradient) && version == version_of(gradient) && samples == hash_of_samples(gradient);
     }
     c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
-    std::int64_t version;
-    std::uint64_t samples;
+    int64_t version;
+    uint64_t samples;
   };
 
   const NamedTensors& parameters_;

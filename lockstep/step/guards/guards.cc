@@ -42,7 +42,7 @@ double weight_decay_of(const torch::optim::OptimizerParamGroup& group) {
 // Settings of an optimizer of torch's that all ranks must have alike.
 StepSettings settings_of(const torch::optim::Optimizer& optimizer) {
   StepSettings settings{{"the number of parameter groups", static_cast<double>(optimizer.param_groups().size())}};
-  for (std::size_t i = 0; i < optimizer.param_groups().size(); ++i) {
+  for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
     const auto& group = optimizer.param_groups()[i];
     settings.push_back({"lr", lr_of(group), static_cast<int>(i)});
     settings.push_back({"weight_decay", weight_decay_of(group), static_cast<int>(i)});
@@ -53,7 +53,7 @@ StepSettings settings_of(const torch::optim::Optimizer& optimizer) {
 // A number that no other DistributedDataParallel of these ranks has. Each counts its own; the highest of all ranks grows
 // with each one, whatever other ranks the members have worked with. Collective.
 double agree_on_number(const World& world) {
-  static std::atomic<std::int64_t> made{0};
+  static std::atomic<int64_t> made{0};
   const torch::Tensor number = torch::full({1}, ++made, torch::kInt64).to(world.device());
   world.all_reduce(number, ReduceOp::kMax);
   return number.item<double>();
@@ -71,7 +71,7 @@ std::string ranks_by_value(const torch::Tensor& hashes) {
 
 StepCheck::StepCheck(World world, int interval) : world_(std::move(world)), interval_(interval) {
   if (world_.size() == 1) return;
-  const torch::Tensor all = world_.all_gather(torch::tensor({static_cast<std::int64_t>(interval_)}));
+  const torch::Tensor all = world_.all_gather(torch::tensor({static_cast<int64_t>(interval_)}));
   if (all.eq(all[0]).all().item<bool>()) return;
   throw MismatchError({.what = concat("LOCKSTEP_CHECK is ", ranks_by_value(all)),
                        .here = concat(world_.describe(), ", where it is ", interval_),
@@ -87,13 +87,13 @@ void StepCheck::exchanged(const NamedTensors& parameters) {
 
 void StepCheck::compare(const NamedTensors& parameters, const std::string& when) const {
   if (world_.size() == 1 || parameters.empty()) return;
-  std::vector<std::int64_t> own;
+  std::vector<int64_t> own;
   for (const auto& [name, tensor] : parameters) {
     const torch::Tensor values = dense_view(tensor.detach()).cpu();
-    own.push_back(std::bit_cast<std::int64_t>(XXH3_64bits(values.const_data_ptr(), values.nbytes())));
+    own.push_back(std::bit_cast<int64_t>(XXH3_64bits(values.const_data_ptr(), values.nbytes())));
   }
   const torch::Tensor all = world_.all_gather(torch::tensor(own, torch::kInt64)).view({world_.size(), -1});
-  for (std::int64_t i = 0; i < all.size(1); ++i) {
+  for (int64_t i = 0; i < all.size(1); ++i) {
     const torch::Tensor hashes = all.select(1, i);
     if (hashes.eq(hashes[0]).all().item<bool>()) continue;
     throw MismatchError(
@@ -107,16 +107,16 @@ void StepCheck::compare(const NamedTensors& parameters, const std::string& when)
 }
 
 double StepCheck::hash_of_part(const NamedTensors& parameters) const {
-  constexpr std::size_t kLeast = 4096, kMostParts = 100;
+  constexpr size_t kLeast = 4096, kMostParts = 100;
   static const bool is_off = std::getenv("LOCKSTEP_CHECK") != nullptr && check_interval() == 0;
   if (world_.size() == 1 || is_off) return 0;
-  std::size_t bytes = 0, first = 0;
+  size_t bytes = 0, first = 0;
   for (const auto& [name, tensor] : parameters) bytes += tensor.nbytes();
-  const std::size_t parts = std::clamp<std::size_t>(bytes / kLeast, 1, kMostParts), part = exchanges_ % parts;
-  const std::size_t begin = bytes * part / parts, end = bytes * (part + 1) / parts;
-  std::uint64_t hash = 0;
+  const size_t parts = std::clamp<size_t>(bytes / kLeast, 1, kMostParts), part = exchanges_ % parts;
+  const size_t begin = bytes * part / parts, end = bytes * (part + 1) / parts;
+  uint64_t hash = 0;
   for (const auto& [name, tensor] : parameters) {
-    const std::size_t from = std::max(begin, first), to = std::min(end, first + tensor.nbytes());
+    const size_t from = std::max(begin, first), to = std::min(end, first + tensor.nbytes());
     if (from < to && tensor.is_cpu() && tensor.is_non_overlapping_and_dense())
       hash = XXH3_64bits_withSeed(static_cast<const char*>(tensor.const_data_ptr()) + (from - first), to - from, hash);
     first += tensor.nbytes();

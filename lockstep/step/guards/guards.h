@@ -57,7 +57,7 @@ class StepCheck {
  private:
   World world_;
   int interval_;
-  std::size_t exchanges_ = 0;
+  size_t exchanges_ = 0;
 };
 
 class Guards {
@@ -93,8 +93,8 @@ class Guards {
   // Traces of writes to parameters: how often, by their version counters; and a hash of some elements of each,
   // because torch's optimizers write through data(), which counts nothing.
   struct Values {
-    std::int64_t writes = 0;
-    std::uint64_t samples = 0;
+    int64_t writes = 0;
+    uint64_t samples = 0;
     bool operator==(const Values&) const = default;
   };
 
@@ -110,12 +110,12 @@ class Guards {
   NamedTensors frozen_;  // when this was made
   const torch::optim::Optimizer* optimizer_;
   const Optimizer* fused_;  // the same, if it is one of lockstep's
-  std::size_t held_;        // parameters of the optimizer, when this was made
+  size_t held_;             // parameters of the optimizer, when this was made
   StepLayout layout_;
   std::shared_ptr<ParameterBlock> block_;
   double number_;                      // of the DistributedDataParallel: no other of the same ranks has it
   Values values_;                      // after the last exchange
-  std::uint64_t calls_ = 0;            // of step() of lockstep's optimizer until then
+  uint64_t calls_ = 0;                 // of step() of lockstep's optimizer until then
   std::optional<Values> unexchanged_;  // at the last backward() in no_sync() since then
   bool goes_own_way_ = false;          // parameters may differ between the ranks
 };

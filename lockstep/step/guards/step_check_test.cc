@@ -59,7 +59,7 @@ std::vector<double> hashes_of_parts(World& world, const std::vector<NamedTensor>
 
 int differences(const std::vector<double>& one, const std::vector<double>& other) {
   int count = 0;
-  for (std::size_t i = 0; i < one.size(); ++i) count += one[i] != other[i] ? 1 : 0;
+  for (size_t i = 0; i < one.size(); ++i) count += one[i] != other[i] ? 1 : 0;
   return count;
 }
 
@@ -70,8 +70,7 @@ TEST(StepCheck, sees_each_byte_once_in_a_hundred_exchanges) {
     const auto before = hashes_of_parts(world, parameters, 100);
     for (const auto& [tensor, byte] :
          std::vector<std::pair<int, int>>{{0, 0}, {0, 2155}, {1, 0}, {1, 4'938'267}, {1, 987'654}, {2, 19}}) {
-      auto* const bytes =
-          static_cast<std::uint8_t*>(parameters[static_cast<std::size_t>(tensor)].tensor.mutable_data_ptr());
+      auto* const bytes = static_cast<uint8_t*>(parameters[static_cast<size_t>(tensor)].tensor.mutable_data_ptr());
       bytes[byte] ^= 1;
       EXPECT_EQ(differences(before, hashes_of_parts(world, parameters, 100)), 1) << tensor << ' ' << byte;
       bytes[byte] ^= 1;

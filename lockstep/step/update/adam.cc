@@ -41,7 +41,7 @@ template <bool kDirects, class T>
   const auto [average, square] = state;
   const auto [new_average, new_square] = new_state;
 #pragma GCC ivdep
-  for (std::int64_t i = 0; i < count; ++i) {
+  for (int64_t i = 0; i < count; ++i) {
     const T g = kDirects ? gradient[i] : gradient[i] + n.decay * parameter[i];
     const T m = n.beta1 * average[i] + n.rest1 * g;
     const T v = n.beta2 * square[i] + n.rest2 * g * g;
@@ -57,7 +57,7 @@ template <bool kDirects, class T>
 
 // step: from 1. lr: of the direction m / (sqrt(v) + eps), both corrected for bias. No weight decay.
 template <class T>
-AdamNumbers<T> adam_numbers(const auto& options, std::int64_t step, double lr) {
+AdamNumbers<T> adam_numbers(const auto& options, int64_t step, double lr) {
   const auto t = static_cast<double>(step);
   return {.beta1 = static_cast<T>(options.beta1),
           .rest1 = static_cast<T>(1 - options.beta1),
@@ -71,9 +71,9 @@ AdamNumbers<T> adam_numbers(const auto& options, std::int64_t step, double lr) {
 // libtorch's fused kernels take the step of each parameter as a tensor, which they only read: those at the same step share it.
 Tensors step_tensors(const WholeTensors& tensors) {
   const auto options = torch::TensorOptions(tensors.parameters.front().device()).dtype(torch::kFloat32);
-  std::map<std::int64_t, torch::Tensor> at;
+  std::map<int64_t, torch::Tensor> at;
   Tensors steps;
-  for (const std::int64_t step : tensors.steps) {
+  for (const int64_t step : tensors.steps) {
     torch::Tensor& shared = at[step];
     if (!shared.defined()) shared = torch::full({}, static_cast<double>(step), options);
     steps.push_back(shared);
@@ -132,12 +132,12 @@ struct LAMBRule : RuleWith<LAMBOptions, LAMBRule> {
     const T rate = static_cast<T>(options.lr * elements.trust);
     const auto [count, parameter, direction, state, step, trust, new_parameter, new_state] = elements;
 #pragma GCC ivdep
-    for (std::int64_t i = 0; i < count; ++i) new_parameter[i] = parameter[i] - rate * direction[i];
+    for (int64_t i = 0; i < count; ++i) new_parameter[i] = parameter[i] - rate * direction[i];
   }
 
   static void apply_on_device(const LAMBOptions& options, const WholeTensors& tensors) {
     const auto& [parameters, gradients, state, steps] = tensors;
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
+    for (size_t i = 0; i < parameters.size(); ++i) {
       const auto step = static_cast<double>(steps[i]);
       state[0][i].mul_(options.beta1).add_(gradients[i], 1 - options.beta1);
       state[1][i].mul_(options.beta2).addcmul_(gradients[i], gradients[i], 1 - options.beta2);
@@ -177,7 +177,7 @@ template <bool kMomentum, class T>
   const auto [square, buffer] = state;
   const auto [new_square, new_buffer] = new_state;
 #pragma GCC ivdep
-  for (std::int64_t i = 0; i < count; ++i) {
+  for (int64_t i = 0; i < count; ++i) {
     const T g = gradient[i] + n.decay * parameter[i];
     const T s = n.keep * square[i] + n.add * g * g;
     T v = g / (std::sqrt(s) + n.eps);
@@ -242,7 +242,7 @@ struct RMSpropRule : RuleWith<RMSpropOptions, RMSpropRule> {
 struct AdagradRule : RuleWith<AdagradOptions, AdagradRule> {
   using RuleWith::RuleWith;
 
-  static double rate(const AdagradOptions& options, std::int64_t step) {
+  static double rate(const AdagradOptions& options, int64_t step) {
     return options.lr / (1 + static_cast<double>(step - 1) * options.lr_decay);
   }
 
@@ -253,7 +253,7 @@ struct AdagradRule : RuleWith<AdagradOptions, AdagradRule> {
 
   static void apply_on_device(const AdagradOptions& options, const WholeTensors& tensors) {
     const auto [gradients, roots] = scaled_on_device(options, tensors, 1, 1);
-    for (std::size_t i = 0; i < gradients.size(); ++i)
+    for (size_t i = 0; i < gradients.size(); ++i)
       tensors.parameters[i].addcdiv_(gradients[i], roots[i], -rate(options, tensors.steps[i]));
   }
 };

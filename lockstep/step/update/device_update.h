@@ -39,7 +39,7 @@ class DeviceUpdate {
                         OnEachGpu on_each_gpu = {})
       : state_(state), slices_(std::move(slices)), on_each_gpu_(std::move(on_each_gpu)) {
     Tensors parts;
-    for (std::size_t i = 0; i < state.parameters.size(); ++i)
+    for (size_t i = 0; i < state.parameters.size(); ++i)
       if (!slices_) parameter_of_.push_back(i), parts.push_back(state.parameters[i].detach());
     if (slices_)
       for (const auto& part : slices_->parts()) {
@@ -49,7 +49,7 @@ class DeviceUpdate {
       }
     state.make_lists([&](Wanted wanted) {
       Tensors arrays(parts.size());
-      for (std::size_t i = 0; i < arrays.size(); ++i)
+      for (size_t i = 0; i < arrays.size(); ++i)
         if (wanted(parts[i])) arrays[i] = torch::zeros_like(parts[i], parts[i].options().dtype(state_dtype(parts[i])));
       return arrays;
     });
@@ -77,8 +77,7 @@ class DeviceUpdate {
       if (loss_scale && !std::isfinite(gradient_norm_)) return false;
       factor *= clip_factor(clipping, gradient_norm_);
     }
-    for (std::size_t i = 0; i < state_.parameters.size(); ++i)
-      state_.steps[i] += is_updated(state_.parameters[i]) ? 1 : 0;
+    for (size_t i = 0; i < state_.parameters.size(); ++i) state_.steps[i] += is_updated(state_.parameters[i]) ? 1 : 0;
     on_each(all, [this, &rule, &groups, factor, max_value = clipping.max_value](Updated& updated) {
       clip(updated, factor, max_value);
       apply(rule, groups, updated);
@@ -90,17 +89,17 @@ class DeviceUpdate {
 
   // Returns what `of`, one of the state's lists, has beside parameter i. With slices it is a copy, put together from those of all
   // ranks: all call. Throws PeerLost.
-  torch::Tensor beside(const Tensors& of, std::size_t i) const {
+  torch::Tensor beside(const Tensors& of, size_t i) const {
     const torch::Tensor& parameter = state_.parameters[i];
     return slices_ ? slices_->gather(parameter, of, state_dtype(parameter)) : of[i];
   }
 
   // Sets it; undefined: to zeros. Sends nothing.
-  void set_beside(const Tensors& of, std::size_t i, const torch::Tensor& value) const {
+  void set_beside(const Tensors& of, size_t i, const torch::Tensor& value) const {
     const torch::Tensor parameter = state_.parameters[i].detach();
     const torch::Tensor whole = torch::zeros_like(parameter, parameter.options().dtype(state_dtype(parameter)));
     if (value.defined()) whole.copy_(value);
-    for (std::size_t part = 0; part < parameter_of_.size(); ++part)
+    for (size_t part = 0; part < parameter_of_.size(); ++part)
       if (parameter_of_[part] == i)
         dense_view(of[part]).copy_(
             dense_view(whole).narrow(0, slices_ ? slices_->parts()[part].begin : 0, of[part].numel()));
@@ -110,11 +109,11 @@ class DeviceUpdate {
   // Parameters, or parts of them, that this step updates on one GPU.
   struct Updated {
     torch::Device device;
-    std::vector<std::size_t> part = {};  // in the lists of OptimizerState
-    Tensors stored = {};                 // what the model computes with
-    Tensors values = {};                 // that, or the float32 master of 16 bits
-    Tensors gradients = {};              // of their dtype and memory order
-    Tensors norms = {};                  // with slices of each gradient, else of all together
+    std::vector<size_t> part = {};  // in the lists of OptimizerState
+    Tensors stored = {};            // what the model computes with
+    Tensors values = {};            // that, or the float32 master of 16 bits
+    Tensors gradients = {};         // of their dtype and memory order
+    Tensors norms = {};             // with slices of each gradient, else of all together
   };
 
   using UpdatedOnGpus = std::vector<Updated>;  // in the order in which the parameters name the GPUs
@@ -138,7 +137,7 @@ class DeviceUpdate {
   // Takes the values of a 16-bit parameter where they are not the rounded master: they were written since the last step, from a
   // checkpoint or before the first one.
   void find_updated(Updated& updated) const {
-    for (std::size_t part = 0; part < parameter_of_.size(); ++part) {
+    for (size_t part = 0; part < parameter_of_.size(); ++part) {
       const torch::Tensor& parameter = state_.parameters[parameter_of_[part]];
       if (parameter.device() != updated.device || !is_updated(parameter)) continue;
       const torch::Tensor stored = slices_ ? slices_->parts()[part].values : parameter.detach();
@@ -166,7 +165,7 @@ class DeviceUpdate {
       Tensors of_parts;
       if (!parameter_of_.empty()) of_parts.assign(parameter_of_.size(), slices_->zero());
       for (const Updated& updated : all)
-        for (std::size_t u = 0; u < updated.norms.size(); ++u) of_parts[updated.part[u]] = updated.norms[u];
+        for (size_t u = 0; u < updated.norms.size(); ++u) of_parts[updated.part[u]] = updated.norms[u];
       return slices_->norm(of_parts);
     }
     double norm = 0;
@@ -186,29 +185,28 @@ class DeviceUpdate {
   }
 
   void apply(const UpdateRule& rule, const std::vector<UpdateRule::Group>& groups, const Updated& updated) const {
-    for (std::size_t group = 0; group < groups.size(); ++group) {
+    for (size_t group = 0; group < groups.size(); ++group) {
       WholeTensors tensors;
       tensors.state.resize(state_.arrays.size());
-      for (std::size_t u = 0; u < updated.part.size(); ++u) {
-        const std::size_t i = parameter_of_[updated.part[u]];
+      for (size_t u = 0; u < updated.part.size(); ++u) {
+        const size_t i = parameter_of_[updated.part[u]];
         if (state_.group_of[i] != group) continue;
         tensors.parameters.push_back(updated.values[u]);
         tensors.gradients.push_back(updated.gradients[u]);
-        for (std::size_t s = 0; s < tensors.state.size(); ++s)
-          tensors.state[s].push_back(state_.arrays[s][updated.part[u]]);
+        for (size_t s = 0; s < tensors.state.size(); ++s) tensors.state[s].push_back(state_.arrays[s][updated.part[u]]);
         tensors.steps.push_back(state_.steps[i]);
       }
       if (!tensors.parameters.empty()) rule.update_on_device(groups[group], tensors);
     }
     if (!state_.averages.empty()) average(updated);
-    for (std::size_t u = 0; u < updated.part.size(); ++u)
+    for (size_t u = 0; u < updated.part.size(); ++u)
       if (is_16_bit(updated.stored[u])) updated.stored[u].copy_(updated.values[u]);
   }
 
   void average(const Updated& updated) const {
     Tensors averages, values;
-    for (std::size_t u = 0; u < updated.part.size(); ++u) {
-      const std::size_t part = updated.part[u];
+    for (size_t u = 0; u < updated.part.size(); ++u) {
+      const size_t part = updated.part[u];
       if (state_.steps[parameter_of_[part]] == 1) {
         state_.averages[part].copy_(updated.values[u]);
       } else {
@@ -222,7 +220,7 @@ class DeviceUpdate {
   OptimizerState& state_;
   std::shared_ptr<GradientSlices> slices_;
   OnEachGpu on_each_gpu_;
-  std::vector<std::size_t> parameter_of_;  // of each part: its index in OptimizerState::parameters
+  std::vector<size_t> parameter_of_;  // of each part: its index in OptimizerState::parameters
   double gradient_norm_ = 0;
 };
 

@@ -27,7 +27,7 @@ class DeviceUpdateOf : public ::testing::TestWithParam<OptimizerOptions> {
   // The second one never has a gradient.
   static void set_gradients_of(const std::vector<torch::Tensor>& of, int step) {
     torch::manual_seed(100 + step);
-    for (const std::size_t i : {0, 2}) of[i].mutable_grad() = kLossScale * torch::randn_like(of[i].detach());
+    for (const size_t i : {0, 2}) of[i].mutable_grad() = kLossScale * torch::randn_like(of[i].detach());
   }
 
   static OptimizerState state_for(const std::vector<torch::Tensor>& of, const UpdateRule& rule) {
@@ -53,12 +53,12 @@ class DeviceUpdateOf : public ::testing::TestWithParam<OptimizerOptions> {
       optimizer->step();
       EXPECT_TRUE(update.run(*rule_, optimizer->param_groups(), clipping, kLossScale));
       EXPECT_NEAR(update.gradient_norm(), optimizer->gradient_norm(), 1e-4 * optimizer->gradient_norm());
-      for (const std::size_t i : {0, 1, 2})
+      for (const size_t i : {0, 1, 2})
         EXPECT_TRUE(torch::allclose(whole[i], flat[i], tolerance, tolerance)) << "parameter " << i << ", step " << step;
-      for (const std::size_t i : {0, 2})
+      for (const size_t i : {0, 2})
         EXPECT_TRUE(torch::allclose(state.averages[i], optimizer->state_of(flat[i]).at("ema"), tolerance, tolerance));
     }
-    EXPECT_EQ(state.steps, (std::vector<std::int64_t>{5, 0, 5}));
+    EXPECT_EQ(state.steps, (std::vector<int64_t>{5, 0, 5}));
   }
 
   std::unique_ptr<UpdateRule> rule_ = std::visit([](const auto& options) { return rule_of(options); }, GetParam());

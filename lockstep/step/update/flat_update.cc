@@ -14,44 +14,44 @@
 namespace lockstep {
 namespace {
 
-constexpr std::int64_t kChunksPerTask = 8;  // of a thread
+constexpr int64_t kChunksPerTask = 8;  // of a thread
 
 template <class T>
-double square_norm(const T* values, std::int64_t count) {
+double square_norm(const T* values, int64_t count) {
   double sum = 0;
-  for (std::int64_t i = 0; i < count; ++i) sum += static_cast<double>(values[i]) * static_cast<double>(values[i]);
+  for (int64_t i = 0; i < count; ++i) sum += static_cast<double>(values[i]) * static_cast<double>(values[i]);
   return sum;
 }
 
 template <class T>
-void scale_and_clamp(T* __restrict gradient, std::int64_t count, double factor, double max_value) {
+void scale_and_clamp(T* __restrict gradient, int64_t count, double factor, double max_value) {
   const T scale = static_cast<T>(factor);
   const T limit = max_value > 0 ? static_cast<T>(max_value) : std::numeric_limits<T>::infinity();
-  for (std::int64_t i = 0; i < count; ++i) gradient[i] = std::clamp(scale * gradient[i], -limit, limit);
+  for (int64_t i = 0; i < count; ++i) gradient[i] = std::clamp(scale * gradient[i], -limit, limit);
 }
 
 template <class T>
-void move_average(const T* average, const T* values, std::int64_t count, double decay, T* new_average) {
+void move_average(const T* average, const T* values, int64_t count, double decay, T* new_average) {
   const T rest = static_cast<T>(1 - decay);
 #pragma GCC ivdep
-  for (std::int64_t i = 0; i < count; ++i) new_average[i] = average[i] + rest * (values[i] - average[i]);
+  for (int64_t i = 0; i < count; ++i) new_average[i] = average[i] + rest * (values[i] - average[i]);
 }
 
 template <class To, class From>
-void convert(const From* __restrict from, std::int64_t count, To* __restrict to) {
-  for (std::int64_t i = 0; i < count; ++i) to[i] = static_cast<To>(from[i]);
+void convert(const From* __restrict from, int64_t count, To* __restrict to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<To>(from[i]);
 }
 
 // Takes the values of a 16-bit parameter where they are not the rounded master: they were written since the last step, from a
 // checkpoint or before the first one.
 template <class T, class Stored>
-void follow_stored(const Stored* stored, std::int64_t count, T* master) {
-  for (std::int64_t i = 0; i < count; ++i)
+void follow_stored(const Stored* stored, int64_t count, T* master) {
+  for (int64_t i = 0; i < count; ++i)
     if (static_cast<Stored>(master[i]) != stored[i]) master[i] = stored[i];
 }
 
 template <class T>
-T* in(const Targets& targets, std::size_t which) {
+T* in(const Targets& targets, size_t which) {
   return reinterpret_cast<T*>(targets.all[which].data());
 }
 
@@ -80,7 +80,7 @@ class FusedUpdate : public FlatUpdate {
       : FusedUpdate(memory, state, memory->size()) {
     state.make_lists([&](Wanted wanted) { return arrays_beside(state.parameters, *memory_, wanted); });
     norms_ = std::reinterpret_pointer_cast<Norms[]>(
-        memory_->allocate_common(std::max<std::size_t>(chunks_.size(), 1) * sizeof(Norms)));
+        memory_->allocate_common(std::max<size_t>(chunks_.size(), 1) * sizeof(Norms)));
     if (journal.kept_sources == 0) return;
     UpdateMemory beside{.norms = std::as_bytes(std::span(norms_.get(), chunks_.size()))};
     if (journal.layerwise) {
@@ -91,7 +91,7 @@ class FusedUpdate : public FlatUpdate {
   }
 
   // Works on the memory that the lost ranks have left; each rank takes the place of one of them.
-  FusedUpdate(SharedMemoryPtr memory, InterruptedUpdate& lost, std::uint64_t step)
+  FusedUpdate(SharedMemoryPtr memory, InterruptedUpdate& lost, uint64_t step)
       : FusedUpdate(memory, lost.state, std::min(static_cast<int>(lost.shape.ranks), memory->size())) {
     norms_ = {std::shared_ptr<std::byte>(), reinterpret_cast<Norms*>(lost.norms)};
     if (lost.directions != nullptr) scratch_ = {std::shared_ptr<std::byte>(), lost.directions};
@@ -162,9 +162,9 @@ class FusedUpdate : public FlatUpdate {
   void run_pass(const UpdateStep& step, Pass pass) {
     const bool directs = pass == Pass::kDirect || (pass == Pass::kReduce && step.rule.layerwise());
     const ChunkPhase phase = directs ? ChunkPhase::kDirected : ChunkPhase::kUpdated;
-    step.gradients.parallel_for(first_, last_, kChunksPerTask, [&](std::size_t from, std::size_t to) {
+    step.gradients.parallel_for(first_, last_, kChunksPerTask, [&](size_t from, size_t to) {
       RedoSlot* const slot = journal_.slot_of_thread();
-      for (std::size_t i = from; i < to; ++i) {
+      for (size_t i = from; i < to; ++i) {
         if (!is_updated_[chunks_[i].parameter] || journal_.is_done(i, phase)) continue;
         if (state_dtype(parameter_of(i)) == torch::kFloat64)
           work_on<double>(step, pass, i, slot);
@@ -177,7 +177,7 @@ class FusedUpdate : public FlatUpdate {
   // Does the pass's work on one chunk, in the type T that the parameter is computed in. The mean gradient is the weighted sum over
   // all sources, the loss scale divided out.
   template <class T>
-  void work_on(const UpdateStep& step, Pass pass, std::size_t i, RedoSlot* slot) {
+  void work_on(const UpdateStep& step, Pass pass, size_t i, RedoSlot* slot) {
     const Chunk& chunk = chunks_[i];
     alignas(kCacheLine) T in_cache[kMaxChunk];
     T* gradient = pass == Pass::kReduceAndUpdate ? in_cache : scratch<T>(i);
@@ -188,7 +188,7 @@ class FusedUpdate : public FlatUpdate {
       const double scale = step.loss_scale.value_or(1);
       thread_local std::vector<Term> terms;
       terms.clear();
-      for (std::size_t s = 0; s < weights.size(); ++s)
+      for (size_t s = 0; s < weights.size(); ++s)
         terms.push_back({pointers[chunk.parameter * weights.size() + s], weights[s] / scale});
       weighted_sum<T>(terms, parameter_of(i).scalar_type(), chunk.begin, chunk.count, gradient);
     }
@@ -219,8 +219,8 @@ class FusedUpdate : public FlatUpdate {
 
   // Turns the gradient of a chunk into the rule's direction.
   template <class T>
-  void direct(const UpdateStep& step, std::size_t i, RedoSlot* slot, T* gradient) {
-    const std::int64_t count = chunks_[i].count;
+  void direct(const UpdateStep& step, size_t i, RedoSlot* slot, T* gradient) {
+    const int64_t count = chunks_[i].count;
     const auto part = part_of(step.rule, ChunkPhase::kDirected, slot, {i, 0, count});
     const Elements<T> elements = elements_of(part, gradient, /*trust=*/1, journal_.begin_part(part));
     step.rule.direct(group_of(step, i), elements);
@@ -231,9 +231,9 @@ class FusedUpdate : public FlatUpdate {
 
   // Updates a chunk, part by part.
   template <class T>
-  void update(const UpdateStep& step, std::size_t i, RedoSlot* slot, T* gradient, double trust) {
-    const std::int64_t all = chunks_[i].count, most = journal_.part_elements();
-    for (std::int64_t begin = journal_.first_element(i, ChunkPhase::kUpdated); begin < all; begin += most) {
+  void update(const UpdateStep& step, size_t i, RedoSlot* slot, T* gradient, double trust) {
+    const int64_t all = chunks_[i].count, most = journal_.part_elements();
+    for (int64_t begin = journal_.first_element(i, ChunkPhase::kUpdated); begin < all; begin += most) {
       const auto part = part_of(step.rule, ChunkPhase::kUpdated, slot, {i, begin, std::min(most, all - begin)});
       const Targets to = journal_.begin_part(part);
       const Elements<T> elements = elements_of(part, gradient + begin, trust, to);
@@ -258,14 +258,14 @@ class FusedUpdate : public FlatUpdate {
   // Returns the rule's input: it reads the targets and writes `to`.
   template <class T>
   Elements<T> elements_of(const JournalWriter::Part& part, T* gradient, double trust, const Targets& to) const {
-    const std::size_t parameter = chunks_[part.elements.chunk].parameter;
+    const size_t parameter = chunks_[part.elements.chunk].parameter;
     Elements<T> elements{.count = part.elements.count,
                          .parameter = in<T>(part.targets, kValues),
                          .gradient = gradient,
                          .step = state_.steps[parameter],
                          .trust = trust,
                          .new_parameter = in<T>(to, kValues)};
-    for (std::size_t s = 0; s < kMaxStates; ++s) {
+    for (size_t s = 0; s < kMaxStates; ++s) {
       elements.state[s] = in<T>(part.targets, s);
       elements.new_state[s] = in<T>(to, s);
     }
@@ -283,12 +283,12 @@ class FusedUpdate : public FlatUpdate {
     const Chunk& chunk = chunks_[elements.chunk];
     const bool all = elements.begin + elements.count == chunk.count;
     Targets targets;
-    const auto set = [&](std::size_t which, const Tensors& list) {
-      const std::int64_t size = to_int64(list[chunk.parameter].element_size());
+    const auto set = [&](size_t which, const Tensors& list) {
+      const int64_t size = to_int64(list[chunk.parameter].element_size());
       auto* const data = static_cast<std::byte*>(list[chunk.parameter].mutable_data_ptr());
       targets.all[which] = {data + (chunk.begin + elements.begin) * size, to_size(elements.count * size)};
     };
-    for (std::size_t s = 0; s < state_.arrays.size(); ++s) set(s, state_.arrays[s]);
+    for (size_t s = 0; s < state_.arrays.size(); ++s) set(s, state_.arrays[s]);
     if (!state_.averages.empty()) set(kAverage, state_.averages);
     const bool has_master = is_16_bit(parameter_of(elements.chunk));
     set(kValues, has_master ? state_.masters : state_.parameters);
@@ -298,34 +298,34 @@ class FusedUpdate : public FlatUpdate {
     return {slot, elements, journal_.mark_of(phase, all ? ChunkMark::kAll : elements.begin + elements.count), targets};
   }
 
-  const torch::Tensor& parameter_of(std::size_t chunk) const { return state_.parameters[chunks_[chunk].parameter]; }
+  const torch::Tensor& parameter_of(size_t chunk) const { return state_.parameters[chunks_[chunk].parameter]; }
 
   void find_updated(const WeightedGradients& gradients) {
-    const std::size_t sources = gradients.weights.size();
-    for (std::size_t i = 0; i < is_updated_.size(); ++i)
+    const size_t sources = gradients.weights.size();
+    for (size_t i = 0; i < is_updated_.size(); ++i)
       is_updated_[i] = std::ranges::any_of(std::span(gradients.pointers).subspan(i * sources, sources),
                                            [](const void* gradient) { return gradient != nullptr; });
   }
 
   void count_steps() {
-    for (std::size_t i = 0; i < is_updated_.size(); ++i) state_.steps[i] += is_updated_[i];
+    for (size_t i = 0; i < is_updated_.size(); ++i) state_.steps[i] += is_updated_[i];
   }
 
   void find_norm() {
     double sum = 0;
-    for (std::size_t i = 0; i < chunks_.size(); ++i)
+    for (size_t i = 0; i < chunks_.size(); ++i)
       if (is_updated_[chunks_[i].parameter]) sum += norms_[i].gradient;
     gradient_norm_ = std::sqrt(sum);
   }
 
   void find_trust_ratios(const UpdateStep& step) {
     std::vector<double> parameter(is_updated_.size()), direction(is_updated_.size());
-    for (std::size_t i = 0; i < chunks_.size(); ++i) {
+    for (size_t i = 0; i < chunks_.size(); ++i) {
       parameter[chunks_[i].parameter] += norms_[i].parameter;
       direction[chunks_[i].parameter] += norms_[i].direction;
     }
     trust_.resize(is_updated_.size());
-    for (std::size_t i = 0; i < is_updated_.size(); ++i)
+    for (size_t i = 0; i < is_updated_.size(); ++i)
       trust_[i] =
           step.rule.trust_ratio(step.groups[state_.group_of[i]], std::sqrt(parameter[i]), std::sqrt(direction[i]));
   }
@@ -337,25 +337,25 @@ class FusedUpdate : public FlatUpdate {
     first_in_scratch_ = first_;
   }
 
-  const UpdateRule::Group& group_of(const UpdateStep& step, std::size_t chunk) const {
+  const UpdateRule::Group& group_of(const UpdateStep& step, size_t chunk) const {
     return step.groups[state_.group_of[chunks_[chunk].parameter]];
   }
 
   template <class T>
-  T* scratch(std::size_t chunk) {
+  T* scratch(size_t chunk) {
     return reinterpret_cast<T*>(scratch_.get() + (chunk - first_in_scratch_) * chunk_bytes_);
   }
 
   SharedMemoryPtr memory_;
   OptimizerState& state_;
   std::vector<Chunk> chunks_;
-  std::size_t chunk_bytes_ = 0;  // of a gradient in scratch_
-  std::size_t first_;            // this rank owns chunks [first_, last_)
-  std::size_t last_;
+  size_t chunk_bytes_ = 0;  // of a gradient in scratch_
+  size_t first_;            // this rank owns chunks [first_, last_)
+  size_t last_;
   std::vector<char> is_updated_;        // in this step, each parameter: some source has a gradient for it
   std::shared_ptr<Norms[]> norms_;      // of each chunk; shared
   std::shared_ptr<std::byte> scratch_;  // gradients of chunks from first_in_scratch_ on, between two passes
-  std::size_t first_in_scratch_ = 0;
+  size_t first_in_scratch_ = 0;
   std::vector<double> trust_;  // of each parameter
   double gradient_norm_ = 0;
   JournalWriter journal_;
@@ -368,7 +368,7 @@ std::unique_ptr<FlatUpdate> FlatUpdate::make(SharedMemoryPtr memory, OptimizerSt
   return std::make_unique<FusedUpdate>(std::move(memory), state, journal);
 }
 
-std::uint64_t FlatUpdate::finish(SharedMemoryPtr memory, InterruptedUpdate& lost) {
+uint64_t FlatUpdate::finish(SharedMemoryPtr memory, InterruptedUpdate& lost) {
   const std::optional<StepRecord> record = UpdateJournal(lost.journal, lost.shape).newest();
   if (!record) return 0;
   lost.state.steps = record->steps;
@@ -377,8 +377,8 @@ std::uint64_t FlatUpdate::finish(SharedMemoryPtr memory, InterruptedUpdate& lost
   gradients.parallel_for = [](auto begin, auto end, auto, const auto& part) {
     part(begin, end);
   };  // one slot is certain
-  for (std::size_t i = 0; const std::uint64_t word : record->gradients) {
-    const std::size_t bytes = lost.state.parameters[i++ / record->weights.size()].nbytes();
+  for (size_t i = 0; const uint64_t word : record->gradients) {
+    const size_t bytes = lost.state.parameters[i++ / record->weights.size()].nbytes();
     gradients.pointers.push_back(word == kNoPlace ? nullptr : lost.find(place_of_word(word), bytes));
   }
   std::vector<UpdateRule::Group> groups;

@@ -51,7 +51,7 @@ class FlatUpdate {
   // is that after the step. The ranks of `memory` call together, and share the work out; none of the lost ones writes any
   // more. Blocks. Returns how many updates that makes since theirs began, skipped ones included. Throws PeerLost: call it
   // again with the ranks that come next.
-  static std::uint64_t finish(SharedMemoryPtr memory, InterruptedUpdate& lost);
+  static uint64_t finish(SharedMemoryPtr memory, InterruptedUpdate& lost);
 };
 
 }  // namespace lockstep

@@ -14,7 +14,7 @@ struct GradientScaler::State {
   GradientScalerOptions options;
   struct Scale {
     double value;
-    std::int64_t good_steps = 0;  // since it last changed
+    int64_t good_steps = 0;  // since it last changed
   } scale;
 
   double after_step(bool skipped) {

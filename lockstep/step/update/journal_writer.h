@@ -39,8 +39,8 @@ struct UpdateStep {
 };
 
 struct JournalOptions {
-  std::size_t kept_sources = 0;  // of gradients, in memory that outlives the ranks; 0: no journal
-  std::size_t groups = 1;
+  size_t kept_sources = 0;  // of gradients, in memory that outlives the ranks; 0: no journal
+  size_t groups = 1;
   bool layerwise = false;
 };
 
@@ -49,7 +49,7 @@ class JournalWriter {
   explicit JournalWriter(const OptimizerState& state) : state_(state) {}
 
   // From here on others can finish a step. beside: all but the journal. Collective, blocks.
-  void keep(SharedMemoryPtr memory, const JournalOptions& options, std::size_t chunks, UpdateMemory beside) {
+  void keep(SharedMemoryPtr memory, const JournalOptions& options, size_t chunks, UpdateMemory beside) {
     memory_ = std::move(memory);
     rank_ = memory_->rank();
     const JournalShape shape{.ranks = to_size(memory_->size()),
@@ -68,7 +68,7 @@ class JournalWriter {
   }
 
   // Goes on in the place of a rank of `lost`: begin_step() then begins its step again.
-  void resume(const InterruptedUpdate& lost, int rank, std::uint64_t step) {
+  void resume(const InterruptedUpdate& lost, int rank, uint64_t step) {
     journal_.emplace(lost.journal, lost.shape);
     find_ = lost.find;
     rank_ = rank;
@@ -88,8 +88,8 @@ class JournalWriter {
     record.weights = step.gradients.weights;
     for (const auto& group : step.groups) record.options.push_back(own_options(group.options()).value());
     record.steps = state_.steps;
-    for (std::size_t i = 0; const void* const gradient : step.gradients.pointers) {
-      const std::size_t bytes = state_.parameters[i++ / record.weights.size()].nbytes();
+    for (size_t i = 0; const void* const gradient : step.gradients.pointers) {
+      const size_t bytes = state_.parameters[i++ / record.weights.size()].nbytes();
       record.gradients.push_back(gradient == nullptr ? kNoPlace : word_of_place(memory_->locate(gradient, bytes)));
     }
     journal_->write(rank_, ++records_, record);
@@ -98,7 +98,7 @@ class JournalWriter {
   void skip_step() {
     if (journal_) journal_->write_skipped(rank_, number_);
   }
-  std::uint64_t step() const { return number_; }  // the number of the last one
+  uint64_t step() const { return number_; }  // the number of the last one
 
   // The state was written between two steps, by all ranks alike: others find it with the number of updates that it has now.
   void note_state() {
@@ -111,17 +111,17 @@ class JournalWriter {
 
   RedoSlot* slot_of_thread() const { return journal_ ? slots_.at(to_size(at::get_thread_num())) : nullptr; }
 
-  bool is_done(std::size_t chunk, ChunkPhase phase) const {
+  bool is_done(size_t chunk, ChunkPhase phase) const {
     return journal_ && journal_->mark(chunk) >= ChunkMark(number_, phase, ChunkMark::kAll);
   }
-  std::int64_t first_element(std::size_t chunk, ChunkPhase phase) const {
+  int64_t first_element(size_t chunk, ChunkPhase phase) const {
     if (!journal_) return 0;
     return journal_->mark(chunk).elements_in(number_, phase);
   }
 
   // Old and new values of a part fit the first-level cache.
-  static constexpr std::int64_t kPartElements = 1024;
-  std::int64_t part_elements() const { return journal_ ? kPartElements : kMaxChunk; }
+  static constexpr int64_t kPartElements = 1024;
+  int64_t part_elements() const { return journal_ ? kPartElements : kMaxChunk; }
 
   struct Part {
     RedoSlot* slot;  // of the thread
@@ -129,7 +129,7 @@ class JournalWriter {
     ChunkMark mark;  // of the chunk, once the part is in its targets
     Targets targets;
   };
-  ChunkMark mark_of(ChunkPhase phase, std::int64_t elements) const { return {number_, phase, elements}; }
+  ChunkMark mark_of(ChunkPhase phase, int64_t elements) const { return {number_, phase, elements}; }
 
   // Returns where the new values are to be written: to the targets, or beside them.
   Targets begin_part(const Part& part) {
@@ -146,7 +146,7 @@ class JournalWriter {
   }
 
   // Puts in its targets what killed threads had ready in chunks [first, last). targets_of: of a part in a phase.
-  void put_ready_parts(std::size_t first, std::size_t last,
+  void put_ready_parts(size_t first, size_t last,
                        const std::function<Targets(const ChunkPart&, ChunkPhase)>& targets_of) {
     for (int rank = 0; rank < static_cast<int>(journal_->shape().ranks); ++rank)
       for (RedoSlot* const slot : slots_of(rank)) {
@@ -168,11 +168,11 @@ class JournalWriter {
   static_assert(kMaxChunk < ChunkMark::kAll);
 
   // The most bytes that are written at a time: all arrays of a part, or the state of a layerwise rule's chunk.
-  std::size_t redo_bytes(bool layerwise) const {
-    std::size_t most = 0;
+  size_t redo_bytes(bool layerwise) const {
+    size_t most = 0;
     for (const torch::Tensor& parameter : state_.parameters) {
-      const std::size_t size = c10::elementSize(state_dtype(parameter));
-      const std::size_t lists = 1 + state_.arrays.size() + (state_.ema_decay > 0 ? 1 : 0);
+      const size_t size = c10::elementSize(state_dtype(parameter));
+      const size_t lists = 1 + state_.arrays.size() + (state_.ema_decay > 0 ? 1 : 0);
       most = std::max(most, kPartElements * (lists * size + (is_16_bit(parameter) ? 2 : 0)));
       if (layerwise) most = std::max(most, kMaxChunk * state_.arrays.size() * size);
     }
@@ -189,9 +189,9 @@ class JournalWriter {
     journal_->set_slots(rank_, {memory_->locate(redo.data.get(), 1).value(), threads});
     redo_ = std::move(redo);
   }
-  std::vector<RedoSlot*> slots_at(std::byte* memory, std::size_t count) const {
+  std::vector<RedoSlot*> slots_at(std::byte* memory, size_t count) const {
     std::vector<RedoSlot*> slots;
-    for (std::size_t i = 0; i < count; ++i)
+    for (size_t i = 0; i < count; ++i)
       slots.push_back(reinterpret_cast<RedoSlot*>(memory + i * RedoSlot::bytes(journal_->shape().redo_bytes)));
     return slots;
   }
@@ -204,9 +204,9 @@ class JournalWriter {
   const OptimizerState& state_;
   std::optional<UpdateJournal> journal_;
   int rank_ = 0;
-  std::uint64_t number_ = 0;   // of the step
-  std::uint64_t records_ = 0;  // written by this rank
-  SharedMemoryPtr memory_;     // of keep()
+  uint64_t number_ = 0;     // of the step
+  uint64_t records_ = 0;    // written by this rank
+  SharedMemoryPtr memory_;  // of keep()
   UpdateMemory beside_;
   std::shared_ptr<std::byte> common_;
   SharedMemory::Own redo_;

@@ -13,7 +13,7 @@
 
 namespace lockstep {
 
-inline constexpr std::int64_t kMaxChunk = 4096;  // elements: two buffers of float32 fill a 32 KiB first-level cache
+inline constexpr int64_t kMaxChunk = 4096;  // elements: two buffers of float32 fill a 32 KiB first-level cache
 
 // One summand: weight * data[begin ... begin + count); data nullptr counts as zero.
 struct Term {
@@ -25,9 +25,9 @@ struct Term {
 // ((0+1)+(2+3))+((4+5)+(6+7)). dtype: of the data: float32, float64, float16 or bfloat16. sum: float; double for float64
 // data. Throws UsageError: another dtype.
 template <class T>
-void weighted_sum(std::span<const Term> terms, torch::ScalarType dtype, std::int64_t begin, std::int64_t count, T* sum);
+void weighted_sum(std::span<const Term> terms, torch::ScalarType dtype, int64_t begin, int64_t count, T* sum);
 
 // Replaces the range of each term's data by the sum.
-void replace_by_sum(std::span<const Term> terms, torch::ScalarType dtype, std::int64_t begin, std::int64_t count);
+void replace_by_sum(std::span<const Term> terms, torch::ScalarType dtype, int64_t begin, int64_t count);
 
 }  // namespace lockstep

@@ -93,32 +93,32 @@ JournalOptions journal_options(const GradientSource& source, const UpdateRule& r
 
 // The parameters of all groups and their state; made by attach() or in the first step.
 struct Optimizer::Layout : OptimizerState {
-  std::size_t given = 0;                                  // number of parameters in the groups, duplicates included
-  std::unordered_map<const void*, std::size_t> index_of;  // TensorImpl -> index in parameters
-  std::unique_ptr<FlatUpdate> flat;                       // on the CPU
-  std::unique_ptr<DeviceUpdate> on_device;                // on a GPU
-  std::shared_ptr<GradientSlices> slices;                 // of which it updates this rank's; null: everything
-  StepState state;                                        // of step() so far
-  double states_set = 0;                                  // set_state() since broadcast_state()
-  std::int64_t noted_writes = 0;                          // see writes()
+  size_t given = 0;                                  // number of parameters in the groups, duplicates included
+  std::unordered_map<const void*, size_t> index_of;  // TensorImpl -> index in parameters
+  std::unique_ptr<FlatUpdate> flat;                  // on the CPU
+  std::unique_ptr<DeviceUpdate> on_device;           // on a GPU
+  std::shared_ptr<GradientSlices> slices;            // of which it updates this rank's; null: everything
+  StepState state;                                   // of step() so far
+  double states_set = 0;                             // set_state() since broadcast_state()
+  int64_t noted_writes = 0;                          // see writes()
 
   // Calls call(name, list) for each list that has an array beside parameter i, with its name in a saved state.
-  void for_each_beside(std::size_t i, const std::vector<std::string>& names, const auto& call) const {
-    for (std::size_t n = 0; n < arrays.size(); ++n) call(names[n], arrays[n]);
+  void for_each_beside(size_t i, const std::vector<std::string>& names, const auto& call) const {
+    for (size_t n = 0; n < arrays.size(); ++n) call(names[n], arrays[n]);
     if (ema_decay > 0) call("ema", averages);
     if (is_16_bit(parameters[i])) call("master", masters);
   }
 
   // Counts the writes to the state, by its tensors' version counters: step() itself does not raise them.
-  std::int64_t writes() const {
-    std::int64_t writes = 0;
+  int64_t writes() const {
+    int64_t writes = 0;
     if (flat)
       for_each_list([&](const auto& list) {
         for (const torch::Tensor& tensor : list) writes += tensor.defined() ? tensor._version() : 0;
       });
     return writes;
   }
-  std::int64_t writes_by_hand() const { return writes() - noted_writes; }
+  int64_t writes_by_hand() const { return writes() - noted_writes; }
 };
 
 Optimizer::Optimizer(Tensors parameters, std::unique_ptr<torch::optim::OptimizerOptions> options,
@@ -135,7 +135,7 @@ Optimizer::Layout& Optimizer::layout() {
   if (layout_) return *layout_;
   auto layout = std::make_unique<Layout>();
   const OnEachGpu on_each_gpu = gpus_of(source_);
-  for (std::size_t group = 0; group < param_groups_.size(); ++group)
+  for (size_t group = 0; group < param_groups_.size(); ++group)
     for (const torch::Tensor& parameter : param_groups_[group].params()) {
       ++layout->given;
       if (!layout->index_of.emplace(parameter.unsafeGetTensorImpl(), layout->parameters.size()).second) continue;
@@ -165,17 +165,17 @@ void Optimizer::make_state(Layout& all) {
 
 std::string Optimizer::manifest() const { return layout_ && layout_->flat ? layout_->flat->journal().manifest() : ""; }
 
-std::uint64_t Optimizer::take_over(const std::string& manifest, const FindMemory& find) {
+uint64_t Optimizer::take_over(const std::string& manifest, const FindMemory& find) {
   Layout& all = layout();
-  InterruptedUpdate lost(manifest, [&](const SharedMemory::ArenaOffset& place, std::size_t bytes) {
+  InterruptedUpdate lost(manifest, [&](const SharedMemory::ArenaOffset& place, size_t bytes) {
     return find(place.arena, place.offset, bytes);
   });
   const auto mine = tensors_of(all), theirs = tensors_of(lost.state);
   require_alike(mine, theirs);
   const SharedMemoryPtr& memory = source_->memory();
-  const std::uint64_t calls = FlatUpdate::finish(memory, lost);
+  const uint64_t calls = FlatUpdate::finish(memory, lost);
   const ParameterWrite write;
-  for (std::size_t i = 0; i < mine.size(); ++i) copy_share(mine[i], theirs[i], memory->rank(), memory->size());
+  for (size_t i = 0; i < mine.size(); ++i) copy_share(mine[i], theirs[i], memory->rank(), memory->size());
   all.steps = lost.state.steps;
   all.flat->journal().note_state();
   memory->barrier();
@@ -191,7 +191,7 @@ torch::Tensor Optimizer::step(LossClosure closure) {
   const PhaseScope update(Phase::kUpdate, "optimizer step");
   const torch::NoGradGuard no_grad;
   Layout& all = layout();
-  std::size_t given = 0;
+  size_t given = 0;
   for (const auto& group : param_groups_) given += group.params().size();
   if (given != all.given)
     throw UsageError({.what = "a parameter group was added after the optimizer's first step",
@@ -201,7 +201,7 @@ torch::Tensor Optimizer::step(LossClosure closure) {
   else
     step_on_device(all);
   all.noted_writes = all.writes();
-  all.state = {all.state.calls + 1, static_cast<std::uint32_t>(hash_of(settings()))};
+  all.state = {all.state.calls + 1, static_cast<uint32_t>(hash_of(settings()))};
   if (adjust_loss_scale_) loss_scale_ = adjust_loss_scale_(skipped_);
   return loss;
 }
@@ -228,7 +228,7 @@ StepSettings Optimizer::settings() const {
                         {"the loss scale", loss_scale_.value_or(0)},
                         {GradientScaler::kScales, adjust_loss_scale_ ? 1.0 : 0.0},
                         {"the number of parameter groups", static_cast<double>(param_groups_.size())}};
-  for (std::size_t group = 0; group < param_groups_.size(); ++group)
+  for (size_t group = 0; group < param_groups_.size(); ++group)
     visit_options(param_groups_[group].options(), [&](const char* name, double value) {
       settings.push_back({name, value, static_cast<int>(group)});
     });
@@ -283,7 +283,7 @@ void Optimizer::require_not_begun(const char* call) const {
 
 Optimizer::StateTensors Optimizer::state_of(const torch::Tensor& parameter) const {
   if (!layout_) return {};
-  const std::size_t i = layout_->index_of.at(parameter.unsafeGetTensorImpl());
+  const size_t i = layout_->index_of.at(parameter.unsafeGetTensorImpl());
   if (layout_->steps[i] == 0) return {};
   StateTensors state = state_tensors(*layout_, i);
   state["step"] = torch::full({}, static_cast<double>(layout_->steps[i]), torch::kFloat32);
@@ -291,7 +291,7 @@ Optimizer::StateTensors Optimizer::state_of(const torch::Tensor& parameter) cons
 }
 
 // All but the number of steps.
-Optimizer::StateTensors Optimizer::state_tensors(const Layout& all, std::size_t i) const {
+Optimizer::StateTensors Optimizer::state_tensors(const Layout& all, size_t i) const {
   StateTensors state;
   all.for_each_beside(i, rule_->state_names(), [&](const std::string& name, const auto& list) {
     state[name] = all.on_device ? all.on_device->beside(list, i) : list[i];
@@ -302,7 +302,7 @@ Optimizer::StateTensors Optimizer::state_tensors(const Layout& all, std::size_t 
 void Optimizer::set_state(const torch::Tensor& parameter, const StateTensors& state) {
   const torch::NoGradGuard no_grad;
   Layout& all = layout();
-  const std::size_t i = all.index_of.at(parameter.unsafeGetTensorImpl());
+  const size_t i = all.index_of.at(parameter.unsafeGetTensorImpl());
   all.steps[i] = 0;
   all.states_set += 1;
   all.for_each_beside(i, rule_->state_names(), [&](const std::string& name, const auto& list) {
@@ -315,7 +315,7 @@ void Optimizer::set_state(const torch::Tensor& parameter, const StateTensors& st
   });
   all.noted_writes = all.writes();
   if (!state.empty())  // else as before its first update
-    all.steps[i] = static_cast<std::int64_t>(saved(state, "step", {}, torch::kFloat32).item<float>());
+    all.steps[i] = static_cast<int64_t>(saved(state, "step", {}, torch::kFloat32).item<float>());
   if (all.flat) all.flat->journal().note_state();
 }
 
@@ -326,7 +326,7 @@ void Optimizer::broadcast_state(const World& world, int root) {
     throw UsageError({.what = "broadcast_state() of an optimizer of which each rank has a slice",
                       .next = "set_state() on every rank"});
   world.broadcast(torch::from_blob(all.steps.data(), std::ssize(all.steps), torch::kInt64), root);
-  for (std::size_t i = 0; i < all.parameters.size(); ++i) {
+  for (size_t i = 0; i < all.parameters.size(); ++i) {
     if (all.steps[i] == 0) continue;
     for (const auto& [name, tensor] : state_tensors(all, i)) broadcast_tensors(world, {{name, tensor}}, root);
   }

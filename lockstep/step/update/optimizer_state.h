@@ -25,13 +25,13 @@ inline bool is_16_bit(const torch::Tensor& parameter) { return parameter.element
 // Arrays have the parameter's shape and memory order, and are float32 for 16-bit parameters. Where each rank updates a slice, they
 // lie beside each part of it (step/gradient_slices.h).
 struct OptimizerState {
-  Tensors parameters;                 // each once, also if it has two names
-  std::vector<std::size_t> group_of;  // the parameter group of each
-  std::vector<std::int64_t> steps;    // updates so far
-  std::vector<Tensors> arrays;        // [name][parameter or part], in the order of UpdateRule::state_names()
-  Tensors averages;                   // with ema_decay
-  Tensors masters;                    // the float32 originals of 16-bit parameters; else undefined
-  double ema_decay = 0;               // 0: no moving average
+  Tensors parameters;            // each once, also if it has two names
+  std::vector<size_t> group_of;  // the parameter group of each
+  std::vector<int64_t> steps;    // updates so far
+  std::vector<Tensors> arrays;   // [name][parameter or part], in the order of UpdateRule::state_names()
+  Tensors averages;              // with ema_decay
+  Tensors masters;               // the float32 originals of 16-bit parameters; else undefined
+  double ema_decay = 0;          // 0: no moving average
 
   // Calls call(list) for every list of arrays beside the parameters.
   void for_each_list(const auto& call) const {
@@ -68,9 +68,9 @@ inline double clip_factor(const ClippingOptions& clipping, double norm) {
 
 // Elements [begin, begin + count) of a parameter.
 struct Chunk {
-  std::size_t parameter;
-  std::int64_t begin;
-  std::int64_t count;
+  size_t parameter;
+  int64_t begin;
+  int64_t count;
 };
 
 // Cuts parameters into chunks of at most kMaxChunk elements (step/update/mean.h).
@@ -78,16 +78,16 @@ std::vector<Chunk> cut_into_chunks(const Tensors& parameters);
 
 // The first chunk that `rank` owns; it owns all from there to first_chunk_of(rank + 1). Every rank has 1/ranks of the
 // elements, up to a chunk.
-std::size_t first_chunk_of(int rank, int ranks, const std::vector<Chunk>& chunks);
+size_t first_chunk_of(int rank, int ranks, const std::vector<Chunk>& chunks);
 
 // Memory of the values of some elements of a parameter: in the rule's arrays, then the following; empty where there are none.
 // An update writes those in [first, last), and may read the others.
 struct Targets {
   std::array<std::span<std::byte>, kMaxStates + 3> all{};
-  std::size_t first = 0, last = kMaxStates + 3;
+  size_t first = 0, last = kMaxStates + 3;
 };
-inline constexpr std::size_t kAverage = kMaxStates;
-inline constexpr std::size_t kValues = kMaxStates + 1;  // that the rule updates: the parameter, or its master
-inline constexpr std::size_t kStored = kMaxStates + 2;  // a 16-bit parameter
+inline constexpr size_t kAverage = kMaxStates;
+inline constexpr size_t kValues = kMaxStates + 1;  // that the rule updates: the parameter, or its master
+inline constexpr size_t kStored = kMaxStates + 2;  // a 16-bit parameter
 
 }  // namespace lockstep

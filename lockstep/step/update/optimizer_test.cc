@@ -36,12 +36,11 @@ Tensors make_parameters() {
 
 void set_gradients(const Tensors& parameters, int step) {
   torch::manual_seed(100 + step);
-  for (std::size_t i : {0, 2}) parameters[i].mutable_grad() = torch::randn_like(parameters[i].detach());
+  for (size_t i : {0, 2}) parameters[i].mutable_grad() = torch::randn_like(parameters[i].detach());
 }
 
 void expect_same(const Tensors& a, const Tensors& b) {
-  for (std::size_t i = 0; i < a.size(); ++i)
-    EXPECT_TRUE(torch::allclose(a[i], b[i], 1e-12, 1e-12)) << "parameter " << i;
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(torch::allclose(a[i], b[i], 1e-12, 1e-12)) << "parameter " << i;
 }
 
 void expect_same_course(torch::optim::Optimizer& mine, const Tensors& my_parameters, torch::optim::Optimizer& theirs,
@@ -86,8 +85,8 @@ TEST(FlatUpdate, spreads_a_step_over_torchs_threads_or_those_that_it_is_given) {
     EXPECT_EQ(rule.threads(), threads);
   }
   at::set_num_threads(before);
-  std::int64_t chunks = 0;
-  gradients.parallel_for = [&chunks](std::int64_t begin, std::int64_t end, std::int64_t, const auto& part) {
+  int64_t chunks = 0;
+  gradients.parallel_for = [&chunks](int64_t begin, int64_t end, int64_t, const auto& part) {
     std::thread([&] { part(begin, end); }).join();
     chunks = end - begin;
   };
@@ -159,7 +158,7 @@ TEST(LAMB, follows_the_papers_formula) {
     set_gradients(mine, step);
     set_gradients(theirs, step);
     lamb.step();
-    for (std::size_t i : {0, 2}) {
+    for (size_t i : {0, 2}) {
       const torch::Tensor g = theirs[i].grad();
       m[i] = 0.2 * g + (m[i].defined() ? 0.8 * m[i] : torch::zeros_like(g));
       v[i] = 0.05 * g * g + (v[i].defined() ? 0.95 * v[i] : torch::zeros_like(g));
@@ -181,7 +180,7 @@ TEST(LARS, follows_the_papers_formula) {
     set_gradients(mine, step);
     set_gradients(theirs, step);
     lars.step();
-    for (std::size_t i : {0, 2}) {
+    for (size_t i : {0, 2}) {
       const torch::Tensor g = theirs[i].grad();
       const torch::Tensor p = theirs[i].norm();
       const torch::Tensor local = 0.02 * p / (g.norm() + 0.01 * p);
@@ -265,7 +264,7 @@ TEST(Optimizer, refuses_a_group_with_options_of_another_optimizer) {
 // Many chunks, cut between parameters of different sizes and types, by several threads of one rank.
 TEST(Optimizer, updates_large_parameters_as_small_ones) {
   Tensors mine, theirs;
-  for (const std::int64_t size : {1, 4095, 4096, 4097, 100000})
+  for (const int64_t size : {1, 4095, 4096, 4097, 100000})
     for (const auto dtype : {torch::kFloat32, torch::kFloat64}) {
       mine.push_back(torch::linspace(-1, 1, size, dtype).set_requires_grad(true));
       theirs.push_back(torch::linspace(-1, 1, size, dtype).set_requires_grad(true));
@@ -278,12 +277,12 @@ TEST(Optimizer, updates_large_parameters_as_small_ones) {
     sgd.step();
     reference.step();
   }
-  for (std::size_t i = 0; i < mine.size(); ++i) EXPECT_TRUE(torch::allclose(mine[i], theirs[i], 1e-6, 1e-6)) << i;
+  for (size_t i = 0; i < mine.size(); ++i) EXPECT_TRUE(torch::allclose(mine[i], theirs[i], 1e-6, 1e-6)) << i;
 }
 
 TEST(SGD, trains_16_bit_parameters_of_any_size) {
   for (const auto dtype : {torch::kBFloat16, torch::kFloat16}) {
-    for (const std::int64_t size : {1, 8, 9, 64, 65}) {
+    for (const int64_t size : {1, 8, 9, 64, 65}) {
       const torch::Tensor mine = torch::ones({size}, dtype).set_requires_grad(true);
       const torch::Tensor theirs = torch::ones({size}, dtype).set_requires_grad(true);
       SGD sgd({mine}, {.lr = 0.5, .momentum = 0.5, .nesterov = true});
@@ -319,7 +318,7 @@ void expect_state_survives_a_copy(const Options& options) {
   }
   O restarted(second, options);
   const torch::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < first.size(); ++i) {
+  for (size_t i = 0; i < first.size(); ++i) {
     second[i].copy_(first[i]);
     restarted.set_state(second[i], original.state_of(first[i]));
   }
@@ -327,7 +326,7 @@ void expect_state_survives_a_copy(const Options& options) {
   set_gradients(second, 3);
   original.step();
   restarted.step();
-  for (std::size_t i = 0; i < first.size(); ++i) EXPECT_TRUE(torch::equal(first[i], second[i]));
+  for (size_t i = 0; i < first.size(); ++i) EXPECT_TRUE(torch::equal(first[i], second[i]));
   EXPECT_TRUE(original.state_of(first[1]).empty()) << "a parameter without a gradient has no state";
 }
 
@@ -344,7 +343,7 @@ TEST(SGD, begins_again_from_an_empty_state) {
   set_gradients(used, 0);
   with_momentum.step();
   const torch::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < used.size(); ++i) {
+  for (size_t i = 0; i < used.size(); ++i) {
     used[i].copy_(fresh[i]);
     with_momentum.set_state(used[i], other.state_of(fresh[i]));
   }

@@ -19,7 +19,7 @@ double over_floor(const ScheduleOptions& options, double above) { return options
 
 }  // namespace
 
-double schedule_factor(const ScheduleOptions& options, std::int64_t step) {
+double schedule_factor(const ScheduleOptions& options, int64_t step) {
   const auto now = static_cast<double>(step);
   if (now < options.warmup_steps) return (now + 1) / options.warmup_steps;
   switch (options.kind) {
@@ -32,7 +32,7 @@ double schedule_factor(const ScheduleOptions& options, std::int64_t step) {
   return 1;
 }
 
-double scaled_learning_rate(double lr, LrScaling scaling, std::int64_t batch_size, std::int64_t base_batch_size) {
+double scaled_learning_rate(double lr, LrScaling scaling, int64_t batch_size, int64_t base_batch_size) {
   const double ratio = static_cast<double>(batch_size) / static_cast<double>(base_batch_size);
   switch (scaling) {
     case LrScaling::kNone: return lr;

@@ -19,7 +19,7 @@ void descend(const SGDOptions& options, const Elements<T>& elements) {
   const T* const buffer = state[0];
   T* const new_buffer = new_state[0];
 #pragma GCC ivdep
-  for (std::int64_t i = 0; i < count; ++i) {
+  for (int64_t i = 0; i < count; ++i) {
     const T g = gradient[i] + decay * parameter[i];
     if constexpr (kMomentum == Momentum::kNone) {
       new_parameter[i] = parameter[i] - lr * g;
@@ -71,7 +71,7 @@ struct LARSRule : RuleWith<LARSOptions, LARSRule> {
     const T* const buffer = state[0];
     T* const new_buffer = new_state[0];
 #pragma GCC ivdep
-    for (std::int64_t i = 0; i < count; ++i) {
+    for (int64_t i = 0; i < count; ++i) {
       const T v = momentum * buffer[i] + rate * (gradient[i] + decay * parameter[i]);
       new_buffer[i] = v;
       new_parameter[i] = parameter[i] - v;
@@ -80,7 +80,7 @@ struct LARSRule : RuleWith<LARSOptions, LARSRule> {
 
   static void apply_on_device(const LARSOptions& options, const WholeTensors& tensors) {
     const auto& [parameters, gradients, state, steps] = tensors;
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
+    for (size_t i = 0; i < parameters.size(); ++i) {
       const torch::Tensor p = parameters[i].norm();
       const torch::Tensor g = gradients[i].norm();
       const torch::Tensor decayed = gradients[i] + options.weight_decay * parameters[i];

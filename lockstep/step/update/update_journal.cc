@@ -30,10 +30,10 @@ void for_each_field(auto& record, const auto& field) {
 }
 
 // The next array of a record lies behind this one, at a multiple of 8 bytes.
-std::size_t bytes_of_field(const auto& values) { return round_up(values.size_bytes(), sizeof(std::uint64_t)); }
+size_t bytes_of_field(const auto& values) { return round_up(values.size_bytes(), sizeof(uint64_t)); }
 
-std::size_t bytes_of_record(const JournalShape& shape) {
-  std::size_t bytes = 0;
+size_t bytes_of_record(const JournalShape& shape) {
+  size_t bytes = 0;
   const StepRecord record(shape);
   for_each_field(record, [&](auto values) { bytes += bytes_of_field(values); });
   return round_up(bytes, kCacheLine);
@@ -41,12 +41,12 @@ std::size_t bytes_of_record(const JournalShape& shape) {
 
 }  // namespace
 
-std::uint64_t word_of_place(const std::optional<SharedMemory::ArenaOffset>& place) {
-  return place ? static_cast<std::uint64_t>(place->arena) << kOffsetBits | place->offset : kNoPlace;
+uint64_t word_of_place(const std::optional<SharedMemory::ArenaOffset>& place) {
+  return place ? static_cast<uint64_t>(place->arena) << kOffsetBits | place->offset : kNoPlace;
 }
 
-SharedMemory::ArenaOffset place_of_word(std::uint64_t word) {
-  return {static_cast<int>(word >> kOffsetBits), word & ((std::uint64_t{1} << kOffsetBits) - 1)};
+SharedMemory::ArenaOffset place_of_word(uint64_t word) {
+  return {static_cast<int>(word >> kOffsetBits), word & ((uint64_t{1} << kOffsetBits) - 1)};
 }
 
 StepRecord::StepRecord(const JournalShape& shape)
@@ -60,7 +60,7 @@ Targets RedoSlot::begin(const Targets& targets) {
   in_this_order();
   Targets room = targets;
   std::byte* at = data();
-  for (std::size_t i = room.first; i < room.last; at += room.all[i++].size())
+  for (size_t i = room.first; i < room.last; at += room.all[i++].size())
     if (!room.all[i].empty()) room.all[i] = {at, room.all[i].size()};
   return room;
 }
@@ -73,38 +73,38 @@ void RedoSlot::complete(const ChunkPart& part, ChunkMark mark) {
 
 void RedoSlot::put(const Targets& targets) const {
   const std::byte* from = data();
-  for (std::size_t i = targets.first; i < targets.last; from += targets.all[i++].size())
+  for (size_t i = targets.first; i < targets.last; from += targets.all[i++].size())
     std::copy_n(from, targets.all[i].size(), targets.all[i].data());
 }
 
 // One rank's words. Behind them lie its two records, which it writes in turn: the older one holds until the newer one is complete.
 struct alignas(kCacheLine) UpdateJournal::Seat {
-  std::atomic<std::uint64_t> slots;                  // their place
-  std::atomic<std::size_t> slot_count;               // 0: none yet
-  std::array<std::atomic<std::uint64_t>, 2> number;  // of each record, from 1; 0: it is being written, or there is none
-  std::atomic<std::uint64_t> skipped;                // 1 + the last step that its loss scale skipped
+  std::atomic<uint64_t> slots;                  // their place
+  std::atomic<size_t> slot_count;               // 0: none yet
+  std::array<std::atomic<uint64_t>, 2> number;  // of each record, from 1; 0: it is being written, or there is none
+  std::atomic<uint64_t> skipped;                // 1 + the last step that its loss scale skipped
 };
 
 //   rank 0: Seat, record, record | rank 1 ... | marks
-std::size_t UpdateJournal::bytes(const JournalShape& shape) {
-  return shape.ranks * (sizeof(Seat) + 2 * bytes_of_record(shape)) + shape.chunks * sizeof(std::atomic<std::uint64_t>);
+size_t UpdateJournal::bytes(const JournalShape& shape) {
+  return shape.ranks * (sizeof(Seat) + 2 * bytes_of_record(shape)) + shape.chunks * sizeof(std::atomic<uint64_t>);
 }
 
 UpdateJournal::UpdateJournal(std::byte* memory, const JournalShape& shape)
     : shape_(shape),
       memory_(memory),
       record_bytes_(bytes_of_record(shape)),
-      marks_(reinterpret_cast<std::atomic<std::uint64_t>*>(&seat(static_cast<int>(shape.ranks)))) {}
+      marks_(reinterpret_cast<std::atomic<uint64_t>*>(&seat(static_cast<int>(shape.ranks)))) {}
 
 UpdateJournal::Seat& UpdateJournal::seat(int rank) const {
   return *reinterpret_cast<Seat*>(memory_ + static_cast<unsigned>(rank) * (sizeof(Seat) + 2 * record_bytes_));
 }
 
-std::byte* UpdateJournal::record(int rank, std::uint64_t number) const {
+std::byte* UpdateJournal::record(int rank, uint64_t number) const {
   return reinterpret_cast<std::byte*>(&seat(rank) + 1) + number % 2 * record_bytes_;
 }
 
-void UpdateJournal::write(int rank, std::uint64_t number, const StepRecord& record) {
+void UpdateJournal::write(int rank, uint64_t number, const StepRecord& record) {
   auto& own_number = seat(rank).number[number % 2];
   own_number.store(0, std::memory_order_relaxed);
   in_this_order();
@@ -117,17 +117,17 @@ void UpdateJournal::write(int rank, std::uint64_t number, const StepRecord& reco
   in_this_order();
 }
 
-void UpdateJournal::write_skipped(int rank, std::uint64_t step) {
+void UpdateJournal::write_skipped(int rank, uint64_t step) {
   seat(rank).skipped.store(1 + step, std::memory_order_release);
 }
 
 std::optional<StepRecord> UpdateJournal::newest() const {
   const std::byte* from = nullptr;
-  std::uint64_t newest = 0, skipped = 0;
+  uint64_t newest = 0, skipped = 0;
   for (int rank = 0; rank < static_cast<int>(shape_.ranks); ++rank) {
     skipped = std::max(skipped, seat(rank).skipped.load(std::memory_order_acquire));
     for (const auto& each : seat(rank).number) {
-      const std::uint64_t number = each.load(std::memory_order_acquire);
+      const uint64_t number = each.load(std::memory_order_acquire);
       if (number <= newest) continue;
       newest = number;
       from = record(rank, number);
@@ -150,7 +150,7 @@ void UpdateJournal::set_slots(int rank, const Slots& slots) {
 }
 
 UpdateJournal::Slots UpdateJournal::slots(int rank) const {
-  const std::size_t count = seat(rank).slot_count.load(std::memory_order_acquire);
+  const size_t count = seat(rank).slot_count.load(std::memory_order_acquire);
   return {place_of_word(seat(rank).slots.load(std::memory_order_relaxed)), count};
 }
 
@@ -179,13 +179,13 @@ json text_of(const SharedMemory& memory, const torch::Tensor& tensor) {
 
 std::byte* address_of(const InterruptedUpdate::Find& find, const json& place) {
   if (place.empty()) return nullptr;
-  return find({place[0].get<int>(), place[1].get<std::uint64_t>()}, place[2].get<std::size_t>());
+  return find({place[0].get<int>(), place[1].get<uint64_t>()}, place[2].get<size_t>());
 }
 
 torch::Tensor tensor_at(const InterruptedUpdate::Find& find, const json& place, const json& like,
                         torch::ScalarType dtype) {
-  const auto sizes = like["sizes"].get<std::vector<std::int64_t>>();
-  const auto strides = like["strides"].get<std::vector<std::int64_t>>();
+  const auto sizes = like["sizes"].get<std::vector<int64_t>>();
+  const auto strides = like["strides"].get<std::vector<int64_t>>();
   if (place.is_null()) return {};
   if (place.empty()) return torch::empty_strided(sizes, strides, torch::dtype(dtype));
   return torch::from_blob(address_of(find, place), sizes, strides, torch::dtype(dtype));
@@ -197,7 +197,7 @@ std::string manifest_of(const OptimizerState& state, const JournalShape& shape, 
                         const SharedMemory& memory) {
   memory.keep();  // holds what the manifest names
   json parameters = json::array();
-  for (std::size_t i = 0; i < state.parameters.size(); ++i) {
+  for (size_t i = 0; i < state.parameters.size(); ++i) {
     const torch::Tensor& parameter = state.parameters[i];
     const auto beside_it = [&](const auto& list) { return list.empty() ? json() : text_of(memory, list[i]); };
     json arrays = json::array();
@@ -242,7 +242,7 @@ InterruptedUpdate::InterruptedUpdate(const std::string& manifest, Find given) : 
       return tensor_at(find, place, each, state_dtype(state.parameters.back()));
     };
     state.group_of.push_back(each["group"]);
-    for (std::size_t n = 0; n < state.arrays.size(); ++n) state.arrays[n].push_back(beside_it(each["arrays"][n]));
+    for (size_t n = 0; n < state.arrays.size(); ++n) state.arrays[n].push_back(beside_it(each["arrays"][n]));
     if (state.ema_decay > 0) state.averages.push_back(beside_it(each["average"]));
     state.masters.push_back(beside_it(each["master"]));
   }

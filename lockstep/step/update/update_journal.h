@@ -50,36 +50,36 @@
 namespace lockstep {
 
 // The progress of a chunk: its step and phase, and how many of its elements have gone through that. Marks only grow.
-enum class ChunkPhase : std::uint64_t { kDirected = 0, kUpdated = 1 };
+enum class ChunkPhase : uint64_t { kDirected = 0, kUpdated = 1 };
 class ChunkMark {
  public:
-  static constexpr std::int64_t kAll = 0xffff;  // all elements, and whatever else belongs to the phase
+  static constexpr int64_t kAll = 0xffff;  // all elements, and whatever else belongs to the phase
 
-  constexpr ChunkMark(std::uint64_t step, ChunkPhase phase, std::int64_t elements)
-      : word_((2 * step + static_cast<std::uint64_t>(phase)) << 16 | static_cast<std::uint64_t>(elements)) {}
-  constexpr explicit ChunkMark(std::uint64_t word) : word_(word) {}
+  constexpr ChunkMark(uint64_t step, ChunkPhase phase, int64_t elements)
+      : word_((2 * step + static_cast<uint64_t>(phase)) << 16 | static_cast<uint64_t>(elements)) {}
+  constexpr explicit ChunkMark(uint64_t word) : word_(word) {}
 
-  constexpr std::uint64_t word() const { return word_; }
+  constexpr uint64_t word() const { return word_; }
   constexpr ChunkPhase phase() const { return static_cast<ChunkPhase>(word_ >> 16 & 1); }
-  constexpr std::int64_t elements_in(std::uint64_t step, ChunkPhase phase) const {
-    return word_ >> 16 == ChunkMark(step, phase, 0).word_ >> 16 ? static_cast<std::int64_t>(word_ & kAll) : 0;
+  constexpr int64_t elements_in(uint64_t step, ChunkPhase phase) const {
+    return word_ >> 16 == ChunkMark(step, phase, 0).word_ >> 16 ? static_cast<int64_t>(word_ & kAll) : 0;
   }
   auto operator<=>(const ChunkMark&) const = default;
 
  private:
-  std::uint64_t word_;
+  uint64_t word_;
 };
 
 // Elements [begin, begin + count) of a chunk.
 struct ChunkPart {
-  std::size_t chunk;
-  std::int64_t begin, count;
+  size_t chunk;
+  int64_t begin, count;
 };
 
 // The new values of the part that one thread writes at the moment.
 class RedoSlot {
  public:
-  static std::size_t bytes(std::size_t data) { return sizeof(RedoSlot) + round_up(data, kCacheLine); }
+  static size_t bytes(size_t data) { return sizeof(RedoSlot) + round_up(data, kCacheLine); }
 
   Targets begin(const Targets& targets);  // the same, with room for new values instead of those that are written
   void complete(const ChunkPart& part, ChunkMark mark);  // mark: of the chunk, once the part is in its targets
@@ -92,56 +92,56 @@ class RedoSlot {
  private:
   std::byte* data() const { return reinterpret_cast<std::byte*>(const_cast<RedoSlot*>(this)) + sizeof(RedoSlot); }
 
-  alignas(kCacheLine) std::atomic<std::uint64_t> key_;
+  alignas(kCacheLine) std::atomic<uint64_t> key_;
   ChunkPart part_;
 };
 
 // Sizes of a journal; the same for all ranks.
 struct JournalShape {
-  std::size_t ranks = 0;
-  std::size_t parameters = 0;
-  std::size_t groups = 0;
-  std::size_t sources = 0;  // of gradients
-  std::size_t chunks = 0;
-  std::size_t redo_bytes = 0;  // written at a time, at most
+  size_t ranks = 0;
+  size_t parameters = 0;
+  size_t groups = 0;
+  size_t sources = 0;  // of gradients
+  size_t chunks = 0;
+  size_t redo_bytes = 0;  // written at a time, at most
 };
 
 // A place in an arena as one word.
-inline constexpr std::uint64_t kNoPlace = std::numeric_limits<std::uint64_t>::max();
-std::uint64_t word_of_place(const std::optional<SharedMemory::ArenaOffset>& place);
-SharedMemory::ArenaOffset place_of_word(std::uint64_t word);
+inline constexpr uint64_t kNoPlace = std::numeric_limits<uint64_t>::max();
+uint64_t word_of_place(const std::optional<SharedMemory::ArenaOffset>& place);
+SharedMemory::ArenaOffset place_of_word(uint64_t word);
 
 // A step's settings, as a rank has them after barrier 2, or as others find them.
 struct StepRecord {
   explicit StepRecord(const JournalShape& shape);  // of step 0, without gradients
 
-  std::uint64_t step = 0;
+  uint64_t step = 0;
   ClippingOptions clipping{};
   double loss_scale = std::numeric_limits<double>::quiet_NaN();  // NaN: none
   std::vector<double> weights;                                   // of each source
   std::vector<OptimizerOptions> options;                         // of each group
-  std::vector<std::int64_t> steps;                               // of each parameter, before this one
-  std::vector<std::uint64_t> gradients;                          // [parameter][source] words of places
+  std::vector<int64_t> steps;                                    // of each parameter, before this one
+  std::vector<uint64_t> gradients;                               // [parameter][source] words of places
   bool skipped = false;  // because of its loss scale: nothing is written. Kept beside the record
 };
 
 // The journal in memory: common to the ranks, but for the redo slots, which are in each rank's own arena.
 class UpdateJournal {
  public:
-  static std::size_t bytes(const JournalShape& shape);
+  static size_t bytes(const JournalShape& shape);
 
   UpdateJournal(std::byte* memory, const JournalShape& shape);
 
-  ChunkMark mark(std::size_t chunk) const { return ChunkMark(marks_[chunk].load(std::memory_order_acquire)); }
-  void set_mark(std::size_t chunk, ChunkMark mark) { marks_[chunk].store(mark.word(), std::memory_order_release); }
+  ChunkMark mark(size_t chunk) const { return ChunkMark(marks_[chunk].load(std::memory_order_acquire)); }
+  void set_mark(size_t chunk, ChunkMark mark) { marks_[chunk].store(mark.word(), std::memory_order_release); }
 
-  void write(int rank, std::uint64_t number, const StepRecord& record);  // number: of the record, from 1
-  void write_skipped(int rank, std::uint64_t step);
+  void write(int rank, uint64_t number, const StepRecord& record);  // number: of the record, from 1
+  void write_skipped(int rank, uint64_t step);
   std::optional<StepRecord> newest() const;  // the newest complete record of any rank
 
   struct Slots {
     SharedMemory::ArenaOffset place;
-    std::size_t count = 0;
+    size_t count = 0;
   };
   void set_slots(int rank, const Slots& slots);  // at least as many as before: whoever is killed meanwhile has those
   Slots slots(int rank) const;
@@ -152,12 +152,12 @@ class UpdateJournal {
  private:
   struct Seat;
   Seat& seat(int rank) const;
-  std::byte* record(int rank, std::uint64_t number) const;
+  std::byte* record(int rank, uint64_t number) const;
 
   JournalShape shape_;
   std::byte* memory_;
-  std::size_t record_bytes_;
-  std::atomic<std::uint64_t>* marks_;
+  size_t record_bytes_;
+  std::atomic<uint64_t>* marks_;
 };
 
 // Memory of an update beside the optimizer's state.
@@ -174,7 +174,7 @@ std::string manifest_of(const OptimizerState& state, const JournalShape& shape, 
 // An update whose ranks were lost: made from a manifest, in a process that maps the ranks' arenas.
 struct InterruptedUpdate {
   // Returns the address of `bytes` at a place in an arena, in this process. Throws if there is no such place.
-  using Find = std::function<std::byte*(const SharedMemory::ArenaOffset& place, std::size_t bytes)>;
+  using Find = std::function<std::byte*(const SharedMemory::ArenaOffset& place, size_t bytes)>;
 
   // Throws CheckpointError: not a manifest of this version.
   InterruptedUpdate(const std::string& manifest, Find find);

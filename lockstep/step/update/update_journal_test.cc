@@ -16,7 +16,7 @@ using testing::message_of;
 // A rank that is alone, whose memory outlives it.
 class KeptRank {
  public:
-  explicit KeptRank(const OptimizerOptions& options, std::int64_t width = 6, std::vector<NamedTensor> more = {}) {
+  explicit KeptRank(const OptimizerOptions& options, int64_t width = 6, std::vector<NamedTensor> more = {}) {
     torch::manual_seed(3);
     std::vector<NamedTensor> parameters{{"weight", torch::randn({width, 700}).set_requires_grad(true)},
                                         {"bias", torch::randn({width}).set_requires_grad(true)}};
@@ -39,17 +39,15 @@ class KeptRank {
     optimizer_->zero_grad();
   }
 
-  std::uint64_t take_over(const KeptRank& lost) {
-    const auto find = [&](int, std::uint64_t offset, std::size_t bytes) {
-      return lost.arena_->window().at(offset, bytes);
-    };
-    const std::uint64_t calls = optimizer_->take_over(lost.optimizer_->manifest(), find);
+  uint64_t take_over(const KeptRank& lost) {
+    const auto find = [&](int, uint64_t offset, size_t bytes) { return lost.arena_->window().at(offset, bytes); };
+    const uint64_t calls = optimizer_->take_over(lost.optimizer_->manifest(), find);
     block_->mark_written();
     return calls;
   }
 
   Optimizer& optimizer() { return *optimizer_; }
-  const torch::Tensor& parameter(std::size_t i) const { return parameters_[i]; }
+  const torch::Tensor& parameter(size_t i) const { return parameters_[i]; }
 
  private:
   std::shared_ptr<shm::Arena> arena_ = std::make_shared<shm::Arena>(shm::make_segment("kept", 0), "kept");
@@ -71,7 +69,7 @@ TEST(TakenOver, goes_on_with_the_same_bits) {
     EXPECT_EQ(next.take_over(lost), 2u);
     EXPECT_TRUE(torch::equal(next.parameter(0), lost.parameter(0)));
     for (int step = 3; step <= 4; ++step) next.step(step);
-    for (const std::size_t i : {0, 1}) {
+    for (const size_t i : {0, 1}) {
       EXPECT_TRUE(torch::equal(next.parameter(i), undisturbed.parameter(i))) << name;
       for (const auto& [key, tensor] : undisturbed.optimizer().state_of(undisturbed.parameter(i)))
         EXPECT_TRUE(torch::equal(next.optimizer().state_of(next.parameter(i)).at(key), tensor)) << name << ' ' << key;

@@ -13,8 +13,8 @@
 namespace lockstep {
 namespace {
 
-std::int64_t place_after(std::int64_t offset, const torch::Tensor& parameter) {
-  return round_up<std::int64_t>(offset + parameter.numel(), kCacheLine / parameter.element_size());
+int64_t place_after(int64_t offset, const torch::Tensor& parameter) {
+  return round_up<int64_t>(offset + parameter.numel(), kCacheLine / parameter.element_size());
 }
 
 }  // namespace
@@ -35,7 +35,7 @@ torch::Tensor make_flat_block(torch::nn::Module& model, const World& world) {
     throw UsageError({.what = "a model without parameters to train", .next = "leave requires_grad set on some"});
   const torch::ScalarType dtype = parameters.front().tensor.scalar_type();
   refuse_16_bit_parameters(parameters);
-  std::int64_t values = 0;
+  int64_t values = 0;
   for (const auto& [name, tensor] : parameters) {
     if (tensor.scalar_type() != dtype)
       throw UsageError({.what = concat(name, " is ", c10::toString(tensor.scalar_type()), ", but other parameters are ",
@@ -47,7 +47,7 @@ torch::Tensor make_flat_block(torch::nn::Module& model, const World& world) {
   const torch::Tensor block = device.is_cpu() ? world.allocate({values}, dtype)
                                               : torch::empty({values}, torch::TensorOptions(dtype).device(device));
   block.zero_();
-  std::int64_t offset = 0;
+  int64_t offset = 0;
   for (auto [name, tensor] : parameters) {
     const torch::Tensor place = block.as_strided(tensor.sizes(), tensor.strides(), offset);
     place.copy_(tensor);
@@ -64,8 +64,7 @@ Tensors flat_blocks(const std::vector<ModulePtr>& nets) {
 }
 
 // Each device scales its block; then device d adds up part d of all blocks into block 0.
-void mean_onto_first(Devices& devices, const Tensors& blocks, const std::vector<std::int64_t>& samples,
-                     std::int64_t all) {
+void mean_onto_first(Devices& devices, const Tensors& blocks, const std::vector<int64_t>& samples, int64_t all) {
   devices.run([blocks, samples, all](Device& device) {
     const torch::NoGradGuard no_grad;
     torch::Tensor block = for_device(blocks, device);
@@ -78,9 +77,9 @@ void copy_from_first(Devices& devices, const Tensors& blocks) {
   if (blocks.size() > 1) devices.run([blocks](Device& device) { device.broadcast(for_device(blocks, device)); });
 }
 
-void average(Devices& devices, const Tensors& blocks, const std::vector<std::int64_t>& samples) {
-  const std::vector<std::int64_t> counts = samples.empty() ? std::vector<std::int64_t>(blocks.size(), 1) : samples;
-  const std::int64_t all = std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
+void average(Devices& devices, const Tensors& blocks, const std::vector<int64_t>& samples) {
+  const std::vector<int64_t> counts = samples.empty() ? std::vector<int64_t>(blocks.size(), 1) : samples;
+  const int64_t all = std::accumulate(counts.begin(), counts.end(), int64_t{0});
   if (std::ssize(blocks) != devices.size() || counts.size() != blocks.size())
     throw UsageError({.what = concat("average() of ", blocks.size(), " nets with ", counts.size(), " weights on ",
                                      devices.size(), " devices"),

@@ -30,7 +30,7 @@ TEST(AverageNets, gives_every_net_the_mean) {
   for (const int count : {1, 2, 3, 4, 7}) {
     Devices devices({.count = count, .places = test_places(count)});
     const auto nets = numbered_nets(devices);
-    average(devices, flat_blocks(nets), std::vector<std::int64_t>(static_cast<std::size_t>(count), 4));
+    average(devices, flat_blocks(nets), std::vector<int64_t>(static_cast<size_t>(count), 4));
     for (const ModulePtr& net : nets)
       EXPECT_NEAR(net->parameters()[0][0][0].item<double>(), (count + 1) / 2.0, 1e-12) << count;
   }

@@ -102,8 +102,8 @@ class Averaging : public ReplicaStrategy {
     const auto parts = parts_for_devices(batch);
     const auto losses = in_phase(Phase::kBackward, [&] {
       return run_replicas(*devices_, replicas_, parts,
-                          [task = task_, most = std::int64_t{accumulate_}](const Replica& replica, const Batch& mine) {
-                            const std::int64_t samples = samples_of(task, mine);
+                          [task = task_, most = int64_t{accumulate_}](const Replica& replica, const Batch& mine) {
+                            const int64_t samples = samples_of(task, mine);
                             if (samples == 0) return torch::Tensor();
                             torch::Tensor mean = torch::zeros({}, replica.device);
                             for (const Batch& part : parts_of(mine, to_int(std::min(most, mine.size())))) {
@@ -116,7 +116,7 @@ class Averaging : public ReplicaStrategy {
                             return mean;
                           });
     });
-    for (std::size_t i = 0; i < parts.size(); ++i) samples_[i] += samples_of(task_, parts[i]);
+    for (size_t i = 0; i < parts.size(); ++i) samples_[i] += samples_of(task_, parts[i]);
     const BatchTotals mine = mean_of(losses, parts, task_);
     return world_.size() == 1 ? mine : sum_totals(world_, mine);
   }
@@ -137,7 +137,7 @@ class Averaging : public ReplicaStrategy {
     follow_first(replicas_);
   }
 
-  void restored(std::int64_t) override {
+  void restored(int64_t) override {
     is_one_model_ = true;
     follow_first(replicas_);
     if (outer_) outer_->restart_from(blocks_.front());
@@ -166,7 +166,7 @@ class Averaging : public ReplicaStrategy {
   // from its block.
   void average() {
     in_phase(Phase::kExchange, [&] {
-      const std::int64_t all = sum_over(world_, std::accumulate(samples_.begin(), samples_.end(), std::int64_t{0}));
+      const int64_t all = sum_over(world_, std::accumulate(samples_.begin(), samples_.end(), int64_t{0}));
       batches_since_average_ = 0;
       if (all == 0) return;
       mean_onto_first(*devices_, blocks_, samples_, all);
@@ -190,13 +190,13 @@ class Averaging : public ReplicaStrategy {
   }
 
   World world_;
-  std::int64_t average_every_;
-  Tensors blocks_;                     // of each replica's parameters
-  torch::Tensor host_;                 // of several ranks with GPUs: block 0 on its way
-  std::vector<std::int64_t> samples_;  // that each replica has seen since the last average
-  std::optional<OuterStep> outer_;     // none: the average is taken as it is
-  std::int64_t batches_since_average_ = 0;
-  std::int64_t averages_ = 0;
+  int64_t average_every_;
+  Tensors blocks_;                  // of each replica's parameters
+  torch::Tensor host_;              // of several ranks with GPUs: block 0 on its way
+  std::vector<int64_t> samples_;    // that each replica has seen since the last average
+  std::optional<OuterStep> outer_;  // none: the average is taken as it is
+  int64_t batches_since_average_ = 0;
+  int64_t averages_ = 0;
 };
 
 }  // namespace

@@ -18,7 +18,7 @@ namespace {
 
 using namespace testing;
 
-StrategyOptions averaging(int devices, std::int64_t every = 1) {
+StrategyOptions averaging(int devices, int64_t every = 1) {
   return {.kind = StrategyKind::kAveraging,
           .optimizer = SGDOptions{.lr = 0.1},
           .seed = 4,
@@ -51,7 +51,7 @@ std::vector<torch::Tensor> local_sgd_by_hand(int replicas, int every, int steps)
       all[i]->update();
     }
     if ((step + 1) % every != 0) continue;
-    for (std::size_t p = 0; p < values_of(all[0]->model()).size(); ++p) {
+    for (size_t p = 0; p < values_of(all[0]->model()).size(); ++p) {
       torch::Tensor mean = torch::zeros_like(all[0]->model().parameters()[p]);
       for (int i = 0; i < replicas; ++i)
         mean += all[i]->model().parameters()[p] * (static_cast<double>(even_part(kBatch, i, replicas).size()) / kBatch);
@@ -68,7 +68,7 @@ TEST(Averaging, is_local_sgd_when_it_averages_every_5_batches) {
 }
 
 TEST(Averaging, averages_h_times_less_often) {
-  const auto averages = [](std::int64_t every) {
+  const auto averages = [](int64_t every) {
     const auto strategy = strategy_of(small_task(), averaging(2, every));
     course_of(*strategy);
     const Report report = strategy->report();
@@ -155,7 +155,7 @@ TEST(Averaging, takes_the_outer_step_of_diloco) {
     inner->update();
     if ((step + 1) % 10 != 0) continue;
     const torch::NoGradGuard no_grad;
-    for (std::size_t p = 0; p < anchor.size(); ++p) {
+    for (size_t p = 0; p < anchor.size(); ++p) {
       const torch::Tensor gradient = anchor[p] - inner->model().parameters()[p];
       velocity[p] = 0.9 * velocity[p] + gradient;
       anchor[p] = anchor[p] - 0.7 * (gradient + 0.9 * velocity[p]);
@@ -192,7 +192,7 @@ TEST(FlatBlock, holds_every_weight_and_keeps_values_shapes_and_strides) {
   const auto before = values_of(*conv);
   const torch::Tensor block = make_flat_block(*conv, World::single());
   const auto after = conv->parameters();
-  for (std::size_t i = 0; i < before.size(); ++i) {
+  for (size_t i = 0; i < before.size(); ++i) {
     EXPECT_TRUE(torch::equal(after[i], before[i]));
     EXPECT_EQ(after[i].strides(), before[i].strides());
     EXPECT_TRUE(after[i].is_alias_of(block));

@@ -23,8 +23,7 @@ namespace lockstep {
 torch::Tensor make_flat_block(torch::nn::Module& model, const World& world);
 
 // The two halves of average(), on the devices: block 0 becomes the sum over i of samples[i] / all * blocks[i]; it is copied.
-void mean_onto_first(Devices& devices, const Tensors& blocks, const std::vector<std::int64_t>& samples,
-                     std::int64_t all);
+void mean_onto_first(Devices& devices, const Tensors& blocks, const std::vector<int64_t>& samples, int64_t all);
 void copy_from_first(Devices& devices, const Tensors& blocks);
 
 // Throws UsageError if a parameter has 16 bits: optimizers keep a float32 copy of it, which would not see the average.

@@ -82,7 +82,7 @@ class ShardBuffers {
     const bool is_last = ++done_ == shards_;
     const Tensors& values = is_last ? after_first_ : at_beginning_;
     const torch::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < buffers_.size(); ++i) buffers_[i].tensor.copy_(values[i]);
+    for (size_t i = 0; i < buffers_.size(); ++i) buffers_[i].tensor.copy_(values[i]);
     if (is_last) done_ = 0;
     return is_last;
   }
@@ -262,8 +262,7 @@ class DistributedDataParallel::Impl {
     statistics_.waiting_seconds += exchange_seconds_;
     // Of ranks that tell the sizes of their batches, all count as if theirs had the size of this one.
     const double size = std::exchange(size_, 0) * world_.size();
-    observe::finish_step(std::isnan(size) ? last_batch_.samples : static_cast<std::int64_t>(size),
-                         last_batch_.mean_loss);
+    observe::finish_step(std::isnan(size) ? last_batch_.samples : static_cast<int64_t>(size), last_batch_.mean_loss);
   }
 
   // Runs at the end of each exchange, also of one that a plain loss.backward() has caused.
@@ -329,7 +328,7 @@ class DistributedDataParallel::Impl {
   std::shared_ptr<void>
       close_exchange_;  // the optimizer may keep exchange_: closes it, also where the constructor fails
   struct {
-    std::int64_t samples = 0;
+    int64_t samples = 0;
     bool exchanges = true;
   } begun_;                                   // by begin_backward()
   double size_ = 0;                           // of the batches since the last exchange; NaN: not all are known

@@ -28,7 +28,7 @@ class DdpStrategy : public ReplicaStrategy {
         options_(options),
         hook_(make_hook(options.compression)),
         ddp_(world, model(), optimizer(),
-             {.bucket_bytes = static_cast<std::size_t>(options.ddp.bucket_mib) << 20,
+             {.bucket_bytes = static_cast<size_t>(options.ddp.bucket_mib) << 20,
               .share_parameters = options.ddp.share_parameters,
               .slice_update = options.ddp.share_parameters,
               .hook = hook_,
@@ -66,7 +66,7 @@ class DdpStrategy : public ReplicaStrategy {
     ++step_;
   }
 
-  void restored(std::int64_t step) override {
+  void restored(int64_t step) override {
     ddp_.parameters_written();
     step_ = step;
     if (scaler_) scaler_->set_state({static_cast<const char*>(scaler_state_.const_data_ptr()), scaler_state_.nbytes()});
@@ -105,12 +105,12 @@ class DdpStrategy : public ReplicaStrategy {
 
   // This rank's shards one after another, each with random numbers that depend on nothing but seed, step and shard.
   void compute_shards(const Batch& batch) {
-    const std::int64_t all = sum_over(world_, batch.size());
+    const int64_t all = sum_over(world_, batch.size());
     const int shards = options_.ddp.virtual_shards / world_.size();
-    const std::int64_t before_mine = even_part(all, world_.rank(), world_.size()).begin;
+    const int64_t before_mine = even_part(all, world_.rank(), world_.size()).begin;
     for (int shard = world_.rank() * shards; shard < (world_.rank() + 1) * shards; ++shard) {
       const Range part = even_part(all, shard, options_.ddp.virtual_shards);
-      const std::uint64_t seed = mix_seed(mix_seed(options_.seed, step_), shard);
+      const uint64_t seed = mix_seed(mix_seed(options_.seed, step_), shard);
       const ThreadGenerator generator(seed);  // no longer than that: between steps, torch::manual_seed() decides
       if (!world_.device().is_cpu()) seed_gpu(world_.device(), seed);
       forward_and_backward(batch.rows(part.begin - before_mine, part.end - before_mine));
@@ -125,7 +125,7 @@ class DdpStrategy : public ReplicaStrategy {
     std::ranges::stable_partition(parts, [this](const Batch& part) { return samples_of(task_, part) > 0; });
     {
       const auto only_add = ddp_.no_sync();
-      for (std::size_t i = 0; i + 1 < parts.size(); ++i) forward_and_backward(parts[i]);
+      for (size_t i = 0; i + 1 < parts.size(); ++i) forward_and_backward(parts[i]);
     }
     forward_and_backward(parts.back());
   }
@@ -150,7 +150,7 @@ class DdpStrategy : public ReplicaStrategy {
   DistributedDataParallel ddp_;
   std::optional<GradientScaler> scaler_;  // with float16
   torch::Tensor scaler_state_;            // of which checkpoints keep this
-  std::int64_t step_ = 0;
+  int64_t step_ = 0;
 };
 
 }  // namespace

@@ -29,7 +29,7 @@ Task lenet_task(torch::ScalarType dtype) {
 }
 
 Batch global_batch(int step, torch::ScalarType dtype) {
-  const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(1000 + step));
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(1000 + step));
   return {torch::randn({kBatch, 1, 28, 28}, generator, torch::TensorOptions().dtype(torch::kFloat64)).to(dtype),
           torch::randint(0, 10, {kBatch}, generator, torch::kInt64)};
 }

@@ -28,7 +28,7 @@ INSTANTIATE_TEST_SUITE_P(Sharings, MeanGradients, all_sharings(), [](const auto&
 // Gradients of parameter i on a rank: whole numbers.
 torch::Tensor loss_of(const std::vector<torch::Tensor>& parameters, int rank) {
   torch::Tensor loss = torch::zeros({}, parameters[0].options().requires_grad(false));
-  for (std::size_t i = 0; i < parameters.size(); ++i)
+  for (size_t i = 0; i < parameters.size(); ++i)
     loss = loss + parameters[i].sum() * static_cast<double>(420 * (rank + 1 + static_cast<int>(i)));
   return loss;
 }
@@ -36,7 +36,7 @@ torch::Tensor loss_of(const std::vector<torch::Tensor>& parameters, int rank) {
 // Parameters of 3 elements, which are copied when they are published, and of 100,003, which are not.
 struct Net : torch::nn::Module {
   explicit Net(torch::ScalarType dtype) {
-    for (const std::int64_t size : {3, 100003})
+    for (const int64_t size : {3, 100003})
       register_parameter(concat("of_", size), torch::ones({size}, torch::TensorOptions().dtype(dtype)));
   }
 };
@@ -51,7 +51,7 @@ TEST_P(MeanGradientsOfSize, make_grad_the_exact_mean_on_every_rank) {
         ddp.backward(loss_of(net.parameters(), world.rank()), 4);
         ddp.mean_gradients();
         ddp.mean_gradients();  // it is the mean already
-        for (std::size_t i = 0; i < 2; ++i) {
+        for (size_t i = 0; i < 2; ++i) {
           const double mean = 420 * ((world.size() + 1) / 2.0 + static_cast<double>(i));
           const torch::Tensor& grad = net.parameters()[i].grad();
           const bool is_exact = std::has_single_bit(static_cast<unsigned>(world.size()));  // 1/3 is not
@@ -141,8 +141,7 @@ TEST_P(MeanGradients, can_be_clipped_as_on_one_rank) {
   run_ranks(1, [&](World& world) { expected = train(world, Sharing::kSeparate); });
   run_ranks(3, [&](World& world) {
     const auto values = train(world, GetParam());
-    for (std::size_t i = 0; i < values.size(); ++i)
-      EXPECT_TRUE(torch::allclose(values[i], expected[i], 1e-5, 1e-7)) << i;
+    for (size_t i = 0; i < values.size(); ++i) EXPECT_TRUE(torch::allclose(values[i], expected[i], 1e-5, 1e-7)) << i;
   });
 }
 

@@ -59,8 +59,7 @@ TEST_P(Counts, before_zero_grad_are_dropped_on_a_rank_without_samples) {
   EXPECT_EQ(errors(2,
                    [&](World& world) {
                      const auto expected = program(world, false), values = program(world, true);
-                     for (std::size_t i = 0; i < values.size(); ++i)
-                       EXPECT_TRUE(torch::allclose(values[i], expected[i]));
+                     for (size_t i = 0; i < values.size(); ++i) EXPECT_TRUE(torch::allclose(values[i], expected[i]));
                    }),
             IntVector<std::string>(2));
 }
@@ -81,7 +80,7 @@ TEST_P(Counts, in_join_counts_the_backward_of_the_ranks_with_samples) {
   const auto begin = [&](Trainer& trainer) {
     const torch::NoGradGuard no_grad;
     if (trainer.world.rank() == 0 || GetParam() == Sharing::kSeparate)
-      for (std::size_t i = 0; i < initial.size(); ++i) trainer.net->parameters()[i].copy_(initial[i]);
+      for (size_t i = 0; i < initial.size(); ++i) trainer.net->parameters()[i].copy_(initial[i]);
     trainer.ddp.parameters_written();
   };
   {
@@ -97,8 +96,7 @@ TEST_P(Counts, in_join_counts_the_backward_of_the_ranks_with_samples) {
                      if (world.rank() == 0) two_backward(trainer);
                      trainer.ddp.join(trainer.sgd);
                      const auto values = trainer.values();
-                     for (std::size_t i = 0; i < values.size(); ++i)
-                       EXPECT_TRUE(torch::allclose(values[i], expected[i]));
+                     for (size_t i = 0; i < values.size(); ++i) EXPECT_TRUE(torch::allclose(values[i], expected[i]));
                    }),
             IntVector<std::string>(2));
 }
@@ -113,7 +111,7 @@ TEST_P(Counts, in_join_leave_out_a_gradient_that_a_step_has_used) {
                      const auto before = trainer.values();
                      trainer.ddp.join(trainer.sgd);
                      const auto after = trainer.values();
-                     for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(torch::equal(before[i], after[i]));
+                     for (size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(torch::equal(before[i], after[i]));
                    }),
             IntVector<std::string>(2));
 }

@@ -60,7 +60,7 @@ void expect_rank_1_named(const IntVector<std::string>& errors, const Place& plac
   bool named = false;
   for (int rank = 0; rank < errors.size(); ++rank) {
     if (rank == 1) continue;
-    const bool same_machine = place.machines[static_cast<std::size_t>(rank)] == place.machines[1];
+    const bool same_machine = place.machines[static_cast<size_t>(rank)] == place.machines[1];
     EXPECT_TRUE(contains(errors[rank], same_machine ? "rank 1 failed" : "lost"));
     named = named || contains(errors[rank], "rank 1");
   }

@@ -118,7 +118,7 @@ TEST_P(AnyStep, with_another_set_of_frozen_parameters_on_one_rank_is_refused) {
         sgd.step();
         sgd.zero_grad();
         for (const int frozen : world.rank() == 1 ? std::vector<int>{4} : std::vector<int>{2, 3})
-          net->parameters()[static_cast<std::size_t>(frozen)].requires_grad_(false);
+          net->parameters()[static_cast<size_t>(frozen)].requires_grad_(false);
       }
     });
     expect_refused(refused, "which parameters are frozen differs between rank 0 and rank 1: number 2");

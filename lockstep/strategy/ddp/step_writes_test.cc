@@ -130,7 +130,7 @@ TEST(SharedStep, refuses_a_gradient_of_few_rows_that_is_scaled_through_a_pointer
     ddp.backward(words->forward(torch::arange(48) * 199 + 3).square().mean(), 48);
     const torch::Tensor gradient = words->weight.grad();
     auto* const values = static_cast<float*>(gradient.mutable_data_ptr());
-    for (std::int64_t i = 0; i < gradient.numel(); ++i) values[i] *= 0.5F;
+    for (int64_t i = 0; i < gradient.numel(); ++i) values[i] *= 0.5F;
     sgd.step();
   });
   expect_refused(refused, "was changed between backward() and step()");
@@ -275,7 +275,7 @@ void expect_halved(const std::function<void(Trainer&)>& halve_parameters,
     const auto expected = train(single);
     run_ranks(3, [&](World& world) {
       const auto found = train(world);
-      for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(torch::allclose(found[i], expected[i], 1e-5, 1e-7));
+      for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(torch::allclose(found[i], expected[i], 1e-5, 1e-7));
     });
   }
 }
@@ -308,7 +308,7 @@ TEST(WriteParameters, may_write_other_values_and_the_first_ones_again) {
       const auto kept = trainer.values();
       for (torch::Tensor& parameter : trainer.net->parameters()) parameter.fill_(9);
       trainer.world.barrier();
-      for (std::size_t i = 0; i < kept.size(); ++i) trainer.net->parameters()[i].copy_(kept[i]);
+      for (size_t i = 0; i < kept.size(); ++i) trainer.net->parameters()[i].copy_(kept[i]);
       halve(trainer.net->parameters());
     });
   });
@@ -324,7 +324,7 @@ void fail_to_write(Trainer& trainer) {
     });
   } catch (const std::exception&) {
     const auto after = trainer.values();
-    for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(torch::equal(after[i], before[i]));
+    for (size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(torch::equal(after[i], before[i]));
     throw;
   }
 }

@@ -75,7 +75,7 @@ struct CheckpointedCall : torch::CustomClassHolder {
   }
 
   ListFunction function;
-  std::size_t inputs;
+  size_t inputs;
   RandomStates random;
   AutocastSetting autocast = AutocastSetting::now();
   Tensors outputs;  // of forward, until it returns
@@ -92,7 +92,7 @@ bool needs_gradient(const torch::Tensor& tensor) { return tensor.defined() && te
 void require_same(const Tensors& outputs, const Tensors& gradients) {
   if (outputs.size() != gradients.size())
     throw changed(concat(outputs.size(), " tensors in place of ", gradients.size()));
-  for (std::size_t i = 0; i < outputs.size(); ++i)
+  for (size_t i = 0; i < outputs.size(); ++i)
     if (gradients[i].defined() && (!outputs[i].defined() || outputs[i].sizes() != gradients[i].sizes()))
       throw changed(concat("another shape for output ", i));
 }
@@ -120,7 +120,7 @@ class Recomputed : public torch::autograd::Function<Recomputed> {
                         .next = "leave out checkpoint() where gradients of gradients are needed"});
     const auto call = c10::dynamic_intrusive_pointer_cast<CheckpointedCall>(context->saved_data["call"].toCapsule());
     Tensors variables = context->get_saved_variables();
-    const auto inputs_end = variables.begin() + static_cast<std::ptrdiff_t>(call->inputs);
+    const auto inputs_end = variables.begin() + static_cast<ptrdiff_t>(call->inputs);
     const Tensors inputs = as_leaves({variables.begin(), inputs_end});
     std::ranges::copy(inputs, variables.begin());
     const at::AutoGradMode with_graph(true);
@@ -133,7 +133,7 @@ class Recomputed : public torch::autograd::Function<Recomputed> {
   // The first one is that of the CheckpointedCall, which has none.
   static Tensors gradients_of(const Tensors& outputs, const Tensors& gradients, const Tensors& variables) {
     Tensors roots, seeds, sources;
-    for (std::size_t i = 0; i < outputs.size(); ++i)
+    for (size_t i = 0; i < outputs.size(); ++i)
       if (gradients[i].defined() && outputs[i].requires_grad()) {
         roots.push_back(outputs[i]);
         seeds.push_back(gradients[i]);
@@ -146,7 +146,7 @@ class Recomputed : public torch::autograd::Function<Recomputed> {
                                     /*allow_unused=*/true);
     Tensors all(1 + variables.size());
     auto next = found.begin();
-    for (std::size_t i = 0; i < variables.size(); ++i)
+    for (size_t i = 0; i < variables.size(); ++i)
       if (needs_gradient(variables[i])) all[1 + i] = std::move(*next++);
     return all;
   }
@@ -154,7 +154,7 @@ class Recomputed : public torch::autograd::Function<Recomputed> {
 
 // The leaves that the graph of `outputs` leads to. It may lead out of the function only through the inputs, which have
 // no graph in it, so every node but theirs is younger than `begin`.
-Tensors leaves_of(const Tensors& outputs, std::uint64_t begin, const Tensors& inputs) {
+Tensors leaves_of(const Tensors& outputs, uint64_t begin, const Tensors& inputs) {
   Tensors leaves;
   std::unordered_set<const Node*> seen;
   std::vector<torch::autograd::Edge> held;  // a leaf's node lives as long as somebody holds it
@@ -186,20 +186,20 @@ Tensors leaves_of(const Tensors& outputs, std::uint64_t begin, const Tensors& in
   return leaves;
 }
 
-std::vector<std::uint32_t> versions_of(const Tensors& tensors) {
-  std::vector<std::uint32_t> versions;
+std::vector<uint32_t> versions_of(const Tensors& tensors) {
+  std::vector<uint32_t> versions;
   for (const torch::Tensor& tensor : tensors)
     versions.push_back(tensor.defined() && !tensor.is_inference() ? tensor._version() : 0);
   return versions;
 }
 
-void require_usable(const Tensors& outputs, const Tensors& inputs, const std::vector<std::uint32_t>& versions) {
-  for (std::size_t i = 0; i < outputs.size(); ++i)
+void require_usable(const Tensors& outputs, const Tensors& inputs, const std::vector<uint32_t>& versions) {
+  for (size_t i = 0; i < outputs.size(); ++i)
     if (!outputs[i].defined())
       throw UsageError({.what = concat("checkpoint(): output ", i, " of the function is undefined"),
                         .next = "return defined tensors only"});
   const auto after = versions_of(inputs);
-  for (std::size_t i = 0; i < inputs.size(); ++i)
+  for (size_t i = 0; i < inputs.size(); ++i)
     if (after[i] != versions[i])
       throw UsageError({.what = concat("checkpoint(): the function changes input ", i, " in place"),
                         .likely = "an operation such as relu_() on an input",
@@ -213,7 +213,7 @@ Tensors checkpoint(const ListFunction& function, const Tensors& inputs) {
   const auto call = c10::make_intrusive<CheckpointedCall>(function, inputs);
   const Tensors given = as_leaves(inputs);  // at which the graph ends
   const auto versions = versions_of(inputs);
-  const std::uint64_t begin = at::sequence_number::peek();
+  const uint64_t begin = at::sequence_number::peek();
   call->outputs = call->run(given);
   require_usable(call->outputs, inputs, versions);
   const Tensors leaves = leaves_of(call->outputs, begin, given);

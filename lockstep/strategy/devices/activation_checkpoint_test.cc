@@ -21,7 +21,7 @@ using TensorList = std::vector<torch::Tensor>;
 
 // A chain of layers with dropout, each in a checkpoint or not.
 struct DeepImpl : torch::nn::Module {
-  explicit DeepImpl(bool recompute, int depth = 4, std::int64_t width = 16, double dropout = 0.3)
+  explicit DeepImpl(bool recompute, int depth = 4, int64_t width = 16, double dropout = 0.3)
       : recompute_(recompute), dropout_(dropout) {
     for (int i = 0; i < depth; ++i)
       layers.push_back(register_module("layer" + std::to_string(i), torch::nn::Linear(width, width)));
@@ -68,7 +68,7 @@ Outcome outcome_of(const std::function<TensorList(const TensorList&)>& forward, 
 
 void expect_same_tensors(const TensorList& one, const TensorList& other) {
   ASSERT_EQ(one.size(), other.size());
-  for (std::size_t i = 0; i < one.size(); ++i) {
+  for (size_t i = 0; i < one.size(); ++i) {
     ASSERT_EQ(one[i].defined(), other[i].defined()) << i;
     EXPECT_TRUE(!one[i].defined() || torch::equal(one[i], other[i])) << i;
   }
@@ -147,7 +147,7 @@ TEST(Checkpoint, is_a_plain_call_without_gradients) {
   EXPECT_EQ(calls, 1);
 }
 
-std::int64_t peak_of(bool recompute) {
+int64_t peak_of(bool recompute) {
   torch::manual_seed(1);
   Deep model(recompute, /*depth=*/24, /*width=*/32);
   const torch::Tensor data = torch::randn({2048, 32});

@@ -58,7 +58,7 @@ class DataParallelStrategy : public ReplicaStrategy {
   }
 
   BatchTotals forward_backward(const Batch& batch) override {
-    const std::int64_t samples = samples_of(task_, batch);
+    const int64_t samples = samples_of(task_, batch);
     if (samples == 0) {  // the loss may be NaN
       for (const Replica& replica : replicas_) replica.optimizer->zero_grad();
       return {.examples = batch.size()};
@@ -86,13 +86,13 @@ class DataParallelStrategy : public ReplicaStrategy {
     });
   }
 
-  void restored(std::int64_t) override { follow_model(replicas_); }
+  void restored(int64_t) override { follow_model(replicas_); }
 
   // Every device holds gradients, a GPU parameters too. Device 0 also holds the parameters, the optimizer's state, and
   // the gathered outputs with their gradient.
   Report report() const override {
     const Replica& first = replicas_.front();
-    std::size_t gradients = 0, alone = 2 * gathered_bytes_;
+    size_t gradients = 0, alone = 2 * gathered_bytes_;
     for (const auto& [name, parameter] : named_parameters(*first.model)) {
       (devices_->on_gpus() ? gradients : alone) += parameter.nbytes();
       if (parameter.grad().defined()) gradients += parameter.grad().nbytes();
@@ -117,7 +117,7 @@ class DataParallelStrategy : public ReplicaStrategy {
     });
   }
 
-  std::size_t gathered_bytes_ = 0;
+  size_t gathered_bytes_ = 0;
 };
 
 }  // namespace
@@ -140,7 +140,7 @@ std::unique_ptr<Strategy> make_data_parallel(const World& world, const Task& tas
 
 class DataParallel::Impl {
  public:
-  Impl(Task task, Devices& devices, std::uint64_t seed) : task_(std::move(task)), devices_(devices) {
+  Impl(Task task, Devices& devices, uint64_t seed) : task_(std::move(task)), devices_(devices) {
     replicas_ = get_params(devices_, task_, {.seed = seed});
     if (!devices_.on_gpus()) share_memory(replicas_);
   }
@@ -193,11 +193,11 @@ class DataParallel::Impl {
   // Makes the copy train what the module trains, in the modes that its modules are in.
   static void follow_modes(const torch::nn::Module& from, torch::nn::Module& into) {
     const auto modules = from.modules(), copies = into.modules();  // a module before those in it
-    for (std::size_t i = 0; i < modules.size(); ++i)
+    for (size_t i = 0; i < modules.size(); ++i)
       if (copies[i]->is_training() != modules[i]->is_training()) copies[i]->train(modules[i]->is_training());
     const auto parameters = from.parameters();
     auto their_parameters = into.parameters();
-    for (std::size_t i = 0; i < parameters.size(); ++i)
+    for (size_t i = 0; i < parameters.size(); ++i)
       if (their_parameters[i].requires_grad() != parameters[i].requires_grad())
         their_parameters[i].set_requires_grad(parameters[i].requires_grad());
   }
@@ -227,7 +227,7 @@ class DataParallel::Impl {
   std::shared_ptr<bool> in_backward_ = std::make_shared<bool>(false);
 };
 
-DataParallel::DataParallel(const Task& task, Devices& devices, std::uint64_t seed)
+DataParallel::DataParallel(const Task& task, Devices& devices, uint64_t seed)
     : impl_(std::make_unique<Impl>(task, devices, seed)) {}
 DataParallel::~DataParallel() = default;
 torch::nn::Module& DataParallel::module() const { return impl_->module(); }

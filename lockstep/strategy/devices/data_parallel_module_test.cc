@@ -59,7 +59,7 @@ TEST_P(DataParallelOn, wraps_a_module_that_exists) {
   EXPECT_TRUE(torch::allclose(net.forward(data).cpu(), one->forward(data), 1e-12, 1e-12));
   net.backward(spread_of(net.forward(data)));
   spread_of(one->forward(data)).backward();
-  for (std::size_t i = 0; i < one->parameters().size(); ++i)
+  for (size_t i = 0; i < one->parameters().size(); ++i)
     EXPECT_TRUE(torch::allclose(existing->parameters()[i].grad().cpu(), one->parameters()[i].grad(), 1e-9, 1e-9));
 }
 
@@ -72,7 +72,7 @@ TEST_P(DataParallelOn, trains_what_the_module_trains) {
   net->children()[1]->eval();
   net->parameters()[1].set_requires_grad(false);
   wrapped.backward(wrapped.forward(batch_of(0).data).sum());
-  for (std::size_t i = 0; i < 4; ++i) EXPECT_EQ(net->parameters()[i].grad().defined(), i >= 2) << i;
+  for (size_t i = 0; i < 4; ++i) EXPECT_EQ(net->parameters()[i].grad().defined(), i >= 2) << i;
   for (const torch::Tensor& buffer : net->buffers())  // of BatchNorm1d in evaluation mode
     EXPECT_TRUE(buffer.eq(0).all().item<bool>() || buffer.eq(1).all().item<bool>());
 }
@@ -85,7 +85,7 @@ TEST_P(DataParallelOn, adds_the_gradients_of_several_forwards_of_one_loss) {
   torch::manual_seed(5);
   auto one = small_net();
   (spread_of(one->forward(a)) * spread_of(one->forward(b))).backward();
-  for (std::size_t i = 0; i < one->parameters().size(); ++i)
+  for (size_t i = 0; i < one->parameters().size(); ++i)
     EXPECT_TRUE(torch::allclose(net.module().parameters()[i].grad().cpu(), one->parameters()[i].grad(), 1e-9));
 }
 

@@ -19,18 +19,18 @@ using namespace std::chrono_literals;
 
 // A layer that first calls `fault` with the number of its samples, by which a test recognises the device.
 struct FaultyTanhImpl : torch::nn::Module {
-  explicit FaultyTanhImpl(std::function<void(std::int64_t samples)> fault) : fault_(std::move(fault)) {}
+  explicit FaultyTanhImpl(std::function<void(int64_t samples)> fault) : fault_(std::move(fault)) {}
   torch::Tensor forward(const torch::Tensor& x) {
     fault_(x.size(0));
     return x.tanh();
   }
 
  private:
-  std::function<void(std::int64_t)> fault_;
+  std::function<void(int64_t)> fault_;
 };
 TORCH_MODULE(FaultyTanh);
 
-Task faulty_task(const std::function<void(std::int64_t samples)>& fault) {
+Task faulty_task(const std::function<void(int64_t samples)>& fault) {
   Task task = small_task();
   task.make_model = [fault] {
     torch::nn::Sequential net(torch::nn::Linear(6, 8), FaultyTanh(fault), torch::nn::Linear(8, 4));
@@ -45,8 +45,8 @@ struct Arrangement {
   std::string name;
   StrategyOptions options;
   std::string device = "cpu:2";
-  std::int64_t samples = 4;  // of a batch of 10 on three devices
-  std::int64_t batch = kBatch;
+  int64_t samples = 4;  // of a batch of 10 on three devices
+  int64_t batch = kBatch;
 };
 
 void PrintTo(const Arrangement& arrangement, std::ostream* out) { *out << arrangement.name; }
@@ -94,7 +94,7 @@ class StrategyDevices : public ::testing::TestWithParam<Arrangement> {
  protected:
   // The faulty device calls `fault` in every forward.
   Task task(const std::function<void()>& fault) const {
-    return faulty_task([fault, wanted = GetParam().samples](std::int64_t samples) {
+    return faulty_task([fault, wanted = GetParam().samples](int64_t samples) {
       if (samples == wanted) fault();
     });
   }
@@ -132,7 +132,7 @@ TEST_P(StrategyDevices, end_with_the_exception_of_one) {
   EXPECT_LT(watch.seconds(), testing::kAtOnce);
 }
 
-std::ptrdiff_t threads_of_this_process() {
+ptrdiff_t threads_of_this_process() {
   return std::distance(std::filesystem::directory_iterator("/proc/self/task"), {});
 }
 
@@ -140,7 +140,7 @@ std::ptrdiff_t threads_of_this_process() {
 TEST_P(StrategyDevices, name_the_one_that_hangs) {
   const auto go_on = std::make_shared<std::atomic<bool>>(false);
   std::thread([] {}).join();  // with the first thread, a sanitizer starts one of its own
-  const std::ptrdiff_t threads_before = threads_of_this_process();
+  const ptrdiff_t threads_before = threads_of_this_process();
   const auto hang = [go_on] {
     while (!*go_on) std::this_thread::sleep_for(1ms);
   };

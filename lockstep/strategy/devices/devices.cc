@@ -32,7 +32,7 @@ std::string Device::name() const { return state_.name(index_); }
 
 torch::Device Device::where() const { return state_.where(index_); }
 
-void Device::seed(std::uint64_t seed) {
+void Device::seed(uint64_t seed) {
   ThreadGenerator::seed(seed);
   if (!where().is_cpu()) seed_gpu(where(), seed);
 }
@@ -116,8 +116,8 @@ void Devices::run(Body body) { state_->run(std::move(body)); }
 
 // Devices that come late must leave `part` alone once the loop was given up. They hold the lock while they use it, so
 // that giving up waits for them.
-void Devices::parallel_for(std::int64_t begin, std::int64_t end, std::int64_t grain,
-                           const std::function<void(std::int64_t, std::int64_t)>& part) {
+void Devices::parallel_for(int64_t begin, int64_t end, int64_t grain,
+                           const std::function<void(int64_t, int64_t)>& part) {
   struct Loop {
     std::shared_mutex mutex;
     bool given_up = false;

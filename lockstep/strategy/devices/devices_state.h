@@ -33,7 +33,7 @@ namespace lockstep {
 struct DeviceSeat {
   enum class Thread { kServes, kEnded, kLeftBehind };
 
-  std::uint64_t done = 0;  // jobs
+  uint64_t done = 0;  // jobs
   Thread thread = Thread::kServes;
   double busy = 0;                 // seconds
   std::atomic<bool> waits{false};  // for another device; not guarded by the mutex
@@ -98,8 +98,8 @@ class DevicesState {
   std::mutex mutex_;  // of what follows, and of the seats
   std::condition_variable posted_, done_, changed_;
   Devices::Body body_;
-  std::atomic<std::uint64_t> jobs_{0};  // posted so far
-  std::atomic<int> at_work_{0};         // devices that have not done the last job
+  std::atomic<uint64_t> jobs_{0};  // posted so far
+  std::atomic<int> at_work_{0};    // devices that have not done the last job
   std::atomic<bool> stopping_{false};
   bool late_ = false;  // a device was late: its thread is not waited for again
   std::exception_ptr error_;

@@ -53,10 +53,9 @@ TEST_P(DevicesOfSize, run_a_function_once_on_each_thread) {
 
 TEST_P(DevicesOfSize, divide_a_range_among_their_threads) {
   Devices devices({.count = GetParam()});
-  for (const std::int64_t count : {0, 1, 5, 1000}) {
+  for (const int64_t count : {0, 1, 5, 1000}) {
     const torch::Tensor visits = torch::zeros({10 + count}, torch::kInt64);  // each element is written by one thread
-    devices.parallel_for(10, 10 + count, 1,
-                         [&](std::int64_t first, std::int64_t last) { visits.slice(0, first, last).add_(1); });
+    devices.parallel_for(10, 10 + count, 1, [&](int64_t first, int64_t last) { visits.slice(0, first, last).add_(1); });
     EXPECT_TRUE(visits.slice(0, 0, 10).eq(0).all().item<bool>());
     EXPECT_TRUE(visits.slice(0, 10).eq(1).all().item<bool>()) << count;
   }
@@ -69,7 +68,7 @@ TEST(Devices, divide_a_range_among_the_cores_of_a_device) {
   at::set_num_threads(before);
   std::mutex mutex;
   std::set<std::thread::id> threads;
-  devices.parallel_for(0, 1000, 1, [&](std::int64_t, std::int64_t) {
+  devices.parallel_for(0, 1000, 1, [&](int64_t, int64_t) {
     const std::lock_guard lock(mutex);
     threads.insert(std::this_thread::get_id());
   });
@@ -223,7 +222,7 @@ double pattern() {
   return kept.to(torch::kFloat64).mul(torch::arange(50).to(torch::kFloat64).exp2()).sum().item<double>();
 }
 
-IntVector<double> patterns(int count, std::uint64_t seed) {
+IntVector<double> patterns(int count, uint64_t seed) {
   Devices devices({.count = count});
   IntVector<double> found(count);
   devices.run([&](Device& device) {
@@ -269,7 +268,7 @@ std::vector<torch::Tensor> draw_everything() {
 }
 
 TEST(ThreadGenerator, decides_every_random_number_of_torch) {
-  const auto draw = [](std::uint64_t torchs_seed) {
+  const auto draw = [](uint64_t torchs_seed) {
     torch::manual_seed(torchs_seed);
     const ThreadGenerator generator(7);
     return draw_everything();
@@ -280,7 +279,7 @@ TEST(ThreadGenerator, decides_every_random_number_of_torch) {
   torch::manual_seed(5);
   EXPECT_TRUE(next.equal(torch::rand({20})));  // torch's own generator has not moved
   const auto others = draw_everything();
-  for (std::size_t i = 0; i < first.size(); ++i) {
+  for (size_t i = 0; i < first.size(); ++i) {
     EXPECT_TRUE(first[i].equal(again[i])) << "function " << i;
     EXPECT_FALSE(first[i].equal(others[i])) << "function " << i;
   }

@@ -27,7 +27,7 @@ DeviceTensors parameters_of(const Replicas& replicas) {
 void copy_model(const torch::nn::Module& from, const torch::nn::Module& into, bool is_seen) {
   const torch::NoGradGuard no_grad;
   const auto source = tensors_of(from), target = tensors_of(into);
-  for (std::size_t i = 0; i < source.size(); ++i)
+  for (size_t i = 0; i < source.size(); ++i)
     if (!target[i].is_alias_of(source[i])) (is_seen ? target[i] : target[i].variable_data()).copy_(source[i]);
 }
 
@@ -94,9 +94,9 @@ std::unique_lock<std::mutex> hold_generator() {
   return std::unique_lock(in_use);
 }
 
-void seed_steps(std::uint64_t seed, int rank) {
+void seed_steps(uint64_t seed, int rank) {
   const auto generator = hold_generator();
-  torch::manual_seed(seed + static_cast<std::uint64_t>(rank) + 1);
+  torch::manual_seed(seed + static_cast<uint64_t>(rank) + 1);
 }
 
 torch::Tensor dense_gradient(torch::Tensor& parameter) {
@@ -108,10 +108,10 @@ torch::Tensor dense_gradient(torch::Tensor& parameter) {
 
 DeviceTensors with_gradients(const DeviceTensors& all) {
   DeviceTensors found(all.size());
-  for (std::size_t i = 0; i < all[0].size(); ++i) {
+  for (size_t i = 0; i < all[0].size(); ++i) {
     if (std::none_of(all.begin(), all.end(), [i](const auto& parameters) { return parameters[i].grad().defined(); }))
       continue;
-    for (std::size_t replica = 0; replica < all.size(); ++replica) {
+    for (size_t replica = 0; replica < all.size(); ++replica) {
       torch::Tensor parameter = all[replica][i];
       dense_gradient(parameter);
       found[replica].push_back(parameter);
@@ -131,9 +131,9 @@ DeviceTensors gradients_of(const DeviceTensors& all) {
 
 void share_memory(const Replicas& replicas) {
   const auto first = replicas.front().model->parameters();
-  for (std::size_t r = 1; r < replicas.size(); ++r) {
+  for (size_t r = 1; r < replicas.size(); ++r) {
     auto parameters = replicas[r].model->parameters();
-    for (std::size_t i = 0; i < first.size(); ++i) parameters[i].set_data(first[i].detach());
+    for (size_t i = 0; i < first.size(); ++i) parameters[i].set_data(first[i].detach());
   }
 }
 
@@ -153,9 +153,9 @@ void follow_first(const Replicas& replicas) {
   follow_model(replicas);
   const Replica& first = replicas.front();
   const auto parameters = first.model->parameters();
-  for (std::size_t r = 1; r < replicas.size(); ++r) {
+  for (size_t r = 1; r < replicas.size(); ++r) {
     const auto mine = replicas[r].model->parameters();
-    for (std::size_t i = 0; i < mine.size(); ++i)
+    for (size_t i = 0; i < mine.size(); ++i)
       replicas[r].optimizer->set_state(mine[i], first.optimizer->state_of(parameters[i]));
   }
 }
@@ -167,13 +167,13 @@ void require_one_process(const World& world, const StrategyOptions& options) {
                     .next = "give --ranks without a launcher, or choose --strategy ddp or averaging"});
 }
 
-std::int64_t samples_of(const Task& task, const Batch& batch) {
+int64_t samples_of(const Task& task, const Batch& batch) {
   if (batch.size() == 0 || !task.samples) return batch.size();
-  const std::int64_t samples = task.samples(batch);
+  const int64_t samples = task.samples(batch);
   if (samples < 0)
     throw UsageError(
         {.what = concat("Task::samples of ", task.name, " counts ", samples, " in a batch of ", batch.size()),
-         .next = "return at least 0, such as mask.sum().item<std::int64_t>()"});
+         .next = "return at least 0, such as mask.sum().item<int64_t>()"});
   return samples;
 }
 
@@ -252,7 +252,7 @@ void scatter_and_run_backward(Devices& devices, const Tensors& outputs, const to
 
 BatchTotals mean_of(const Tensors& losses, const std::vector<Batch>& parts, const Task& task) {
   BatchTotals mean;
-  for (std::size_t i = 0; i < losses.size(); ++i) {
+  for (size_t i = 0; i < losses.size(); ++i) {
     mean.examples += parts[i].size();
     if (losses[i].defined())
       on_device(losses[i].device(), [&] { mean.add(samples_of(task, parts[i]), losses[i].item<double>()); });

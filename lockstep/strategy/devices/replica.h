@@ -38,10 +38,10 @@ std::vector<torch::Device> devices_of(const StrategyOptions& options);
 std::unique_lock<std::mutex> hold_generator();
 
 // Seeds torch's generator after the models have been made: the random numbers of the steps come from it, others on each rank.
-void seed_steps(std::uint64_t seed, int rank = 0);
+void seed_steps(uint64_t seed, int rank = 0);
 
 // Throws UsageError: Uneven::kRefuse, and the devices do not divide the batch.
-void require_even(std::int64_t samples, const Devices& devices, Uneven uneven);
+void require_even(int64_t samples, const Devices& devices, Uneven uneven);
 
 // Throws UsageError if `world` has several ranks.
 void require_one_process(const World& world, const StrategyOptions& options);
@@ -83,7 +83,7 @@ DeviceTensors gradients_of(const DeviceTensors& all);
 // ---- Batches and losses
 
 // How much a batch counts in a mean: by Task::samples, else its size. Throws UsageError: less than 0.
-std::int64_t samples_of(const Task& task, const Batch& batch);
+int64_t samples_of(const Task& task, const Batch& batch);
 
 // A part for every device, on its way to it on a stream of its own. Does not block where the batch lies in pinned
 // memory.

@@ -55,7 +55,7 @@ class ReplicaStrategy : public Strategy {
   // The batch's parts, each on its device. What prefetch() has begun to bring is taken from there; what it brought for
   // a step before is dropped.
   std::vector<Batch> parts_for_devices(const Batch& batch) {
-    constexpr std::size_t kAhead = 2;  // this batch and the next: what is older was never asked for
+    constexpr size_t kAhead = 2;  // this batch and the next: what is older was never asked for
     while (ahead_.size() > kAhead) ahead_.pop_front();
     const auto found =
         std::ranges::find_if(ahead_, [&](const Ahead& each) { return each.batch.data.is_same(batch.data); });
@@ -76,7 +76,7 @@ class ReplicaStrategy : public Strategy {
   // Forward and backward on every device, as tower_losses() and backward() do them. Returns the totals.
   BatchTotals train_towers(const Batch& batch) {
     require_even(batch.size(), *devices_, uneven_);
-    const std::int64_t samples = samples_of(task_, batch);
+    const int64_t samples = samples_of(task_, batch);
     const auto shards = parts_for_devices(batch);
     Tensors losses;
     std::vector<Batch> parts;
@@ -135,7 +135,7 @@ Number sum_over(const World& world, Number number) {
 }
 
 // The same of examples, asked for only where `task` counts samples that are not examples.
-inline std::int64_t sum_examples(const World& world, const Task& task, const Batch& batch, std::int64_t samples) {
+inline int64_t sum_examples(const World& world, const Task& task, const Batch& batch, int64_t samples) {
   return task.samples ? sum_over(world, batch.size()) : samples;
 }
 
@@ -151,9 +151,9 @@ inline BatchTotals sum_totals(const World& world, const BatchTotals& own, std::v
   const auto* sum = sums.const_data_ptr<double>();
   if (sum[2] > 0) agree_to_stop();
   if (more != nullptr) std::copy_n(sum + 4, more->size(), more->begin());
-  return {.samples = static_cast<std::int64_t>(sum[0]),
+  return {.samples = static_cast<int64_t>(sum[0]),
           .mean_loss = sum[0] > 0 ? sum[1] / sum[0] : 0,
-          .examples = static_cast<std::int64_t>(sum[3])};
+          .examples = static_cast<int64_t>(sum[3])};
 }
 
 }  // namespace lockstep

@@ -24,7 +24,7 @@ bool takes_generator(const c10::Argument& argument) {
 void name_generator(const c10::OperatorHandle& function, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   if (this_threads_generator && keys.has(c10::DispatchKey::CPU)) {
     const auto& arguments = function.schema().arguments();
-    for (std::size_t i = 0; i < arguments.size(); ++i) {
+    for (size_t i = 0; i < arguments.size(); ++i) {
       c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
       if (value.isNone() && takes_generator(arguments[i])) value = *this_threads_generator;
     }
@@ -56,7 +56,7 @@ bool thread_generators_are_used() {
 
 }  // namespace
 
-ThreadGenerator::ThreadGenerator(std::uint64_t seed) {
+ThreadGenerator::ThreadGenerator(uint64_t seed) {
   static_cast<void>(thread_generators_are_used());
   this_threads_generator = at::make_generator<at::CPUGeneratorImpl>(seed);
 }
@@ -68,9 +68,9 @@ std::optional<at::Generator> ThreadGenerator::current() {
   return this_threads_generator;
 }
 
-void ThreadGenerator::seed(std::uint64_t seed) { this_threads_generator->set_current_seed(seed); }
+void ThreadGenerator::seed(uint64_t seed) { this_threads_generator->set_current_seed(seed); }
 
-std::uint64_t draw_seed() {
+uint64_t draw_seed() {
   at::Generator generator = at::detail::getDefaultCPUGenerator();
   const std::lock_guard lock(generator.mutex());
   return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();

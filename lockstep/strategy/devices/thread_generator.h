@@ -24,15 +24,15 @@ namespace lockstep {
 
 class ThreadGenerator {
  public:
-  explicit ThreadGenerator(std::uint64_t seed);
+  explicit ThreadGenerator(uint64_t seed);
   ~ThreadGenerator();
   ThreadGenerator& operator=(ThreadGenerator&&) = delete;
 
   static std::optional<at::Generator> current();  // that the calling thread draws from, if it is not torch's
-  static void seed(std::uint64_t seed);  // restarts the sequence of the calling thread, which must have a generator
+  static void seed(uint64_t seed);  // restarts the sequence of the calling thread, which must have a generator
 };
 
 // A number from torch's own CPU generator, whose state checkpoints keep: the devices of a step are seeded from it.
-std::uint64_t draw_seed();
+uint64_t draw_seed();
 
 }  // namespace lockstep

@@ -78,7 +78,7 @@ std::vector<CombinedGradient> combined_gradients(const Replicas& replicas) {
   const torch::NoGradGuard no_grad;
   const DeviceTensors parameters = parameters_of(replicas), gradients = gradients_of(parameters);
   std::vector<CombinedGradient> combined;
-  for (std::size_t i = 0; i < parameters[0].size(); ++i) {
+  for (size_t i = 0; i < parameters[0].size(); ++i) {
     torch::Tensor sum;
     for (const auto& of_device : gradients)
       if (of_device[i].defined()) sum = sum.defined() ? sum + of_device[i].to(sum.device()) : of_device[i];
@@ -87,7 +87,7 @@ std::vector<CombinedGradient> combined_gradients(const Replicas& replicas) {
   return combined;
 }
 
-void require_even(std::int64_t samples, const Devices& devices, Uneven uneven) {
+void require_even(int64_t samples, const Devices& devices, Uneven uneven) {
   if (uneven == Uneven::kRefuse && samples % devices.size() != 0)
     throw UsageError(
         {.what = concat("a batch of ", samples, " samples does not divide evenly over ", devices.size(), " devices"),
@@ -114,7 +114,7 @@ Tensors tower_losses(Devices& devices, const Task& task, const Replicas& replica
   return run_replicas(devices, replicas, shards, loss, clears_gradients);
 }
 
-void backward(Devices& devices, const Tensors& losses, const std::vector<Batch>& shards, std::int64_t samples,
+void backward(Devices& devices, const Tensors& losses, const std::vector<Batch>& shards, int64_t samples,
               const Task& task) {
   if (samples == 0)
     for (const Batch& shard : shards) samples += samples_of(task, shard);
@@ -189,7 +189,7 @@ class Towers : public ReplicaStrategy {
     in_phase(Phase::kUpdate, [&] { optimizer().step(); });
   }
 
-  void restored(std::int64_t) override { update_on_cpu() ? follow_model(replicas_) : follow_first(replicas_); }
+  void restored(int64_t) override { update_on_cpu() ? follow_model(replicas_) : follow_first(replicas_); }
 
  private:
   bool update_on_cpu() const { return replicas_.front().combined != nullptr; }

@@ -48,9 +48,9 @@ TEST(Towers, train_with_fewer_samples_than_devices) {
 
 TEST(Towers, split_a_batch_unevenly_or_refuse_to) {
   const Devices devices({.count = 3});
-  std::vector<std::int64_t> sizes;
+  std::vector<int64_t> sizes;
   for (const Batch& shard : split_and_load(batch_of(0), devices)) sizes.push_back(shard.size());
-  EXPECT_EQ(sizes, (std::vector<std::int64_t>{3, 3, 4}));
+  EXPECT_EQ(sizes, (std::vector<int64_t>{3, 3, 4}));
   EXPECT_TRUE(contains(message_of<UsageError>([&] { split_and_load(batch_of(0), devices, Uneven::kRefuse); }),
                        "a batch of 10 samples does not divide evenly over 3 devices"));
   EXPECT_EQ(split_and_load(batch_of(0, 9), devices, Uneven::kRefuse).size(), 3U);
@@ -60,7 +60,7 @@ TEST(Towers, copy_the_parameters_to_every_device) {
   const Devices devices({.count = 3});
   const Replicas replicas = get_params(devices, small_task());
   const auto first = replicas[0].model->parameters(), last = replicas[2].model->parameters();
-  for (std::size_t i = 0; i < first.size(); ++i) {
+  for (size_t i = 0; i < first.size(); ++i) {
     EXPECT_TRUE(torch::equal(first[i], last[i]));
     EXPECT_FALSE(first[i].is_alias_of(last[i]));
     EXPECT_TRUE(last[i].requires_grad());
@@ -70,7 +70,7 @@ TEST(Towers, copy_the_parameters_to_every_device) {
 TEST(Towers, sum_each_gradient_on_all_devices) {
   Devices devices({.count = 3});
   const Replicas replicas = get_params(devices, small_task());
-  for (std::size_t device = 0; device < 2; ++device) {  // the third device has no gradient: it counts as zero
+  for (size_t device = 0; device < 2; ++device) {  // the third device has no gradient: it counts as zero
     torch::Tensor weight = replicas[device].model->parameters()[0];
     weight.mutable_grad() = torch::full_like(weight, static_cast<double>(device) + 1).detach();
   }
@@ -141,7 +141,7 @@ TEST(Towers, copy_the_parameters_of_a_model_that_exists) {
   const ModulePtr model = small_task().make_model();
   const Replicas replicas = get_params(devices, small_task(), *model, {.seed = 77});
   for (const Replica& replica : replicas)
-    for (std::size_t i = 0; i < model->parameters().size(); ++i) {
+    for (size_t i = 0; i < model->parameters().size(); ++i) {
       EXPECT_TRUE(torch::equal(replica.model->parameters()[i], model->parameters()[i]));
       EXPECT_FALSE(replica.model->parameters()[i].is_alias_of(model->parameters()[i]));
     }
@@ -191,7 +191,7 @@ TEST_P(TowersOfSize, split_a_tensor_and_give_the_sum_of_gradients) {
   copy_model(*replicas[0].model, *one.model);
   small_task().loss(one.forward(small_task(), batch), batch.target).backward();
   ASSERT_EQ(combined.size(), one.model->parameters().size());
-  for (std::size_t i = 0; i < combined.size(); ++i) {
+  for (size_t i = 0; i < combined.size(); ++i) {
     EXPECT_TRUE(combined[i].variable.is_same(replicas[0].model->parameters()[i]));
     EXPECT_TRUE(torch::allclose(combined[i].gradient, one.model->parameters()[i].grad(), 1e-9, 1e-9));
   }

@@ -43,7 +43,7 @@ struct Trained {
 };
 Trained train(
     int workers, const StrategyOptions& options, const Task& task = small_task(), int steps = kSteps,
-    std::int64_t samples = kBatch, const Step& before = [](const World&, Strategy&, int) {}) {
+    int64_t samples = kBatch, const Step& before = [](const World&, Strategy&, int) {}) {
   Trained trained;
   run_ranks(options.kvstore.servers + workers, [&](World& world) {
     StrategyOptions mine = options;
@@ -113,7 +113,7 @@ TEST(DistSync, takes_b_over_k_examples_per_device_and_b_times_n_per_update_witho
 
 double distance(const Course& one, const Course& other) {
   double sum = 0;
-  for (std::size_t i = 0; i < one.parameters.size(); ++i)
+  for (size_t i = 0; i < one.parameters.size(); ++i)
     sum += (one.parameters[i] - other.parameters[i]).square().sum().item<double>();
   return std::sqrt(sum);
 }
@@ -150,7 +150,7 @@ TEST(DistSync, keeps_buffers_equal) {
     const torch::Tensor before = named_buffers(strategy->model())[0].tensor.clone();
     strategy->synchronise();
     const auto buffers = named_buffers(strategy->model());
-    EXPECT_EQ(buffers[2].tensor.item<std::int64_t>(), 3);
+    EXPECT_EQ(buffers[2].tensor.item<int64_t>(), 3);
     EXPECT_TRUE(world.rank() == 0 || torch::equal(buffers[0].tensor, before));
     const std::lock_guard lock(mutex);
     means.push_back(buffers[0].tensor.clone());
@@ -241,7 +241,7 @@ TEST_P(DistBoundedBy, lets_every_worker_finish) {
   constexpr int kSteps = 30;
   std::mutex mutex;
   std::array<int, 2> done{};
-  std::vector<std::size_t> turns;  // while both are there
+  std::vector<size_t> turns;  // while both are there
   run_ranks(servers + 2, [&, servers = servers](World& world) {
     const auto strategy = make_strategy(world, small_task(), options);
     const World share = strategy->ranks(world).data;
@@ -250,13 +250,13 @@ TEST_P(DistBoundedBy, lets_every_worker_finish) {
       strategy->update();
       if (!strategy->ranks(world).has_data) continue;
       const std::lock_guard lock(mutex);
-      const std::size_t worker = world.rank() - servers;
+      const size_t worker = world.rank() - servers;
       ++done[worker];
       if (done[0] > 0 && done[1] > 0 && done[1 - worker] < kSteps) turns.push_back(worker);
     }
   });
   // With one server a worker may be paused before it asks to read, and miss a turn.
-  for (std::size_t i = 2; bound == 0 && servers > 1 && i < turns.size(); ++i)
+  for (size_t i = 2; bound == 0 && servers > 1 && i < turns.size(); ++i)
     EXPECT_FALSE(turns[i] == turns[i - 1] && turns[i] == turns[i - 2]) << "three turns of worker " << turns[i];
   EXPECT_EQ(done[0], kSteps);
   EXPECT_EQ(done[1], kSteps);
@@ -271,7 +271,7 @@ TEST(DistAsync, with_several_servers_trains_for_longer_than_the_timeout) {
     const auto strategy = make_strategy(world, small_task(), options);
     const World share = strategy->ranks(world).data;
     const Stopwatch watch;
-    std::int64_t steps = 0;
+    int64_t steps = 0;
     for (; strategy->ranks(world).has_data ? !enough : steps < 1; ++steps) {
       strategy->forward_backward(part_of(batch_of(0), *strategy, share));
       strategy->update();
@@ -340,7 +340,7 @@ TEST_P(ResumedWithServers, trains_on_with_the_same_bits) {
       if (from > 0) {
         const torch::NoGradGuard no_grad;
         const auto into = strategy->model().parameters();
-        for (std::size_t i = 0; i < into.size(); ++i) {
+        for (size_t i = 0; i < into.size(); ++i) {
           torch::Tensor(into[i]).copy_(parameters[i]);
           strategy->optimizer().set_state(into[i], states[i]);
         }

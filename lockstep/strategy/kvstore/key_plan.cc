@@ -10,20 +10,20 @@
 namespace lockstep {
 namespace {
 
-constexpr std::int64_t kSliceElements = 65536;
-constexpr std::int64_t kParts = 16;
-constexpr std::int64_t kLeastPart = std::int64_t{256} << 10;  // bytes
-constexpr std::int64_t kAlignment{kCacheLine};
+constexpr int64_t kSliceElements = 65536;
+constexpr int64_t kParts = 16;
+constexpr int64_t kLeastPart = int64_t{256} << 10;  // bytes
+constexpr int64_t kAlignment{kCacheLine};
 
 // Every slice but the last of a server has a multiple of 64 rows, and so of 64 bytes whatever the dtype: the next one
 // begins on a cache line without a gap.
-void split_over_all(const Key& key, std::size_t number, std::vector<BlockLayout>& blocks) {
-  const std::int64_t row = std::max<std::int64_t>(key.elements / key.rows, 1);
-  const std::int64_t step = round_up(std::max<std::int64_t>(kSliceElements / row, 1), kAlignment);
+void split_over_all(const Key& key, size_t number, std::vector<BlockLayout>& blocks) {
+  const int64_t row = std::max<int64_t>(key.elements / key.rows, 1);
+  const int64_t step = round_up(std::max<int64_t>(kSliceElements / row, 1), kAlignment);
   const int servers = to_int(blocks.size());
   for (int server = 0; BlockLayout & block : blocks) {
     const Range rows = even_part(key.rows, server++, servers);
-    for (std::int64_t begin = rows.begin; begin < rows.end; begin += step)
+    for (int64_t begin = rows.begin; begin < rows.end; begin += step)
       block.add(key, number, begin * row, std::min(step, rows.end - begin) * row);
   }
 }
@@ -38,17 +38,17 @@ torch::Tensor KeySlice::in_value(const torch::Tensor& value) const {
   return dense_view(value.detach()).narrow(0, begin, count);
 }
 
-std::int64_t BlockLayout::bytes() const {
+int64_t BlockLayout::bytes() const {
   return slices_.empty() ? 0 : round_up(slices_.back().offset + slices_.back().bytes(), kAlignment);
 }
 
-void BlockLayout::add(const Key& key, std::size_t number, std::int64_t begin, std::int64_t count) {
+void BlockLayout::add(const Key& key, size_t number, int64_t begin, int64_t count) {
   slices_.push_back(
       {.key = number, .begin = begin, .count = count, .offset = bytes(), .dtype = key.dtype, .trained = key.trained});
 }
 
 SliceRange BlockLayout::range_of(KeyRange keys) const {
-  const auto place = [this](std::size_t key) -> std::size_t {
+  const auto place = [this](size_t key) -> size_t {
     return std::ranges::lower_bound(slices_, key, {}, &KeySlice::key) - slices_.begin();
   };
   return {place(keys.first), place(keys.last)};
@@ -59,10 +59,10 @@ std::span<const KeySlice> BlockLayout::slices_of(SliceRange range) const {
 }
 
 std::vector<SliceRange> BlockLayout::parts_of(SliceRange range) const {
-  const std::int64_t enough = std::max(bytes() / kParts, kLeastPart);
+  const int64_t enough = std::max(bytes() / kParts, kLeastPart);
   std::vector<SliceRange> parts{{range.first, range.first}};
-  std::int64_t bytes = 0;  // of the last part
-  for (std::size_t slice = range.first; slice < range.last; ++slice) {
+  int64_t bytes = 0;  // of the last part
+  for (size_t slice = range.first; slice < range.last; ++slice) {
     if (bytes >= enough) {
       parts.push_back({slice, slice});
       bytes = 0;
@@ -79,9 +79,9 @@ torch::Tensor BlockLayout::region_of(SliceRange range, const torch::Tensor& bloc
   return block.narrow(0, slices.front().offset, slices.back().offset + slices.back().bytes() - slices.front().offset);
 }
 
-std::vector<BlockLayout> plan_keys(const std::vector<Key>& keys, std::size_t servers, std::int64_t split_above) {
+std::vector<BlockLayout> plan_keys(const std::vector<Key>& keys, size_t servers, int64_t split_above) {
   std::vector<BlockLayout> blocks(servers);
-  for (std::size_t number = 0; const Key& key : keys) {
+  for (size_t number = 0; const Key& key : keys) {
     if (key.elements >= split_above)
       split_over_all(key, number, blocks);
     else

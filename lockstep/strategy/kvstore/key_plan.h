@@ -22,36 +22,36 @@ namespace lockstep {
 
 // A key as servers know it. Sent as raw bytes.
 struct Key {
-  std::int64_t elements = 0;
-  std::int64_t rows = 1;  // size of the first dimension; keys are split between rows
+  int64_t elements = 0;
+  int64_t rows = 1;  // size of the first dimension; keys are split between rows
   torch::ScalarType dtype = torch::kFloat32;
   bool trained = true;  // false: a buffer, which a push replaces even where there is an optimizer
 };
 
 // Keys [first, last), by number.
 struct KeyRange {
-  std::size_t first = 0;
-  std::size_t last = 0;
-  std::size_t size() const { return last - first; }
+  size_t first = 0;
+  size_t last = 0;
+  size_t size() const { return last - first; }
 };
 
 // Slices [first, last) of one server, by their place in its layout.
 struct SliceRange {
-  std::size_t first = 0;
-  std::size_t last = 0;
-  std::size_t size() const { return last - first; }
+  size_t first = 0;
+  size_t last = 0;
+  size_t size() const { return last - first; }
 };
 
 // Elements [begin, begin + count) of a key, on one server.
 struct KeySlice {
-  std::size_t key = 0;
-  std::int64_t begin = 0;
-  std::int64_t count = 0;
-  std::int64_t offset = 0;  // in the server's block, bytes
+  size_t key = 0;
+  int64_t begin = 0;
+  int64_t count = 0;
+  int64_t offset = 0;  // in the server's block, bytes
   torch::ScalarType dtype = torch::kFloat32;
   bool trained = false;
 
-  std::int64_t bytes() const { return count * to_int64(c10::elementSize(dtype)); }
+  int64_t bytes() const { return count * to_int64(c10::elementSize(dtype)); }
   torch::Tensor in_block(const torch::Tensor& block) const;  // this slice, (count), as a view of the server's block
   torch::Tensor in_value(const torch::Tensor& value) const;  // the same as a view of the whole value, in memory order
   bool operator==(const KeySlice&) const = default;
@@ -60,10 +60,10 @@ struct KeySlice {
 // The slices of one server, in the order of the keys.
 class BlockLayout {
  public:
-  void add(const Key& key, std::size_t number, std::int64_t begin, std::int64_t count);
+  void add(const Key& key, size_t number, int64_t begin, int64_t count);
 
   const std::vector<KeySlice>& slices() const { return slices_; }
-  std::int64_t bytes() const;
+  int64_t bytes() const;
   SliceRange range_of(KeyRange keys) const;
   std::span<const KeySlice> slices_of(SliceRange range) const;
   torch::Tensor region_of(SliceRange range, const torch::Tensor& block) const;  // its run of bytes in `block`
@@ -79,6 +79,6 @@ class BlockLayout {
 // One layout per server. A key of at least split_above elements (MXNet's MXNET_KVSTORE_BIGARRAY_BOUND) is split between rows, evenly over all servers, and on
 // each into slices of 65,536 elements (256 KiB of float32) without gaps between them. A smaller key goes whole to the
 // server with the fewest bytes so far.
-std::vector<BlockLayout> plan_keys(const std::vector<Key>& keys, std::size_t servers, std::int64_t split_above);
+std::vector<BlockLayout> plan_keys(const std::vector<Key>& keys, size_t servers, int64_t split_above);
 
 }  // namespace lockstep

@@ -124,14 +124,14 @@ class LocalStrategy : public StoreStrategy {
   // model() and optimizer() are what a checkpoint keeps: the store's state goes there, and back in restored().
   void synchronise() override {
     if (!update_in_store_) return;
-    for (std::size_t i = 0; i < local_->values().size(); ++i)
+    for (size_t i = 0; i < local_->values().size(); ++i)
       optimizer().set_state(parameters_.front()[i], local_->optimizer()->state_of(local_->values()[i]));
   }
 
-  void restored(std::int64_t) override {
+  void restored(int64_t) override {
     if (!update_in_store_) return follow_first(replicas_);
     const torch::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < local_->values().size(); ++i) {
+    for (size_t i = 0; i < local_->values().size(); ++i) {
       const torch::Tensor &value = local_->values()[i], &parameter = parameters_.front()[i];
       if (!value.is_alias_of(parameter)) value.copy_(parameter);
       local_->optimizer()->set_state(value, optimizer().state_of(parameter));
@@ -151,7 +151,7 @@ class LocalStrategy : public StoreStrategy {
   // Devices are cores: they read the weights where the store updates them, and a pull copies nothing.
   void share_values() {
     for (const auto& device : parameters_)
-      for (std::size_t i = 0; i < device.size(); ++i) torch::Tensor(device[i]).set_data(local_->values()[i]);
+      for (size_t i = 0; i < device.size(); ++i) torch::Tensor(device[i]).set_data(local_->values()[i]);
   }
 
   BatchTotals over_workers(const BatchTotals& totals) override {
@@ -193,7 +193,7 @@ class WorkerStrategy : public StoreStrategy {
     sender.finish();
   }
 
-  void restored(std::int64_t) override {
+  void restored(int64_t) override {
     follow_first(replicas_);
     has_weights_ = false;
     setting_.world.barrier();  // the servers have theirs
@@ -224,7 +224,7 @@ class WorkerStrategy : public StoreStrategy {
       return own;
     }
     with_gradient_.clear();
-    for (std::size_t i = 0; !update_in_store_ && i < trained_keys().size(); ++i)
+    for (size_t i = 0; !update_in_store_ && i < trained_keys().size(); ++i)
       with_gradient_.push_back(has_gradient(i) ? 1 : 0);
     try {
       return sum_totals(workers_, own, &with_gradient_);
@@ -234,14 +234,14 @@ class WorkerStrategy : public StoreStrategy {
     }
   }
 
-  bool has_gradient(std::size_t parameter) const {
+  bool has_gradient(size_t parameter) const {
     return std::ranges::any_of(parameters_, [&](const auto& device) { return device[parameter].grad().defined(); });
   }
 
   // Makes gradients for parameters that only other workers have one of, where workers update: the mean is pulled into them. Pushes
   // the first device's buffers.
   void before_push(const PushOptions& options) override {
-    for (std::size_t i = 0; i < with_gradient_.size(); ++i) {
+    for (size_t i = 0; i < with_gradient_.size(); ++i) {
       torch::Tensor parameter = parameters_.front()[i];
       if (with_gradient_[i] > 0 && !parameter.grad().defined())
         parameter.mutable_grad() = torch::zeros_like(parameter).detach();
@@ -258,7 +258,7 @@ class WorkerStrategy : public StoreStrategy {
 // Returns whether some worker's devices are GPUs.
 bool any_on_gpus(const World& world, const StrategyOptions& options) {
   const auto where = devices_of(options);
-  return sum_over(world, std::int64_t{!where.empty() && !where.front().is_cpu()}) > 0;
+  return sum_over(world, int64_t{!where.empty() && !where.front().is_cpu()}) > 0;
 }
 
 KVStoreKind local_kind(const Task& task, const StrategyOptions& options) {
@@ -296,7 +296,7 @@ std::unique_ptr<Strategy> make_kvstore_strategy(const World& world, const Task& 
     return std::make_unique<LocalStrategy>(world, task, options, local_kind(task, options));
   }
   StrategyOptions known = options;
-  if (layerwise(options.optimizer)) known.kvstore.split_above = std::numeric_limits<std::int64_t>::max();
+  if (layerwise(options.optimizer)) known.kvstore.split_above = std::numeric_limits<int64_t>::max();
   if (!known.layout && any_on_gpus(world, options)) known.layout = Layout::kContiguous;  // as GPUs prefer; servers, too
   const DistSetting setting = connect_store(world, known);
   if (setting.serves()) return make_server_strategy(setting, task);

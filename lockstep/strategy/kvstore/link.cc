@@ -19,7 +19,7 @@ void find_roles(DistSetting& setting) {
   const bool serves = told.value_or(world.rank() < store.servers);
   const torch::Tensor all = world.all_gather(torch::tensor({serves ? 1 : 0}));
   for (int rank = 0; rank < world.size(); ++rank)
-    (all[rank].item<std::int64_t>() == 1 ? setting.servers : setting.workers).push_back(rank);
+    (all[rank].item<int64_t>() == 1 ? setting.servers : setting.workers).push_back(rank);
   if (setting.workers.empty() || setting.servers.empty() || setting.servers.front() != 0)
     throw UsageError({.what = concat(setting.servers.size(), " servers and ", setting.workers.size(), " workers among ",
                                      world.size(), " ranks; rank 0 has to be a server"),
@@ -48,18 +48,17 @@ void connect_pairs(DistSetting& setting) {
   const auto mine = [&](int server, int client) {
     return rank == server || rank == client ? std::vector{server, client} : std::vector<int>();
   };
-  const std::size_t rounds = std::max(servers.size(), workers.size());
-  for (std::size_t round = 0; round < rounds; ++round) {
+  const size_t rounds = std::max(servers.size(), workers.size());
+  for (size_t round = 0; round < rounds; ++round) {
     std::vector<int> pair;
-    for (std::size_t server = 0; server < servers.size() && pair.empty(); ++server)
-      if (const std::size_t worker = (server + round) % rounds; worker < workers.size())
+    for (size_t server = 0; server < servers.size() && pair.empty(); ++server)
+      if (const size_t worker = (server + round) % rounds; worker < workers.size())
         pair = mine(servers[server], workers[worker]);
     connect(setting, pair);
   }
   std::ranges::sort(setting.to_clients, {}, &StoreLink::peer_in_job);
   std::ranges::sort(setting.to_servers, {}, &StoreLink::peer_in_job);
-  for (std::size_t server = 1; server < servers.size(); ++server)
-    connect(setting, mine(servers[server], servers.front()));
+  for (size_t server = 1; server < servers.size(); ++server) connect(setting, mine(servers[server], servers.front()));
 }
 
 }  // namespace

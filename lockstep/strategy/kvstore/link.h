@@ -78,7 +78,7 @@ class StoreLink {
   }
 
   // Zeros, where the other side can read them.
-  torch::Tensor allocate(std::int64_t bytes) const { return pair_.allocate({bytes}, torch::kUInt8).zero_(); }
+  torch::Tensor allocate(int64_t bytes) const { return pair_.allocate({bytes}, torch::kUInt8).zero_(); }
   const World& world() const { return pair_; }
   int peer() const { return 1 - pair_.rank(); }
   int peer_in_job() const { return peer_in_job_; }  // its rank among all servers and workers
@@ -88,9 +88,9 @@ class StoreLink {
 
  private:
   template <class T>
-  static torch::Tensor bytes_of(T* data, std::size_t count) {
+  static torch::Tensor bytes_of(T* data, size_t count) {
     static_assert(std::is_trivially_copyable_v<T>);
-    return torch::from_blob(data, {static_cast<std::int64_t>(count * sizeof(T))}, torch::kUInt8);
+    return torch::from_blob(data, {static_cast<int64_t>(count * sizeof(T))}, torch::kUInt8);
   }
 
   // Each message has a tag of its own: with several of one tag in flight over Gloo, a worker and its server hung.

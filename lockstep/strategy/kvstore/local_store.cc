@@ -11,7 +11,7 @@
 namespace lockstep {
 namespace {
 
-std::int64_t bytes_of(const torch::Tensor& value) { return to_int64(value.nbytes()); }
+int64_t bytes_of(const torch::Tensor& value) { return to_int64(value.nbytes()); }
 
 }  // namespace
 
@@ -26,7 +26,7 @@ void LocalStore::create(const Tensors& values) {
 
 void LocalStore::set_optimizer(const UpdateOptions& options) {
   Tensors trained;
-  for (std::size_t key = 0; key < values_.size(); ++key)
+  for (size_t key = 0; key < values_.size(); ++key)
     if (keys()[key].trained) trained.push_back(values_[key]);
   optimizer_ = make_optimizer(std::move(trained), options);
   optimizer_->attach(gradients_);
@@ -39,7 +39,7 @@ void LocalStore::push(KeyRange range, const DeviceTensors& values, const PushOpt
   DeviceTensors left = on_host(values, range.first);
   if (optimizer_ != nullptr) update(range, left, options.learning_rate);
   const Tensors sums = sum(left, range.first);
-  for (std::size_t i = 0; i < range.size(); ++i)
+  for (size_t i = 0; i < range.size(); ++i)
     if (sums[i].defined()) values_[range.first + i].copy_(sums[i]);
 }
 
@@ -48,10 +48,10 @@ void LocalStore::push(KeyRange range, const DeviceTensors& values, const PushOpt
 // optimizer sums over the lists in the pass that updates.
 void LocalStore::update(KeyRange range, DeviceTensors& values, double learning_rate) {
   DeviceTensors gradients(values.size());
-  for (std::size_t key = 0; key < values_.size(); ++key) {
+  for (size_t key = 0; key < values_.size(); ++key) {
     if (!keys()[key].trained) continue;
     const bool given = range.first <= key && key < range.last;
-    for (std::size_t device = 0; device < values.size(); ++device)
+    for (size_t device = 0; device < values.size(); ++device)
       gradients[device].push_back(given ? std::exchange(values[device][key - range.first], {}) : torch::Tensor());
   }
   gradients_->set(std::move(gradients));
@@ -62,11 +62,11 @@ void LocalStore::update(KeyRange range, DeviceTensors& values, double learning_r
 // Copies nothing where a device's tensor is the store's own memory.
 void LocalStore::pull(KeyRange range, const DeviceTensors& into) {
   for (const auto& device : into)
-    for (std::size_t i = 0; i < range.size(); ++i)
+    for (size_t i = 0; i < range.size(); ++i)
       if (device[i].defined() && !device[i].is_alias_of(values_[range.first + i])) bytes_pulled_ += bytes_of(device[i]);
-  on_every_device(into.size(), [values = values_, range, into](std::size_t device) {
+  on_every_device(into.size(), [values = values_, range, into](size_t device) {
     const torch::NoGradGuard no_grad;
-    for (std::size_t key = range.first; key < range.last; ++key)
+    for (size_t key = range.first; key < range.last; ++key)
       if (torch::Tensor to = into[device][key - range.first]; to.defined() && !to.is_alias_of(values[key]))
         copy_between(to, values[key]);
   });
@@ -88,7 +88,7 @@ ChosenKind choose_local_kind(const NamedTensors& parameters, int devices, const 
       std::ranges::max_element(parameters, {}, [](const NamedTensor& each) { return each.tensor.numel(); });
   const std::string reason = concat(*separate, " don't reach each other's memory; the largest weight, ", largest->name,
                                     ", has ", with_thousands(largest->tensor.numel()), " elements");
-  constexpr std::int64_t kLargeWeight = std::int64_t{16} << 20;  // elements: where MXNet stops to update in its store
+  constexpr int64_t kLargeWeight = int64_t{16} << 20;  // elements: where MXNet stops to update in its store
   const bool small = largest->tensor.numel() < kLargeWeight;
   return {small ? KVStoreKind::kLocalUpdateCpu : KVStoreKind::kLocalAllReduceCpu, reason};
 }

@@ -55,7 +55,7 @@ TEST_P(LocalKindOfSize, goes_on_from_a_checkpoint_with_the_same_bits) {
   const auto after = strategy_of(small_task(), local(kind, devices));
   const auto from = before->model().parameters();
   const auto into = after->model().parameters();
-  for (std::size_t i = 0; i < from.size(); ++i) {
+  for (size_t i = 0; i < from.size(); ++i) {
     const torch::NoGradGuard no_grad;
     torch::Tensor(into[i]).copy_(from[i]);
     after->optimizer().set_state(into[i], before->optimizer().state_of(from[i]));

@@ -11,30 +11,30 @@
 namespace lockstep {
 namespace {
 
-constexpr std::int64_t kMostKeys = std::int64_t{1} << 24;
-constexpr std::int64_t kMostSamples = std::int64_t{1} << 40;  // of one push: sums of them stay exact
+constexpr int64_t kMostKeys = int64_t{1} << 24;
+constexpr int64_t kMostSamples = int64_t{1} << 40;  // of one push: sums of them stay exact
 
 void check_flag(const Received& sender, const bool& flag, const std::string& name) {
-  sender.in(*reinterpret_cast<const std::uint8_t*>(&flag), 0, 1, name);
+  sender.in(*reinterpret_cast<const uint8_t*>(&flag), 0, 1, name);
 }
 
 // A key's slices follow each other without gaps, so the server's rows of it are one table.
 void check_rows(const Received& sender, const RequestHeader& request, std::span<const KeySlice> slices) {
   sender.require(!slices.empty() && slices.front().key == slices.back().key, "rows of no key, or of several");
-  const std::int64_t bytes = slices.back().offset + slices.back().bytes() - slices.front().offset;
-  sender.in(request.bytes, 1, std::max<std::int64_t>(bytes, 1), "the bytes of a row");
+  const int64_t bytes = slices.back().offset + slices.back().bytes() - slices.front().offset;
+  sender.in(request.bytes, 1, std::max<int64_t>(bytes, 1), "the bytes of a row");
   sender.require(bytes % request.bytes == 0, concat("rows of ", request.bytes, " bytes in ", bytes));
-  sender.bytes(request.count, std::max<std::int64_t>(request.bytes, sizeof(std::int64_t)), "rows");
+  sender.bytes(request.count, std::max<int64_t>(request.bytes, sizeof(int64_t)), "rows");
 }
 
 }  // namespace
 
 void check(const Received& sender, const RequestHeader& request, const BlockLayout& layout, bool compressed) {
-  sender.in(static_cast<std::int64_t>(request.request), 0, static_cast<std::int64_t>(Request::kGoodbye), "a request");
+  sender.in(static_cast<int64_t>(request.request), 0, static_cast<int64_t>(Request::kGoodbye), "a request");
   if (request.request >= Request::kDelays) return;  // nothing else in it counts
   if (request.request == Request::kInit) {
     sender.in(request.count, 0, kMostKeys, "the number of keys");
-    sender.in(request.bytes, 1, std::numeric_limits<std::int64_t>::max(), "the elements from which keys are split");
+    sender.in(request.bytes, 1, std::numeric_limits<int64_t>::max(), "the elements from which keys are split");
     return;
   }
   const auto last = sender.in(to_int64(request.slices.last), 0, std::ssize(layout.slices()), "the last slice");
@@ -52,10 +52,10 @@ void check(const Received& sender, const RequestHeader& request, const BlockLayo
 
 void check(const Received& sender, const std::vector<Key>& keys) {
   for (const Key& key : keys) {
-    sender.require(is_dtype(static_cast<std::int64_t>(key.dtype)), "a key of unknown dtype");
+    sender.require(is_dtype(static_cast<int64_t>(key.dtype)), "a key of unknown dtype");
     check_flag(sender, key.trained, "whether a key is trained");
     sender.bytes(key.elements, to_int64(c10::elementSize(key.dtype)), "a key");
-    sender.in(key.rows, 1, std::max<std::int64_t>(key.elements, 1), "the rows of a key");
+    sender.in(key.rows, 1, std::max<int64_t>(key.elements, 1), "the rows of a key");
     sender.require(key.elements % key.rows == 0, concat(key.rows, " rows in ", key.elements, " elements"));
   }
 }

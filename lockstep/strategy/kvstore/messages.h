@@ -37,7 +37,7 @@
 
 namespace lockstep {
 
-enum class Request : std::int64_t {
+enum class Request : int64_t {
   kInit,
   kOptimizer,
   kPush,
@@ -52,15 +52,15 @@ enum class Request : std::int64_t {
 
 struct RequestHeader {
   Request request = Request::kGoodbye;
-  SliceRange slices{};     // of this server
-  std::int64_t count = 0;  // kInit: keys; kPullRows: rows; kState: pushes of every worker to wait for
-  std::int64_t bytes = 0;  // kPullRows: of a row; kInit: the elements from which a key is split
-  bool trained = false;    // there are trained keys among them
+  SliceRange slices{};   // of this server
+  int64_t count = 0;     // kInit: keys; kPullRows: rows; kState: pushes of every worker to wait for
+  int64_t bytes = 0;     // kPullRows: of a row; kInit: the elements from which a key is split
+  bool trained = false;  // there are trained keys among them
   // kPush, kPushPull:
   PushOptions push{};
-  std::int64_t devices = 1;  // that computed the values
-  double threshold = 0;      // of 2-bit values; 0: values as they are
-  bool stopping = false;     // this is the worker's last push: it was asked to stop
+  int64_t devices = 1;    // that computed the values
+  double threshold = 0;   // of 2-bit values; 0: values as they are
+  bool stopping = false;  // this is the worker's last push: it was asked to stop
 };
 
 struct ReplyHeader {};

@@ -13,17 +13,17 @@ namespace {
 
 using testing::contains;
 
-std::vector<Key> keys_of(const std::vector<std::int64_t>& elements) {
+std::vector<Key> keys_of(const std::vector<int64_t>& elements) {
   std::vector<Key> keys;
-  for (const std::int64_t each : elements) keys.push_back({.elements = each, .rows = each});
+  for (const int64_t each : elements) keys.push_back({.elements = each, .rows = each});
   return keys;
 }
 
 TEST(KeyPlan, spreads_small_keys_and_splits_large_ones_over_all_servers) {
   const auto blocks = plan_keys(keys_of({100, 3000, 90, 10, 200}), 3, 1000);
-  std::vector<std::int64_t> found(5);
+  std::vector<int64_t> found(5);
   for (const BlockLayout& block : blocks) {
-    std::int64_t end = 0;
+    int64_t end = 0;
     for (const KeySlice& slice : block.slices()) {
       found[slice.key] += slice.count;
       EXPECT_GE(slice.offset, end);
@@ -34,14 +34,14 @@ TEST(KeyPlan, spreads_small_keys_and_splits_large_ones_over_all_servers) {
     EXPECT_LE(end, block.bytes());
     EXPECT_GE(block.slices().size(), 2U);
   }
-  EXPECT_EQ(found, (std::vector<std::int64_t>{100, 3000, 90, 10, 200}));
+  EXPECT_EQ(found, (std::vector<int64_t>{100, 3000, 90, 10, 200}));
 }
 
 TEST(KeyPlan, splits_at_rows_and_gives_nothing_to_servers_without_a_row) {
   std::vector<Key> keys = keys_of({14});
   keys[0].rows = 2;
   const auto blocks = plan_keys(keys, 3, 1);
-  std::int64_t servers = 0;
+  int64_t servers = 0;
   for (const BlockLayout& block : blocks)
     for (const KeySlice& slice : block.slices()) {
       EXPECT_EQ(slice.count, 7);
@@ -68,7 +68,7 @@ TEST(KeyPlan, a_large_key_is_slices_without_a_gap_that_travel_in_parts) {
     const SliceRange range = block.range_of({1, 2});
     EXPECT_GT(range.size(), 1U);
     const auto slices = block.slices_of(range);
-    for (std::size_t i = 1; i < slices.size(); ++i) {
+    for (size_t i = 1; i < slices.size(); ++i) {
       EXPECT_EQ(slices[i].offset, slices[i - 1].offset + slices[i - 1].bytes());
       EXPECT_EQ(slices[i].begin, slices[i - 1].begin + slices[i - 1].count);
     }
@@ -76,7 +76,7 @@ TEST(KeyPlan, a_large_key_is_slices_without_a_gap_that_travel_in_parts) {
     EXPECT_GT(parts.size(), 1U);
     EXPECT_EQ(parts.front().first, 0U);
     EXPECT_EQ(parts.back().last, block.slices().size());
-    for (std::size_t i = 1; i < parts.size(); ++i) EXPECT_EQ(parts[i].first, parts[i - 1].last);
+    for (size_t i = 1; i < parts.size(); ++i) EXPECT_EQ(parts[i].first, parts[i - 1].last);
     EXPECT_EQ(block.parts_of({1, 1}).size(), 1U);
   }
 }
@@ -92,9 +92,9 @@ TEST_P(GateOfBound, lets_no_gradient_get_older_than_the_bound_and_never_deadlock
   std::mt19937 random(7);
   IntVector<bool> holds(workers);
   for (int worker = 0; worker < workers; ++worker) gate.ask_to_read(worker);
-  IntVector<std::int64_t> read_at(workers);
-  std::int64_t updates = 0;
-  std::int64_t oldest = 0;
+  IntVector<int64_t> read_at(workers);
+  int64_t updates = 0;
+  int64_t oldest = 0;
   for (int round = 0; round < 20000; ++round) {
     const int worker = std::uniform_int_distribution<int>(0, workers - 1)(random);
     bool anybody = false;
@@ -184,7 +184,7 @@ TEST(ServerTable, keeps_the_state_of_the_worker_that_has_pushed_most_and_gives_i
     table.set_optimizer({.optimizer = SGDOptions{.lr = 1, .momentum = 0.5}}, /*own_state=*/true);
   };
   const auto push = [&](ServerTable& table, int worker) {
-    table.add_push(worker, all, std::array<std::uint8_t, 1>{1}, /*samples=*/1);
+    table.add_push(worker, all, std::array<uint8_t, 1>{1}, /*samples=*/1);
     table.merge(all, ServerTable::Workers(worker, worker + 1), {.learning_rate = 1});
     return table.states().front();
   };

@@ -34,7 +34,7 @@ std::string store_name(const KVStoreOptions& options) {
 }
 
 // The first server gates for all of them: workers ask the others after it (KVWorker::exchange).
-std::int64_t bound_of(const DistSetting& setting) {
+int64_t bound_of(const DistSetting& setting) {
   const KVStoreOptions& options = setting.options.kvstore;
   return options.kind == KVStoreKind::kDistBounded && setting.number == 0 ? options.staleness
                                                                           : StalenessGate::kUnbounded;
@@ -66,7 +66,7 @@ class ThreadedServer final : public KVServer {
     for (Client& client : clients_) client.thread.join();
   }
 
-  BatchTotals wait_for_pushes(std::int64_t pushes) override {
+  BatchTotals wait_for_pushes(int64_t pushes) override {
     Lock lock(mutex_);
     wait_for_workers(lock, pushes);
     const BatchTotals totals = totals_[pushes];
@@ -82,7 +82,7 @@ class ThreadedServer final : public KVServer {
     if (failure_) std::rethrow_exception(failure_);
   }
 
-  std::vector<SliceState> states(std::int64_t pushes) override {
+  std::vector<SliceState> states(int64_t pushes) override {
     Lock lock(mutex_);
     wait_for_keys(lock);
     wait_for_workers(lock, pushes);
@@ -110,7 +110,7 @@ class ThreadedServer final : public KVServer {
     bool here = true;
     bool has_keys = false;
     int pending = 0;            // pushes of trained keys that are complete and not applied
-    std::int64_t pushes = 0;    // those that are applied
+    int64_t pushes = 0;         // those that are applied
     RequestHeader last_push{};  // the newest of trained keys
   };
 
@@ -229,7 +229,7 @@ class ThreadedServer final : public KVServer {
     }
     const bool pulls = request.request == Request::kPushPull;
     const StoreLink& link = clients_[worker].link;
-    std::vector<std::uint8_t> has_value(request.slices.size());
+    std::vector<uint8_t> has_value(request.slices.size());
     link.receive_all(std::span(has_value));
     const auto parts = pulls ? table_.layout().parts_of(request.slices) : std::vector{request.slices};
     Tensors values;
@@ -239,7 +239,7 @@ class ThreadedServer final : public KVServer {
       receives.push_back(link.start_receiving(values.back()));
     }
     std::vector<Pending> replies;
-    for (std::size_t i = 0; i < parts.size(); ++i) {
+    for (size_t i = 0; i < parts.size(); ++i) {
       lockstep::wait(receives[i]);
       const auto flags = std::span(has_value).subspan(parts[i].first - request.slices.first, parts[i].size());
       add_push(worker, request, parts[i], values[i], flags);
@@ -263,15 +263,15 @@ class ThreadedServer final : public KVServer {
   // Memory to receive pushed values in: the worker's inbox, or, compressed, memory of their own.
   torch::Tensor place_for(int worker, const RequestHeader& request, SliceRange slices) const {
     if (request.threshold == 0) return table_.layout().region_of(slices, table_.inbox(worker));
-    std::int64_t words = 0;
+    int64_t words = 0;
     for (const KeySlice& slice : table_.layout().slices_of(slices)) words += two_bit_words(slice.count);
     return torch::empty({words * 4}, torch::kUInt8);
   }
 
   void unpack(int worker, const RequestHeader& request, SliceRange slices, const torch::Tensor& words) const {
-    std::int64_t first = 0;
+    int64_t first = 0;
     for (const KeySlice& slice : table_.layout().slices_of(slices)) {
-      const std::int64_t count = two_bit_words(slice.count);
+      const int64_t count = two_bit_words(slice.count);
       const torch::Tensor into = slice.in_block(table_.inbox(worker));
       into.copy_(from_two_bits(words.narrow(0, first, count), slice.count, request.threshold, into.options()));
       first += count;
@@ -280,7 +280,7 @@ class ThreadedServer final : public KVServer {
 
   // Values of `slices`, a part of the request's, have been received. The gradient is complete with the last part.
   void add_push(int worker, const RequestHeader& request, SliceRange slices, const torch::Tensor& values,
-                std::span<const std::uint8_t> has_value) {
+                std::span<const uint8_t> has_value) {
     if (request.threshold > 0) unpack(worker, request, slices, values.view(torch::kInt32));
     Lock lock(mutex_);
     statistics_.pushed_bytes += to_int64(values.nbytes());
@@ -297,11 +297,11 @@ class ThreadedServer final : public KVServer {
   // their parts are merged: then it counts as one update of all their examples.
   void merge(const RequestHeader& request, SliceRange slices) {
     const ServerTable::Workers all(0, workers());
-    IntVector<std::int64_t> delays;
+    IntVector<int64_t> delays;
     for (const int worker : all) delays.push_back(table_.delay(worker, slices));  // before the update: it adds one
     table_.merge(slices, all, {request.push.learning_rate});
     if (std::ranges::any_of(all, [this](int worker) { return clients_[worker].pending == 0; })) return;
-    std::int64_t examples = 0;
+    int64_t examples = 0;
     for (const int worker : all) {
       const RequestHeader& last = clients_[worker].last_push;
       statistics_.add_gradient(last.push.examples, last.devices, delays[worker]);
@@ -335,8 +335,8 @@ class ThreadedServer final : public KVServer {
   // The part of a global batch that this worker's gradient is the mean of: its samples beside those that the others pushed
   // last. A worker that has not pushed yet, or is lost, counts as it would or did.
   double share_of(int worker) const {
-    const std::int64_t own = clients_[worker].last_push.push.samples;
-    std::int64_t all = 0;
+    const int64_t own = clients_[worker].last_push.push.samples;
+    int64_t all = 0;
     for (int other = 0; other < workers(); ++other) {
       const Client& client = clients_[other];
       all += client.pushes + client.pending > 0 ? client.last_push.push.samples : own;
@@ -390,8 +390,8 @@ class ThreadedServer final : public KVServer {
     const auto have = table_.layout().region_of(request.slices, table_.values()).numel() / request.bytes;
     if (rows.numel() > 0) {
       const Received sender(name_of(worker));
-      sender.in(rows.min().item<std::int64_t>(), 0, have - 1, "the first of the rows");
-      sender.in(rows.max().item<std::int64_t>(), 0, have - 1, "the last of the rows");
+      sender.in(rows.min().item<int64_t>(), 0, have - 1, "the first of the rows");
+      sender.in(rows.max().item<int64_t>(), 0, have - 1, "the last of the rows");
     }
     Lock lock(mutex_);
     wait_until_merged(lock, worker, request.slices);
@@ -435,7 +435,7 @@ class ThreadedServer final : public KVServer {
     wait(lock, "values of the keys", [this] { return has_values_; });
   }
 
-  void wait_for_workers(Lock& lock, std::int64_t pushes) {
+  void wait_for_workers(Lock& lock, int64_t pushes) {
     wait(lock, concat("push ", pushes, " of every worker"), [&] {
       for (int worker = 0; worker < workers(); ++worker)
         if (clients_[worker].here && clients_[worker].pushes < pushes) return false;
@@ -511,8 +511,8 @@ class ThreadedServer final : public KVServer {
   ServerTable table_;
   StalenessGate gate_;
   StoreStatistics statistics_;
-  std::map<std::int64_t, BatchTotals> totals_;                         // by number of the push
-  std::int64_t last_push_ = std::numeric_limits<std::int64_t>::max();  // after which a worker stops, as it was asked to
+  std::map<int64_t, BatchTotals> totals_;                    // by number of the push
+  int64_t last_push_ = std::numeric_limits<int64_t>::max();  // after which a worker stops, as it was asked to
   bool has_values_ = false;
   int finished_ = 0;  // workers that left in good order
   std::exception_ptr failure_;

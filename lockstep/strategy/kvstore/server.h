@@ -45,7 +45,7 @@ class KVServer {
 
   // Blocks until every worker that is still there has pushed gradients `pushes` times and they are applied. Returns the
   // samples and mean loss of each worker's push of that number. Throws PeerLost.
-  virtual BatchTotals wait_for_pushes(std::int64_t pushes) = 0;
+  virtual BatchTotals wait_for_pushes(int64_t pushes) = 0;
 
   // Blocks until every worker has left or is lost. Throws PeerLost.
   virtual void wait_for_goodbyes() = 0;
@@ -54,7 +54,7 @@ class KVServer {
 
   // Copies of all slices' states, after `pushes` pushes of every worker that is still there. Block until the store has its keys.
   // Throw PeerLost.
-  virtual std::vector<SliceState> states(std::int64_t pushes = 0) = 0;
+  virtual std::vector<SliceState> states(int64_t pushes = 0) = 0;
   virtual void set_states(const std::vector<SliceState>& states) = 0;
 };
 

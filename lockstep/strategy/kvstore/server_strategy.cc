@@ -100,7 +100,7 @@ class ServerStrategy : public ReplicaStrategy {
     if (setting_.in_step()) broadcast_model(setting_.world, model());
   }
 
-  void restored(std::int64_t) override {
+  void restored(int64_t) override {
     const torch::NoGradGuard no_grad;
     if (setting_.options.kvstore.update_on_kvstore) server_->set_states(states_of_model());
     setting_.world.barrier();
@@ -113,13 +113,13 @@ class ServerStrategy : public ReplicaStrategy {
   std::string table() const override { return server_->statistics().table(); }
 
  private:
-  using States = std::map<std::size_t, Optimizer::StateTensors>;  // of whole keys
+  using States = std::map<size_t, Optimizer::StateTensors>;  // of whole keys
 
   void follow_first_worker() {
     const int first_worker = setting_.workers.front();
     broadcast_model(setting_.world, model(), first_worker);
     if (setting_.number > 0) return;
-    for (std::size_t i = 0; i < trained_; ++i)
+    for (size_t i = 0; i < trained_; ++i)
       optimizer().set_state(values_[i], state_in(receive_tensors(setting_.world, first_worker, /*tag=*/0)));
   }
 
@@ -138,7 +138,7 @@ class ServerStrategy : public ReplicaStrategy {
         place(found, states);
       }
     });
-    for (std::size_t i = 0; i < trained_; ++i) optimizer().set_state(values_[i], states[i]);
+    for (size_t i = 0; i < trained_; ++i) optimizer().set_state(values_[i], states[i]);
   }
 
   // Checks what another server has sent.
@@ -180,9 +180,9 @@ class ServerStrategy : public ReplicaStrategy {
 
   DistSetting setting_;
   Tensors values_;  // [key] its trained parameters, then its buffers
-  std::size_t trained_ = 0;
+  size_t trained_ = 0;
   std::vector<BlockLayout> layouts_;  // of each server
-  std::int64_t pushes_ = 0;
+  int64_t pushes_ = 0;
   PeerServers peers_;
   std::unique_ptr<KVServer> server_;
 };

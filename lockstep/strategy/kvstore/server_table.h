@@ -50,7 +50,7 @@ class ServerTable {
       slices_.push_back({.place = place,
                          .value = place.in_block(values_),
                          .pushes = IntVector<Push>(workers),
-                         .read_at = IntVector<std::int64_t>(workers)});
+                         .read_at = IntVector<int64_t>(workers)});
   }
 
   bool created() const { return values_.defined(); }
@@ -80,7 +80,7 @@ class ServerTable {
 
   // The worker's inbox holds its values of those slices that have one (1 in has_value, slice by slice). samples: their
   // weight.
-  void add_push(int worker, SliceRange slices, std::span<const std::uint8_t> has_value, std::int64_t samples) {
+  void add_push(int worker, SliceRange slices, std::span<const uint8_t> has_value, int64_t samples) {
     for (auto flag = has_value.begin(); Slice & slice : in(slices))
       slice.pushes[worker] = {.unmerged = true, .has_value = *flag++ != 0, .samples = samples};
   }
@@ -106,8 +106,8 @@ class ServerTable {
 
   // ---- Delays. A slice counts its updates, and for each worker what the count was when it read: the delay of its
   // gradient is the difference now, the largest over the slices.
-  std::int64_t delay(int worker, SliceRange slices) const {
-    std::int64_t most = 0;
+  int64_t delay(int worker, SliceRange slices) const {
+    int64_t most = 0;
     for (const Slice& slice : in(slices)) most = std::max(most, slice.updates - slice.read_at[worker]);
     return most;
   }
@@ -134,7 +134,7 @@ class ServerTable {
       throw MismatchError({.what = "the checkpoint splits its tensors differently from this server",
                            .likely = "workers and servers were started with different --split-above",
                            .next = "start all of them with the same options"});
-    for (std::size_t i = 0; i < states.size(); ++i) {
+    for (size_t i = 0; i < states.size(); ++i) {
       torch::Tensor& value = slices_[i].value;
       value.copy_(states[i].value);
       if (!slices_[i].place.trained) continue;
@@ -146,14 +146,14 @@ class ServerTable {
   struct Push {
     bool unmerged = false;
     bool has_value = false;
-    std::int64_t samples = 0;
+    int64_t samples = 0;
   };
   struct Slice {
     KeySlice place;
     torch::Tensor value;     // in values_
     IntVector<Push> pushes;  // [worker]
-    std::int64_t updates = 0;
-    IntVector<std::int64_t> read_at;  // [worker] `updates` when it read
+    int64_t updates = 0;
+    IntVector<int64_t> read_at;  // [worker] `updates` when it read
   };
 
   std::span<Slice> in(SliceRange range) { return std::span(slices_).subspan(range.first, range.size()); }
@@ -172,7 +172,7 @@ class ServerTable {
   torch::Tensor merged(Slice& slice, Workers workers) {
     std::vector<Term> terms;
     Tensors values;
-    std::int64_t samples = 0;
+    int64_t samples = 0;
     for (const int worker : workers) {
       const Push push = std::exchange(slice.pushes[worker], {});
       samples += push.samples;

@@ -32,16 +32,16 @@ namespace lockstep {
 
 class StalenessGate {
  public:
-  static constexpr std::int64_t kUnbounded = std::numeric_limits<std::int64_t>::max();
+  static constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
 
-  StalenessGate(int workers, std::int64_t bound, bool several_servers = false)
+  StalenessGate(int workers, int64_t bound, bool several_servers = false)
       : bound_(bound), several_servers_(several_servers), read_at_(workers) {}
 
   // The update adds one to every other delay: the state stays safe if the i-th oldest is at most s - i then.
   bool may_update(int worker) const {
     if (bound_ == kUnbounded) return true;
     if (busy_for(worker)) return false;
-    for (std::int64_t i = 0; const std::int64_t delay : delays_without(worker))
+    for (int64_t i = 0; const int64_t delay : delays_without(worker))
       if (delay + 1 > bound_ - i++) return false;
     return true;
   }
@@ -78,20 +78,20 @@ class StalenessGate {
  private:
   bool busy_for(int worker) const { return updating_ && *updating_ != worker; }
 
-  std::vector<std::int64_t> delays_without(int worker) const {  // the oldest first
-    std::vector<std::int64_t> delays;
+  std::vector<int64_t> delays_without(int worker) const {  // the oldest first
+    std::vector<int64_t> delays;
     for (int other = 0; other < read_at_.size(); ++other)
       if (read_at_[other] && other != worker) delays.push_back(updates_ - *read_at_[other]);
     std::ranges::sort(delays, std::greater());
     return delays;
   }
 
-  std::int64_t bound_;
+  int64_t bound_;
   bool several_servers_;
-  std::int64_t updates_ = 0;
-  IntVector<std::optional<std::int64_t>> read_at_;  // [worker] updates_ when it read; none: it holds no gradient
-  std::deque<int> readers_;                         // workers that asked to read, in order
-  std::optional<int> updating_;                     // whose update other servers may not have applied yet
+  int64_t updates_ = 0;
+  IntVector<std::optional<int64_t>> read_at_;  // [worker] updates_ when it read; none: it holds no gradient
+  std::deque<int> readers_;                    // workers that asked to read, in order
+  std::optional<int> updating_;                // whose update other servers may not have applied yet
 };
 
 }  // namespace lockstep

@@ -12,12 +12,12 @@
 namespace lockstep {
 namespace {
 
-constexpr std::int64_t kLines = 16;
-constexpr std::int64_t kBarWidth = 40;
+constexpr int64_t kLines = 16;
+constexpr int64_t kBarWidth = 40;
 
 std::string number(double value) {
-  return value == static_cast<double>(static_cast<std::int64_t>(value)) ? concat(static_cast<std::int64_t>(value))
-                                                                        : fixed(value, 1);
+  return value == static_cast<double>(static_cast<int64_t>(value)) ? concat(static_cast<int64_t>(value))
+                                                                   : fixed(value, 1);
 }
 
 }  // namespace
@@ -27,12 +27,12 @@ std::string Extremes::text() const {
 }
 
 std::string DelayHistogram::text() const {
-  const std::int64_t width = max() / kLines + 1;  // delays in a line
-  std::vector<std::int64_t> lines(max() / width + 1);
+  const int64_t width = max() / kLines + 1;  // delays in a line
+  std::vector<int64_t> lines(max() / width + 1);
   for (const auto& [delay, count] : counts_) lines[delay / width] += count;
-  const std::int64_t most = std::max<std::int64_t>(1, std::ranges::max(lines));
+  const int64_t most = std::max<int64_t>(1, std::ranges::max(lines));
   std::ostringstream out;
-  for (std::int64_t first = 0; const std::int64_t count : lines) {
+  for (int64_t first = 0; const int64_t count : lines) {
     const std::string delays = width == 1 ? concat(first) : concat(first, "-", first + width - 1);
     out << "  delay " << std::setw(9) << std::left << delays << std::setw(10) << std::right << count << "  "
         << std::string(count * kBarWidth / most, '#') << '\n';
@@ -41,7 +41,7 @@ std::string DelayHistogram::text() const {
   return std::move(out).str();
 }
 
-void StoreStatistics::add_gradient(std::int64_t samples, std::int64_t devices_of_worker, std::int64_t delay) {
+void StoreStatistics::add_gradient(int64_t samples, int64_t devices_of_worker, int64_t delay) {
   if (samples == 0) return;
   devices.add(static_cast<double>(devices_of_worker));
   samples_per_device.add(fraction(samples, devices_of_worker));
@@ -50,7 +50,7 @@ void StoreStatistics::add_gradient(std::int64_t samples, std::int64_t devices_of
   observe::has_applied_gradient(delay);
 }
 
-void StoreStatistics::add_update(std::int64_t samples) {
+void StoreStatistics::add_update(int64_t samples) {
   if (samples == 0) return;
   ++updates;
   samples_per_update.add(static_cast<double>(samples));

@@ -36,37 +36,37 @@ class Extremes {
 
 class DelayHistogram {
  public:
-  void add(std::int64_t delay) {
+  void add(int64_t delay) {
     ++counts_[delay];
     ++gradients_;
     sum_ += delay;
   }
 
-  std::int64_t gradients() const { return gradients_; }
-  std::int64_t max() const { return counts_.empty() ? 0 : counts_.rbegin()->first; }
-  double mean() const { return fraction(sum_, std::max<std::int64_t>(gradients_, 1)); }
-  const std::map<std::int64_t, std::int64_t>& counts() const { return counts_; }  // delay -> gradients
+  int64_t gradients() const { return gradients_; }
+  int64_t max() const { return counts_.empty() ? 0 : counts_.rbegin()->first; }
+  double mean() const { return fraction(sum_, std::max<int64_t>(gradients_, 1)); }
+  const std::map<int64_t, int64_t>& counts() const { return counts_; }  // delay -> gradients
   std::string text() const;  // at most 17 lines with a bar each, several delays in a line where there are more
 
  private:
-  std::map<std::int64_t, std::int64_t> counts_;
-  std::int64_t gradients_ = 0, sum_ = 0;
+  std::map<int64_t, int64_t> counts_;
+  int64_t gradients_ = 0, sum_ = 0;
 };
 
 struct StoreStatistics {
   std::string store;  // its kind, such as "dist_async"
   int workers = 0;
-  std::int64_t updates = 0;
+  int64_t updates = 0;
   Extremes devices;             // of a worker
   Extremes samples_per_device;  // in one gradient
   Extremes samples_per_update;
   DelayHistogram delays;
-  std::int64_t pushed_bytes = 0;  // that came to this server, or that the devices gave to a local store
-  std::int64_t pulled_bytes = 0;  // that it sent, or that a local store copied to the devices
+  int64_t pushed_bytes = 0;  // that came to this server, or that the devices gave to a local store
+  int64_t pulled_bytes = 0;  // that it sent, or that a local store copied to the devices
 
   // Gradients and updates of no samples are not counted.
-  void add_gradient(std::int64_t samples, std::int64_t devices_of_worker, std::int64_t delay);
-  void add_update(std::int64_t samples);
+  void add_gradient(int64_t samples, int64_t devices_of_worker, int64_t delay);
+  void add_update(int64_t samples);
 
   Report report() const;
   std::string table() const;  // a row, and the histogram if any gradient had a delay

@@ -14,17 +14,17 @@
 namespace lockstep {
 namespace {
 
-constexpr std::int64_t kWorthDividing = 1 << 16;  // elements: below it, waking the devices costs more
-constexpr std::int64_t kChunksAtOnce = 4;
+constexpr int64_t kWorthDividing = 1 << 16;  // elements: below it, waking the devices costs more
+constexpr int64_t kChunksAtOnce = 4;
 
 // Sums chunk by chunk: they stay in the first-level cache while all terms are added to them. Each chunk is written by one thread and its
 // order of summation is fixed, so the bits do not depend on the number of threads.
 template <class T>
-void sum_chunks(T* into, std::span<const Term> terms, torch::ScalarType dtype, std::int64_t count,
+void sum_chunks(T* into, std::span<const Term> terms, torch::ScalarType dtype, int64_t count,
                 const ParallelFor& parallel_for) {
-  const std::int64_t chunks = (count + kMaxChunk - 1) / kMaxChunk;
-  parallel_for(0, chunks, kChunksAtOnce, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t begin = first * kMaxChunk; begin < std::min(last * kMaxChunk, count); begin += kMaxChunk)
+  const int64_t chunks = (count + kMaxChunk - 1) / kMaxChunk;
+  parallel_for(0, chunks, kChunksAtOnce, [&](int64_t first, int64_t last) {
+    for (int64_t begin = first * kMaxChunk; begin < std::min(last * kMaxChunk, count); begin += kMaxChunk)
       weighted_sum(terms, dtype, begin, std::min(kMaxChunk, count - begin), into + begin);
   });
 }
@@ -58,7 +58,7 @@ void Store::init(const NamedTensors& values, const NamedTensors& buffers) {
   create(tensors);
 }
 
-std::size_t Store::number_of(const std::string& name) const {
+size_t Store::number_of(const std::string& name) const {
   if (const auto found = numbers_.find(name); found != numbers_.end()) return found->second;
   throw UsageError({.what = concat("the store has no key ", name), .next = "give init() every key"});
 }
@@ -67,11 +67,11 @@ std::size_t Store::number_of(const std::string& name) const {
 template <class Call>
 void Store::for_each_range(const Names& names, std::initializer_list<const DeviceTensors*> tensors,
                            const Call& call) const {
-  std::vector<std::size_t> numbers;  // all of them before the first call: an unknown name leaves nothing half done
+  std::vector<size_t> numbers;  // all of them before the first call: an unknown name leaves nothing half done
   for (const std::string& name : names) numbers.push_back(number_of(name));
   for (const DeviceTensors* const each : tensors) require_fitting(names, *each);
-  for (std::size_t first = 0, last = 0; first < names.size(); first = last) {
-    const std::size_t key = numbers[first];
+  for (size_t first = 0, last = 0; first < names.size(); first = last) {
+    const size_t key = numbers[first];
     for (last = first + 1; last < names.size() && numbers[last] == key + last - first;) ++last;
     call(KeyRange{key, key + last - first}, [first, last](const DeviceTensors& from) {
       DeviceTensors range;
@@ -94,12 +94,12 @@ void Store::require_fitting(const Names& names, const DeviceTensors& tensors) co
                       .likely = "a list for a key is too short or too long",
                       .next = "give each of the keys one tensor, or one for each device"});
   for (int device = 0; device < std::ssize(tensors); ++device)
-    for (std::size_t i = 0; i < names.size(); ++i)
+    for (size_t i = 0; i < names.size(); ++i)
       if (const torch::Tensor& tensor = tensors[device].at(i); tensor.defined())
         require_fitting(number_of(names[i]), tensor, device);
 }
 
-void Store::require_fitting(std::size_t key, const torch::Tensor& tensor, int device) const {
+void Store::require_fitting(size_t key, const torch::Tensor& tensor, int device) const {
   if (tensor.sizes() != sizes_[key] || tensor.scalar_type() != keys_[key].dtype)
     throw UsageError({.what = concat("a tensor of shape ", tensor.sizes(), " ", c10::toString(tensor.scalar_type()),
                                      " for the key ", names_[key], ", whose value has shape ",
@@ -130,13 +130,13 @@ void Store::push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTe
 }
 
 torch::Tensor Store::row_sparse_pull(const std::string& name, const torch::Tensor& rows) {
-  const std::size_t key = number_of(name);
-  const std::int64_t all = keys_[key].rows;
+  const size_t key = number_of(name);
+  const int64_t all = keys_[key].rows;
   if (rows.scalar_type() != torch::kInt64 || rows.dim() != 1 || rows.lt(0).logical_or(rows.ge(all)).any().item<bool>())
     throw UsageError({.what = concat("rows of ", name, " that it does not have"),
                       .next = concat("give int64 numbers from 0 to ", all - 1)});
-  std::vector<std::int64_t> sizes = sizes_[key];
-  sizes.resize(std::max<std::size_t>(sizes.size(), 1));
+  std::vector<int64_t> sizes = sizes_[key];
+  sizes.resize(std::max<size_t>(sizes.size(), 1));
   sizes.front() = rows.numel();
   return pull_rows(key, rows).reshape(sizes);
 }
@@ -154,15 +154,15 @@ void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms, c
 }
 
 // The calling thread copies what is not on the host, where the devices have no threads.
-DeviceTensors Store::on_host(const DeviceTensors& values, std::size_t first_key) {
+DeviceTensors Store::on_host(const DeviceTensors& values, size_t first_key) {
   if (sums_on_device_) return values;
   const auto copies = std::make_shared<DeviceTensors>(values);
   const bool on_gpus = devices_ != nullptr && devices_->on_gpus();
   host_.resize(values.size());
-  for (std::size_t device = 0; device < values.size(); ++device) {
+  for (size_t device = 0; device < values.size(); ++device) {
     auto& buffers = host_[device];
     buffers.resize(std::max(buffers.size(), first_key + values[device].size()));
-    for (std::size_t i = 0; i < values[device].size(); ++i) {
+    for (size_t i = 0; i < values[device].size(); ++i) {
       torch::Tensor &copy = (*copies)[device][i], &buffer = buffers[first_key + i];
       if (!copy.defined()) continue;
       if (on_gpus && !buffer.defined()) buffer = pinned_like(copy);
@@ -174,13 +174,13 @@ DeviceTensors Store::on_host(const DeviceTensors& values, std::size_t first_key)
     const torch::NoGradGuard no_grad;
     if (device.index() >= std::ssize(values)) return;
     const auto& from = values[device.index()];
-    for (std::size_t i = 0; i < from.size(); ++i)
+    for (size_t i = 0; i < from.size(); ++i)
       if (from[i].defined()) copy_between((*copies)[device.index()][i], from[i]);
   });
   return *copies;
 }
 
-Tensors Store::sum(const DeviceTensors& values, std::size_t first_key) {
+Tensors Store::sum(const DeviceTensors& values, size_t first_key) {
   if (values.size() == 1) return values.front();
   if (!sums_on_device_) return sum_on_cpu(values, first_key);
   devices_->run([values](Device& device) {
@@ -190,11 +190,11 @@ Tensors Store::sum(const DeviceTensors& values, std::size_t first_key) {
   return values.front();
 }
 
-Tensors Store::sum_on_cpu(const DeviceTensors& values, std::size_t first_key) {
-  const std::size_t keys = values.front().size();
+Tensors Store::sum_on_cpu(const DeviceTensors& values, size_t first_key) {
+  const size_t keys = values.front().size();
   buffers_.resize(std::max(buffers_.size(), first_key + keys));
   Tensors sums(keys);
-  for (std::size_t key = 0; key < keys; ++key) {
+  for (size_t key = 0; key < keys; ++key) {
     if (!values.front()[key].defined()) continue;
     torch::Tensor& buffer = buffers_[first_key + key];
     if (!buffer.defined()) buffer = torch::empty_like(values.front()[key]).detach();

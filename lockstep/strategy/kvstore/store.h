@@ -41,10 +41,10 @@ class Store : public KVStore {
   virtual void push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into,
                          const PushOptions& options);
 
-  std::int64_t bytes_pushed() const final { return bytes_pushed_; }
-  std::int64_t bytes_pulled() const final { return bytes_pulled_; }
+  int64_t bytes_pushed() const final { return bytes_pushed_; }
+  int64_t bytes_pulled() const final { return bytes_pulled_; }
   const std::vector<Key>& keys() const { return keys_; }
-  const std::string& key_name(std::size_t key) const { return names_[key]; }
+  const std::string& key_name(size_t key) const { return names_[key]; }
 
  protected:
   // `devices`: they add up and copy. Null: the calling thread and its cores do. sums_on_device: on the first of them, not into
@@ -55,32 +55,32 @@ class Store : public KVStore {
 
   // Values of GPUs that are summed on the CPU, copied to pinned memory of the host; other values as they are. Valid until the
   // next call for the same keys. Blocks.
-  DeviceTensors on_host(const DeviceTensors& values, std::size_t first_key);
+  DeviceTensors on_host(const DeviceTensors& values, size_t first_key);
 
   // Sums over devices, key by key, in the order of the devices; with one device its own tensors. first_key: number of
   // the first key. Valid until the next sum of the same keys. Blocks. Throws what Devices::run() throws.
-  Tensors sum(const DeviceTensors& values, std::size_t first_key);
+  Tensors sum(const DeviceTensors& values, size_t first_key);
 
   // Calls call(0) ... call(count - 1), each on its device where there are threads for them. Blocks until all are done.
   template <class Call>
-  void on_every_device(std::size_t count, const Call& call) {
+  void on_every_device(size_t count, const Call& call) {
     if (devices_ == nullptr || count == 1)
-      for (std::size_t device = 0; device < count; ++device) call(device);
+      for (size_t device = 0; device < count; ++device) call(device);
     else
       devices_->run([call](Device& device) { call(device.index()); });
   }
 
-  std::int64_t bytes_pushed_ = 0;
-  std::int64_t bytes_pulled_ = 0;
+  int64_t bytes_pushed_ = 0;
+  int64_t bytes_pulled_ = 0;
 
-  virtual void create(const Tensors& values) = 0;                                   // keys() are known
-  virtual torch::Tensor pull_rows(std::size_t key, const torch::Tensor& rows) = 0;  // (rows, elements of a row)
+  virtual void create(const Tensors& values) = 0;                              // keys() are known
+  virtual torch::Tensor pull_rows(size_t key, const torch::Tensor& rows) = 0;  // (rows, elements of a row)
 
  private:
-  Tensors sum_on_cpu(const DeviceTensors& values, std::size_t first_key);
-  std::size_t number_of(const std::string& name) const;
+  Tensors sum_on_cpu(const DeviceTensors& values, size_t first_key);
+  size_t number_of(const std::string& name) const;
   void require_fitting(const Names& names, const DeviceTensors& tensors) const;
-  void require_fitting(std::size_t key, const torch::Tensor& tensor, int device) const;
+  void require_fitting(size_t key, const torch::Tensor& tensor, int device) const;
   template <class Call>
   void for_each_range(const Names& names, std::initializer_list<const DeviceTensors*> tensors, const Call& call) const;
 
@@ -89,9 +89,9 @@ class Store : public KVStore {
   Tensors buffers_;     // [key]
   DeviceTensors host_;  // [device][key]: copies of what GPUs push
   std::vector<Key> keys_;
-  Names names_;                                     // [key]
-  std::vector<std::vector<std::int64_t>> sizes_{};  // [key]
-  std::map<std::string, std::size_t> numbers_;      // by name
+  Names names_;                                // [key]
+  std::vector<std::vector<int64_t>> sizes_{};  // [key]
+  std::map<std::string, size_t> numbers_;      // by name
 };
 
 // A worker's store (worker.cc). devices: may be null, then the calling thread makes all copies. The store says goodbye

@@ -86,7 +86,7 @@ class KVWorker : public Store {
         }
     };
     const std::span<Server> all(servers_);
-    const std::size_t first = setting_.options.kvstore.kind == KVStoreKind::kDistBounded ? 1 : all.size();
+    const size_t first = setting_.options.kvstore.kind == KVStoreKind::kDistBounded ? 1 : all.size();
     for (const auto& some : {all.first(first), all.subspan(first)}) {
       each(some, ask);
       each(some, finish_with);
@@ -108,9 +108,9 @@ class KVWorker : public Store {
 
   void create(const Tensors& values) override {
     const Push all{.keys = {0, keys().size()}, .values = values};
-    const std::int64_t split_above = setting_.options.kvstore.split_above;
+    const int64_t split_above = setting_.options.kvstore.split_above;
     auto layouts = plan_keys(keys(), servers_.size(), split_above);
-    for (std::size_t i = 0; i < servers_.size(); ++i) {
+    for (size_t i = 0; i < servers_.size(); ++i) {
       Server& server = servers_[i];
       server.layout = std::move(layouts[i]);
       server.outbox = server.link.allocate(server.layout.bytes());
@@ -181,10 +181,10 @@ class KVWorker : public Store {
   void start_push(Server& server, const Push& push, std::span<const SliceRange> parts) {
     RequestHeader header = push.header;
     header.slices = server.layout.range_of(push.keys);
-    std::vector<std::uint8_t> has_value;
+    std::vector<uint8_t> has_value;
     for (const KeySlice& slice : server.layout.slices_of(header.slices)) has_value.push_back(push.of(slice).defined());
     server.sends.push_back(server.link.start_sending_copy(std::span<const RequestHeader>(&header, 1)));
-    server.sends.push_back(server.link.start_sending_copy(std::span<const std::uint8_t>(has_value)));
+    server.sends.push_back(server.link.start_sending_copy(std::span<const uint8_t>(has_value)));
     for (const SliceRange part : parts) {
       torch::Tensor payload;
       if (header.threshold > 0) {
@@ -244,7 +244,7 @@ class KVWorker : public Store {
   // to the next push. A gradient of no samples, which the server ignores, leaves the residuals as they are.
   torch::Tensor compress(Server& server, SliceRange range, const Push& push) {
     Tensors words{torch::empty({0}, torch::kInt32)};
-    for (std::size_t i = range.first; i < range.last; ++i) {
+    for (size_t i = range.first; i < range.last; ++i) {
       const KeySlice& slice = server.layout.slices()[i];
       torch::Tensor& residual = server.residuals[i];
       if (!residual.defined()) residual = torch::zeros({slice.count}, slice.dtype);
@@ -275,7 +275,7 @@ class KVWorker : public Store {
   }
 
   void unpack(KeyRange range, const DeviceTensors& into) {
-    on_every_device(into.size(), [&](std::size_t device) {
+    on_every_device(into.size(), [&](size_t device) {
       const torch::NoGradGuard no_grad;
       for (const Server& server : servers_)
         for (const KeySlice& slice : server.layout.slices_of(server.layout.range_of(range)))
@@ -285,9 +285,9 @@ class KVWorker : public Store {
   }
 
   // Asks each server for those of the rows that it has, by their number among its own rows of the key.
-  torch::Tensor pull_rows(std::size_t number, const torch::Tensor& rows) override {
+  torch::Tensor pull_rows(size_t number, const torch::Tensor& rows) override {
     const Key& key = keys()[number];
-    const std::int64_t row = key.elements / key.rows;
+    const int64_t row = key.elements / key.rows;
     torch::Tensor result = torch::empty({rows.numel(), row}, key.dtype);
     Tensors places(servers_.size());  // [server] in `rows`, of those that it has
     const auto places_of = [&](const Server& server) -> torch::Tensor& { return places[&server - servers_.data()]; };
@@ -296,8 +296,8 @@ class KVWorker : public Store {
           const SliceRange range = server.layout.range_of({number, number + 1});
           if (range.size() == 0) return;
           const auto slices = server.layout.slices_of(range);
-          const std::int64_t first = slices.front().begin / row;
-          const std::int64_t last = (slices.back().begin + slices.back().count) / row;
+          const int64_t first = slices.front().begin / row;
+          const int64_t last = (slices.back().begin + slices.back().count) / row;
           places_of(server) = rows.ge(first).logical_and(rows.lt(last)).nonzero().flatten();
           const torch::Tensor wanted = rows.index_select(0, places_of(server)) - first;
           server.link.send(RequestHeader{.request = Request::kPullRows,

@@ -20,8 +20,8 @@ struct Cluster {
   int servers = 1;
   int workers = 2;
   KVStoreKind kind = KVStoreKind::kDistSync;
-  std::int64_t staleness = 0;
-  std::int64_t split_above = 4;
+  int64_t staleness = 0;
+  int64_t split_above = 4;
   double threshold = 0;
   std::chrono::milliseconds timeout = std::chrono::seconds(20);
 };
@@ -346,7 +346,7 @@ TEST_P(StoreOver, dist_sync_ends_for_all_when_a_worker_is_lost) {
 }
 
 TEST_P(StoreOver, dist_async_goes_on_without_a_lost_worker) {
-  std::int64_t updates = 0;
+  int64_t updates = 0;
   const std::string text = trouble_of(
       [&] {
         run_cluster(
@@ -393,7 +393,7 @@ TEST_P(StoreOver, ends_when_the_server_is_lost) {
 
 // A worker that stands still is lost after the timeout; until then dist_bounded waits for it.
 TEST(KVWorker, dist_bounded_waits_for_a_stopped_worker_then_goes_on_without_it) {
-  std::int64_t updates = 0;
+  int64_t updates = 0;
   DelayHistogram delays;
   std::atomic<int> reading{0}, done{0};
   const std::string text = trouble_of(
@@ -461,21 +461,20 @@ TEST(KVServerChecks, the_keys) {
     std::function<void(Key&)> change;
     const char* says;
   };
-  for (const Case& each :
-       {Case{[](Key& key) { key.elements = -4; }, "a key has -4 elements"},
-        Case{[](Key& key) { key.elements = std::int64_t{1} << 61; }, "this machine's memory"},
-        Case{[](Key& key) { key.rows = 0; }, "the rows of a key is 0, but must be 1 to 4"},
-        Case{[](Key& key) { key.rows = 8; }, "the rows of a key is 8"},
-        Case{[](Key& key) { key.rows = 3; }, "3 rows in 4 elements"},
-        Case{[](Key& key) { *reinterpret_cast<std::uint8_t*>(&key.trained) = 2; }, "is trained is 2"},
-        Case{[](Key& key) { key.dtype = torch::ScalarType(99); }, "a key of unknown dtype"}})
+  for (const Case& each : {Case{[](Key& key) { key.elements = -4; }, "a key has -4 elements"},
+                           Case{[](Key& key) { key.elements = int64_t{1} << 61; }, "this machine's memory"},
+                           Case{[](Key& key) { key.rows = 0; }, "the rows of a key is 0, but must be 1 to 4"},
+                           Case{[](Key& key) { key.rows = 8; }, "the rows of a key is 8"},
+                           Case{[](Key& key) { key.rows = 3; }, "3 rows in 4 elements"},
+                           Case{[](Key& key) { *reinterpret_cast<uint8_t*>(&key.trained) = 2; }, "is trained is 2"},
+                           Case{[](Key& key) { key.dtype = torch::ScalarType(99); }, "a key of unknown dtype"}})
     EXPECT_TRUE(contains(servers_trouble([&](const StoreLink& link) {
                            init(link, each.change);
                            link.receive<ReplyHeader>();
                          }),
                          each.says));
   for (const auto& [request, says] :
-       {std::pair{RequestHeader{.request = Request::kInit, .count = std::int64_t{1} << 60, .bytes = 1},
+       {std::pair{RequestHeader{.request = Request::kInit, .count = int64_t{1} << 60, .bytes = 1},
                   "the number of keys"},
         std::pair{RequestHeader{.request = Request::kInit, .count = 2, .bytes = 0}, "from which keys are split is 0"}})
     EXPECT_TRUE(contains(servers_trouble([&](const StoreLink& link) {
@@ -494,13 +493,12 @@ TEST(KVServerChecks, requests) {
        {Case{{.request = static_cast<Request>(77)}, "a request is 77"},
         Case{{.request = Request::kPush, .slices = {0, 3}}, "the last slice is 3, but must be 0 to 2"},
         Case{{.request = Request::kPull, .slices = {2, 1}}, "the first slice is 2, but must be 0 to 1"},
-        Case{{.request = Request::kPull, .slices = {0, ~std::size_t{0}}}, "the last slice is -1"},
+        Case{{.request = Request::kPull, .slices = {0, ~size_t{0}}}, "the last slice is -1"},
         Case{{.request = Request::kPush, .slices = {0, 2}, .push = {.samples = -1}}, "the number of samples is -1"},
         Case{{.request = Request::kPush, .slices = {0, 2}, .threshold = 0.5}, "a threshold of 0.5"},
         Case{{.request = Request::kPullRows, .slices = {0, 0}, .count = 1, .bytes = 4}, "rows of no key"},
         Case{{.request = Request::kPullRows, .slices = {0, 1}, .count = 1, .bytes = 0}, "the bytes of a row is 0"},
-        Case{{.request = Request::kPullRows, .slices = {0, 1}, .count = std::int64_t{1} << 60, .bytes = 4},
-             "rows has"}})
+        Case{{.request = Request::kPullRows, .slices = {0, 1}, .count = int64_t{1} << 60, .bytes = 4}, "rows has"}})
     EXPECT_TRUE(contains(servers_trouble([&](const StoreLink& link) {
                            init(link);
                            link.send(each.request);
@@ -514,7 +512,7 @@ TEST(KVServerChecks, what_follows_a_request) {
       contains(servers_trouble([](const StoreLink& link) {
                  init(link);
                  link.send(RequestHeader{.request = Request::kPullRows, .slices = {0, 1}, .count = 1, .bytes = 4});
-                 link.send_bytes(torch::tensor({std::int64_t{4}}).view(torch::kUInt8));
+                 link.send_bytes(torch::tensor({int64_t{4}}).view(torch::kUInt8));
                  link.receive<ReplyHeader>();
                }),
                "the first of the rows is 4, but must be 0 to 3"));

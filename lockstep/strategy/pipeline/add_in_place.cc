@@ -14,7 +14,7 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-using ConvolutionSizes = std::array<std::vector<std::int64_t>, 3>;  // by dimension
+using ConvolutionSizes = std::array<std::vector<int64_t>, 3>;  // by dimension
 constexpr std::array kSizes = {"stride", "padding", "dilation"};
 
 bool can_add_to(const torch::Tensor& gradient, const torch::Tensor& weight) {
@@ -25,9 +25,9 @@ bool are_indices(const torch::Tensor& input) { return c10::isIntegralType(input.
 
 // Returns how many output channels have about `elements` of the weight, or an eighth of it: a multiple of 16, as the
 // vectors of its kernels are.
-std::int64_t channels_with(std::int64_t elements, const torch::Tensor& weight) {
-  constexpr std::int64_t kVector = 16, kParts = 8;
-  const std::int64_t of_channel = weight.numel() / weight.size(0);
+int64_t channels_with(int64_t elements, const torch::Tensor& weight) {
+  constexpr int64_t kVector = 16, kParts = 8;
+  const int64_t of_channel = weight.numel() / weight.size(0);
   return std::max(kVector, std::max(elements, weight.numel() / kParts) / of_channel / kVector * kVector);
 }
 
@@ -36,11 +36,11 @@ class LargeOperator : public torch::autograd::Function<LargeOperator> {
  public:
   static torch::Tensor forward(AutogradContext* context, const torch::Tensor& input, const torch::Tensor& weight,
                                const std::optional<torch::Tensor>& bias, const ConvolutionSizes& sizes,
-                               std::int64_t elements) {
+                               int64_t elements) {
     context->save_for_backward({input, weight});
     context->saved_data["has_bias"] = bias.has_value();
     context->saved_data["elements"] = elements;
-    for (std::size_t i = 0; i < sizes.size(); ++i) context->saved_data[kSizes[i]] = sizes[i];
+    for (size_t i = 0; i < sizes.size(); ++i) context->saved_data[kSizes[i]] = sizes[i];
     if (are_indices(input)) return at::embedding(weight, input);
     return weight.dim() == 2 ? at::linear(input, weight, bias)
                              : at::conv2d(input, weight, bias, sizes[0], sizes[1], sizes[2]);
@@ -77,9 +77,9 @@ class LargeOperator : public torch::autograd::Function<LargeOperator> {
   // gradient in layouts of their own.
   static void add_of_convolution(AutogradContext* context, const torch::Tensor& sum, const torch::Tensor& input,
                                  const torch::Tensor& weight, const torch::Tensor& gradient) {
-    const std::int64_t step = channels_with(context->saved_data["elements"].toInt(), weight);
-    for (std::int64_t begin = 0; begin < weight.size(0); begin += step) {
-      const std::int64_t count = std::min(step, weight.size(0) - begin);
+    const int64_t step = channels_with(context->saved_data["elements"].toInt(), weight);
+    for (int64_t begin = 0; begin < weight.size(0); begin += step) {
+      const int64_t count = std::min(step, weight.size(0) - begin);
       const auto part = of_convolution(context, input, weight.narrow(0, begin, count), gradient.narrow(1, begin, count),
                                        {false, true, false});
       sum.narrow(0, begin, count).add_(std::get<1>(part));
@@ -91,7 +91,7 @@ class LargeOperator : public torch::autograd::Function<LargeOperator> {
                                                                                 const torch::Tensor& weight,
                                                                                 const torch::Tensor& gradient,
                                                                                 std::array<bool, 3> wanted) {
-    const auto sizes = [&](std::size_t i) { return context->saved_data[kSizes[i]].toIntVector(); };
+    const auto sizes = [&](size_t i) { return context->saved_data[kSizes[i]].toIntVector(); };
     return at::convolution_backward(gradient, input, weight, std::nullopt, sizes(0), sizes(1), sizes(2), false, {0, 0},
                                     1, wanted);
   }
@@ -99,7 +99,7 @@ class LargeOperator : public torch::autograd::Function<LargeOperator> {
 
 }  // namespace
 
-bool LargeWeights::is_large(const at::Tensor& weight, std::int64_t dimensions) const {
+bool LargeWeights::is_large(const at::Tensor& weight, int64_t dimensions) const {
   if (!at::GradMode::is_enabled() || weight.numel() < large_ || weight.dim() != dimensions) return false;
   if (!weight.requires_grad() || !weight.is_leaf() || !weight.is_non_overlapping_and_dense()) return false;
   if (at::autocast::is_autocast_enabled(weight.device().type())) return false;
@@ -111,7 +111,7 @@ bool LargeWeights::is_large(const at::Tensor& weight, std::int64_t dimensions) c
 
 void LargeWeights::call(const c10::OperatorHandle& op, Stack& stack) {
   const std::string& name = op.schema().name();
-  const std::size_t count = op.schema().arguments().size();
+  const size_t count = op.schema().arguments().size();
   const auto given = torch::jit::last(stack, count);
   const bool is_embedding = name == "aten::embedding" && is_large(given[0].toTensor(), 2) && given[2].toInt() < 0 &&
                             !given[3].toBool() && !given[4].toBool();
@@ -123,7 +123,7 @@ void LargeWeights::call(const c10::OperatorHandle& op, Stack& stack) {
     return op.callBoxed(stack);
   ConvolutionSizes sizes;
   if (is_convolution)
-    for (std::size_t i = 0; i < sizes.size(); ++i) sizes[i] = given[3 + i].toIntVector();
+    for (size_t i = 0; i < sizes.size(); ++i) sizes[i] = given[3 + i].toIntVector();
   std::optional<at::Tensor> bias = is_embedding ? std::nullopt : given[2].toOptional<at::Tensor>();
   if (bias && !bias->defined()) bias = std::nullopt;
   const at::Tensor result = LargeOperator::apply(given[is_embedding ? 1 : 0].toTensor(),

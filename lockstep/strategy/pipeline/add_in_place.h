@@ -18,14 +18,14 @@ namespace lockstep {
 class LargeWeights : public OperatorHandler {
  public:
   // `large`: the elements from which on a weight is large.
-  explicit LargeWeights(std::int64_t large = std::int64_t{1} << 18) : large_(large) {}
+  explicit LargeWeights(int64_t large = int64_t{1} << 18) : large_(large) {}
 
   void call(const c10::OperatorHandle& op, Stack& stack) override;
 
  private:
-  bool is_large(const at::Tensor& weight, std::int64_t dimensions) const;
+  bool is_large(const at::Tensor& weight, int64_t dimensions) const;
 
-  std::int64_t large_;
+  int64_t large_;
 };
 
 }  // namespace lockstep

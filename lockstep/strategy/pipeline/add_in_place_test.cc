@@ -47,8 +47,7 @@ TEST(LargeWeights, have_the_gradients_of_plain_autograd) {
   model.embedding->to(torch::kFloat64);
   model.inner->to(torch::kFloat64);
   const auto expected = gradients_of(model, false, torch::kFloat64), found = gradients_of(model, true, torch::kFloat64);
-  for (std::size_t i = 0; i < expected.size(); ++i)
-    EXPECT_TRUE(torch::allclose(found[i], expected[i], 1e-12, 1e-14)) << i;
+  for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(torch::allclose(found[i], expected[i], 1e-12, 1e-14)) << i;
 }
 
 // Makes the gradient of 40 output channels, 16, 16 and 8 at a time.
@@ -80,8 +79,7 @@ TEST(LargeWeights, have_the_gradients_of_plain_autograd_in_a_convolution) {
     const torch::Tensor images = torch::rand({3, 6, 9, 8}, torch::kFloat64).contiguous(format);
     const auto expected = gradients_of(convolution, false, images), found = gradients_of(convolution, true, images);
     ASSERT_EQ(found.size(), 3U);
-    for (std::size_t i = 0; i < expected.size(); ++i)
-      EXPECT_TRUE(torch::allclose(found[i], expected[i], 1e-12, 1e-14)) << i;
+    for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(torch::allclose(found[i], expected[i], 1e-12, 1e-14)) << i;
   }
 }
 

@@ -37,7 +37,7 @@ struct StagesText {
   }
 
   // "3-5" or "4" out of a list of ranges, or "2" out of a list of counts.
-  Range range(const std::string& word, std::int64_t begin) const {
+  Range range(const std::string& word, int64_t begin) const {
     if (text.find('-') == std::string::npos) return {begin, begin + number(word)};
     const auto ends = split(word, '-');
     if (ends.size() > 2) throw error(concat("\"", word, "\" is not a range"));
@@ -46,7 +46,7 @@ struct StagesText {
 
   Cut cut() const {
     Cut cut;
-    std::int64_t next = 0;
+    int64_t next = 0;
     for (const std::string& word : split(text, ',')) {
       cut.push_back(range(word, next));
       if (cut.back().begin != next || cut.back().size() < 1)
@@ -147,7 +147,7 @@ std::vector<double> measure_pieces(const std::vector<Piece>& pieces, torch::nn::
   const Tensors inputs = std::move(tensors);
   for (int run = 0; run < kRuns; ++run) {
     tensors = as_leaves(inputs);
-    for (std::size_t i = 0; i < pieces.size(); ++i) runs[i].push_back(seconds_of(pieces[i], tensors));
+    for (size_t i = 0; i < pieces.size(); ++i) runs[i].push_back(seconds_of(pieces[i], tensors));
   }
   model.train();
   model.zero_grad();

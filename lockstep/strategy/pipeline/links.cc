@@ -16,12 +16,12 @@ namespace {
 // A bounded queue from one device's thread to another's. The mutex of the devices' state guards it.
 class Channel {
  public:
-  Channel(std::size_t capacity, int from, int to) : capacity_(capacity), from_(from), to_(to) {}
+  Channel(size_t capacity, int from, int to) : capacity_(capacity), from_(from), to_(to) {}
 
   // Blocks while the channel is full. Throws PeerLost.
   void send(Device& from, Tensors tensors) {
-    const std::uint32_t sent = sent_++;
-    const std::int64_t began = trace::now_if_recording(), bytes = began == 0 ? 0 : bytes_of(tensors);
+    const uint32_t sent = sent_++;
+    const int64_t began = trace::now_if_recording(), bytes = began == 0 ? 0 : bytes_of(tensors);
     DevicesState& state = DevicesState::of(from);
     state.wait_on(from, "room in a channel", [&] { return queue_.size() < capacity_; });
     state.change([&] { queue_.push_back(std::move(tensors)); });
@@ -32,8 +32,8 @@ class Channel {
 
   // Blocks while the channel is empty. Throws PeerLost.
   Tensors receive(Device& at) {
-    const std::uint32_t taken = taken_++;
-    const std::int64_t began = trace::now_if_recording();
+    const uint32_t taken = taken_++;
+    const int64_t began = trace::now_if_recording();
     DevicesState& state = DevicesState::of(at);
     state.wait_on(at, "what another stage sends", [&] { return !queue_.empty(); });
     Tensors tensors;
@@ -52,30 +52,30 @@ class Channel {
   }
 
  private:
-  static std::int64_t bytes_of(const Tensors& tensors) {
-    std::size_t bytes = 0;
+  static int64_t bytes_of(const Tensors& tensors) {
+    size_t bytes = 0;
     for (const torch::Tensor& each : tensors) bytes += each.defined() ? each.nbytes() : 0;
     return to_int64(bytes);
   }
 
-  static std::uint64_t next_id() {
-    static std::atomic<std::uint64_t> last{0};
+  static uint64_t next_id() {
+    static std::atomic<uint64_t> last{0};
     return ++last;
   }
 
-  std::uint64_t flow_of(std::uint32_t message) const { return mix_numbers(id_, message) | 1U; }
+  uint64_t flow_of(uint32_t message) const { return mix_numbers(id_, message) | 1U; }
 
-  const std::size_t capacity_;
+  const size_t capacity_;
   std::deque<Tensors> queue_;
   const int from_;
   const int to_;
-  const std::uint64_t id_ = next_id();  // of this process's channels
-  std::uint32_t sent_ = 0;              // messages, counted by the sender
-  std::uint32_t taken_ = 0;             // by the receiver
+  const uint64_t id_ = next_id();  // of this process's channels
+  uint32_t sent_ = 0;              // messages, counted by the sender
+  uint32_t taken_ = 0;             // by the receiver
 };
 
 struct Channels {
-  Channels(std::size_t capacity, int device)
+  Channels(size_t capacity, int device)
       : forward(capacity, device, device + 1), backward(capacity, device + 1, device) {}
   Channel forward;
   Channel backward;
@@ -116,7 +116,7 @@ Tensors received_on(torch::Device device, const Tensors& tensors) {
   return received;
 }
 
-std::function<StageLinks(Device&)> thread_links(int devices, int stages, std::size_t capacity) {
+std::function<StageLinks(Device&)> thread_links(int devices, int stages, size_t capacity) {
   IntVector<std::shared_ptr<Channels>> behind;  // of each device
   for (int i = 0; i < devices; ++i) behind.push_back(std::make_shared<Channels>(capacity, i));
   return [behind, stages](Device& device) {

@@ -36,7 +36,7 @@ Tensors received_on(torch::Device device, const Tensors& tensors);
 
 // Between devices that are threads: device i has stage i % stages. The result gives each device its links, which are
 // valid as long as it is. capacity: messages in each direction.
-std::function<StageLinks(Device&)> thread_links(int devices, int stages, std::size_t capacity);
+std::function<StageLinks(Device&)> thread_links(int devices, int stages, size_t capacity);
 
 // Between ranks: rank i of both worlds has stage i. Activations go over `forward`, gradients over `back`.
 StageLinks message_links(const World& forward, const World& back);

@@ -70,7 +70,7 @@ class LocalPipeline : public Pipeline {
     });
   }
 
-  void restored(std::int64_t step) override {
+  void restored(int64_t step) override {
     Pipeline::restored(step);
     copy_from_first(copied_parameters_);
     copy_from_first(copied_buffers_);
@@ -114,7 +114,7 @@ class LocalPipeline : public Pipeline {
     cut_ = cut;
     parameters_.clear(), copied_parameters_.clear(), copied_buffers_.clear();
     const StagedTensors staged = stage_tensors(model(), pieces_of(task_, model()), cut);
-    for (std::size_t i = 0; i < staged.size(); ++i) {
+    for (size_t i = 0; i < staged.size(); ++i) {
       const PlacedTensor placed = place(staged[i], i);
       const bool is_copied = placed.holders.size() > 1 && !placed.holders[1].tensor.is_alias_of(placed.first());
       if (is_copied) (staged[i].is_buffer ? copied_buffers_ : copied_parameters_).push_back(placed);
@@ -129,7 +129,7 @@ class LocalPipeline : public Pipeline {
     model().zero_grad();
   }
 
-  IntVector<StageResult> run_stages(const Batch& batch, std::int64_t samples) override {
+  IntVector<StageResult> run_stages(const Batch& batch, int64_t samples) override {
     const std::vector<Batch> copied = parts_for_devices(batch);
     const auto work = std::make_shared<IntVector<StageWork>>();
     for (int i = 0; i < devices_->size(); ++i) {
@@ -191,7 +191,7 @@ class LocalPipeline : public Pipeline {
   }
 
   // Gives a tensor of the model, the index-th, to the devices whose stages use it.
-  PlacedTensor place(const StagedTensor& staged, std::size_t index) {
+  PlacedTensor place(const StagedTensor& staged, size_t index) {
     PlacedTensor placed{.whole = staged.named.tensor, .holders = {}};
     for (int device = 0; device < parts_.size(); ++device) {
       const torch::Tensor& tensor = parts_[device].tensors[index];
@@ -224,8 +224,8 @@ class LocalPipeline : public Pipeline {
   // [holder][parameter]: undefined where there is none.
   std::vector<Tensors> gradients_of_holders() const {
     std::vector<Tensors> lists;
-    for (std::size_t i = 0; i < parameters_.size(); ++i)
-      for (std::size_t holder = 0; holder < parameters_[i].holders.size(); ++holder) {
+    for (size_t i = 0; i < parameters_.size(); ++i)
+      for (size_t holder = 0; holder < parameters_[i].holders.size(); ++holder) {
         if (holder == lists.size()) lists.emplace_back(parameters_.size());
         lists[holder][i] = parameters_[i].holders[holder].tensor.grad();
       }

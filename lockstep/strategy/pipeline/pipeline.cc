@@ -55,8 +55,7 @@ BatchTotals Pipeline::forward_backward(const Batch& batch) {
 }
 
 void Pipeline::use_measured_cut(const Batch& batch) {
-  const std::int64_t samples =
-      std::max<std::int64_t>(1, batch.size() / (micro_batches_ * replica_count_ / of_stage_.size()));
+  const int64_t samples = std::max<int64_t>(1, batch.size() / (micro_batches_ * replica_count_ / of_stage_.size()));
   IntVector<Batch> first{batch.rows(0, samples)};
   set_layouts(first);
   const auto seconds = seconds_of_pieces(first[0]);
@@ -69,7 +68,7 @@ void Pipeline::use_measured_cut(const Batch& batch) {
   set_learning_rate(optimizer(), lr);
 }
 
-StageWork Pipeline::work_of(int replica, int stage, const Batch& part, std::int64_t samples) const {
+StageWork Pipeline::work_of(int replica, int stage, const Batch& part, int64_t samples) const {
   IntVector<Batch> micro_batches = micro_batches_of(part, micro_batches_);
   std::erase_if(micro_batches, [this](const Batch& each) { return samples_of(task_, each) == 0; });  // on all stages
   if (stage == 0) set_layouts(micro_batches);

@@ -35,7 +35,7 @@ using OptimizerStates = std::map<const void*, Optimizer::StateTensors>;  // Tens
 class Pipeline : public ReplicaStrategy {
  public:
   BatchTotals forward_backward(const Batch& batch) override;
-  void restored(std::int64_t step) override { step_ = step; }
+  void restored(int64_t step) override { step_ = step; }
   Report report() const override;
   StrategyRanks ranks(const World& world) const override {
     return {.data = of_stage_, .validation = of_stage_, .step = world};
@@ -54,12 +54,12 @@ class Pipeline : public ReplicaStrategy {
   virtual void move_to(const Cut& cut) = 0;
   virtual void begin_step() = 0;
   // Runs every stage of this process, all at the same time. samples: of all replicas.
-  virtual IntVector<StageResult> run_stages(const Batch& batch, std::int64_t samples) = 0;
+  virtual IntVector<StageResult> run_stages(const Batch& batch, int64_t samples) = 0;
   // Sums gradients over all stages and replicas that use a parameter, and losses over the ranks.
   virtual void exchange(BatchTotals& totals) = 0;
 
   // The caller adds pieces and device. part: of the replica.
-  StageWork work_of(int replica, int stage, const Batch& part, std::int64_t samples) const;
+  StageWork work_of(int replica, int stage, const Batch& part, int64_t samples) const;
 
   // Makes a new optimizer of the parameters that this process holds. gradients: where it gets them; null: .grad
   void renew_optimizer(const OptimizerStates& states, const std::shared_ptr<GradientSource>& gradients = nullptr);
@@ -72,7 +72,7 @@ class Pipeline : public ReplicaStrategy {
   World of_stage_;  // the replicas of this rank's stage
   int stages_ = 0;
   int replica_count_ = 0;  // of all ranks
-  std::int64_t micro_batches_;
+  int64_t micro_batches_;
   Cut cut_;
 
  private:
@@ -83,7 +83,7 @@ class Pipeline : public ReplicaStrategy {
   void record(const IntVector<StageResult>& results, double seconds);
 
   bool cut_is_final_ = false;  // named, or the first batch has been measured
-  std::int64_t step_ = 0;      // of the next batch: its random numbers depend on it
+  int64_t step_ = 0;           // of the next batch: its random numbers depend on it
   torch::Tensor usage_;        // [device of this process][Usage]
 };
 

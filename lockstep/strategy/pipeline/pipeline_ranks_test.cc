@@ -123,7 +123,7 @@ TEST(PipelineRanks, have_the_optimizers_state_of_their_stage) {
       strategy->update();
     }
     const auto parameters = strategy->model().parameters(), expected = one->model().parameters();
-    for (std::size_t i = 0; i < parameters.size(); ++i)
+    for (size_t i = 0; i < parameters.size(); ++i)
       if (is_held(parameters[i])) {
         EXPECT_TRUE(torch::allclose(strategy->optimizer().state_of(parameters[i]).at("momentum_buffer"),
                                     one->optimizer().state_of(expected[i]).at("momentum_buffer"), 1e-9, 1e-12));
@@ -163,8 +163,8 @@ TEST_P(PipelineModel, begins_with_the_values_of_one_device_and_holds_its_own_pie
     auto& module = strategy->model();
     const auto values = gathered(world, module);
     ASSERT_EQ(values.size(), expected.size());
-    std::size_t foreign = 0;
-    for (std::size_t i = 0; i < expected.size(); ++i) {
+    size_t foreign = 0;
+    for (size_t i = 0; i < expected.size(); ++i) {
       EXPECT_TRUE(torch::equal(values[i], expected[i].second)) << expected[i].first;
       foreign += is_held(module.named_parameters()[i].value()) ? 0 : 1;
     }
@@ -269,7 +269,7 @@ TEST(TensorMessages, carry_shapes_dtypes_and_undefined_tensors) {
     }
     const Tensors received = receive_tensors(world, 0, 5);
     ASSERT_EQ(received.size(), sent.size());
-    for (std::size_t i = 0; i < sent.size(); ++i) {
+    for (size_t i = 0; i < sent.size(); ++i) {
       ASSERT_EQ(received[i].defined(), sent[i].defined());
       if (!sent[i].defined()) continue;
       EXPECT_EQ(received[i].scalar_type(), sent[i].scalar_type());
@@ -284,9 +284,9 @@ TEST(TensorMessages, carry_shapes_dtypes_and_undefined_tensors) {
 // The header of one tensor, {count, dtype, on host, requires_grad, memory format, dimensions, sizes…}, with one number
 // that can't be right.
 TEST(TensorMessages, refuse_a_header_with_an_impossible_number) {
-  constexpr std::int64_t kFloat = 6, kLong = 4, kMuch = std::int64_t{1} << 40;
+  constexpr int64_t kFloat = 6, kLong = 4, kMuch = int64_t{1} << 40;
   struct Case {
-    std::vector<std::int64_t> header;
+    std::vector<int64_t> header;
     const char* says;
   };
   for (const Case& each :

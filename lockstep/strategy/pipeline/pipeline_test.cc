@@ -145,7 +145,7 @@ TEST(Pipeline, trains_a_resnet_over_ten_devices) {
   StrategyOptions options = pipeline(10, "1f1b", "1,1,1,1,1,1,1,1,1,1");
   options.pipeline.micro_batches = 1;
   std::get<SGDOptions>(options.optimizer).lr = 0.01;
-  const auto generator = at::make_generator<at::CPUGeneratorImpl>(std::uint64_t{3});
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(uint64_t{3});
   const Batch batch{torch::randn({3, 3, 12, 12}, generator, torch::kFloat64), torch::tensor({1, 2, 3})};
   at::set_num_threads(1);
   expect_same_course(course_on(task, options, batch, 1), course_on(task, on_one(options), batch, 1));
@@ -185,12 +185,12 @@ TEST(Pipeline, ends_with_the_exception_of_one_stage) {
 }
 
 // The stage that hangs outlives the strategy: what it uses must still be there when its function returns.
-std::ptrdiff_t running_threads() { return std::distance(std::filesystem::directory_iterator("/proc/self/task"), {}); }
+ptrdiff_t running_threads() { return std::distance(std::filesystem::directory_iterator("/proc/self/task"), {}); }
 
 TEST(Pipeline, names_a_stage_that_hangs) {
   const auto go_on = std::make_shared<std::atomic<bool>>(false);  // read by the thread that is left behind
   std::thread([] {}).join();  // with the first thread, a sanitizer starts one of its own
-  const std::ptrdiff_t threads_before = running_threads();
+  const ptrdiff_t threads_before = running_threads();
   Task task = with_skip();
   task.stages = [go_on, stages = task.stages](torch::nn::Module& model) {
     auto pieces = stages(model);
@@ -285,7 +285,7 @@ TEST(PipelineCut, measures_every_piece_without_changing_the_model) {
   for (const double cost : costs) EXPECT_GT(cost, 0);
   for (const torch::Tensor& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined());
   EXPECT_TRUE(model->is_training());
-  for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(torch::equal(before[i], model->parameters()[i]));
+  for (size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(torch::equal(before[i], model->parameters()[i]));
 }
 
 }  // namespace

@@ -46,11 +46,11 @@ NamedTensors named(const StagedTensors& tensors) {
 // A rank without a gradient, where others have one, adds zeros.
 void sum_gradients_over(const World& world, const NamedTensors& parameters) {
   if (world.size() == 1 || parameters.empty()) return;
-  std::vector<std::int64_t> has_gradient;
+  std::vector<int64_t> has_gradient;
   for (const auto& [name, parameter] : parameters) has_gradient.push_back(parameter.grad().defined() ? 1 : 0);
   const torch::Tensor ranks_with_gradient = torch::tensor(has_gradient, torch::kInt64);
   world.all_reduce(ranks_with_gradient);
-  const auto* with_gradient = ranks_with_gradient.const_data_ptr<std::int64_t>();
+  const auto* with_gradient = ranks_with_gradient.const_data_ptr<int64_t>();
   for (auto [name, parameter] : parameters)
     if (*with_gradient++ > 0) world.all_reduce(dense_gradient(parameter));
 }
@@ -125,7 +125,7 @@ class RankPipeline : public Pipeline {
     const torch::NoGradGuard no_grad;
     const StagedTensors before = staged(cut_), after = staged(cut);
     OptimizerStates states;
-    for (std::size_t i = 0; i < before.size(); ++i) {
+    for (size_t i = 0; i < before.size(); ++i) {
       const torch::Tensor& tensor = before[i].named.tensor;
       if (before[i].is_used_by(stage()) && after[i].is_used_by(stage()))
         for (const auto& [name, value] : state_of(before[i]))
@@ -145,7 +145,7 @@ class RankPipeline : public Pipeline {
 
   void begin_step() override { model().zero_grad(); }
 
-  IntVector<StageResult> run_stages(const Batch& batch, std::int64_t samples) override {
+  IntVector<StageResult> run_stages(const Batch& batch, int64_t samples) override {
     StageWork work = work_of(of_stage_.rank(), stage(), batch, samples);
     work.pieces = own_pieces();
     work.device = all_.device();

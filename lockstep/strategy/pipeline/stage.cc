@@ -65,7 +65,7 @@ struct Handover : torch::autograd::Node {
 void backward_from(Edges outputs, Tensors gradients) {
   const auto first = std::ranges::find_if(gradients, [](const torch::Tensor& each) { return each.defined(); });
   if (first == gradients.end()) return;
-  for (std::size_t i = 0; i < outputs.size(); ++i) {
+  for (size_t i = 0; i < outputs.size(); ++i) {
     if (!gradients[i].defined()) outputs[i] = {};
     if (gradients[i].defined() && !outputs[i].is_valid())
       throw UsageError(
@@ -132,7 +132,7 @@ class StageRun {
     int index = work_.first_piece;
     const OperatorHandlerGuard guard(large_weights_);
     for (const Piece& piece : work_.pieces) {
-      const std::uint64_t seed = mix_seed(mix_seed(work_.seed, index++), micro_batch);
+      const uint64_t seed = mix_seed(mix_seed(work_.seed, index++), micro_batch);
       ThreadGenerator::seed(seed);
       if (!work_.device.is_cpu()) seed_gpu(work_.device, seed);
       tensors = piece.forward(tensors);
@@ -187,7 +187,7 @@ StageResult run_stage(const Task& task, const StageWork& work, const StageLinks&
   return StageRun(task, work, links).run();
 }
 
-IntVector<Batch> micro_batches_of(const Batch& batch, std::int64_t most) {
+IntVector<Batch> micro_batches_of(const Batch& batch, int64_t most) {
   return parts_of(batch, to_int(std::min(most, batch.size())));
 }
 

@@ -47,19 +47,19 @@ struct StageWork {
   std::vector<Piece> pieces{};     // no other stage of this process uses their parameters (add_in_place.h)
   IntVector<Batch> micro_batches;  // the first stage reads the data, the last one the targets
   std::vector<PipelineStep> steps;
-  std::int64_t samples = 0;  // of the whole batch, over all replicas
-  std::uint64_t seed = 0;    // of the step and the replica. Each piece and micro-batch gets a seed of its own from it,
-  int first_piece = 0;       // so that dropout is the same wherever the model is cut
+  int64_t samples = 0;  // of the whole batch, over all replicas
+  uint64_t seed = 0;    // of the step and the replica. Each piece and micro-batch gets a seed of its own from it,
+  int first_piece = 0;  // so that dropout is the same wherever the model is cut
   torch::Device device = torch::kCPU;
   milliseconds timeout = kDefaultTimeout;  // of a wait for the device
   bool waits = false;  // for the device after each step: times are those of the work, and a GPU that hangs is named
 };
 
 struct StageResult {
-  double loss = 0;          // last stage: its micro-batches' share of the mean loss
-  double busy = 0;          // seconds of forward and backward
-  std::int64_t memory = 0;  // bytes of tensors on `device`, at most
-  int in_flight = 0;        // micro-batches, at most
+  double loss = 0;     // last stage: its micro-batches' share of the mean loss
+  double busy = 0;     // seconds of forward and backward
+  int64_t memory = 0;  // bytes of tensors on `device`, at most
+  int in_flight = 0;   // micro-batches, at most
 };
 
 // Blocks until all steps are done. Throws what the pieces throw; PeerLost.
@@ -74,6 +74,6 @@ Edges edges_of(const Tensors& outputs);
 void backward_from(Edges outputs, Tensors gradients);
 
 // The micro-batches of a batch, at most `most`: as even as possible, none of them empty; none at all of an empty batch.
-IntVector<Batch> micro_batches_of(const Batch& batch, std::int64_t most);
+IntVector<Batch> micro_batches_of(const Batch& batch, int64_t most);
 
 }  // namespace lockstep

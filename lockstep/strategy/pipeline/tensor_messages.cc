@@ -13,16 +13,16 @@
 namespace lockstep {
 namespace {
 
-constexpr std::int64_t kHeaderWords = 96;
-constexpr std::int64_t kUndefined = -1;
+constexpr int64_t kHeaderWords = 96;
+constexpr int64_t kUndefined = -1;
 
 // count; then dtype, whether it is on the host, requires_grad, memory format, dimensions and sizes of each
 torch::Tensor header_of(const Tensors& tensors) {
-  std::vector<std::int64_t> words = {to_int64(tensors.size())};
+  std::vector<int64_t> words = {to_int64(tensors.size())};
   for (const torch::Tensor& tensor : tensors) {
-    words.push_back(tensor.defined() ? static_cast<std::int64_t>(tensor.scalar_type()) : kUndefined);
+    words.push_back(tensor.defined() ? static_cast<int64_t>(tensor.scalar_type()) : kUndefined);
     if (!tensor.defined()) continue;
-    const auto format = static_cast<std::int64_t>(tensor.suggest_memory_format());
+    const auto format = static_cast<int64_t>(tensor.suggest_memory_format());
     words.insert(words.end(), {tensor.is_cpu(), tensor.requires_grad(), format, tensor.dim()});
     words.insert(words.end(), tensor.sizes().begin(), tensor.sizes().end());
   }
@@ -38,25 +38,25 @@ torch::Tensor header_of(const Tensors& tensors) {
 class HeaderReader {
  public:
   HeaderReader(const torch::Tensor& header, int from)
-      : words_(header.const_data_ptr<std::int64_t>(), kHeaderWords), sender_(concat("rank ", from)) {}
+      : words_(header.const_data_ptr<int64_t>(), kHeaderWords), sender_(concat("rank ", from)) {}
 
-  std::int64_t next(const std::string& name, std::int64_t least, std::int64_t most) {
+  int64_t next(const std::string& name, int64_t least, int64_t most) {
     sender_.require(at_ < words_.size(), concat("no place for ", name));
     return sender_.in(words_[at_++], least, most, name);
   }
 
   // An empty tensor as the header describes it.
   torch::Tensor next_tensor(torch::Device device) {
-    const std::int64_t dtype = next("dtype", kUndefined, std::numeric_limits<std::int8_t>::max());
+    const int64_t dtype = next("dtype", kUndefined, std::numeric_limits<int8_t>::max());
     if (dtype == kUndefined) return {};
     sender_.require(is_dtype(dtype), concat("unknown dtype ", dtype));
     const bool on_host = next("whether it is on the host", 0, 1) != 0;
     const bool requires_grad = next("requires_grad", 0, 1) != 0;
     const auto format = static_cast<torch::MemoryFormat>(
-        next("memory format", 0, static_cast<std::int64_t>(torch::MemoryFormat::ChannelsLast3d)));
+        next("memory format", 0, static_cast<int64_t>(torch::MemoryFormat::ChannelsLast3d)));
     const auto options =
         torch::TensorOptions().dtype(static_cast<torch::ScalarType>(dtype)).device(on_host ? torch::kCPU : device);
-    const std::vector<std::int64_t> sizes = next_sizes(options);
+    const std::vector<int64_t> sizes = next_sizes(options);
     sender_.require(suits(format, sizes.size()), concat("memory format ", format, " of ", sizes.size(), " dimensions"));
     sender_.require(!requires_grad || !c10::isIntegralType(options.dtype().toScalarType(), /*includeBool=*/true),
                     "integers that require gradients");
@@ -64,27 +64,26 @@ class HeaderReader {
   }
 
  private:
-  static bool suits(torch::MemoryFormat format, std::size_t dimensions) {
+  static bool suits(torch::MemoryFormat format, size_t dimensions) {
     if (format == torch::MemoryFormat::Contiguous) return true;
     return format == torch::MemoryFormat::ChannelsLast
                ? dimensions == 4
                : format == torch::MemoryFormat::ChannelsLast3d && dimensions == 5;
   }
 
-  std::vector<std::int64_t> next_sizes(const torch::TensorOptions& options) {
-    std::vector<std::int64_t> sizes(to_size(next("dimensions", 0, kHeaderWords)));
-    std::int64_t elements = 1;
-    for (std::int64_t& size : sizes) {
-      size = next("size", 0, std::numeric_limits<std::int64_t>::max());
-      sender_.require(!__builtin_mul_overflow(elements, std::max<std::int64_t>(size, 1), &elements),
-                      "too many elements");
+  std::vector<int64_t> next_sizes(const torch::TensorOptions& options) {
+    std::vector<int64_t> sizes(to_size(next("dimensions", 0, kHeaderWords)));
+    int64_t elements = 1;
+    for (int64_t& size : sizes) {
+      size = next("size", 0, std::numeric_limits<int64_t>::max());
+      sender_.require(!__builtin_mul_overflow(elements, std::max<int64_t>(size, 1), &elements), "too many elements");
     }
     sender_.bytes(elements, to_int64(options.dtype().itemsize()), "a tensor");
     return sizes;
   }
 
-  std::span<const std::int64_t> words_;
-  std::size_t at_ = 0;
+  std::span<const int64_t> words_;
+  size_t at_ = 0;
   Received sender_;
 };
 
@@ -122,8 +121,8 @@ Tensors receive_tensors(const World& world, int from, int tag) {
   return tensors;
 }
 
-bool is_dtype(std::int64_t number) {
-  if (number < 0 || number >= static_cast<std::int64_t>(torch::ScalarType::NumOptions)) return false;
+bool is_dtype(int64_t number) {
+  if (number < 0 || number >= static_cast<int64_t>(torch::ScalarType::NumOptions)) return false;
   const auto dtype = static_cast<torch::ScalarType>(number);
   return c10::isFloatingType(dtype) || c10::isComplexType(dtype) || c10::isIntegralType(dtype, /*includeBool=*/true);
 }
@@ -131,7 +130,7 @@ bool is_dtype(std::int64_t number) {
 Tensors message_of(const Optimizer::StateTensors& state) {
   Tensors message;
   for (const auto& [name, tensor] : state) {
-    message.push_back(torch::tensor(std::vector<std::uint8_t>(name.begin(), name.end()), torch::kUInt8));
+    message.push_back(torch::tensor(std::vector<uint8_t>(name.begin(), name.end()), torch::kUInt8));
     message.push_back(tensor);
   }
   return message;
@@ -141,12 +140,12 @@ Optimizer::StateTensors state_in(const Tensors& message) {
   const Received sender("the rank that has the optimizer's state");
   sender.require(message.size() % 2 == 0, concat("names and values, ", message.size(), " of them"));
   Optimizer::StateTensors state;
-  for (std::size_t i = 0; i < message.size(); i += 2) {
+  for (size_t i = 0; i < message.size(); i += 2) {
     const torch::Tensor& text = message[i];
     sender.require(text.defined() && text.scalar_type() == torch::kUInt8 && text.is_cpu() && text.is_contiguous() &&
                        message[i + 1].defined(),
                    "a name that is not text, or has no value");
-    const auto* name = text.const_data_ptr<std::uint8_t>();
+    const auto* name = text.const_data_ptr<uint8_t>();
     state[std::string(name, name + text.numel())] = message[i + 1];
   }
   return state;

@@ -43,7 +43,7 @@ class TensorSender {
 Tensors receive_tensors(const World& world, int from, int tag);
 
 // Tells whether a received number stands for a dtype that tensors of a message can have.
-bool is_dtype(std::int64_t number);
+bool is_dtype(int64_t number);
 
 // An optimizer's state of one parameter as a message: names and values in turn, a name as its bytes.
 Tensors message_of(const Optimizer::StateTensors& state);

@@ -73,7 +73,7 @@ Option typed(Option row, std::function<void(const Value&)> set, const std::strin
 inline Option switched(Option row, std::function<void(const bool&)> set) {
   row.add = [=](CLI::App& app) {
     app.add_flag_function(
-        row.name, [set](std::int64_t times) { set(times > 0); }, row.help);
+        row.name, [set](int64_t times) { set(times > 0); }, row.help);
   };
   return row;
 }

@@ -35,7 +35,7 @@ using Json = nlohmann::ordered_json;
 
 struct LearningRateOptions {
   LrScaling scaling = LrScaling::kNone;
-  std::int64_t base_batch_size = 256;  // the batch that the optimizer's lr suits
+  int64_t base_batch_size = 256;  // the batch that the optimizer's lr suits
   ScheduleKind schedule = ScheduleKind::kConstant;
   double warmup_epochs = 0;
   double floor = 0;              // schedules linear and cosine end with this share of lr
@@ -67,14 +67,14 @@ struct TrainOptions {
   std::string model = "lenet";
   std::string weights;                      // file that the model begins with; empty: random
   std::string freeze;                       // regular expression for names of parameters that stay; empty: none
-  std::int64_t classes = 0;                 // of the model; 0: as many as the data has
+  int64_t classes = 0;                      // of the model; 0: as many as the data has
   DataSource source{.data = "auto"};        // auto: what suits the model
   LoaderOptions loader{.batch_size = 256};  // training shuffles with strategy.seed
   StrategyOptions strategy{.optimizer = SGDOptions{.lr = 0.05, .momentum = 0.9}, .seed = 1};
   bool chooses_strategy = false;  // --strategy auto: strategy.kind is not set yet
   LearningRateOptions learning_rate;
   double label_smoothing = 0;  // of a task whose loss is CrossEntropy
-  std::int64_t epochs = 5;
+  int64_t epochs = 5;
 
   std::string ranks;                          // a number, or "auto": one per core or GPU; empty: 1, or one for each of
                                               // `devices`. Where no launcher has started any
@@ -90,18 +90,18 @@ struct TrainOptions {
   std::string trace;        // file
   std::string trace_steps;  // "100:120"; empty: all
   std::string checkpoint_dir;
-  std::int64_t checkpoint_every = 0;                    // steps; 0: at the end of each epoch
-  std::int64_t checkpoint_shard_bytes = 5'000'000'000;  // a checkpoint above this becomes several files
+  int64_t checkpoint_every = 0;                    // steps; 0: at the end of each epoch
+  int64_t checkpoint_shard_bytes = 5'000'000'000;  // a checkpoint above this becomes several files
   bool resume = false;
-  std::int64_t from_step = 0;  // with resume: go back to the checkpoint of this step; 0: the newest
-  std::string fit;             // for checkpoints: what to_text() of train/builtin.h says
-  bool keep_best = false;      // also the checkpoint of the epoch with the lowest validation loss
-  std::int64_t patience = 0;   // epochs without a lower one after which training ends; 0: all epochs
+  int64_t from_step = 0;   // with resume: go back to the checkpoint of this step; 0: the newest
+  std::string fit;         // for checkpoints: what to_text() of train/builtin.h says
+  bool keep_best = false;  // also the checkpoint of the epoch with the lowest validation loss
+  int64_t patience = 0;    // epochs without a lower one after which training ends; 0: all epochs
   PreemptionOptions preemption;
   int max_restarts = 0;  // of ranks that fail, where ranks are started here
   int min_ranks = 0;     // go on with so many, with no restart left; 0: with all or none
   HangOptions hang;
-  std::int64_t max_steps = 0;  // stop after this many steps in all; 0: after the epochs
+  int64_t max_steps = 0;  // stop after this many steps in all; 0: after the epochs
   bool quiet = false;
   bool insecure_network = false;  // no secret, no encryption between machines
 };

@@ -65,7 +65,7 @@ Json machine() {
   return {{"host", host_name()},
           {"cpu", proc_value("/proc/cpuinfo", "model name")},
           {"cores", std::thread::hardware_concurrency()},
-          {"memory_bytes", static_cast<std::int64_t>(::sysconf(_SC_PHYS_PAGES)) * ::sysconf(_SC_PAGESIZE)}};
+          {"memory_bytes", static_cast<int64_t>(::sysconf(_SC_PHYS_PAGES)) * ::sysconf(_SC_PAGESIZE)}};
 }
 
 }  // namespace
@@ -164,7 +164,7 @@ std::string command_of(int argc, const char* const* argv) {
   return join(words, " ");
 }
 
-Json start_event(const TrainOptions& options, std::int64_t step) {
+Json start_event(const TrainOptions& options, int64_t step) {
   Json event = {{"event", "start"},
                 {"format", kMetricsFormat},
                 {"step", step},  // that comes next: what an earlier attempt wrote of it and of later ones is void
@@ -178,9 +178,7 @@ Json start_event(const TrainOptions& options, std::int64_t step) {
 }
 
 Json facts_of_each_rank(const World& together, const World& world, const PhaseTimes& phases, double data_seconds) {
-  const auto bytes = [](const char* file, const char* name) {
-    return static_cast<std::int64_t>(proc_bytes(file, name));
-  };
+  const auto bytes = [](const char* file, const char* name) { return static_cast<int64_t>(proc_bytes(file, name)); };
   const Json mine = {{"rank", world.rank()},
                      {"node", world.node_rank()},
                      {"forward_seconds", phases.forward},

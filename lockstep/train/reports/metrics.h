@@ -59,7 +59,7 @@ std::string command_of(int argc, const char* const* argv);
 
 // The first event of a run, and of each time that it is resumed: format, next step, command, launcher, machine (name,
 // processor, cores, memory), all settings.
-Json start_event(const TrainOptions& options, std::int64_t step);
+Json start_event(const TrainOptions& options, int64_t step);
 
 // Seconds of each phase, and of waiting for data, added up over the steps; memory of the process at the end of the run:
 // its share of what it has in memory (PSS), and the most it has had, with all that it shares.

@@ -13,12 +13,12 @@
 namespace lockstep {
 namespace {
 
-constexpr std::size_t kBarWidth = 24;
+constexpr size_t kBarWidth = 24;
 constexpr double kBarEvery = 0.1;     // seconds
 constexpr double kPlainEvery = 10.0;  // seconds
 
-std::string bar(std::int64_t done, std::int64_t steps) {
-  const std::size_t filled = std::uint64_t(done) * kBarWidth / std::uint64_t(steps);
+std::string bar(int64_t done, int64_t steps) {
+  const size_t filled = uint64_t(done) * kBarWidth / uint64_t(steps);
   return concat('[', std::string(filled, '#'), std::string(kBarWidth - filled, '.'), ']');
 }
 
@@ -79,7 +79,7 @@ void Progress::clear_bar() const {
 void Progress::end_epoch(const Json& epoch) {
   if (style_ == Style::kNone) return;
   clear_bar();
-  std::cout << std::right << std::setw(7) << epoch.at("epoch").get<std::int64_t>() + 1 << std::setw(11)
+  std::cout << std::right << std::setw(7) << epoch.at("epoch").get<int64_t>() + 1 << std::setw(11)
             << human_seconds(epoch.at("seconds")) << std::setw(12)
             << with_thousands(std::llround(epoch.at("samples_per_second").get<double>())) << std::setw(13)
             << fixed(epoch.at("train_loss"), 4) << std::setw(11) << value_or_dash(epoch.at("val_loss"), 4)

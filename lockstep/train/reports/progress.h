@@ -17,26 +17,26 @@ namespace lockstep {
 
 // The place of a run: what a checkpoint keeps beside tensors.
 struct Position {
-  std::int64_t epoch = 0;
-  std::int64_t step_in_epoch = 0;
-  std::int64_t step = 0;     // since the start
-  std::int64_t samples = 0;  // since the start
+  int64_t epoch = 0;
+  int64_t step_in_epoch = 0;
+  int64_t step = 0;     // since the start
+  int64_t samples = 0;  // since the start
   // The current epoch so far:
   double epoch_loss = 0;  // sum over samples
-  std::int64_t epoch_samples = 0;
-  std::int64_t epoch_surplus = 0;  // by which Task::samples counts more than these; may be negative
+  int64_t epoch_samples = 0;
+  int64_t epoch_surplus = 0;  // by which Task::samples counts more than these; may be negative
   double epoch_seconds = 0;
   // The epoch with the lowest validation loss; -1: there is none yet.
-  std::int64_t best_epoch = -1;
-  std::int64_t best_step = -1;  // its checkpoint, which is kept; -1: it is not
+  int64_t best_epoch = -1;
+  int64_t best_step = -1;  // its checkpoint, which is kept; -1: it is not
   double best_loss = 0;
 };
 
 // How long a run is.
 struct RunLength {
-  std::int64_t epochs = 0;
-  std::int64_t steps_per_epoch = 0;
-  std::int64_t last_step = 0;
+  int64_t epochs = 0;
+  int64_t steps_per_epoch = 0;
+  int64_t last_step = 0;
 };
 
 class Progress {

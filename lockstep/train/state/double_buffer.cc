@@ -21,32 +21,32 @@
 namespace lockstep {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x3165746174736b6c;  // "lkstate1"
-constexpr std::size_t kHeadBytes = 4096;
+constexpr uint64_t kMagic = 0x3165746174736b6c;  // "lkstate1"
+constexpr size_t kHeadBytes = 4096;
 constexpr const char* kProgram = "lockstep.program";
 
 // The first page of a slot.
 struct SlotHead {
-  std::uint64_t magic;
-  std::atomic<std::uint64_t> whole;  // 0 while it is written
-  std::int64_t step;
-  std::uint64_t bytes;  // of the image, which follows this page
+  uint64_t magic;
+  std::atomic<uint64_t> whole;  // 0 while it is written
+  int64_t step;
+  uint64_t bytes;  // of the image, which follows this page
   ImageOwner owner;
 };
-static_assert(sizeof(SlotHead) <= kHeadBytes && std::atomic<std::uint64_t>::is_always_lock_free);
+static_assert(sizeof(SlotHead) <= kHeadBytes && std::atomic<uint64_t>::is_always_lock_free);
 
 SlotHead& head_of(const MappedMemory& memory) { return *reinterpret_cast<SlotHead*>(memory.begin.get()); }
 
 bool is_slot(const MappedMemory& memory) { return memory.size >= kHeadBytes && head_of(memory).magic == kMagic; }
 
-std::string slot_name(const std::string& name, std::size_t index) { return concat(name, ".", index); }
+std::string slot_name(const std::string& name, size_t index) { return concat(name, ".", index); }
 
 }  // namespace
 
 MappedMemory map_memory(const UniqueFd& fd) {
   struct stat status {};
   if (::fstat(fd.get(), &status) != 0) throw system_error("look at", "the state that the launcher keeps");
-  const std::size_t bytes = to_size(status.st_size);
+  const size_t bytes = to_size(status.st_size);
   if (bytes == 0) return {};
   void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
   if (memory == MAP_FAILED) throw system_error("map", "the state that the launcher keeps");
@@ -56,8 +56,8 @@ MappedMemory map_memory(const UniqueFd& fd) {
 DoubleBuffer::DoubleBuffer(JobMemory& memory, std::string name, const World& world)
     : memory_(memory), name_(std::move(name)), owner_{world.rank(), world.size(), world.local_size()} {}
 
-bool DoubleBuffer::adopt(std::vector<JobMemory::Kept>& former, std::int64_t step) {
-  for (std::size_t index = 0; index < 2; ++index)
+bool DoubleBuffer::adopt(std::vector<JobMemory::Kept>& former, int64_t step) {
+  for (size_t index = 0; index < 2; ++index)
     for (JobMemory::Kept& kept : former) {
       if (kept.name != slot_name(name_, index) || !kept.fd) continue;
       MappedMemory memory = map_memory(kept.fd);
@@ -76,7 +76,7 @@ bool DoubleBuffer::adopt(std::vector<JobMemory::Kept>& former, std::int64_t step
 }
 
 // Gives the memory to the launcher once; it grows with the file.
-void DoubleBuffer::resize(std::size_t index, std::size_t bytes) {
+void DoubleBuffer::resize(size_t index, size_t bytes) {
   auto& [fd, memory] = slots_[index];
   if (memory.size >= bytes) return;
   require_memory_room(bytes - memory.size, memory_room());
@@ -93,11 +93,11 @@ void DoubleBuffer::resize(std::size_t index, std::size_t bytes) {
   if (is_new) memory_.keep(slot_name(name_, index), fd.get());
 }
 
-void DoubleBuffer::write(std::int64_t step, TensorFile file) {
+void DoubleBuffer::write(int64_t step, TensorFile file) {
   static const std::string program = program_identity();
   file.metadata[kProgram] = program;
   const std::string head = safetensors_head(file);
-  const std::size_t bytes = head.size() + tensor_bytes(file);
+  const size_t bytes = head.size() + tensor_bytes(file);
   const MappedMemory& memory = slots_[next_].memory;
   if (memory.begin) head_of(memory).whole = 0;
   resize(next_, kHeadBytes + bytes);
@@ -126,7 +126,7 @@ std::vector<StateImage> images_in(const std::vector<JobMemory::Kept>& kept, cons
   return images;
 }
 
-const StateImage* image_of(const std::vector<StateImage>& images, std::int64_t step, std::optional<int> rank) {
+const StateImage* image_of(const std::vector<StateImage>& images, int64_t step, std::optional<int> rank) {
   const auto found = std::ranges::find_if(images, [&](const StateImage& image) {
     return image.step == step && image.owner.rank == rank.value_or(image.owner.rank);
   });

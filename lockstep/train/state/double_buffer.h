@@ -26,15 +26,15 @@ namespace lockstep {
 
 // The rank whose state it is, in the World that wrote it.
 struct ImageOwner {
-  std::int32_t rank = 0;
-  std::int32_t ranks = 1;
-  std::int32_t local_ranks = 1;
+  int32_t rank = 0;
+  int32_t ranks = 1;
+  int32_t local_ranks = 1;
 };
 
 // Memory that the launcher has kept, mapped for as long as somebody holds it.
 struct MappedMemory {
   std::shared_ptr<std::byte> begin{};
-  std::size_t size = 0;
+  size_t size = 0;
 };
 
 // All of what this descriptor has; empty where that is nothing. Throws SystemError.
@@ -48,14 +48,14 @@ class DoubleBuffer {
   // Goes on with the memory of a former process of this rank, which is given to the launcher again, under the present
   // generation. The image of `step` stays until the one after next is written; another one is of a step that not all ranks
   // have kept, and is dropped. Returns whether there is one of that step.
-  bool adopt(std::vector<JobMemory::Kept>& former, std::int64_t step);
+  bool adopt(std::vector<JobMemory::Kept>& former, int64_t step);
 
   // Blocks for a copy, which says what program has made it; the first two take memory, and three times as long. Throws
   // SystemError (no memory left), UsageError (a dtype that safetensors does not know).
-  void write(std::int64_t step, TensorFile file);
+  void write(int64_t step, TensorFile file);
 
  private:
-  void resize(std::size_t index, std::size_t bytes);
+  void resize(size_t index, size_t bytes);
 
   JobMemory& memory_;
   std::string name_;
@@ -65,13 +65,13 @@ class DoubleBuffer {
     MappedMemory memory{};  // with the head
   };
   std::array<Slot, 2> slots_;
-  std::size_t next_ = 0;
+  size_t next_ = 0;
 };
 
 // An image that is whole, in memory that the launcher has kept.
 struct StateImage {
   ImageOwner owner;
-  std::int64_t step = 0;
+  int64_t step = 0;
   MappedMemory bytes;
 };
 
@@ -79,7 +79,7 @@ struct StateImage {
 std::vector<StateImage> images_in(const std::vector<JobMemory::Kept>& kept, const std::string& name);
 
 // The image of a step: of this rank, else of the first one that has it. Null: there is none.
-const StateImage* image_of(const std::vector<StateImage>& images, std::int64_t step, std::optional<int> rank = {});
+const StateImage* image_of(const std::vector<StateImage>& images, int64_t step, std::optional<int> rank = {});
 
 SafetensorsReader reader_of(const MappedMemory& image);  // throws CheckpointError: of another program
 

@@ -34,10 +34,10 @@ constexpr const char* kTorchOptimizer = "optimizer";
 const std::string kParameter = "model.", kBuffer = "buffer.", kItem = "item.";
 constexpr const char* kStates = "optimizer.";
 
-std::string states_name(std::size_t parameter) { return concat(kStates, parameter, "."); }
+std::string states_name(size_t parameter) { return concat(kStates, parameter, "."); }
 
 torch::Tensor bytes_of_text(const std::string& text) {
-  torch::Tensor bytes = torch::empty({static_cast<std::int64_t>(text.size())}, torch::kUInt8);
+  torch::Tensor bytes = torch::empty({static_cast<int64_t>(text.size())}, torch::kUInt8);
   std::memcpy(bytes.data_ptr(), text.data(), text.size());
   return bytes;
 }
@@ -69,7 +69,7 @@ void note_optimizer(const torch::optim::Optimizer& optimizer, TensorFile& into) 
   into.metadata[kGroups] = groups.dump();
   if (const auto* const own = dynamic_cast<const Optimizer*>(&optimizer)) {
     const auto parameters = parameters_of(optimizer);
-    for (std::size_t i = 0; i < parameters.size(); ++i)
+    for (size_t i = 0; i < parameters.size(); ++i)
       for (const auto& [key, tensor] : own->state_of(parameters[i])) into.tensors[states_name(i) + key] = tensor;
     return;
   }
@@ -82,9 +82,9 @@ void note_optimizer(const torch::optim::Optimizer& optimizer, TensorFile& into) 
 
 // Restores the states by the number of the parameter in the optimizer.
 void restore_states(const SafetensorsReader& from, Optimizer& optimizer) {
-  std::size_t taken = 0;
+  size_t taken = 0;
   const auto parameters = parameters_of(optimizer);
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
     Optimizer::StateTensors state;
     const std::string prefix = states_name(i);
     for (const auto& [name, entry] : from.entries())
@@ -108,7 +108,7 @@ void restore_optimizer(const SafetensorsReader& from, torch::optim::Optimizer& o
   }
   const json groups = json::parse(from.metadata().at(kGroups));
   if (groups.size() != optimizer.param_groups().size()) throw not_kept("optimizer", " with as many groups");
-  for (std::size_t i = 0; i < groups.size(); ++i)
+  for (size_t i = 0; i < groups.size(); ++i)
     set_options(optimizer.param_groups()[i].options(), groups[i].get<OptionValues>());
 }
 
@@ -225,7 +225,7 @@ struct Recovery::State {
   std::optional<LoopState> kept;  // by a launcher that replaces ranks
   bool begun = false;
   bool keeps_scaler = false;
-  std::int64_t steps = 0;
+  int64_t steps = 0;
   LoaderPosition position{};
 };
 
@@ -255,10 +255,10 @@ void Recovery::keep(const std::string& name, GradientScaler& scaler) {
       name, [&scaler] { return scaler.state(); }, [&scaler](const std::string& saved) { scaler.set_state(saved); });
 }
 
-std::int64_t Recovery::epoch() const { return state_->position.epoch; }
-std::int64_t Recovery::steps() const { return state_->steps; }
+int64_t Recovery::epoch() const { return state_->position.epoch; }
+int64_t Recovery::steps() const { return state_->steps; }
 
-Loader::Epoch Recovery::batches(std::int64_t epoch) {
+Loader::Epoch Recovery::batches(int64_t epoch) {
   const LoaderPosition& at = state_->position;
   if (state_->loader == nullptr)
     throw UsageError({.what = "Recovery::batches() without a loader", .next = "Recovery(ddp, optimizer, loader)"});

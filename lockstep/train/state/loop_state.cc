@@ -33,8 +33,8 @@ std::map<int, MappedMemory> map_arenas(const std::vector<JobMemory::Kept>& kept)
 }
 
 // The steps of which this machine has the common image and every rank's own.
-std::set<std::int64_t> whole_steps(const std::vector<StateImage>& common, const std::vector<StateImage>& own) {
-  std::set<std::int64_t> steps;
+std::set<int64_t> whole_steps(const std::vector<StateImage>& common, const std::vector<StateImage>& own) {
+  std::set<int64_t> steps;
   for (const StateImage& image : common) {
     const auto has_it = [&](const StateImage& each) { return each.step == image.step; };
     if (std::ranges::count_if(own, has_it) == image.owner.local_ranks) steps.insert(image.step);
@@ -44,7 +44,7 @@ std::set<std::int64_t> whole_steps(const std::vector<StateImage>& common, const 
 
 // The newest step that some machine has whole, or -1, and the first rank there. Where ranks have parts of the state: that every machine
 // has whole which has any; one that is new has none.
-std::pair<std::int64_t, int> newest_in(const std::vector<std::string>& of_ranks) {
+std::pair<int64_t, int> newest_in(const std::vector<std::string>& of_ranks) {
   std::vector<nlohmann::json> all;
   for (const std::string& text : of_ranks) all.push_back(nlohmann::json::parse(text));
   const bool in_parts =
@@ -52,14 +52,14 @@ std::pair<std::int64_t, int> newest_in(const std::vector<std::string>& of_ranks)
   const auto has = [](const nlohmann::json& each, const nlohmann::json& step) {
     return std::ranges::count(each["steps"], step) > 0;
   };
-  std::pair<std::int64_t, int> newest{-1, 0};
-  for (std::size_t rank = 0; rank < all.size(); ++rank)
+  std::pair<int64_t, int> newest{-1, 0};
+  for (size_t rank = 0; rank < all.size(); ++rank)
     for (const auto& step : all[rank]["steps"]) {
       const auto lacks_it = [&](const auto& each) {
         return each["has_state"].template get<bool>() && !has(each, step);
       };
-      if (step.get<std::int64_t>() <= newest.first || (in_parts && std::ranges::any_of(all, lacks_it))) continue;
-      newest = {step.get<std::int64_t>(), static_cast<int>(rank)};
+      if (step.get<int64_t>() <= newest.first || (in_parts && std::ranges::any_of(all, lacks_it))) continue;
+      newest = {step.get<int64_t>(), static_cast<int>(rank)};
     }
   return newest;
 }
@@ -93,16 +93,16 @@ LoopState::LoopState(const World& world, JobMemory& memory, double share_of_time
 }
 
 // Returns how many updates the lost ranks had made.
-std::int64_t LoopState::take_over(const std::vector<JobMemory::Kept>& kept, const StateImage& manifest) const {
+int64_t LoopState::take_over(const std::vector<JobMemory::Kept>& kept, const StateImage& manifest) const {
   const auto arenas = map_arenas(kept);
-  const auto find = [&](int rank, std::uint64_t offset, std::size_t size) {
+  const auto find = [&](int rank, uint64_t offset, size_t size) {
     const auto found = arenas.find(rank);
     if (found == arenas.end() || offset + size > found->second.size)
       throw CheckpointError({.what = concat("the memory that rank ", rank, " has left is incomplete"),
                              .next = "start the job again with --resume"});
     return found->second.begin.get() + offset;
   };
-  return static_cast<std::int64_t>(in_place_->take_over(reader_of(manifest.bytes).metadata().at(kManifest), find));
+  return static_cast<int64_t>(in_place_->take_over(reader_of(manifest.bytes).metadata().at(kManifest), find));
 }
 
 // The first rank of a machine that has the newest state sends it to those whose machine has not.
@@ -111,7 +111,7 @@ void LoopState::find(bool in_parts) {
   const auto common = images_in(kept, image_name("common", in_place()));
   const auto own = images_in(kept, image_name("own", in_place()));
   const bool has_state = !common.empty() || !own.empty();
-  std::set<std::int64_t> here;
+  std::set<int64_t> here;
   if (!in_place())
     here = whole_steps(common, own);
   else if (is_so_on_all(world_, !common.empty()))
@@ -152,7 +152,7 @@ void LoopState::drop_found() {
 
 // The state of this World is whole already where as many ranks go on with the images of their predecessors; else with the first
 // keep().
-bool LoopState::taken(std::int64_t step) {
+bool LoopState::taken(int64_t step) {
   is_whole_ = is_so_on_all(world_, goes_on_);
   if (found_ && world_.rank() == 0) log_info(concat("a rank was replaced: going on after step ", step));
   found_.reset();
@@ -171,7 +171,7 @@ bool LoopState::is_due() {
 
 // In place images have numbers as Optimizer::take_over() counts updates. What the first two copies cost tells nothing: they take
 // memory, which the later ones have.
-void LoopState::keep(std::int64_t step, const TensorFile& common, const TensorFile& own) {
+void LoopState::keep(int64_t step, const TensorFile& common, const TensorFile& own) {
   const bool is_first = kept_ == 0;
   if (in_place()) {
     if (is_first && keeps_common()) common_.write(0, {.tensors = {}, .metadata = {{kManifest, in_place_->manifest()}}});
@@ -183,7 +183,7 @@ void LoopState::keep(std::int64_t step, const TensorFile& common, const TensorFi
   }
   const torch::Tensor between = torch::full({1}, steps_between(cost_.seconds()), torch::kInt64).to(world_.device());
   world_.all_reduce(between, ReduceOp::kMax);
-  between_ = kept_ < 2 ? 1 : between.item<std::int64_t>();
+  between_ = kept_ < 2 ? 1 : between.item<int64_t>();
   if (!is_whole_ && world_.local_rank() == 0) memory_.complete();
   is_whole_ = true;
   ++kept_;
@@ -191,11 +191,11 @@ void LoopState::keep(std::int64_t step, const TensorFile& common, const TensorFi
   since_last_ = Stopwatch();
 }
 
-std::int64_t LoopState::steps_between(double cost) const {
+int64_t LoopState::steps_between(double cost) const {
   constexpr double kMost = 1e6;
   if (share_of_time_ >= 1) return 1;
   const double steps = std::ceil(cost / share_of_time_ / std::max(step_seconds_, 1e-9));
-  return static_cast<std::int64_t>(std::clamp(steps, 1.0, kMost));
+  return static_cast<int64_t>(std::clamp(steps, 1.0, kMost));
 }
 
 }  // namespace lockstep

@@ -58,7 +58,7 @@ class LoopState {
 
   // All ranks have taken what was found, the state after `step`, or begin anew: from now on it is this World's. False: it is not
   // kept, and the launcher has that of the World before until keep(). Blocks.
-  bool taken(std::int64_t step);
+  bool taken(int64_t step);
 
   // After each step, in place before each update: whether to keep() now. The same on all ranks.
   bool is_due();
@@ -69,12 +69,12 @@ class LoopState {
   // Blocks for the copy, then until all ranks have copied; in place only the first time, before the first step. Copies of
   // everything are, from the third on, so far apart that they take no more than their share of the time. Throws SystemError,
   // UsageError (a dtype that safetensors does not know), PeerLost.
-  void keep(std::int64_t step, const TensorFile& common, const TensorFile& own);
+  void keep(int64_t step, const TensorFile& common, const TensorFile& own);
 
  private:
   void find(bool in_parts);
-  std::int64_t take_over(const std::vector<JobMemory::Kept>& kept, const StateImage& manifest) const;
-  std::int64_t steps_between(double cost) const;
+  int64_t take_over(const std::vector<JobMemory::Kept>& kept, const StateImage& manifest) const;
+  int64_t steps_between(double cost) const;
 
   World world_;
   JobMemory& memory_;
@@ -85,12 +85,12 @@ class LoopState {
   std::optional<Found> found_;
   bool goes_on_ = false;  // with the images of its predecessor, in a World of the same size
   bool is_whole_ = false;
-  std::int64_t kept_ = 0;     // how often
-  std::int64_t steps_ = 0;    // since the last keep()
-  std::int64_t between_ = 1;  // steps
-  Stopwatch since_last_;      // keep()
-  double step_seconds_ = 0;   // mean of those between the last two
-  Stopwatch cost_;            // since is_due() said so
+  int64_t kept_ = 0;         // how often
+  int64_t steps_ = 0;        // since the last keep()
+  int64_t between_ = 1;      // steps
+  Stopwatch since_last_;     // keep()
+  double step_seconds_ = 0;  // mean of those between the last two
+  Stopwatch cost_;           // since is_due() said so
 };
 
 }  // namespace lockstep

@@ -148,7 +148,7 @@ void restore_optimizer(const SavedState& saved, Strategy& strategy) {
   std::map<std::string, std::vector<std::string>> keys;  // of each parameter with a state
   for (const auto& [name, shape] : saved.shapes)
     if (name.starts_with(kOptimizer)) {
-      const std::size_t dot = name.rfind('.');
+      const size_t dot = name.rfind('.');
       keys[name.substr(kOptimizer.size(), dot - kOptimizer.size())].push_back(name.substr(dot + 1));
     }
   const TensorsByName parameters = with_prefix("", held(named_parameters(strategy.model())));
@@ -194,10 +194,10 @@ Position restore(const SavedState& saved, const std::vector<NamedTensor>& tensor
 bool all_finite(const torch::Tensor& tensor) {
   if (!tensor.is_cpu() || tensor.scalar_type() != torch::kFloat32 || !tensor.is_non_overlapping_and_dense())
     return torch::isfinite(tensor.element_size() == 1 ? tensor.to(torch::kFloat32) : tensor).all().item<bool>();
-  constexpr std::uint32_t kExponent = 0x7f800000;
+  constexpr uint32_t kExponent = 0x7f800000;
   const std::span values(tensor.const_data_ptr<float>(), to_size(tensor.numel()));
-  std::uint32_t largest = 0;
-  for (const float value : values) largest = std::max(largest, std::bit_cast<std::uint32_t>(value) & kExponent);
+  uint32_t largest = 0;
+  for (const float value : values) largest = std::max(largest, std::bit_cast<uint32_t>(value) & kExponent);
   return largest < kExponent;
 }
 

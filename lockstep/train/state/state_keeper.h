@@ -66,8 +66,8 @@ class StateKeeper {
   std::optional<CheckpointWriter> checkpoints_;  // rank 0, with --checkpoint-dir
   std::optional<LoopState> kept_;                // in the launcher's memory
   std::string last_event_;                       // of the last step before a loss
-  std::int64_t resumed_step_ = -1;               // of the checkpoint
-  std::int64_t awaited_ = -1;     // with on_checkpoint: the newest checkpoint, until all ranks know that it is saved
+  int64_t resumed_step_ = -1;                    // of the checkpoint
+  int64_t awaited_ = -1;          // with on_checkpoint: the newest checkpoint, until all ranks know that it is saved
   Json written_ = Json::array();  // on rank 0: [step, path] of those that they do not know yet
 };
 

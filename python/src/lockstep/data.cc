@@ -44,8 +44,8 @@ std::pair<SharedDataset, std::vector<std::string>> image_folder(const fs::path& 
   return {with_transform(source, transform, photographs()), source->class_names()};
 }
 
-SharedDataset tensors(const std::string& name, const torch::Tensor& data, const torch::Tensor& target,
-                      std::int64_t classes, const std::string& transform) {
+SharedDataset tensors(const std::string& name, const torch::Tensor& data, const torch::Tensor& target, int64_t classes,
+                      const std::string& transform) {
   if (const auto images = images_in(name, data, target, classes, name)) return with_transform(images, transform);
   if (!transform.empty())
     throw UsageError({.what = concat("transform is for images, ", name, " has none"),
@@ -54,8 +54,7 @@ SharedDataset tensors(const std::string& name, const torch::Tensor& data, const 
   return {std::make_shared<TensorDataset>(name, data, target)};
 }
 
-SharedDataset tokens(const fs::path& path, std::int64_t block, int bits, std::int64_t vocabulary, double skip,
-                     double leave) {
+SharedDataset tokens(const fs::path& path, int64_t block, int bits, int64_t vocabulary, double skip, double leave) {
   return {std::make_shared<TokenDataset>(path, TokenOptions{.block = block,
                                                             .token_bytes = bytes_of_token(bits),
                                                             .vocabulary = vocabulary,
@@ -70,13 +69,13 @@ std::pair<SharedDataset, std::optional<SharedDataset>> open_by_name(const std::s
   return {{std::move(both.train)}, SharedDataset{std::move(both.validation)}};
 }
 
-void pack_into(const SharedDataset& from, const fs::path& folder, std::uint64_t shard_bytes, bool keep_order,
-               std::int64_t shorter_edge, int quality) {
+void pack_into(const SharedDataset& from, const fs::path& folder, uint64_t shard_bytes, bool keep_order,
+               int64_t shorter_edge, int quality) {
   pack(*from.dataset, folder,
        {.shard_bytes = shard_bytes, .keep_order = keep_order, .shorter_edge = shorter_edge, .quality = quality});
 }
 
-Tensors batch_of(const SharedDataset& from, const std::vector<std::int64_t>& indices) {
+Tensors batch_of(const SharedDataset& from, const std::vector<int64_t>& indices) {
   Batch batch = from.dataset->make_batch(indices);
   return {std::move(batch.data), std::move(batch.target)};
 }
@@ -100,7 +99,7 @@ class SharedLoader {
   }
   SharedLoader& operator=(SharedLoader&&) = delete;
 
-  void start(std::int64_t epoch, std::int64_t samples) {
+  void start(int64_t epoch, int64_t samples) {
     const auto lock = this_thread_only();
     at_.reset();
     loader_->stop();
@@ -149,7 +148,7 @@ class SharedLoader {
   std::mutex mutex_;
 };
 
-std::shared_ptr<const SampleOrder> drawn_by(const std::optional<std::vector<double>>& weights, std::int64_t samples) {
+std::shared_ptr<const SampleOrder> drawn_by(const std::optional<std::vector<double>>& weights, int64_t samples) {
   if (!weights) return nullptr;
   if (std::ssize(*weights) != samples)
     throw UsageError(
@@ -158,9 +157,9 @@ std::shared_ptr<const SampleOrder> drawn_by(const std::optional<std::vector<doub
 }
 
 // The arguments of a DataLoader that do not depend on the rank.
-LoaderOptions loader_options(const SharedDataset& from, std::int64_t batch_size, bool shuffle,
-                             const std::optional<std::vector<double>>& weights, std::uint64_t seed, int num_workers,
-                             int prefetch, std::int64_t skip_bad, double timeout) {
+LoaderOptions loader_options(const SharedDataset& from, int64_t batch_size, bool shuffle,
+                             const std::optional<std::vector<double>>& weights, uint64_t seed, int num_workers,
+                             int prefetch, int64_t skip_bad, double timeout) {
   using Seconds = std::chrono::duration<double>;
   if (!(timeout > 0 && Seconds(timeout) <= Seconds(Deadline::kLongest)))
     throw UsageError({.what = concat("timeout=", timeout), .next = "give seconds above 0, at most 24 days"});
@@ -178,14 +177,14 @@ LoaderOptions loader_options(const SharedDataset& from, std::int64_t batch_size,
 }
 
 // This rank's samples of the rest of an epoch, which is dealt in blocks of one sample per rank.
-std::vector<std::int64_t> samples_of_rank(std::int64_t samples, int rank, int ranks, std::uint64_t seed, bool shuffle,
-                                          std::int64_t epoch, std::int64_t first_sample) {
+std::vector<int64_t> samples_of_rank(int64_t samples, int rank, int ranks, uint64_t seed, bool shuffle, int64_t epoch,
+                                     int64_t first_sample) {
   DistributedSampler sampler(
       {.samples = samples, .batch_size = ranks, .rank = rank, .ranks = ranks, .seed = seed, .shuffle = shuffle});
   sampler.set_epoch(epoch, first_sample);
-  std::vector<std::int64_t> mine;
-  for (std::int64_t step = 0; step < sampler.steps(); ++step)
-    for (const std::int64_t sample : sampler.part(step)) mine.push_back(sample);
+  std::vector<int64_t> mine;
+  for (int64_t step = 0; step < sampler.steps(); ++step)
+    for (const int64_t sample : sampler.part(step)) mine.push_back(sample);
   return mine;
 }
 
@@ -199,7 +198,7 @@ void bind_datasets(py::module_& data) {
       .def("__len__", [](const SharedDataset& from) { return from.dataset->size(); })
       .def("name", [](const SharedDataset& from) { return from.dataset->name(); })
       .def("batch", &batch_of, Release())
-      .def("part", [](const SharedDataset& from, std::int64_t begin, std::int64_t end) {
+      .def("part", [](const SharedDataset& from, int64_t begin, int64_t end) {
         return SharedDataset{std::make_shared<SubsetDataset>(from.dataset, begin, end)};
       });
   data.def("split_images", &images_of_split, Release());

@@ -55,8 +55,7 @@ void all_reduce(Devices& devices, const std::vector<std::vector<torch::Tensor>>&
                       .next = "give one tensor for each device, on it"});
   devices.run([tensors, way = value_named<Algorithm>(algorithm, "algorithm")](Device& device) {
     const torch::NoGradGuard no_grad;
-    for (const torch::Tensor& tensor : tensors[static_cast<std::size_t>(device.index())])
-      device.all_reduce(tensor, way);
+    for (const torch::Tensor& tensor : tensors[static_cast<size_t>(device.index())]) device.all_reduce(tensor, way);
   });
 }
 

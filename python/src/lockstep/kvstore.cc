@@ -44,8 +44,8 @@ class OpenStore {
 };
 
 // None on a server, once all workers have gone.
-std::unique_ptr<OpenStore> create(const std::string& kind, const World& world, int servers, std::int64_t staleness,
-                                  bool adapt_to_delay, std::int64_t split_above, int devices) {
+std::unique_ptr<OpenStore> create(const std::string& kind, const World& world, int servers, int64_t staleness,
+                                  bool adapt_to_delay, int64_t split_above, int devices) {
   const KVStoreOptions store{.kind = value_named<KVStoreKind>(kind, "kvstore"),
                              .servers = servers,
                              .staleness = staleness,
@@ -76,7 +76,7 @@ py::cpp_function number(int (KVStore::*property)() const) {
 
 void bind_kvstore(py::module_& module) {
   py::class_<NamedTensor>(module, "NamedTensor").def(py::init<std::string, torch::Tensor>());
-  py::class_<PushOptions>(module, "PushOptions").def(py::init<std::int64_t, double, double>());
+  py::class_<PushOptions>(module, "PushOptions").def(py::init<int64_t, double, double>());
   py::class_<OpenStore>(module, "KVStore")
       .def_static("create", &create, Release())
       .def("close", &OpenStore::close, Release())

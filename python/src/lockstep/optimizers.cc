@@ -24,7 +24,7 @@ std::shared_ptr<Optimizer> make(const std::string& name,
   return optimizer;
 }
 
-void set_options(Optimizer& optimizer, const std::string& name, std::size_t group, const OptionValues& values) {
+void set_options(Optimizer& optimizer, const std::string& name, size_t group, const OptionValues& values) {
   auto& into = optimizer.param_groups().at(group);
   into.set_options(group_of({}, optimizer_options(name, values)).options().clone());
 }

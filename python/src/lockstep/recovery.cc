@@ -34,11 +34,11 @@ bool next_generation(std::chrono::milliseconds timeout) {
 void bind_recovery(py::module_& module) {
   // python/src/lockstep/checkpoints.py says what they do.
   py::class_<Checkpoints>(module, "Checkpoints")
-      .def(py::init<const std::filesystem::path&, std::optional<std::int64_t>>(), Release())
+      .def(py::init<const std::filesystem::path&, std::optional<int64_t>>(), Release())
       .def("newest", &Checkpoints::newest, Release())
       .def(
           "save",
-          [](Checkpoints& self, std::int64_t step, std::map<std::string, torch::Tensor> tensors,
+          [](Checkpoints& self, int64_t step, std::map<std::string, torch::Tensor> tensors,
              std::map<std::string, std::string> metadata) {
             self.save(step, {.tensors = std::move(tensors), .metadata = std::move(metadata)});
           },
@@ -56,7 +56,7 @@ void bind_recovery(py::module_& module) {
       .def("is_due", &LoopState::is_due)
       .def(
           "keep",
-          [](LoopState& self, std::int64_t step, TensorsByName common, TensorsByName own) {
+          [](LoopState& self, int64_t step, TensorsByName common, TensorsByName own) {
             self.keep(step, {.tensors = std::move(common), .metadata = {}},
                       {.tensors = std::move(own), .metadata = {}});
           },

@@ -140,7 +140,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
   }
 
   // The next backward() counts this many samples, whatever its forwards did.
-  void set_samples(std::int64_t samples) {
+  void set_samples(int64_t samples) {
     if (samples < 0) throw UsageError({.what = concat("a batch of ", samples, " samples"), .next = "give 0 or more"});
     given_samples_ = samples;
   }
@@ -272,7 +272,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
     for (const Forward* forward : forwards) size += forward->size;
     if (!by_samples_) return {BatchWeight::kAlike, size};
     if (std::isnan(size)) throw unknown_batch(ddp_.world());
-    return static_cast<std::int64_t>(size);
+    return static_cast<int64_t>(size);
   }
 
   // A gradient of an empty batch may be NaN.
@@ -290,7 +290,7 @@ class Replica : public std::enable_shared_from_this<Replica> {
   bool by_samples_;
   std::vector<torch::Tensor> parameters_;  // that are trained; each once, or two hooks would scale its gradient twice
   std::vector<std::weak_ptr<const Output>> outputs_;  // of forwards whose graph still exists
-  std::optional<std::int64_t> given_samples_;
+  std::optional<int64_t> given_samples_;
   NoSyncGuard no_sync_;
   bool in_backward_ = false;
   bool accumulates_ = false;

@@ -79,7 +79,7 @@ void bind_collectives(py::class_<World>& world) {
   def("reduce_scatter", [](const World& all, const Tensor& tensor, const std::string& op) {
     return all.reduce_scatter(tensor, {.op = value_named<ReduceOp>(op, "op")});
   });
-  def("all_to_all", [](const World& all, const Tensor& tensor, const std::vector<std::int64_t>& send_rows) {
+  def("all_to_all", [](const World& all, const Tensor& tensor, const std::vector<int64_t>& send_rows) {
     return all.all_to_all(tensor, {.send_rows = send_rows});
   });
   def("send", &World::send);
@@ -110,7 +110,7 @@ void bind_world(py::module_& module) {
       .def_property_readonly("node_rank", &World::node_rank)
       .def("describe", &World::describe);
   py::class_<Timeline>(module, "Timeline")
-      .def(py::init([](const World& world, const std::string& file, std::int64_t first, std::int64_t end) {
+      .def(py::init([](const World& world, const std::string& file, int64_t first, int64_t end) {
              return std::make_unique<Timeline>(world, file, StepRange{first, end});
            }),
            Release())

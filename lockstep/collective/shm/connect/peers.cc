@@ -18,10 +18,10 @@ namespace {
 // A rank that sleeps looks around a lot more often.
 constexpr milliseconds kStandsStillAfter = 20 * kLongestSleep;
 
-std::int64_t now_in_ms() { return std::chrono::floor<milliseconds>(Deadline::Clock::now().time_since_epoch()).count(); }
+int64_t now_in_ms() { return std::chrono::floor<milliseconds>(Deadline::Clock::now().time_since_epoch()).count(); }
 
-std::size_t seats_offset() { return round_up(sizeof(MachineBlock), kCacheLine); }
-std::size_t area_offset(int size) { return seats_offset() + static_cast<unsigned>(size) * sizeof(Seat); }
+size_t seats_offset() { return round_up(sizeof(MachineBlock), kCacheLine); }
+size_t area_offset(int size) { return seats_offset() + static_cast<unsigned>(size) * sizeof(Seat); }
 
 struct Advice {
   const char* likely;
@@ -39,14 +39,14 @@ constexpr std::array<Advice, 4> kAdvice = {{
 
 // From <linux/pidfd.h> of Linux 6.15: how a process ended, after its parent collected it.
 struct PidfdInfo {
-  std::uint64_t mask;
-  std::uint64_t cgroup;
-  std::uint32_t pid, tgid, ppid;
-  std::array<std::uint32_t, 8> ids;
-  std::int32_t exit_code;
+  uint64_t mask;
+  uint64_t cgroup;
+  uint32_t pid, tgid, ppid;
+  std::array<uint32_t, 8> ids;
+  int32_t exit_code;
 };
 constexpr unsigned long kGetInfo = _IOWR(0xFF, 11, PidfdInfo);
-constexpr std::uint64_t kInfoExit = 1U << 3;
+constexpr uint64_t kInfoExit = 1U << 3;
 
 std::optional<int> status_of_collected(int pidfd) {
   PidfdInfo info{};
@@ -80,9 +80,9 @@ std::string how_it_ended(int pidfd, pid_t pid) {
 
 }  // namespace
 
-std::size_t control_bytes(int size) { return area_offset(size) + GroupArea::bytes(size); }
+size_t control_bytes(int size) { return area_offset(size) + GroupArea::bytes(size); }
 
-UniqueFd make_control_segment(int size, std::size_t staging_bytes) {
+UniqueFd make_control_segment(int size, size_t staging_bytes) {
   UniqueFd fd = make_segment("control", control_bytes(size));
   const MachineBlock start{.staging_bytes = staging_bytes, .poison = {}};
   if (::pwrite(fd.get(), &start, sizeof start, 0) != static_cast<ssize_t>(sizeof start))
@@ -105,14 +105,14 @@ void Peers::take_seat(int rank, int job_rank) {
   Seat& mine = seat(rank);
   mine.job_rank.store(job_rank, std::memory_order_relaxed);
   mine.pid.store(::getpid(), std::memory_order_relaxed);
-  for (const int core : usable_cores()) mine.cores[static_cast<unsigned>(core) / 64] |= std::uint64_t{1} << (core % 64);
+  for (const int core : usable_cores()) mine.cores[static_cast<unsigned>(core) / 64] |= uint64_t{1} << (core % 64);
   mine.state.store(Seat::kJoined, std::memory_order_release);
 }
 
 bool Peers::more_ranks_than_cores() const {
   int cores = 0;
-  for (std::size_t word = 0; word < seat(0).cores.size(); ++word) {
-    std::uint64_t any = 0;
+  for (size_t word = 0; word < seat(0).cores.size(); ++word) {
+    uint64_t any = 0;
     for (int rank = 0; rank < size(); ++rank) any |= seat(rank).cores[word];
     cores += std::popcount(any);
   }
@@ -121,14 +121,14 @@ bool Peers::more_ranks_than_cores() const {
 
 GroupArea Peers::group_area() const { return {control_.at(area_offset(size()), 0), size()}; }
 
-Location Peers::locate(const void* address, std::size_t bytes) const {
-  if (share_ordinary_memory_) return {.kind = Location::kAddress, .at = reinterpret_cast<std::uintptr_t>(address)};
+Location Peers::locate(const void* address, size_t bytes) const {
+  if (share_ordinary_memory_) return {.kind = Location::kAddress, .at = reinterpret_cast<uintptr_t>(address)};
   for (int rank = 0; rank < size(); ++rank)
     if (const auto offset = arenas_[rank]->window().offset_of(address, bytes)) return in_arena(rank, *offset);
   return {};
 }
 
-std::byte* Peers::pointer(Location place, std::size_t bytes) const {
+std::byte* Peers::pointer(Location place, size_t bytes) const {
   if (place.kind == Location::kAddress) return reinterpret_cast<std::byte*>(place.at);
   if (place.owner >= size())
     throw SystemError({.what = concat("an address in the memory of rank ", place.owner, ", but there are ", size())});
@@ -137,7 +137,7 @@ std::byte* Peers::pointer(Location place, std::size_t bytes) const {
 
 void Peers::poison(Cause cause, const std::string& what, const std::string& peer) const {
   Poison& poison = block().poison;
-  std::uint32_t clean = Poison::kClean;
+  uint32_t clean = Poison::kClean;
   if (!poison.state.compare_exchange_strong(clean, Poison::kClaimed)) return;
   poison.cause.store(cause, std::memory_order_relaxed);
   what.copy(poison.what.data(), poison.what.size() - 1);  // the rest is zeroes
@@ -164,7 +164,7 @@ void Peers::poison_if_any_died() const {
   std::vector<pollfd> polls;
   for (const UniqueFd& pidfd : pidfds_) polls.push_back(to_poll(pidfd.get()));
   if (polls.empty() || poll_for(polls, {}) <= 0) return;
-  for (std::size_t i = 0; i < polls.size(); ++i) {
+  for (size_t i = 0; i < polls.size(); ++i) {
     const int rank = static_cast<int>(i);
     if (polls[i].revents == 0 || left(rank)) continue;
     const std::string ending = how_it_ended(polls[i].fd, seat(rank).pid.load(std::memory_order_relaxed));
@@ -200,7 +200,7 @@ int Peers::job_rank(int rank) const { return seat(rank).job_rank.load(std::memor
 std::string Peers::name(int rank) const { return concat("rank ", job_rank(rank)); }
 
 std::string Peers::describe(int rank) const {
-  const std::int32_t pid = seat(rank).pid.load(std::memory_order_relaxed);
+  const int32_t pid = seat(rank).pid.load(std::memory_order_relaxed);
   return pid == 0 ? name(rank) : concat(name(rank), ", pid ", pid);
 }
 

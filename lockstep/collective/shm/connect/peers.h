@@ -22,8 +22,8 @@ struct PeerHandles {
 };
 
 // A control segment for `size` ranks, ready to be handed out.
-UniqueFd make_control_segment(int size, std::size_t staging_bytes);
-std::size_t control_bytes(int size);
+UniqueFd make_control_segment(int size, size_t staging_bytes);
+size_t control_bytes(int size);
 
 class Peers {
  public:
@@ -31,7 +31,7 @@ class Peers {
 
   int size() const { return arenas_.size(); }
   bool shares_ordinary_memory() const { return share_ordinary_memory_; }
-  std::size_t staging_bytes() const { return block().staging_bytes; }
+  size_t staging_bytes() const { return block().staging_bytes; }
   bool more_ranks_than_cores() const;
 
   Seat& seat(int rank) const;
@@ -40,9 +40,9 @@ class Peers {
   const std::shared_ptr<Arena>& arena(int rank) const { return arenas_[rank]; }
 
   // The location, for the peers, of `bytes` bytes at `address`: private unless in an arena, or ranks are threads.
-  Location locate(const void* address, std::size_t bytes) const;
+  Location locate(const void* address, size_t bytes) const;
   // The other way round, for a place that a peer announced. Maps it if it is new. Throws SystemError.
-  std::byte* pointer(Location place, std::size_t bytes) const;
+  std::byte* pointer(Location place, size_t bytes) const;
 
   bool poisoned() const { return block().poison.state.load() != Poison::kClean; }
   void poison(Cause cause, const std::string& what, const std::string& peer) const;

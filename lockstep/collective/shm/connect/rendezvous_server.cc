@@ -11,7 +11,7 @@
 namespace lockstep::shm {
 namespace {
 
-std::size_t staging_bytes_of(const Options& options, int size) {
+size_t staging_bytes_of(const Options& options, int size) {
   return options.staging_bytes > 0 ? round_up(options.staging_bytes, kCacheLine) : chunk_bytes(size);
 }
 
@@ -51,7 +51,7 @@ PeerHandles own_parts(int rank, int size) {
 // The server's side, from the first connection to "go". Throws RendezvousError: ranks missing or lost at the deadline.
 class ServerHandshake {
  public:
-  ServerHandshake(int listener, int size, std::size_t staging_bytes, Deadline deadline)
+  ServerHandshake(int listener, int size, size_t staging_bytes, Deadline deadline)
       : listener_(listener), size_(size), deadline_(deadline), parts_(own_parts(0, size)) {
     peers_.resize(size);
     parts_.control = make_control_segment(size, staging_bytes);
@@ -215,7 +215,7 @@ class ClientHandshake {
     if (!send_message(socket_.get(), message_of(kind, rank_, size_), deadline_, descriptors)) refused();
   }
 
-  Message receive(Message::Kind kind, std::vector<UniqueFd>& descriptors, std::size_t expected) const {
+  Message receive(Message::Kind kind, std::vector<UniqueFd>& descriptors, size_t expected) const {
     Message message;
     if (!wait_for(POLLIN, socket_.get(), deadline_))
       throw RendezvousError({.what = "not all ranks of this machine came before the deadline",

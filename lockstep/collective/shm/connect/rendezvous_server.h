@@ -27,20 +27,20 @@ namespace lockstep::shm {
 
 // What the ranks say to each other while they connect.
 struct Message {
-  enum class Kind : std::uint32_t { kHello = 1, kWelcome, kRank, kReady, kGo };
+  enum class Kind : uint32_t { kHello = 1, kWelcome, kRank, kReady, kGo };
   using enum Kind;
 
   std::array<char, 8> magic{'l', 'o', 'c', 'k', 's', 't', 'e', 'p'};
-  std::uint32_t version = 3;
+  uint32_t version = 3;
   Kind kind = Kind::kHello;
-  std::int32_t rank = -1;
-  std::int32_t size = 0;
-  std::uint64_t layout = 0;  // bytes of the control segment: another build has another one
+  int32_t rank = -1;
+  int32_t size = 0;
+  uint64_t layout = 0;  // bytes of the control segment: another build has another one
 };
 
 struct Options {
   milliseconds timeout = kDefaultTimeout;  // of every wait in a collective; each rank's own
-  std::size_t staging_bytes = 0;           // of a chunk; 0: thresholds.h. Rank 0's value counts for all ranks
+  size_t staging_bytes = 0;                // of a chunk; 0: thresholds.h. Rank 0's value counts for all ranks
   bool share_ordinary_memory = true;       // ranks as threads: they read each other's memory wherever it lies
   std::vector<int> job_ranks{};            // what the job calls ranks 0, 1, ..., for messages; empty: the same
 };

@@ -180,7 +180,7 @@ TEST_F(Rendezvous, connects_where_others_fill_the_queue) {
   } catch (const SystemError&) {
   }
   std::thread late([&] { EXPECT_NO_THROW(connect_locally(address, SOCK_SEQPACKET, soon())); });
-  for (std::size_t accepted = 0; accepted <= others.size();)
+  for (size_t accepted = 0; accepted <= others.size();)
     if (accept_locally(listener.get())) ++accepted;
   late.join();
 }
@@ -222,7 +222,7 @@ int sum_over_processes(int size) {
       const GroupPtr owner =
           rank == 0 ? server.connect(deadline) : join_rendezvous(server.address(), rank, size, deadline);
       Group& group = *owner;
-      std::int64_t one = 1;
+      int64_t one = 1;
       group.all_reduce({.input = &one, .output = &one, .count = 1, .dtype = DType::kInt64});
       group.barrier();
       return one == size ? 0 : 1;
@@ -263,7 +263,7 @@ TEST_F(Rendezvous, holds_200_groups_of_4_ranks_at_once) {
         groups.push_back(rank == 0 ? server.connect(soon()) : join_rendezvous(server.address(), rank, kRanks, soon()));
       int wrong = 0;
       for (const GroupPtr& group : groups) {
-        std::vector<std::int32_t> data(20'000, rank + 1);
+        std::vector<int32_t> data(20'000, rank + 1);
         group->all_reduce({.input = data.data(), .output = data.data(), .count = data.size(), .dtype = DType::kInt32});
         wrong += std::ranges::count(data, 10) == std::ssize(data) ? 0 : 1;
       }

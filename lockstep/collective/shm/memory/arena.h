@@ -26,7 +26,7 @@ class Memory;
 
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
-  static constexpr std::size_t kFirstExtent = std::size_t{64} << 20;
+  static constexpr size_t kFirstExtent = size_t{64} << 20;
 
   // Makes one in the segment `fd`, which messages call `name`.
   Arena(UniqueFd fd, std::string name) : window_(std::move(fd), kFirstExtent, std::move(name)) {}
@@ -35,10 +35,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   // `bytes` bytes at a multiple of 64; not zeroed, except where the memory was never used before.
   // Throws SystemError: the machine has no more memory, RLIMIT_FSIZE, no addresses left.
-  Memory allocate(std::size_t bytes);
+  Memory allocate(size_t bytes);
 
   // From the machine.
-  std::size_t bytes_taken() const {
+  size_t bytes_taken() const {
     const std::lock_guard lock(mutex_);
     return taken_;
   }
@@ -49,23 +49,22 @@ class Arena : public std::enable_shared_from_this<Arena> {
     void operator()(std::byte*) const { arena->give_back(offset, size); }
 
     std::shared_ptr<Arena> arena;
-    std::uint64_t offset = 0;
-    std::size_t size = 0;
+    uint64_t offset = 0;
+    size_t size = 0;
   };
 
-  static constexpr std::size_t kPage = 4096;
-  static constexpr std::size_t kGrowthUnit = std::size_t{1} << 20;
+  static constexpr size_t kPage = 4096;
+  static constexpr size_t kGrowthUnit = size_t{1} << 20;
 
   // Arrays start on a cache line; large ones take whole pages.
-  static std::size_t rounded(std::size_t bytes) {
-    const std::size_t some = std::max(bytes, std::size_t{1});
+  static size_t rounded(size_t bytes) {
+    const size_t some = std::max(bytes, size_t{1});
     return round_up(some, some >= kPage ? kPage : kCacheLine);
   }
 
-  using FreeRanges =
-      std::map<std::uint64_t, std::size_t>;  // offset -> bytes; each in one extent, no two adjacent there
+  using FreeRanges = std::map<uint64_t, size_t>;  // offset -> bytes; each in one extent, no two adjacent there
 
-  std::uint64_t take(std::size_t bytes) {
+  uint64_t take(size_t bytes) {
     auto range = best_fit(bytes);
     if (range == free_.end()) {
       grow(bytes);
@@ -77,7 +76,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
     return offset;
   }
 
-  FreeRanges::iterator best_fit(std::size_t bytes) {
+  FreeRanges::iterator best_fit(size_t bytes) {
     auto best = free_.end();
     for (auto range = free_.begin(); range != free_.end(); ++range)
       if (range->second >= bytes && (best == free_.end() || range->second < best->second)) best = range;
@@ -86,25 +85,25 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   // Grows by what is missing behind a free range at the end, in whole units. What does not fit the extent of the window begins the
   // next one that it fits: the file has a hole there, which takes no memory.
-  void grow(std::size_t bytes) {
-    std::uint64_t start = end_;
+  void grow(size_t bytes) {
+    uint64_t start = end_;
     if (!free_.empty() && free_.rbegin()->first + free_.rbegin()->second == end_) start = free_.rbegin()->first;
-    std::size_t extent = window_.extent_of(start);
+    size_t extent = window_.extent_of(start);
     while (start + bytes > window_.begin_of(extent + 1)) start = window_.begin_of(++extent);
-    const std::uint64_t from = std::max(start, end_);
-    const std::uint64_t end = from + round_up(start + bytes - from, kGrowthUnit);
+    const uint64_t from = std::max(start, end_);
+    const uint64_t end = from + round_up(start + bytes - from, kGrowthUnit);
     window_.grow(from, end);
     taken_ += end - from;
     insert(from, end - from);
     end_ = end;
   }
 
-  void give_back(std::uint64_t offset, std::size_t bytes) {
+  void give_back(uint64_t offset, size_t bytes) {
     const std::lock_guard lock(mutex_);
     insert(offset, rounded(bytes));
   }
 
-  void insert(std::uint64_t offset, std::size_t bytes) {
+  void insert(uint64_t offset, size_t bytes) {
     auto range = free_.emplace(offset, bytes).first;
     const auto next = std::next(range);
     if (next != free_.end() && adjoin(*range, *next)) {
@@ -125,8 +124,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   Window window_;
   mutable std::mutex mutex_;
   FreeRanges free_;
-  std::size_t taken_ = 0;  // from the machine
-  std::uint64_t end_ = 0;  // of the file
+  size_t taken_ = 0;  // from the machine
+  uint64_t end_ = 0;  // of the file
 };
 
 // A range of an arena; gives it back when it goes.
@@ -135,8 +134,8 @@ class Memory {
   Memory() = default;
 
   std::byte* data() const { return data_.get(); }
-  std::size_t size() const { return data_.get_deleter().size; }
-  std::uint64_t offset() const { return data_.get_deleter().offset; }  // what a peer needs to find it
+  size_t size() const { return data_.get_deleter().size; }
+  uint64_t offset() const { return data_.get_deleter().offset; }  // what a peer needs to find it
 
   template <class T>
   T* as() const {
@@ -150,9 +149,9 @@ class Memory {
   std::unique_ptr<std::byte, Arena::GiveBack> data_;
 };
 
-inline Memory Arena::allocate(std::size_t bytes) {
+inline Memory Arena::allocate(size_t bytes) {
   const std::lock_guard lock(mutex_);
-  const std::uint64_t offset = take(rounded(bytes));
+  const uint64_t offset = take(rounded(bytes));
   try {
     return {window_.at(offset, rounded(bytes)), {shared_from_this(), offset, bytes}};
   } catch (...) {

@@ -20,50 +20,50 @@ using testing::run_threads;
 
 std::shared_ptr<Arena> make_arena() { return std::make_shared<Arena>(make_segment("test", 0), "the test's memory"); }
 
-constexpr std::size_t kMiB = std::size_t{1} << 20;
+constexpr size_t kMiB = size_t{1} << 20;
 
 TEST(arena, uses_freed_memory_again) {
   const auto arena = make_arena();
   Memory first = arena->allocate(100);
   const std::byte* const address = first.data();
   Memory second = arena->allocate(100000);
-  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(address) % 64, 0U);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(address) % 64, 0U);
   first = Memory();
   Memory third = arena->allocate(64);
   EXPECT_EQ(third.data(), address);
-  const std::size_t taken = arena->bytes_taken();
+  const size_t taken = arena->bytes_taken();
   for (int i = 0; i < 1000; ++i) second = arena->allocate(50000);
-  EXPECT_LE(arena->bytes_taken(), taken + (std::size_t{1} << 20));
+  EXPECT_LE(arena->bytes_taken(), taken + (size_t{1} << 20));
 }
 
 TEST(arena, joins_neighbours_that_are_free) {
   const auto arena = make_arena();
   std::vector<Memory> parts;
-  for (int i = 0; i < 16; ++i) parts.push_back(arena->allocate(std::size_t{64} << 10));
-  EXPECT_EQ(arena->bytes_taken(), std::size_t{1} << 20);
+  for (int i = 0; i < 16; ++i) parts.push_back(arena->allocate(size_t{64} << 10));
+  EXPECT_EQ(arena->bytes_taken(), size_t{1} << 20);
   parts.clear();
-  const Memory all = arena->allocate(std::size_t{1} << 20);
-  EXPECT_EQ(arena->bytes_taken(), std::size_t{1} << 20);
+  const Memory all = arena->allocate(size_t{1} << 20);
+  EXPECT_EQ(arena->bytes_taken(), size_t{1} << 20);
 }
 
 TEST(arena, grows_without_moving_and_outlives_its_owner) {
   auto arena = make_arena();
   Memory first = arena->allocate(1000);
   std::memset(first.data(), 7, 1000);
-  Memory large = arena->allocate(std::size_t{20} << 20);
+  Memory large = arena->allocate(size_t{20} << 20);
   std::memset(large.data(), 1, large.size());
   arena.reset();
   EXPECT_EQ(first.data()[999], std::byte{7});
 }
 
-std::size_t addresses_of_this_process() {
-  std::size_t pages = 0;
+size_t addresses_of_this_process() {
+  size_t pages = 0;
   std::ifstream("/proc/self/statm") >> pages;
   return pages * 4096;
 }
 
 TEST(arena, reserves_few_addresses_beyond_the_memory_that_it_takes) {
-  const std::size_t before = addresses_of_this_process();
+  const size_t before = addresses_of_this_process();
   std::vector<std::shared_ptr<Arena>> arenas;
   std::vector<Memory> memories;
   for (int i = 0; i < 100; ++i) memories.push_back(arenas.emplace_back(make_arena())->allocate(1000));
@@ -74,16 +74,16 @@ TEST(arena, reserves_few_addresses_beyond_the_memory_that_it_takes) {
 TEST(arena, holds_arrays_in_extents_and_finds_them_again) {
   const auto arena = make_arena();
   std::vector<Memory> memories;
-  std::size_t taken = 0;
-  for (const std::size_t mib : {40, 30, 1, 65, 60, 130})
-    for (const std::size_t more : {0, 1}) {
-      const std::size_t bytes = mib * kMiB + more;
+  size_t taken = 0;
+  for (const size_t mib : {40, 30, 1, 65, 60, 130})
+    for (const size_t more : {0, 1}) {
+      const size_t bytes = mib * kMiB + more;
       taken += bytes;
       memories.push_back(arena->allocate(bytes));
       memories.back().data()[0] = memories.back().data()[bytes - 1] = static_cast<std::byte>(memories.size());
     }
   EXPECT_LE(arena->bytes_taken(), taken + memories.size() * kMiB);
-  for (std::size_t i = 0; i < memories.size(); ++i) {
+  for (size_t i = 0; i < memories.size(); ++i) {
     const Memory& each = memories[i];
     EXPECT_EQ(each.data()[0], static_cast<std::byte>(i + 1));
     EXPECT_EQ(each.data()[each.size() - 1], static_cast<std::byte>(i + 1));
@@ -91,7 +91,7 @@ TEST(arena, holds_arrays_in_extents_and_finds_them_again) {
     EXPECT_EQ(arena->window().at(each.offset(), each.size()), each.data());
   }
   memories.clear();
-  const std::size_t before = arena->bytes_taken();
+  const size_t before = arena->bytes_taken();
   const Memory again = arena->allocate(60 * kMiB);  // what is free on both sides of an extent's end is not one range
   EXPECT_EQ(arena->bytes_taken(), before);
   EXPECT_EQ(arena->window().offset_of(again.data(), again.size()), again.offset());
@@ -101,17 +101,17 @@ TEST(arena, holds_arrays_in_extents_and_finds_them_again) {
 // A peer that maps an extent late must not take memory for the hole at its end.
 TEST(arena, a_hole_takes_no_memory_from_a_peer_either) {
   const auto codes = run_processes(2, [](Group& group) {
-    std::vector<std::uint64_t> offsets(2);
-    const std::vector<std::size_t> sizes{kMiB, 70 * kMiB};
+    std::vector<uint64_t> offsets(2);
+    const std::vector<size_t> sizes{kMiB, 70 * kMiB};
     std::vector<Memory> memories;
-    for (const std::size_t bytes : sizes) memories.push_back(group.allocate(bytes));
+    for (const size_t bytes : sizes) memories.push_back(group.allocate(bytes));
     const auto blocks = [&] {
       struct stat status {};
       ::fstat(group.memory_file(), &status);
       return status.st_blocks;
     };
     const auto before = blocks();
-    const std::uint64_t mine = memories[0].offset();
+    const uint64_t mine = memories[0].offset();
     group.all_gather({.input = &mine, .output = offsets.data(), .count = 1, .dtype = DType::kInt64});
     static_cast<void>(group.peer_memory(1 - group.rank(), offsets[static_cast<unsigned>(1 - group.rank())], kMiB));
     group.barrier();
@@ -122,7 +122,7 @@ TEST(arena, a_hole_takes_no_memory_from_a_peer_either) {
 
 TEST(arena, names_the_limit_of_addresses) {
   const int code = testing::exit_code_of(testing::fork_child([] {
-    const std::size_t some = addresses_of_this_process() + 32 * kMiB;
+    const size_t some = addresses_of_this_process() + 32 * kMiB;
     const rlimit limit{.rlim_cur = some, .rlim_max = some};
     ::setrlimit(RLIMIT_AS, &limit);
     try {
@@ -141,7 +141,7 @@ TEST(arena, is_left_out_of_core_dumps) {
   const auto arena = make_arena();
   const Memory memory = arena->allocate(4096);
   std::ostringstream address;
-  address << std::hex << reinterpret_cast<std::uintptr_t>(memory.data());
+  address << std::hex << reinterpret_cast<uintptr_t>(memory.data());
   std::ifstream maps("/proc/self/smaps");
   std::string flags;
   for (std::string line; std::getline(maps, line);)
@@ -165,11 +165,11 @@ TEST(arena, memory_outlives_the_group) {
 // A peer meets memory that did not exist when it connected.
 TEST(arena, peers_map_what_was_added_when_they_first_read_it) {
   const auto codes = run_processes(3, [](Group& group) {
-    for (std::size_t bytes = 4096; bytes <= std::size_t{16} << 20; bytes *= 16) {
+    for (size_t bytes = 4096; bytes <= size_t{16} << 20; bytes *= 16) {
       Memory memory = group.allocate(bytes);
       std::memset(memory.data(), 10 + group.rank(), bytes);
-      std::vector<std::uint64_t> offsets(3);
-      const std::uint64_t mine = memory.offset();
+      std::vector<uint64_t> offsets(3);
+      const uint64_t mine = memory.offset();
       group.all_gather({.input = &mine, .output = offsets.data(), .count = 1, .dtype = DType::kInt64});
       for (int rank = 0; rank < 3; ++rank) {
         const std::byte* const data = group.peer_memory(rank, offsets[static_cast<unsigned>(rank)], bytes);
@@ -187,7 +187,7 @@ TEST(arena, a_file_size_limit_is_an_error_and_not_a_signal) {
     const rlimit limit{.rlim_cur = 1 << 20, .rlim_max = 1 << 20};
     if (group.rank() == 1) ::setrlimit(RLIMIT_FSIZE, &limit);
     try {
-      group.allocate(std::size_t{8} << 20);
+      group.allocate(size_t{8} << 20);
       if (group.rank() == 1) return 1;
     } catch (const SystemError& error) {
       if (group.rank() == 0 || std::string(error.what()).find("RLIMIT_FSIZE") == std::string::npos) return 2;

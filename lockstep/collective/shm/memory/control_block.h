@@ -26,17 +26,17 @@
 
 namespace lockstep::shm {
 
-inline constexpr std::size_t kSlotBytes = 16384;  // a rank's data in a one-shot collective
-inline constexpr std::size_t kInlineBytes = 832;  // a message that travels inside its header
-inline constexpr int kMessagesPerPair = 4;        // that one rank can leave for another without waiting
+inline constexpr size_t kSlotBytes = 16384;  // a rank's data in a one-shot collective
+inline constexpr size_t kInlineBytes = 832;  // a message that travels inside its header
+inline constexpr int kMessagesPerPair = 4;   // that one rank can leave for another without waiting
 
-enum class Cause : std::uint32_t { kDied, kLeft, kStalled, kFailed };
+enum class Cause : uint32_t { kDied, kLeft, kStalled, kFailed };
 
 // The reason why no collective of this machine can succeed any more. Written once.
 struct alignas(kCacheLine) Poison {
-  static constexpr std::uint32_t kClean = 0, kClaimed = 1, kWritten = 2;
+  static constexpr uint32_t kClean = 0, kClaimed = 1, kWritten = 2;
 
-  std::atomic<std::uint32_t> state;
+  std::atomic<uint32_t> state;
   std::atomic<Cause> cause;
   std::array<char, 512> what;  // zero-terminated
   std::array<char, 3072> peer;
@@ -44,59 +44,59 @@ struct alignas(kCacheLine) Poison {
 
 // One per rank of the machine.
 struct alignas(kCacheLine) Seat {
-  static constexpr std::uint32_t kJoined = 1, kLeft = 2;
+  static constexpr uint32_t kJoined = 1, kLeft = 2;
 
-  std::atomic<std::uint32_t> state;
-  std::atomic<std::int32_t> pid;
-  std::atomic<std::int32_t> job_rank;   // what the job calls it
-  std::array<std::uint64_t, 16> cores;  // a bit for each core that the rank may use
-  std::atomic<std::int32_t> waits_for;  // while it sleeps: the rank that it waits for, plus 1; 0: nobody in particular
-  std::atomic<std::int64_t> looked_at;  // while it sleeps: when it last looked around, ms of the steady clock
+  std::atomic<uint32_t> state;
+  std::atomic<int32_t> pid;
+  std::atomic<int32_t> job_rank;   // what the job calls it
+  std::array<uint64_t, 16> cores;  // a bit for each core that the rank may use
+  std::atomic<int32_t> waits_for;  // while it sleeps: the rank that it waits for, plus 1; 0: nobody in particular
+  std::atomic<int64_t> looked_at;  // while it sleeps: when it last looked around, ms of the steady clock
 };
 
 struct MachineBlock {
-  std::uint64_t staging_bytes;  // the leader's option, used by all
+  uint64_t staging_bytes;  // the leader's option, used by all
   Poison poison;
 };
 
 // The location of an array, in words that mean the same in every process.
 struct Location {
-  enum class Kind : std::uint8_t { kPrivate, kArena, kAddress, kSlot, kLine };
+  enum class Kind : uint8_t { kPrivate, kArena, kAddress, kSlot, kLine };
   using enum Kind;
 
   Kind kind = Kind::kPrivate;  // kAddress: ranks are threads of one process; kLine: in the announcement itself
-  std::uint16_t owner = 0;     // kArena: the rank of the machine whose arena it is
-  std::uint64_t at = 0;        // offset or address
+  uint16_t owner = 0;          // kArena: the rank of the machine whose arena it is
+  uint64_t at = 0;             // offset or address
 
   bool within_reach() const { return kind == kArena || kind == kAddress; }  // of peers, where it lies
 };
 
-inline Location in_arena(int arena, std::uint64_t offset) {
-  return {.kind = Location::kArena, .owner = static_cast<std::uint16_t>(arena), .at = offset};
+inline Location in_arena(int arena, uint64_t offset) {
+  return {.kind = Location::kArena, .owner = static_cast<uint16_t>(arena), .at = offset};
 }
 
 // Exactly one cache line: a rank's arrival at a collective and everything its peers need to know about it. All words
 // are relaxed atomics: the rise of `arrived` publishes them, and after a deadline others print them while their owner
 // may be writing.
 struct alignas(kCacheLine) Announcement {
-  static constexpr std::size_t kLineBytes = 24;
+  static constexpr size_t kLineBytes = 24;
   static constexpr auto kRelaxed = std::memory_order_relaxed;
-  using Words = std::array<std::uint64_t, 3>;
-  using SharedWords = std::array<std::atomic<std::uint64_t>, 3>;
+  using Words = std::array<uint64_t, 3>;
+  using SharedWords = std::array<std::atomic<uint64_t>, 3>;
   static_assert(sizeof(Signature) == sizeof(Words) && kLineBytes == sizeof(Words));
 
   Flag arrived;  // the collective's number; raised last
   SharedWords signature;
-  std::atomic<std::uint64_t> kinds;  // of both places
-  SharedWords words;                 // where the input and the output lie, and the longest message; kLine: the data
+  std::atomic<uint64_t> kinds;  // of both places
+  SharedWords words;            // where the input and the output lie, and the longest message; kLine: the data
 
-  void write(const Signature& call, Location input, Location output, std::uint64_t longest_message) {
+  void write(const Signature& call, Location input, Location output, uint64_t longest_message) {
     store(signature, std::bit_cast<Words>(call));
     kinds.store(pack_kind(input) | pack_kind(output) << 32, kRelaxed);
     store(words, {input.at, output.at, longest_message});
   }
 
-  void write_line(const Signature& call, const std::byte* data, std::size_t bytes) {  // at most kLineBytes
+  void write_line(const Signature& call, const std::byte* data, size_t bytes) {  // at most kLineBytes
     store(signature, std::bit_cast<Words>(call));
     kinds.store(pack_kind({.kind = Location::kLine}), kRelaxed);
     Words line{};
@@ -112,23 +112,23 @@ struct alignas(kCacheLine) Announcement {
   Signature read_signature() const { return std::bit_cast<Signature>(load(signature)); }
   Location input() const { return place(0); }
   Location output() const { return place(1); }
-  std::size_t longest() const { return words[2].load(kRelaxed); }  // message that this rank has
+  size_t longest() const { return words[2].load(kRelaxed); }  // message that this rank has
 
  private:
-  static std::uint64_t pack_kind(Location place) {
-    return static_cast<std::uint64_t>(place.kind) | static_cast<std::uint64_t>(place.owner) << 8;
+  static uint64_t pack_kind(Location place) {
+    return static_cast<uint64_t>(place.kind) | static_cast<uint64_t>(place.owner) << 8;
   }
   static void store(SharedWords& to, const Words& from) {
-    for (std::size_t i = 0; i < from.size(); ++i) to[i].store(from[i], kRelaxed);
+    for (size_t i = 0; i < from.size(); ++i) to[i].store(from[i], kRelaxed);
   }
   static Words load(const SharedWords& from) {
     return {from[0].load(kRelaxed), from[1].load(kRelaxed), from[2].load(kRelaxed)};
   }
 
   Location place(unsigned index) const {
-    const std::uint64_t kind = kinds.load(kRelaxed) >> (32 * index);
+    const uint64_t kind = kinds.load(kRelaxed) >> (32 * index);
     return {.kind = static_cast<Location::Kind>(kind & 0xff),
-            .owner = static_cast<std::uint16_t>(kind >> 8 & 0xffff),
+            .owner = static_cast<uint16_t>(kind >> 8 & 0xffff),
             .at = words[index].load(kRelaxed)};
   }
 };
@@ -136,22 +136,22 @@ static_assert(sizeof(Announcement) == kCacheLine);
 
 // Flags that are raised inside a collective and between collectives.
 struct Progress {
-  alignas(kCacheLine) Flag phase;       // steps done, over all collectives of the group
-  std::atomic<std::uint32_t> accesses;  // ranks as threads: how many of this one's calls use peers' memory now
-  std::atomic<std::uint64_t> staging;   // where in this rank's arena its staging memory is
-  alignas(kCacheLine) Flag bell;        // rung whenever a message from or to this rank changes
+  alignas(kCacheLine) Flag phase;  // steps done, over all collectives of the group
+  std::atomic<uint32_t> accesses;  // ranks as threads: how many of this one's calls use peers' memory now
+  std::atomic<uint64_t> staging;   // where in this rank's arena its staging memory is
+  alignas(kCacheLine) Flag bell;   // rung whenever a message from or to this rank changes
 };
 
 // A message from one rank to another: what it is, where its data lies, and how far both sides are.
 struct alignas(kCacheLine) MessageHeader {
-  static constexpr std::uint32_t kFree = 0, kSent = 1, kTaken = 2, kAnswered = 3;
+  static constexpr uint32_t kFree = 0, kSent = 1, kTaken = 2, kAnswered = 3;
 
-  std::atomic<std::uint32_t> state;    // kFree, sender: kSent, receiver: kTaken, then kFree or (sender waits) kAnswered
-  std::atomic<std::uint32_t> order;    // counts the messages of this pair: tags are served first in, first out
-  std::atomic<std::uint32_t> filled;   // staged: chunks that the sender wrote
-  std::atomic<std::uint32_t> emptied;  // staged: chunks that the receiver copied
-  std::int64_t tag;
-  std::uint64_t count;
+  std::atomic<uint32_t> state;    // kFree, sender: kSent, receiver: kTaken, then kFree or (sender waits) kAnswered
+  std::atomic<uint32_t> order;    // counts the messages of this pair: tags are served first in, first out
+  std::atomic<uint32_t> filled;   // staged: chunks that the sender wrote
+  std::atomic<uint32_t> emptied;  // staged: chunks that the receiver copied
+  int64_t tag;
+  uint64_t count;
   DType dtype;
   bool refused;      // the receiver wanted something else
   Location place;    // kSlot: in `data`; kPrivate: staged, a few chunks in turn at `at` in the owner's arena
@@ -164,7 +164,7 @@ struct alignas(kCacheLine) MessageHeader {
 // owner may return it to the arena only when that is 0, so Peers::retire() keeps it and looks again whenever there is
 // more of it.
 struct alignas(kCacheLine) SharedHeader {
-  std::atomic<std::uint32_t> users;
+  std::atomic<uint32_t> users;
 };
 
 // Finds the parts of a group area.
@@ -172,16 +172,16 @@ class GroupArea {
  public:
   GroupArea(std::byte* base, int size) : base_(base), layout_(size) {}
 
-  static std::size_t bytes(int size) { return sizeof(SharedHeader) + static_cast<unsigned>(size) * Layout(size).bytes; }
+  static size_t bytes(int size) { return sizeof(SharedHeader) + static_cast<unsigned>(size) * Layout(size).bytes; }
 
   SharedHeader& header() const { return *reinterpret_cast<SharedHeader*>(base_); }
-  Announcement& announcement(int rank, std::uint32_t sequence) const { return at<Announcement>(rank, 0)[sequence % 2]; }
+  Announcement& announcement(int rank, uint32_t sequence) const { return at<Announcement>(rank, 0)[sequence % 2]; }
   Progress& progress(int rank) const { return *at<Progress>(rank, layout_.progress); }
   // Sent to each, then received from each.
-  std::uint64_t* counts(int rank, std::uint32_t sequence) const {
-    return at<std::uint64_t>(rank, layout_.counts + sequence % 2 * layout_.counts_stride);
+  uint64_t* counts(int rank, uint32_t sequence) const {
+    return at<uint64_t>(rank, layout_.counts + sequence % 2 * layout_.counts_stride);
   }
-  std::byte* slot(int rank, std::uint32_t sequence) const {
+  std::byte* slot(int rank, uint32_t sequence) const {
     return at<std::byte>(rank, layout_.slot + sequence % 2 * kSlotBytes);
   }
   MessageHeader& message(int from, int to, int index) const {
@@ -195,16 +195,16 @@ class GroupArea {
       const auto ranks = static_cast<unsigned>(size);
       progress = 2 * sizeof(Announcement);
       counts = progress + sizeof(Progress);
-      counts_stride = round_up(2 * ranks * sizeof(std::uint64_t), kCacheLine);
+      counts_stride = round_up(2 * ranks * sizeof(uint64_t), kCacheLine);
       slot = counts + 2 * counts_stride;
       messages = slot + 2 * kSlotBytes;
       bytes = messages + ranks * kMessagesPerPair * sizeof(MessageHeader);
     }
-    std::size_t progress, counts, counts_stride, slot, messages, bytes;
+    size_t progress, counts, counts_stride, slot, messages, bytes;
   };
 
   template <class T>
-  T* at(int rank, std::size_t offset) const {
+  T* at(int rank, size_t offset) const {
     return reinterpret_cast<T*>(base_ + sizeof(SharedHeader) + static_cast<unsigned>(rank) * layout_.bytes + offset);
   }
 

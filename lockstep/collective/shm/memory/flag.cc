@@ -12,13 +12,13 @@ namespace lockstep::shm {
 namespace {
 
 // Not the private kind: the word lies in memory that other processes map elsewhere.
-long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value, const timespec* timeout) {
-  return ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), operation, value, timeout, nullptr, 0);
+long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
+  return ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout, nullptr, 0);
 }
 
 }  // namespace
 
-void Flag::sleep_while(std::uint32_t seen, std::chrono::nanoseconds longest) {
+void Flag::sleep_while(uint32_t seen, std::chrono::nanoseconds longest) {
   const auto seconds = std::chrono::floor<std::chrono::seconds>(longest);
   const timespec timeout{.tv_sec = seconds.count(), .tv_nsec = (longest - seconds).count()};
   sleepers_.fetch_add(1, std::memory_order_seq_cst);

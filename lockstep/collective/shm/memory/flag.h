@@ -19,12 +19,12 @@ namespace lockstep::shm {
 
 class Flag {
  public:
-  std::uint32_t load() const { return value_.load(std::memory_order_acquire); }
+  uint32_t load() const { return value_.load(std::memory_order_acquire); }
 
-  bool reached(std::uint32_t target) const { return static_cast<std::int32_t>(load() - target) >= 0; }
+  bool reached(uint32_t target) const { return static_cast<int32_t>(load() - target) >= 0; }
 
   // Everything written before is visible to a rank that sees the value. A system call only if some rank sleeps.
-  void raise(std::uint32_t value) {
+  void raise(uint32_t value) {
     value_.store(value, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst) != 0) wake_all();
   }
@@ -36,16 +36,16 @@ class Flag {
   }
 
   // Sleeps until the value is no longer `seen`, somebody woke it, or `longest` is over.
-  void sleep_while(std::uint32_t seen, std::chrono::nanoseconds longest);
+  void sleep_while(uint32_t seen, std::chrono::nanoseconds longest);
 
  private:
   void wake_all();
 
-  std::atomic<std::uint32_t> value_{0};
-  std::atomic<std::uint32_t> sleepers_{0};
+  std::atomic<uint32_t> value_{0};
+  std::atomic<uint32_t> sleepers_{0};
 };
 
-static_assert(sizeof(Flag) == 8 && std::atomic<std::uint32_t>::is_always_lock_free);
+static_assert(sizeof(Flag) == 8 && std::atomic<uint32_t>::is_always_lock_free);
 
 // Tells the processor that this is a spin loop.
 inline void pause() {

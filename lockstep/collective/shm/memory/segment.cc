@@ -16,16 +16,16 @@
 namespace lockstep::shm {
 namespace {
 
-constexpr std::size_t kMappingUnit = std::size_t{2} << 20;  // addresses are rounded up to this
+constexpr size_t kMappingUnit = size_t{2} << 20;  // addresses are rounded up to this
 
-std::size_t size_of_file(int fd, const std::string& name) {
+size_t size_of_file(int fd, const std::string& name) {
   struct stat status {};
   if (::fstat(fd, &status) != 0) throw system_error("look at", name);
-  return static_cast<std::uint64_t>(status.st_size);
+  return static_cast<uint64_t>(status.st_size);
 }
 
 // The kernel would answer with a signal that ends the process.
-void check_file_limit(std::size_t bytes) {
+void check_file_limit(size_t bytes) {
   rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY || bytes <= limit.rlim_cur) return;
   throw SystemError({.what = concat("can't take ", human_bytes(bytes), " of shared memory: the limit on file sizes is ",
@@ -35,7 +35,7 @@ void check_file_limit(std::size_t bytes) {
                      .next = "raise the limit, or exchange less at a time"});
 }
 
-void grow_segment(int fd, std::size_t from, std::size_t to) {
+void grow_segment(int fd, size_t from, size_t to) {
   if (to <= from) return;
   check_file_limit(to);
   require_memory_room(to - from, memory_room());
@@ -48,7 +48,7 @@ void grow_segment(int fd, std::size_t from, std::size_t to) {
 
 }  // namespace
 
-UniqueFd make_segment(const std::string& name, std::size_t bytes) {
+UniqueFd make_segment(const std::string& name, size_t bytes) {
   UniqueFd fd(::memfd_create(("lockstep " + name).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) throw system_error("make shared memory for", name);
   grow_segment(fd.get(), 0, bytes);
@@ -57,7 +57,7 @@ UniqueFd make_segment(const std::string& name, std::size_t bytes) {
   return fd;
 }
 
-void check_segment(int fd, std::size_t bytes, const std::string& name) {
+void check_segment(int fd, size_t bytes, const std::string& name) {
   const int seals = ::fcntl(fd, F_GET_SEALS);
   if (seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && size_of_file(fd, name) >= bytes) return;
   throw SystemError({.what = name + " is not the shared memory that was announced",
@@ -65,28 +65,28 @@ void check_segment(int fd, std::size_t bytes, const std::string& name) {
                      .next = "start all ranks from the same installation"});
 }
 
-Window::Window(UniqueFd fd, std::size_t first, std::string name)
+Window::Window(UniqueFd fd, size_t first, std::string name)
     : fd_(std::move(fd)), first_(first), shift_(std::bit_width(first - 1)), name_(std::move(name)) {}
 
 Window::~Window() {
-  for (std::size_t i = 0; i < used_.load(); ++i)
+  for (size_t i = 0; i < used_.load(); ++i)
     if (std::byte* const base = extents_[i].base.load()) ::munmap(base, addresses_of(i));
 }
 
-std::size_t Window::addresses_of(std::size_t extent) const {
+size_t Window::addresses_of(size_t extent) const {
   return round_up(begin_of(extent + 1) - begin_of(extent), kMappingUnit);
 }
 
-void Window::grow(std::size_t from, std::size_t to) { grow_segment(fd_.get(), from, to); }
+void Window::grow(size_t from, size_t to) { grow_segment(fd_.get(), from, to); }
 
 // Maps up to the end of the extent or of the file, so that what comes next seldom needs another call. Where the file goes
 // on behind the extent, the extent may end in a hole: filling the page tables would take memory for that.
-void Window::map_until(std::size_t index, std::uint64_t end) {
+void Window::map_until(size_t index, uint64_t end) {
   const std::lock_guard lock(mutex_);
   Extent& extent = extents_.at(index);
-  const std::uint64_t begin = begin_of(index), file = size_of_file(fd_.get(), name_);
-  const std::uint64_t from = std::max(begin, extent.mapped.load(std::memory_order_relaxed));
-  const std::uint64_t to = std::min(file, begin_of(index + 1));
+  const uint64_t begin = begin_of(index), file = size_of_file(fd_.get(), name_);
+  const uint64_t from = std::max(begin, extent.mapped.load(std::memory_order_relaxed));
+  const uint64_t to = std::min(file, begin_of(index + 1));
   if (end <= from) return;
   if (end > to) {
     errno = ERANGE;
@@ -109,11 +109,11 @@ void Window::map_until(std::size_t index, std::uint64_t end) {
   extent.mapped.store(to, std::memory_order_release);
 }
 
-std::optional<std::uint64_t> Window::offset_of(const void* address, std::size_t bytes) const {
-  for (std::size_t i = used_.load(std::memory_order_acquire); i-- > 0;) {
+std::optional<uint64_t> Window::offset_of(const void* address, size_t bytes) const {
+  for (size_t i = used_.load(std::memory_order_acquire); i-- > 0;) {
     const auto* const base = extents_[i].base.load(std::memory_order_acquire);
-    const auto inside = static_cast<std::uint64_t>(static_cast<const std::byte*>(address) - base);
-    const std::uint64_t size = begin_of(i + 1) - begin_of(i);
+    const auto inside = static_cast<uint64_t>(static_cast<const std::byte*>(address) - base);
+    const uint64_t size = begin_of(i + 1) - begin_of(i);
     if (base != nullptr && inside < size && bytes <= size - inside) return begin_of(i) + inside;
   }
   return std::nullopt;

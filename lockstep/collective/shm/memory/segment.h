@@ -27,15 +27,15 @@ namespace lockstep::shm {
 
 // A zeroed file of `bytes` bytes whose memory is already taken from the machine, so that using it can't fail later. It
 // stays as large as that; one of 0 bytes can grow. Throws SystemError: no descriptors left, not enough memory, above RLIMIT_FSIZE.
-UniqueFd make_segment(const std::string& name, std::size_t bytes);
+UniqueFd make_segment(const std::string& name, size_t bytes);
 
 // Throws SystemError unless `fd` is a segment of at least `bytes` bytes that can't shrink.
-void check_segment(int fd, std::size_t bytes, const std::string& name);
+void check_segment(int fd, size_t bytes, const std::string& name);
 
 class Window {
  public:
   // first: 64 MiB or so, a power of two; or all that the file ever has.
-  Window(UniqueFd fd, std::size_t first, std::string name);
+  Window(UniqueFd fd, size_t first, std::string name);
   ~Window();
   Window& operator=(Window&&) = delete;
 
@@ -43,38 +43,36 @@ class Window {
 
   // The address of `offset`, valid for `bytes` bytes of its extent for as long as this lives.
   // Throws SystemError: the file or the extent ends before that, or it can't be mapped (ulimit -v).
-  std::byte* at(std::uint64_t offset, std::size_t bytes) {
-    const std::size_t index = extent_of(offset);
+  std::byte* at(uint64_t offset, size_t bytes) {
+    const size_t index = extent_of(offset);
     if (offset + bytes > extents_[index].mapped.load(std::memory_order_acquire)) map_until(index, offset + bytes);
     return extents_[index].base.load(std::memory_order_relaxed) + (offset - begin_of(index));
   }
 
   // Takes the memory for [from, to). Throws SystemError: none left, or no addresses; the file is then as large as before.
-  void grow(std::size_t from, std::size_t to);
+  void grow(size_t from, size_t to);
 
   // The other way round; none: not all of it is in one extent.
-  std::optional<std::uint64_t> offset_of(const void* address, std::size_t bytes) const;
+  std::optional<uint64_t> offset_of(const void* address, size_t bytes) const;
 
-  std::size_t extent_of(std::uint64_t offset) const {
-    return static_cast<std::size_t>(std::bit_width(offset >> shift_));
-  }
-  std::uint64_t begin_of(std::size_t extent) const { return extent == 0 ? 0 : first_ << (extent - 1); }
+  size_t extent_of(uint64_t offset) const { return static_cast<size_t>(std::bit_width(offset >> shift_)); }
+  uint64_t begin_of(size_t extent) const { return extent == 0 ? 0 : first_ << (extent - 1); }
 
  private:
   struct Extent {
     std::atomic<std::byte*> base{nullptr};
-    std::atomic<std::uint64_t> mapped{0};  // until which offset
+    std::atomic<uint64_t> mapped{0};  // until which offset
   };
 
-  void map_until(std::size_t index, std::uint64_t end);
-  std::size_t addresses_of(std::size_t extent) const;
+  void map_until(size_t index, uint64_t end);
+  size_t addresses_of(size_t extent) const;
 
   UniqueFd fd_;
-  std::size_t first_;
+  size_t first_;
   int shift_;  // first_ is two to the power of this, or less if it is the only extent
   std::string name_;
   std::array<Extent, 48> extents_;
-  std::atomic<std::size_t> used_{0};  // extents
+  std::atomic<size_t> used_{0};  // extents
   std::mutex mutex_;
 };
 
