@@ -16,8 +16,8 @@ using CoreSet = std::vector<int>;  // core numbers, ascending
 
 CoreSet usable_cores();  // what the scheduler lets this process use: taskset, cgroup cpusets and Slurm are honoured
 
-// The cores of `rank` out of `ranks` on this machine: disjoint and as even as possible; more ranks than cores share
-// them round robin.
+// The cores of `rank` out of `ranks` on this machine: disjoint, as even as possible, and neighbours in a core, a NUMA
+// node and a package, as far as the kernel tells. More ranks than cores share them round robin.
 CoreSet cores_of_rank(const CoreSet& all, int rank, int ranks);
 
 void pin_this_thread(const CoreSet& cores);  // throws SystemError

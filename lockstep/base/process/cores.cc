@@ -3,10 +3,54 @@
 
 #include <sched.h>
 
+#include <algorithm>
+#include <fstream>
+
+#include "lockstep/base/process/core_places.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
+namespace {
+
+namespace fs = std::filesystem;
+
+int number_in(const fs::path& file) {
+  int number = -1;
+  std::ifstream(file) >> number;
+  return number;
+}
+
+// A core's folder has a link to that of its NUMA node.
+int node_of(const fs::path& core) {
+  constexpr int kMostNodes = 1024;
+  std::error_code ignored;
+  for (int node = 0; node < kMostNodes; ++node)
+    if (fs::exists(core / ("node" + std::to_string(node)), ignored)) return node;
+  return -1;
+}
+
+}  // namespace
+
+std::vector<CorePlace> read_core_places(const fs::path& folder) {
+  std::vector<CorePlace> places;
+  std::error_code ignored;
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    const fs::path here = folder / ("cpu" + std::to_string(core));
+    if (!fs::exists(here, ignored)) continue;
+    places.resize(to_size(core) + 1);
+    places.back() = {.package = number_in(here / "topology/physical_package_id"),
+                     .node = node_of(here),
+                     .core = number_in(here / "topology/core_id")};
+  }
+  return places;
+}
+
+CoreSet neighbours_first(CoreSet cores, const std::vector<CorePlace>& places) {
+  std::ranges::stable_sort(
+      cores, {}, [&](int core) { return to_size(core) < places.size() ? places[to_size(core)] : CorePlace{}; });
+  return cores;
+}
 
 CoreSet usable_cores() {
   cpu_set_t set;
@@ -18,11 +62,15 @@ CoreSet usable_cores() {
 }
 
 CoreSet cores_of_rank(const CoreSet& all, int rank, int ranks) {
-  const int cores = static_cast<int>(all.size());
-  if (ranks >= cores) return {all[to_size(rank % cores)]};
-  const auto begin = all.begin() + static_cast<ptrdiff_t>(rank) * cores / ranks;
-  const auto end = all.begin() + static_cast<ptrdiff_t>(rank + 1) * cores / ranks;
-  return {begin, end};
+  static const std::vector<CorePlace> places = read_core_places("/sys/devices/system/cpu");
+  const CoreSet near = neighbours_first(all, places);
+  const int cores = static_cast<int>(near.size());
+  if (ranks >= cores) return {near[to_size(rank % cores)]};
+  const auto begin = near.begin() + static_cast<ptrdiff_t>(rank) * cores / ranks;
+  const auto end = near.begin() + static_cast<ptrdiff_t>(rank + 1) * cores / ranks;
+  CoreSet mine(begin, end);
+  std::ranges::sort(mine);
+  return mine;
 }
 
 void pin_this_thread(const CoreSet& cores) {

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/cores.h"
 
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <thread>
 
+#include "lockstep/base/files/file.h"
+#include "lockstep/base/process/core_places.h"
+#include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
+#include "tests/support.h"
 
 namespace lockstep {
 namespace {
@@ -22,8 +24,26 @@ TEST(Cores, are_divided_among_ranks_evenly_and_completely) {
       EXPECT_LE(mine.size(), all.size() / to_size(ranks) + 1);
       together.insert(together.end(), mine.begin(), mine.end());
     }
+    std::ranges::sort(together);
     EXPECT_EQ(together, all) << ranks;
   }
+}
+
+// Two packages of two cores of two hardware threads each, numbered as Linux does: first a thread of each core, then the
+// others.
+TEST(Cores, of_a_rank_are_neighbours) {
+  const testing::TempFolder folder;
+  for (int cpu = 0; cpu < 8; ++cpu) {
+    const std::filesystem::path here = folder / concat("cpu", cpu);
+    const int package = cpu % 4 / 2;
+    std::filesystem::create_directories(here / "topology");
+    std::filesystem::create_directories(here / concat("node", package));
+    write_file(here / "topology/physical_package_id", concat(package, "\n"));
+    write_file(here / "topology/core_id", concat(cpu % 2, "\n"));
+  }
+  const auto places = read_core_places(folder / "");
+  EXPECT_EQ(neighbours_first({0, 1, 2, 3, 4, 5, 6, 7}, places), (CoreSet{0, 4, 1, 5, 2, 6, 3, 7}));
+  EXPECT_EQ(neighbours_first({1, 2, 5, 9}, places), (CoreSet{9, 1, 5, 2}));  // where 9 is, is not known
 }
 
 TEST(Cores, are_shared_round_robin_by_more_ranks_than_cores) {
