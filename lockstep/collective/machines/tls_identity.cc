@@ -69,6 +69,8 @@ TlsIdentity::TlsIdentity() : context_(::SSL_CTX_new(::TLS_method())) {
 }
 
 // In place of OpenSSL's chain of authorities.
+TlsIdentity::~TlsIdentity() = default;  // here: whose users do not link OpenSSL
+
 int TlsIdentity::is_trusted(X509_STORE_CTX* presented, void* identity) try {
   const X509* const certificate = ::X509_STORE_CTX_get0_cert(presented);
   return static_cast<const TlsIdentity*>(identity)->trusted_.contains(fingerprint_of(certificate)) ? 1 : 0;

@@ -28,6 +28,7 @@ using SslPtr = std::unique_ptr<SSL, FreeWith<::SSL_free>>;
 class TlsIdentity {
  public:
   TlsIdentity();  // throws SystemError
+  ~TlsIdentity();
 
   const std::string& fingerprint() const { return fingerprint_; }  // SHA-256 of the certificate, as hexadecimal digits
   void trust(std::set<std::string> fingerprints) { trusted_ = std::move(fingerprints); }
