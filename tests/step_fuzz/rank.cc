@@ -370,7 +370,8 @@ class Trainer {
       const auto found = expected.totals.find({rank_, id});
       if (found == expected.totals.end()) continue;  // it exchanges several batches
       const Totals& right = found->second;
-      const auto& [samples, loss] = mine;
+      const auto samples = mine.samples;
+      const double loss = mine.mean_loss;
       const bool close = std::abs(loss - right.mean_loss) <= tolerance(plan_) * (1 + right.mean_loss);
       const bool same = plan_.scaled || (std::isnan(right.mean_loss) ? std::isnan(loss) : close);
       if (samples != right.samples || !same)
