@@ -26,7 +26,7 @@ class Builder {
   int machines() const { return target.machines; }
   int machine_of(int actor) const { return actor < 0 ? -1 - actor : machine_of_[actor]; }
   StepTimes alone(double samples) const;  // of a device alone on its machine
-  StepTimes times_of(int device) const;   // the same, for its part of a batch: the first parts are larger by one
+  StepTimes times_of(int device) const;   // the same, for its part of a batch: some parts are larger by one
   int add_actor(const std::string& name, int machine);  // returns its number; the first ones are the devices
 
   // ---- An activity of `actor`, after what it did before and after `after`; returns its id

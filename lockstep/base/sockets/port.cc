@@ -84,9 +84,9 @@ std::optional<uid_t> user_of_other_end(int fd) {
   const auto text_of = [](const sockaddr_in& end) {
     return fmt::format("{:08X}:{:04X}", end.sin_addr.s_addr, ntohs(end.sin_port));
   };
-  const auto others = find_line("/proc/net/tcp", [&](const TcpLine& line) {
-    return line.local == text_of(other) && line.remote == text_of(own);
-  });
+  const std::string here = text_of(own), there = text_of(other);
+  const auto others =
+      find_line("/proc/net/tcp", [&](const TcpLine& line) { return line.local == there && line.remote == here; });
   uid_t user = 0;  // of connections in other states it is not told
   if (!others || others->state != kEstablished || !parse_int(others->user, user)) return std::nullopt;
   return user;

@@ -109,7 +109,7 @@ void refuse_counts(const std::string& from, size_t sent, const std::string& to, 
       {.what = concat("all_to_all: ", from, " sends ", sent, " elements to ", to, ", which expects ", expected),
        .here = here,
        .likely = "lists of rows that do not fit together",
-       .next = "leave receive_rows out: then they are exchanged"});
+       .next = "exchange the counts first: World does if receive_rows is left out"});
 }
 
 // ---- Signatures
