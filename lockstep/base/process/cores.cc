@@ -15,14 +15,14 @@ namespace {
 
 namespace fs = std::filesystem;
 
-int number_in(const fs::path& file) {
+int id_in(const fs::path& file) {
   int number = -1;
   std::ifstream(file) >> number;
   return number;
 }
 
 // A core's folder has a link to that of its NUMA node.
-int node_of(const fs::path& core) {
+int numa_node_of(const fs::path& core) {
   constexpr int kMostNodes = 1024;
   std::error_code ignored;
   for (int node = 0; node < kMostNodes; ++node)
@@ -39,9 +39,9 @@ std::vector<CorePlace> read_core_places(const fs::path& folder) {
     const fs::path here = folder / ("cpu" + std::to_string(core));
     if (!fs::exists(here, ignored)) continue;
     places.resize(to_size(core) + 1);
-    places.back() = {.package = number_in(here / "topology/physical_package_id"),
-                     .node = node_of(here),
-                     .core = number_in(here / "topology/core_id")};
+    places.back() = {.package = id_in(here / "topology/physical_package_id"),
+                     .node = numa_node_of(here),
+                     .core = id_in(here / "topology/core_id")};
   }
   return places;
 }
