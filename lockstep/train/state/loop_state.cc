@@ -36,8 +36,10 @@ std::map<int, MappedMemory> map_arenas(const std::vector<JobMemory::Kept>& kept)
 std::set<int64_t> whole_steps(const std::vector<StateImage>& common, const std::vector<StateImage>& own) {
   std::set<int64_t> steps;
   for (const StateImage& image : common) {
-    const auto has_it = [&](const StateImage& each) { return each.step == image.step; };
-    if (std::ranges::count_if(own, has_it) == image.owner.local_ranks) steps.insert(image.step);
+    std::set<int> ranks;  // of the same World
+    for (const StateImage& each : own)
+      if (each.step == image.step && each.owner.ranks == image.owner.ranks) ranks.insert(each.owner.rank);
+    if (std::ssize(ranks) == image.owner.local_ranks) steps.insert(image.step);
   }
   return steps;
 }
@@ -169,8 +171,8 @@ bool LoopState::is_due() {
   return true;
 }
 
-// In place images have numbers as Optimizer::take_over() counts updates. What the first two copies cost tells nothing: they take
-// memory, which the later ones have.
+// In place images have numbers as Optimizer::take_over() counts updates. What the first three copies cost tells nothing: they take
+// memory, which the later ones have; the optimizer's state first comes with the second.
 void LoopState::keep(int64_t step, const TensorFile& common, const TensorFile& own) {
   const bool is_first = kept_ == 0;
   if (in_place()) {
@@ -183,7 +185,7 @@ void LoopState::keep(int64_t step, const TensorFile& common, const TensorFile& o
   }
   const torch::Tensor between = torch::full({1}, steps_between(cost_.seconds()), torch::kInt64).to(world_.device());
   world_.all_reduce(between, ReduceOp::kMax);
-  between_ = kept_ < 2 ? 1 : between.item<int64_t>();
+  between_ = kept_ < 3 ? 1 : between.item<int64_t>();
   if (!is_whole_ && world_.local_rank() == 0) memory_.complete();
   is_whole_ = true;
   ++kept_;

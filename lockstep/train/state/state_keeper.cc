@@ -49,7 +49,10 @@ Position StateKeeper::begin() {
   if (found) metrics_.write({{"event", "resume"}, {"step", found->step}});
   if (!last_event_.empty()) metrics_.write(Json::parse(last_event_));  // once more: it may be missing
   const Position position = found.value_or(Position{});
-  if (kept_ && !kept_->taken(position.step)) keep(position, last_event_);
+  if (!kept_) return position;
+  // Images that were found are whole without this World's own, which would need the slots of older ones.
+  const bool has_images = kept_->found() != nullptr && !kept_->in_place();
+  if (!kept_->taken(position.step) && !has_images) keep(position, last_event_);
   return position;
 }
 
