@@ -94,6 +94,21 @@ TEST_P(NamedTensorsIn, weigh_by_what_the_task_counts) {
   EXPECT_TRUE(torch::allclose(many, one, 1e-9, 1e-9)) << many << one;
 }
 
+TEST(NamedTensors, that_count_nothing_delay_no_other_worker) {
+  const StrategyOptions options{.kind = StrategyKind::kKVStore,
+                                .timeout = std::chrono::seconds(20),
+                                .kvstore = {.kind = KVStoreKind::kDistBounded, .staleness = 0}};
+  run_ranks(3, [&](World& world) {
+    const auto strategy = make_strategy(world, counted_task(), options);
+    const World share = strategy->ranks(world).data;
+    for (int step = 0; step < kStepsWithMasks; ++step) {  // one of the two workers has nothing
+      strategy->forward_backward(part_of(counted_batch(step), *strategy, share));
+      strategy->update();
+    }
+    strategy->synchronise();
+  });
+}
+
 TEST(NamedTensors, are_not_counted_below_zero) {
   Task task = counted_task();
   task.samples = [](const Batch&) { return -1; };

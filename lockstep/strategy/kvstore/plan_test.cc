@@ -148,6 +148,16 @@ TEST(StalenessGate, does_not_wait_for_a_worker_that_left) {
   EXPECT_TRUE(gate.may_update(1));
 }
 
+TEST(StalenessGate, does_not_wait_for_a_gradient_that_counts_nothing) {
+  StalenessGate gate(2, 0);
+  gate.read(0);
+  gate.ask_to_read(1);
+  EXPECT_FALSE(gate.may_read(1));
+  gate.drop(0);
+  gate.ask_to_read(0);
+  EXPECT_TRUE(gate.may_read(1));
+}
+
 TEST(StalenessGate, lets_nobody_in_while_other_servers_apply_an_update) {
   StalenessGate gate(2, 5, /*several_servers=*/true);
   gate.read(0);

@@ -326,6 +326,8 @@ class ThreadedServer final : public KVServer {
         statistics_.add_update(request.push.examples);
       }
       gate_.update(worker);
+    } else if (request.trained) {
+      gate_.drop(worker);
     }
     table_.merge(request.slices, ServerTable::Workers(worker, worker + 1),
                  {.learning_rate = request.push.learning_rate, .factor = adapts() ? share_of(worker) : 1});

@@ -69,8 +69,10 @@ class StalenessGate {
   }
 
   // Its gradient will not be applied.
+  void drop(int worker) { read_at_[worker].reset(); }
+
   void leave(int worker) {
-    read_at_[worker].reset();
+    drop(worker);
     std::erase(readers_, worker);
     if (updating_ == worker) updating_.reset();
   }
