@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Batches with more than data and target: every strategy brings all of it to forward and loss.
+#include <atomic>
 #include <mutex>
 
 #include "lockstep/data_parallel.h"
@@ -107,6 +108,22 @@ TEST(NamedTensors, that_count_nothing_delay_no_other_worker) {
     }
     strategy->synchronise();
   });
+}
+
+TEST(NamedTensors, are_counted_once_for_each_micro_batch_of_a_pipeline) {
+  Task task = counted_task();
+  const auto counted = std::make_shared<std::atomic<int>>(0);
+  task.samples = [counted, count = task.samples](const Batch& batch) {
+    ++*counted;
+    return count(batch);
+  };
+  const auto strategy = make_strategy(World::single(), task,
+                                      {.kind = StrategyKind::kPipeline,
+                                       .devices = 4,
+                                       .places = test_places(4),
+                                       .pipeline = {.stages = "2", .micro_batches = 3}});
+  strategy->forward_backward(counted_batch(0));
+  EXPECT_EQ(*counted, 2 * 3);
 }
 
 TEST(NamedTensors, are_not_counted_below_zero) {

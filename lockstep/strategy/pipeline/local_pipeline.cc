@@ -129,14 +129,16 @@ class LocalPipeline : public Pipeline {
     model().zero_grad();
   }
 
-  IntVector<StageResult> run_stages(const Batch& batch, int64_t samples) override {
+  IntVector<StageResult> run_stages(const Batch& batch, const IntVector<IntVector<int64_t>>& counts,
+                                    int64_t samples) override {
     const std::vector<Batch> copied = parts_for_devices(batch);
     const auto work = std::make_shared<IntVector<StageWork>>();
     for (int i = 0; i < devices_->size(); ++i) {
       const int replica = i / stages_;
       const Batch &first = copied[to_size(2 * replica)], &last = copied[to_size(2 * replica + 1)];
       const int stage = i % stages_;
-      work->push_back(work_of(replica, stage, {first.data, last.target, (stage == 0 ? first : last).more}, samples));
+      const Batch part{first.data, last.target, (stage == 0 ? first : last).more};
+      work->push_back(work_of(replica, stage, part, counts[replica], samples));
       work->back().pieces = pieces(i);
       work->back().device = devices_->where(i);
       work->back().waits = true;

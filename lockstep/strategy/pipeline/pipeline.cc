@@ -43,10 +43,15 @@ void Pipeline::read_stages(int devices, const std::vector<Piece>& pieces) {
 BatchTotals Pipeline::forward_backward(const Batch& batch) {
   if (!cut_is_final_) use_measured_cut(batch);
   begin_step();
-  BatchTotals totals{.samples = sum_over(of_stage_, samples_of(task_, batch))};
+  IntVector<IntVector<int64_t>> counts(replica_count_ / of_stage_.size());
+  int64_t samples = 0;
+  for (int i = 0; i < counts.size(); ++i)
+    for (const Batch& each : micro_batches_of(part_of(batch, i, counts.size()), micro_batches_))
+      samples += counts[i].emplace_back(samples_of(task_, each));
+  BatchTotals totals{.samples = sum_over(of_stage_, samples)};
   totals.examples = sum_examples(of_stage_, task_, batch, totals.samples);
   const Stopwatch watch;
-  const auto results = run_stages(batch, totals.samples);
+  const auto results = run_stages(batch, counts, totals.samples);
   ++step_;
   record(results, watch.seconds());
   for (const StageResult& result : results) totals.mean_loss += result.loss;
@@ -68,11 +73,15 @@ void Pipeline::use_measured_cut(const Batch& batch) {
   set_learning_rate(optimizer(), lr);
 }
 
-StageWork Pipeline::work_of(int replica, int stage, const Batch& part, int64_t samples) const {
-  IntVector<Batch> micro_batches = micro_batches_of(part, micro_batches_);
-  std::erase_if(micro_batches, [this](const Batch& each) { return samples_of(task_, each) == 0; });  // on all stages
+StageWork Pipeline::work_of(int replica, int stage, const Batch& part, IntVector<int64_t> counts,
+                            int64_t samples) const {
+  IntVector<Batch> micro_batches;
+  for (int i = 0; const Batch& each : micro_batches_of(part, micro_batches_))
+    if (counts[i++] > 0) micro_batches.push_back(each);
+  std::erase(counts, 0);
   if (stage == 0) set_layouts(micro_batches);
   return {.micro_batches = micro_batches,
+          .counts = counts,
           .steps = steps_of_stage(options_.pipeline.schedule, stage, stages_, micro_batches.size()),
           .samples = samples,
           .seed = mix_seed(mix_seed(options_.seed + 1, step_), replica),

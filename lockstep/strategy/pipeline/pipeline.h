@@ -53,13 +53,15 @@ class Pipeline : public ReplicaStrategy {
   // Gives the stages their tensors of another cut, with the optimizer's state.
   virtual void move_to(const Cut& cut) = 0;
   virtual void begin_step() = 0;
-  // Runs every stage of this process, all at the same time. samples: of all replicas.
-  virtual IntVector<StageResult> run_stages(const Batch& batch, int64_t samples) = 0;
+  // Runs every stage of this process, all at the same time. counts: [replica of this process][micro-batch], by
+  // Task::samples of the undivided batch: a part's tensors are on two devices. samples: of all replicas.
+  virtual IntVector<StageResult> run_stages(const Batch& batch, const IntVector<IntVector<int64_t>>& counts,
+                                            int64_t samples) = 0;
   // Sums gradients over all stages and replicas that use a parameter, and losses over the ranks.
   virtual void exchange(BatchTotals& totals) = 0;
 
-  // The caller adds pieces and device. part: of the replica.
-  StageWork work_of(int replica, int stage, const Batch& part, int64_t samples) const;
+  // The caller adds pieces and device. part, counts: of the replica. Leaves out micro-batches that count 0.
+  StageWork work_of(int replica, int stage, const Batch& part, IntVector<int64_t> counts, int64_t samples) const;
 
   // Makes a new optimizer of the parameters that this process holds. gradients: where it gets them; null: .grad
   void renew_optimizer(const OptimizerStates& states, const std::shared_ptr<GradientSource>& gradients = nullptr);

@@ -145,8 +145,9 @@ class RankPipeline : public Pipeline {
 
   void begin_step() override { model().zero_grad(); }
 
-  IntVector<StageResult> run_stages(const Batch& batch, int64_t samples) override {
-    StageWork work = work_of(of_stage_.rank(), stage(), batch, samples);
+  IntVector<StageResult> run_stages(const Batch& batch, const IntVector<IntVector<int64_t>>& counts,
+                                    int64_t samples) override {
+    StageWork work = work_of(of_stage_.rank(), stage(), batch, counts[0], samples);
     work.pieces = own_pieces();
     work.device = all_.device();
     const ThreadGenerator generator(work.seed);

@@ -157,7 +157,7 @@ class StageRun {
 
   // The mean loss of the micro-batch, times its share of the whole batch.
   torch::Tensor loss_of(const Tensors& outputs, int micro_batch) {
-    const double share = fraction(samples_of(task_, batch(micro_batch)), work_.samples);
+    const double share = fraction(work_.counts[micro_batch], work_.samples);
     const torch::Tensor loss = task_.loss(outputs.at(0), batch(micro_batch)) * share;
     if (work_.waits)  // Devices::run has the deadline, and names the stage that all others wait for
       wait_for_device(work_.device);

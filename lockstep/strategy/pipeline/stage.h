@@ -46,6 +46,7 @@ std::vector<PipelineStep> steps_of_stage(PipelineSchedule schedule, int stage, i
 struct StageWork {
   std::vector<Piece> pieces{};     // no other stage of this process uses their parameters (add_in_place.h)
   IntVector<Batch> micro_batches;  // the first stage reads the data, the last one the targets
+  IntVector<int64_t> counts;       // how much each of these counts in the mean
   std::vector<PipelineStep> steps;
   int64_t samples = 0;  // of the whole batch, over all replicas
   uint64_t seed = 0;    // of the step and the replica. Each piece and micro-batch gets a seed of its own from it,
