@@ -406,10 +406,13 @@ class Buckets : public Exchange {
     losses_.clear();
   }
 
+  // The graph shows only where this backward() had one: its batch may count nothing, after others that no_sync() added.
   void pack_the_rest() {
-    for_each_slot([this](Slot& slot) {
+    bool has_graph = false;
+    for_each_slot([&](const Slot& slot) { has_graph = has_graph || slot.times_ready > 0; });
+    for_each_slot([&](Slot& slot) {
       if (!slot.packed) pack(slot);
-      if (batches_.samples == 0) return;
+      if (batches_.samples == 0 || !has_graph) return;
       if (slot.times_ready == 0) some_are_unused_ = true;
       if (options_.static_graph)
         times_ready_.try_emplace(slot.parameter.tensor.unsafeGetTensorImpl(), slot.times_ready);
@@ -517,21 +520,26 @@ class Buckets : public Exchange {
     hooks_.clear();
   }
 
-  // Once, after the first exchange: buckets are built anew, in the order in which gradients became ready on rank 0;
-  // parameters that did not become ready come last. Not with a hook, which keeps memory for each bucket, nor with slices, whose
-  // optimizer state lies as the buckets do.
+  // Once, after the first exchange in which rank 0 had gradients: buckets are built anew, in the order in which these
+  // became ready; other parameters come last. Not with a hook, which keeps memory for each bucket, nor with slices,
+  // whose optimizer state lies as the buckets do.
   void follow_order_of_rank_0() {
-    order_is_known_ = true;
-    if (options_.hook || slices_) return;
+    order_is_known_ = options_.hook || slices_;
+    if (order_is_known_) return;
+    std::vector<int64_t> ready = std::exchange(ready_order_, {});
+    const bool had_gradients = !ready.empty();
     for (int64_t i = 0; i < std::ssize(parameters_); ++i)
-      if (std::find(ready_order_.begin(), ready_order_.end(), i) == ready_order_.end()) ready_order_.push_back(i);
+      if (std::find(ready.begin(), ready.end(), i) == ready.end()) ready.push_back(i);
+    ready.push_back(had_gradients ? 1 : 0);
     wait_for_device(world_);
-    const torch::Tensor order = torch::tensor(ready_order_, torch::kInt64).to(world_.device());
+    const torch::Tensor order = torch::tensor(ready, torch::kInt64).to(world_.device());
     world_.broadcast(order);
     const torch::Tensor in_order = order.flip(0).cpu();
     const auto* index = in_order.const_data_ptr<int64_t>();
+    order_is_known_ = *index++ > 0;
+    if (!order_is_known_) return;
     NamedTensors sorted;
-    for (int64_t i = 0; i < in_order.numel(); ++i) sorted.push_back(parameters_[index[i]]);
+    for (int64_t i = 0; i < std::ssize(parameters_); ++i) sorted.push_back(parameters_[index[i]]);
     parameters_ = std::move(sorted);
     build_buckets();
   }

@@ -126,6 +126,15 @@ TEST(NamedTensors, are_counted_once_for_each_micro_batch_of_a_pipeline) {
   EXPECT_EQ(*counted, 2 * 3);
 }
 
+TEST(NamedTensors, are_exchanged_by_a_part_that_counts) {
+  Task task = counted_task();
+  int64_t last = 0;
+  task.samples = [&last, count = task.samples](const Batch& batch) { return last = count(batch); };
+  const auto strategy = make_strategy(World::single(), task, {.kind = StrategyKind::kSingle, .accumulate = 4});
+  strategy->forward_backward(counted_batch(0));  // two of the four parts count
+  EXPECT_GT(last, 0);
+}
+
 TEST(NamedTensors, are_not_counted_below_zero) {
   Task task = counted_task();
   task.samples = [](const Batch&) { return -1; };

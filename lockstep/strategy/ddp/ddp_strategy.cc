@@ -117,12 +117,15 @@ class DdpStrategy : public ReplicaStrategy {
     }
   }
 
-  // First the parts that count: DistributedDataParallel counts backward() from the first with samples on.
+  // First a part that counts: DistributedDataParallel counts backward() from the first with samples on. Then those that
+  // don't: the last backward() exchanges, and has gradients to send.
   void compute_parts(const Batch& batch) {
     if (options_.accumulate == 1 || batch.size() == 0) return forward_and_backward(batch);
     std::vector<Batch> parts = parts_of(batch, options_.accumulate);
     std::ranges::reverse(parts);
-    std::ranges::stable_partition(parts, [this](const Batch& part) { return samples_of(task_, part) > 0; });
+    const auto nothing =
+        std::ranges::stable_partition(parts, [this](const Batch& part) { return samples_of(task_, part) > 0; });
+    if (nothing.begin() != parts.begin()) std::rotate(parts.begin() + 1, nothing.begin(), parts.end());
     {
       const auto only_add = ddp_.no_sync();
       for (size_t i = 0; i + 1 < parts.size(); ++i) forward_and_backward(parts[i]);
