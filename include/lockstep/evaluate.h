@@ -15,7 +15,7 @@ namespace lockstep {
 struct Evaluation {
   double loss = 0;      // mean over all samples, as Task::samples counts them
   double accuracy = 0;  // share of samples that are right, as task.correct counts them; NaN without it
-  int64_t samples = 0;
+  int64_t samples = 0;  // as counted there
   std::map<std::string, Tensor> metrics{};  // of task.metrics, by name; float64, on the CPU
 };
 

@@ -16,7 +16,8 @@ struct Metric {
   // The model's output and (B, ...) target, or the batch -> what the batch adds: a tensor of `sizes`, on any device.
   OutputFunction sum;
   std::vector<int64_t> sizes = {};  // empty: a scalar
-  // (sum over the dataset, float64 on the CPU; number of samples) -> the figure, of any sizes. Empty: their quotient.
+  // (sum over the dataset, float64 on the CPU; its rows, whatever Task::samples counts) -> the figure, of any sizes.
+  // Empty: their quotient.
   std::function<Tensor(const Tensor& sum, int64_t samples)> value = nullptr;
 };
 

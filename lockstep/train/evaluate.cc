@@ -29,9 +29,10 @@ class EvaluationMode {
 
 using Forward = std::function<torch::Tensor(const Batch& batch)>;
 
-constexpr int64_t kTotals = 3;
+constexpr int64_t kTotals = 4;
 
-// Sums over samples of the loss, of what is correct, of 1 (kTotals), and of each metric; float64 holds every count exactly.
+// Sums of the loss, of what is correct, of the samples and of the rows (kTotals), and of each metric. float64 holds
+// every count exactly.
 torch::Tensor evaluate_part(const Task& task, const Forward& forward, Loader& loader) {
   int64_t numbers = kTotals;
   for (const Metric& metric : task.metrics) numbers += c10::multiply_integers(metric.sizes);
@@ -41,11 +42,13 @@ torch::Tensor evaluate_part(const Task& task, const Forward& forward, Loader& lo
     const torch::Tensor output = forward(batch);
     if (!output.defined()) continue;  // another rank has it
     const Batch judged = judged_on(output.device(), batch);
-    const auto samples = static_cast<double>(samples_of(task, judged));
-    if (samples == 0) continue;  // the loss may be NaN
-    const double loss = task.loss(output, judged).item<double>() * samples;
-    const double correct = task.correct ? task.correct(output, judged).item<double>() : std::nan("");
-    Tensors parts = {torch::tensor({loss, correct, samples}, torch::kFloat64)};
+    const int64_t samples = samples_of(task, judged);
+    const auto value_of = [&](const OutputFunction& function) {  // of what counts nothing the loss may be NaN
+      return samples > 0 ? function(output, judged).item<double>() : 0;
+    };
+    const double loss = value_of(task.loss) * to_double(samples);
+    const double correct = task.correct ? value_of(task.correct) : std::nan("");
+    Tensors parts = {torch::tensor({loss, correct, to_double(samples), to_double(batch.size())}, torch::kFloat64)};
     for (const Metric& metric : task.metrics)
       parts.push_back(metric.sum(output, judged).to(torch::kCPU, torch::kFloat64).reshape({-1}));
     sums += torch::cat(parts);
@@ -66,11 +69,12 @@ Evaluation evaluate_on(const World& sharing, const World& world, const Task& tas
   const auto* total = sums.const_data_ptr<double>();
   Evaluation found{
       .loss = total[0] / total[2], .accuracy = total[1] / total[2], .samples = static_cast<int64_t>(total[2])};
+  const auto rows = static_cast<int64_t>(total[3]);
   int64_t place = kTotals;
   for (const Metric& metric : task.metrics) {
     const int64_t numbers = c10::multiply_integers(metric.sizes);
     const torch::Tensor sum = sums.narrow(0, place, numbers).view(metric.sizes);
-    found.metrics[metric.name] = metric.value ? metric.value(sum, found.samples) : sum / found.samples;
+    found.metrics[metric.name] = metric.value ? metric.value(sum, rows) : sum / rows;
     place += numbers;
   }
   return found;

@@ -17,6 +17,8 @@ void expect_the_same_figures(Task task, const Batch& all) {
     model->to(torch::kFloat32);  // as the dataset's data
     return model;
   };
+  const auto rows = [](const torch::Tensor& output, const torch::Tensor&) { return torch::tensor(output.size(0)); };
+  task.metrics.push_back({.name = "rows", .sum = rows});
   std::vector<double> figures;
   std::mutex mutex;
   for (const int ranks : {1, 3})
@@ -25,8 +27,10 @@ void expect_the_same_figures(Task task, const Batch& all) {
       const Evaluation found = evaluate(world, task, *strategy, dataset, {.batch_size = 2});
       const Evaluation same = evaluate(world, task, strategy->model(), dataset, {.batch_size = 3});
       const std::lock_guard lock(mutex);
-      for (const Evaluation& each : {found, same})
+      for (const Evaluation& each : {found, same}) {
         figures.push_back(each.loss + each.metrics.at("weight_of_right").item<double>());
+        EXPECT_EQ(each.metrics.at("rows").item<double>(), 1);  // also those that count nothing
+      }
     });
   for (const double figure : figures) EXPECT_NEAR(figure, figures.front(), 1e-4);
 }
