@@ -175,7 +175,8 @@ class TokenDataset : public Dataset {
 
 // Samples that can't be asked for by number, such as those of a socket, a decoder or a simulation. They are read one
 // after another; those that other ranks and workers take, or that came before a resume, are dropped. The order is the
-// stream's: the loader does not shuffle it.
+// stream's: the loader does not shuffle it. A sample that throws DataError may be skipped (skip_bad): the stream's next
+// call goes on behind it.
 class IterableDataset : public Dataset {
  public:
   // Returns the next sample, whose tensors have no dimension B; nothing at the end. Used by one thread at a time.
@@ -190,7 +191,8 @@ class IterableDataset : public Dataset {
   int64_t size() const override;
   std::shared_ptr<const SampleOrder> shuffled_order() const override;
 
-  // Throws DataError: the stream ends too early, or samples differ in shape; UsageError: indices that do not rise.
+  // Throws DataError: samples differ in shape; UsageError: `open` returns nothing, a stream ends too early, or indices
+  // do not rise. An index that all open streams have passed costs a new one, read from its first sample on.
   Batch make_batch(std::span<const int64_t> indices) const override { return assemble({.indices = indices}); }
   Batch assemble(const BatchRequest& request) const override;
 

@@ -180,6 +180,74 @@ TEST(IterableDataset, refuses_a_stream_that_is_too_short_and_another_order) {
   EXPECT_THROW(counting(0, 20), UsageError);
 }
 
+// 20 samples, of which sample 7 is bad; counts the streams that are opened.
+std::shared_ptr<const Dataset> with_a_bad_one(std::atomic<int>& opened) {
+  return std::make_shared<IterableDataset>("faulty", 20, [&opened](int64_t) {
+    ++opened;
+    return [next = int64_t{0}]() mutable -> std::optional<Batch> {
+      if (next++ == 7) throw DataError({.what = "sample 7 is bad"});
+      return Batch{torch::zeros({3}), torch::tensor(next - 1)};
+    };
+  });
+}
+
+TEST(IterableDataset, goes_on_behind_a_bad_sample) {
+  for (const int workers : {0, 2}) {
+    std::atomic<int> opened = 0;
+    Loader loader(World::single(), with_a_bad_one(opened), {.batch_size = 5, .workers = workers, .skip_bad = 1});
+    Order order;
+    for (const Batch& batch : loader.epoch(0)) std::ranges::copy(samples_of(batch), std::back_inserter(order));
+    Order expected = numbers_from(0, 20);
+    std::erase(expected, 7);
+    EXPECT_EQ(order, expected);
+    EXPECT_EQ(loader.statistics().skipped, 1);
+    EXPECT_LE(opened, std::max(1, workers) + 1);  // the batch is read again from its first sample on
+  }
+}
+
+TEST(IterableDataset, never_skips_the_end_of_a_stream) {
+  Loader loader(World::single(), counting(20, 18), {.batch_size = 5, .skip_bad = 20});
+  const std::string message = message_of<UsageError>([&] {
+    for (const Batch& batch : loader.epoch(0)) EXPECT_EQ(batch.size(), 5);
+  });
+  EXPECT_TRUE(contains(message, "counting ended after 18 of 20 samples"));
+}
+
+TEST(IterableDataset, opens_one_stream_for_all_batches_without_samples_and_one_for_each_reader) {
+  std::atomic<int> opened = 0;
+  const auto dataset = with_a_bad_one(opened);
+  for (int64_t epoch = 0; epoch < 3; ++epoch)
+    EXPECT_EQ(dataset->assemble({.indices = {}, .epoch = epoch}).data.sizes(), (std::vector<int64_t>{0, 3}));
+  EXPECT_EQ(opened, 1);
+  for (int64_t i = 0; i < 6; ++i)
+    for (int reader = 0; reader < 2; ++reader) {
+      EXPECT_EQ(dataset->make_batch({}).size(), 0);
+      EXPECT_EQ(samples_of(dataset->make_batch(std::span(&i, 1))), Order{i});
+    }
+  EXPECT_EQ(opened, 3);
+}
+
+TEST(IterableDataset, refuses_an_open_that_returns_no_stream) {
+  const IterableDataset none("none", 20, [](int64_t) { return IterableDataset::Stream(); });
+  EXPECT_TRUE(
+      contains(message_of<UsageError>([&] { none.make_batch({}); }), "open() of none returned an empty function"));
+}
+
+TEST(IterableDataset, is_named_where_skipping_takes_too_long) {
+  const auto stuck = std::make_shared<std::mutex>();
+  std::unique_lock lock(*stuck);
+  const auto dataset = std::make_shared<IterableDataset>("slow", 20, [stuck](int64_t) {
+    return [stuck]() -> std::optional<Batch> {
+      const std::lock_guard wait(*stuck);
+      return Batch{torch::zeros({3}), torch::tensor(0)};
+    };
+  });
+  Loader loader(World::single(), dataset, {.batch_size = 2, .timeout = std::chrono::milliseconds(50)});
+  const std::string message = message_of<DataError>([&] { loader.epoch(0, 5).begin(); });
+  EXPECT_TRUE(contains(message, "reading sample 10 of slow")) << message;
+  lock.unlock();
+}
+
 TEST(Loader, never_writes_into_a_batch_that_is_still_held) {
   Loader loader = make_loader(World::single(), Numbers(200), {.batch_size = 4, .workers = 3, .prefetch = 2});
   std::vector<Batch> kept;
