@@ -56,7 +56,7 @@ class ImageDataset::Worker {
     const auto share = static_cast<float>(draw_share(mixup, random));
     other_.resize(to_size(dataset_->shape_.values()));
     const int64_t other = write_image(random.below(dataset_->size()), random, other_.data());
-    for (size_t i = 0; i < other_.size(); ++i) into[i] = share * into[i] + (1 - share) * other_[i];
+    mix_into(into, other_.data(), share, dataset_->shape_.values());
     target[label] += share;
     target[other] += 1 - share;
   }

@@ -253,4 +253,8 @@ void normalise(float* values, const ImageShape& shape, const Normalisation& norm
   }
 }
 
+void mix_into(float* into, const float* other, float share, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) into[i] = share * into[i] + (1 - share) * other[i];
+}
+
 }  // namespace lockstep

@@ -79,4 +79,7 @@ void change_colours(float* pixels, const ImageShape& shape, const ColourChange& 
 // values = values * scale + shift, channel by channel
 void normalise(float* values, const ImageShape& shape, const Normalisation& normalisation);
 
+// into = share * into + (1 - share) * other
+void mix_into(float* into, const float* other, float share, int64_t count);
+
 }  // namespace lockstep
