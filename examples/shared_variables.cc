@@ -41,7 +41,7 @@ Trained train(int count) {
   for (int step = 0; step < 200; ++step) {
     const auto shards = lockstep::split_and_load(batch, devices);  // the input, split over the towers
     const auto losses = lockstep::tower_losses(devices, task, towers, shards);
-    lockstep::backward(devices, losses, shards);
+    lockstep::backward(devices, task, losses, shards);
     lockstep::combine_gradients(towers);  // the synchronisation point
     towers[0].optimizer->step();          // applies them, once
 

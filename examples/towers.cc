@@ -48,7 +48,7 @@ int main(int argc, char** argv) {
       }
       const auto shards = lockstep::split_and_load(batch, devices);
       const auto losses = lockstep::tower_losses(devices, task, towers, shards);
-      lockstep::backward(devices, losses, shards);
+      lockstep::backward(devices, task, losses, shards);
       lockstep::all_reduce_gradients(devices, towers, lockstep::Algorithm::kCentral);  // sum on device 0, copy to all
       lockstep::update(devices, towers);
     }

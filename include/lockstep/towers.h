@@ -12,7 +12,6 @@
 // multi-tower CIFAR-10 example.
 //
 // The gradient is the mean over all samples of the batch: the mean loss of a device with m of n samples has weight m/n.
-// Where Task::samples counts them, give backward() the task.
 //
 // Flow:    Task + Batch -> here -> lockstep/devices.h, step/update/
 // Owns:    nothing; copies of a Replica share its model and optimizer
@@ -71,10 +70,10 @@ Tensors split_and_load(const Tensor& data, const Devices& devices, Uneven uneven
 Tensors tower_losses(Devices& devices, const Task& task, const Replicas& replicas, const std::vector<Batch>& shards,
                      bool clears_gradients = true);
 
-// Backward on each device, its loss weighted by its share of the samples. samples: of all parts of the batch; 0: there is
-// one part. task: counts them.
-void backward(Devices& devices, const Tensors& losses, const std::vector<Batch>& shards, int64_t samples = 0,
-              const Task& task = {});
+// Backward on each device, its loss weighted by its share of the samples, as the task counts them. samples: of all
+// parts of the batch; 0: there is one part.
+void backward(Devices& devices, const Task& task, const Tensors& losses, const std::vector<Batch>& shards,
+              int64_t samples = 0);
 
 // Sums each parameter's gradient over the devices, on every device. A missing gradient counts as zero; a parameter
 // without a gradient on any device keeps none. Sets of cores copy nothing: each reads the others' memory.

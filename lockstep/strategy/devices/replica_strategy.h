@@ -85,7 +85,7 @@ class ReplicaStrategy : public Strategy {
       for (const Batch& shard : shards) now.push_back(part_of(shard, i, accumulate_));
       const auto found =
           in_phase(Phase::kForward, [&] { return tower_losses(*devices_, task_, replicas_, now, i == 0); });
-      in_phase(Phase::kBackward, [&] { backward(*devices_, found, now, samples, task_); });
+      in_phase(Phase::kBackward, [&] { backward(*devices_, task_, found, now, samples); });
       losses.insert(losses.end(), found.begin(), found.end());
       parts.insert(parts.end(), now.begin(), now.end());
     }

@@ -114,8 +114,8 @@ Tensors tower_losses(Devices& devices, const Task& task, const Replicas& replica
   return run_replicas(devices, replicas, shards, loss, clears_gradients);
 }
 
-void backward(Devices& devices, const Tensors& losses, const std::vector<Batch>& shards, int64_t samples,
-              const Task& task) {
+void backward(Devices& devices, const Task& task, const Tensors& losses, const std::vector<Batch>& shards,
+              int64_t samples) {
   if (samples == 0)
     for (const Batch& shard : shards) samples += samples_of(task, shard);
   devices.run([losses, shards, samples, task](Device& device) {
@@ -155,7 +155,7 @@ BatchTotals train_batch(Devices& devices, const Task& task, const Replicas& repl
                         const TrainBatchOptions& options) {
   const auto shards = split_and_load(batch, devices, options.uneven);
   const auto losses = tower_losses(devices, task, replicas, shards);
-  backward(devices, losses, shards, /*samples=*/0, task);
+  backward(devices, task, losses, shards);
   all_reduce_gradients(devices, replicas, options.algorithm);
   update(devices, replicas);
   return mean_of(losses, shards, task);

@@ -170,7 +170,7 @@ TEST_P(TowersOfSize, combine_the_gradients_of_shared_variables) {
   for (int step = 0; step < kSteps; ++step) {
     const auto shards = split_and_load(batch_of(step), devices);
     const auto losses = tower_losses(devices, small_task(), replicas, shards);
-    backward(devices, losses, shards);
+    backward(devices, small_task(), losses, shards);
     combine_gradients(replicas);
     replicas[0].optimizer->step();
     course.losses.push_back(mean_of(losses, shards).mean_loss);
@@ -185,7 +185,7 @@ TEST_P(TowersOfSize, split_a_tensor_and_give_the_sum_of_gradients) {
   const Batch batch = batch_of(0);
   const auto shards = split_and_load(batch, devices);
   EXPECT_TRUE(torch::equal(torch::cat(split_and_load(batch.data, devices)), batch.data));
-  backward(devices, tower_losses(devices, small_task(), replicas, shards), shards);
+  backward(devices, small_task(), tower_losses(devices, small_task(), replicas, shards), shards);
   const auto combined = combined_gradients(replicas);
   Replica one = make_replica(small_task(), towers(1));
   copy_model(*replicas[0].model, *one.model);
