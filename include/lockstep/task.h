@@ -66,7 +66,7 @@ struct Evaluation;  // lockstep/evaluate.h
 struct StepEvent {
   int64_t step = 0;  // since the start of the run, from 0
   int64_t epoch = 0;
-  double loss = 0;  // mean over the samples of all ranks
+  double loss = 0;  // mean over the samples of all ranks; 0 where Task::samples counts nothing
   double learning_rate = 0;
   int64_t samples = 0;  // of all ranks
   double seconds = 0;
@@ -75,7 +75,7 @@ struct StepEvent {
 struct EpochEvent {
   int64_t epoch = 0;
   int64_t step = 0;  // its last; the learning rate is that of this step
-  double loss = 0;   // mean over its samples, as each step found it
+  double loss = 0;   // mean over its samples, as each step found it; NaN where none counts
   double learning_rate = 0;
   int64_t samples = 0;
   double seconds = 0;            // without validation

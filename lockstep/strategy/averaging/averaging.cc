@@ -17,7 +17,7 @@
 // Owns:    the devices' threads; per device a replica and one flat block of its parameters
 // Threads: one scheduling thread
 // Ranks:   every rank has its own devices; all ranks make the same calls. Sends 2(R-1)/R K every h batches over R ranks,
-//          and 16 bytes for the loss of each batch
+//          and 32 bytes for the loss of each batch
 #include <algorithm>
 #include <numeric>
 #include <optional>
