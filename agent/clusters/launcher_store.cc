@@ -13,12 +13,13 @@ std::string LauncherStore::next_name() {
 }
 
 RendezvousError mpirun_error(const std::string& what) {
-  return RendezvousError({.what = concat(what, ", mpirun's way to tell the ranks where to meet"),
-                          .likely =
-                              "another rank has ended, mpirun did not start this process, or no libpmix.so.2 of its "
-                              "Open MPI is in the library path",
-                          .next = "look at the other ranks' output; or set MASTER_ADDR to the host of rank 0 and "
-                                  "MASTER_PORT to a free port there, on all ranks"});
+  return RendezvousError(
+      {.what = concat(what, ", mpirun's way to tell the ranks where to meet"),
+       .likely =
+           "another rank has ended, mpirun did not start this process, or (Open MPI) its libpmix.so.2 is not in the "
+           "library path",
+       .next = "look at the other ranks' output; or set MASTER_ADDR to the host of rank 0 and "
+               "MASTER_PORT to a free port there, on all ranks"});
 }
 
 std::unique_ptr<LauncherStore> open_launcher_store(const JobEnvironment& job, milliseconds timeout) {

@@ -141,6 +141,21 @@ TEST(BadCases, a_launched_job_that_fewer_ranks_could_not_go_on_with_is_refused_a
   EXPECT_FALSE(contains(ended.error, "goes on with 3 ranks")) << ended.error;
 }
 
+// What the lost ranks' World kept is whole until the smaller World has kept its own.
+TEST(BadCases, a_second_loss_before_the_smaller_world_has_kept_its_state_repeats_no_step) {
+  const TempFolder folder;
+  const Job job{.options = kMomentum + Words{"--separate-parameters", "--min-ranks", "2"},
+                .faults = "rank=3,step=2,phase=forward;rank=2,step=2,phase=forward,generation=1",
+                .ranks = 4,
+                .max_restarts = 0};
+  const auto ended = run(command_of(job, folder), kPatienceForJob);
+  EXPECT_EQ(ended.exit_code, 0) << ended.error;
+  std::vector<int> resumed_at;
+  for (const auto& line : testing::metrics_in(folder.file("metrics.jsonl")))
+    if (line["event"] == "resume") resumed_at.push_back(line["step"]);
+  EXPECT_EQ(resumed_at, (std::vector{2, 2})) << ended.error;
+}
+
 TEST(BadCases, more_losses_than_restarts_end_the_job_and_the_last_checkpoint_stands) {
   const TempFolder folder;
   const Job job{.options = kMomentum,

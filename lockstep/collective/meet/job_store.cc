@@ -56,7 +56,7 @@ StorePtr find_at(SecuredJoin& join, const AddressList& addresses, const JobEnvir
   if (!client) return nullptr;
   auto store = c10::make_intrusive<MeetingStore>(std::move(client), timeout);
   return is_own_job(*store, job) ? store : nullptr;
-} catch (const EnvironmentError&) {
+} catch (const Error&) {
   return nullptr;
 }
 

@@ -77,8 +77,10 @@ bool DoubleBuffer::adopt(std::vector<JobMemory::Kept>& former, int64_t step) {
 
 // Gives the memory to the launcher once; it grows with the file.
 void DoubleBuffer::resize(size_t index, size_t bytes) {
+  constexpr size_t kGrain = size_t{64} << 10;  // more than an image's head varies by
   auto& [fd, memory] = slots_[index];
   if (memory.size >= bytes) return;
+  bytes = (bytes + kGrain) / kGrain * kGrain;
   require_memory_room(bytes - memory.size, memory_room());
   const bool is_new = !fd;
   if (is_new) fd = UniqueFd(::memfd_create("lockstep state", MFD_CLOEXEC));

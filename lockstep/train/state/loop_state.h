@@ -67,7 +67,7 @@ class LoopState {
   bool keeps_common() const { return world_.local_rank() == 0; }
 
   // Blocks for the copy, then until all ranks have copied; in place only the first time, before the first step. Copies of
-  // everything are, from the third on, so far apart that they take no more than their share of the time. Throws SystemError,
+  // everything are, from the fourth on, so far apart that they take no more than their share of the time. Throws SystemError,
   // UsageError (a dtype that safetensors does not know), PeerLost.
   void keep(int64_t step, const TensorFile& common, const TensorFile& own);
 
