@@ -124,6 +124,7 @@ std::vector<std::string> names_of(const std::vector<Case>& cases) {
 // code; lockstep::Error is main's to print (cli/bench.cc).
 int bench_collectives(int argc, const char* const* argv);
 int bench_step(int argc, const char* const* argv);
+int bench_scaling(int argc, const char* const* argv);
 int bench_data(int argc, const char* const* argv);
 int bench_hosts(int argc, const char* const* argv);
 int bench_memory(int argc, const char* const* argv);

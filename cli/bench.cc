@@ -20,6 +20,7 @@ struct Benchmark {
 constexpr auto kBenchmarks = std::to_array<Benchmark>({
     {"collectives", "every collective against Gloo, Open MPI and MPICH", bench_collectives},
     {"step", "a data-parallel training step against PyTorch's", bench_step},
+    {"scaling", "a training step on more and more cores, beside PyTorch in one process", bench_scaling},
     {"data", "loading against PyTorch's DataLoader and torchvision", bench_data},
     {"hosts", "collectives over several hosts against Gloo; needs root", bench_hosts},
     {"memory", "memory of a pipeline's stages against its minimum", bench_memory},

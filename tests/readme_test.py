@@ -21,6 +21,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 BENCHMARKS = {
     "collectives": "--turns 1 --ranks 2 --operation all_reduce --memory arena --max-bytes 64",
     "step": "--turns 1 --models lenet --steps 1",
+    "scaling": "--turns 1 --models lenet --steps 1",
     "data": "--turns 1 --photographs 2 --shards-mib 1",
     "hosts": "--turns 1 --hosts 2 --ranks-per-host 1 --operation all_reduce --sizes 65536",
     "memory": "--models lenet --stages 2",
