@@ -44,10 +44,10 @@ std::optional<Secret> parse_secret(std::string text) {
 }
 
 std::string digits_of(const Secret& secret) {
-  std::string text(kDigits + 1, '\0');
-  ::OPENSSL_buf2hexstr_ex(text.data(), text.size(), nullptr, secret.data(), secret.size(), '\0');
-  text.back() = '\n';
-  return text;
+  constexpr std::string_view kHex = "0123456789abcdef";
+  std::string text;
+  for (const unsigned char byte : secret) text += {kHex[byte >> 4U], kHex[byte & 15U]};
+  return text + "\n";
 }
 
 // Returns nothing if there is no such file. Throws EnvironmentError: others can read it, or it is another user's.
