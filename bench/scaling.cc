@@ -38,7 +38,7 @@ class OnCores {
 
 // The first cores of neighbours.
 CoreSet first_cores(int count) {
-  CoreSet cores = neighbours_first(usable_cores(), read_core_places("/sys/devices/system/cpu"));
+  CoreSet cores = neighbours_first(usable_cores(), read_core_places());
   cores.resize(to_size(count));
   std::ranges::sort(cores);
   return cores;
@@ -89,7 +89,7 @@ std::vector<Scaled> scale(const Program& program, const StepCase& model, const S
 
 // "2 packages, 4 NUMA nodes, 64 cores, 128 hardware threads": of those that this process may use.
 std::string topology() {
-  const auto places = read_core_places("/sys/devices/system/cpu");
+  const auto places = read_core_places();
   std::set<int> packages;
   std::set<std::pair<int, int>> nodes;
   std::set<CorePlace> cores;

@@ -56,7 +56,7 @@ constexpr int kCopies = 5;
 
 double pss_mib() { return pss_bytes(::getpid()) / (1 << 20); }
 
-// What is taken of the device; of a GPU also by other programs.
+// Memory taken of the device; of a GPU also by other programs.
 double taken_mib(torch::Device device) {
   if (device.is_cpu()) return pss_mib();
   const GpuMemory memory = memory_of(device);

@@ -33,7 +33,7 @@ class LauncherStore {
   static std::string next_name();  // of an exchange: mpirun takes each name once
 };
 
-// What can't be done, with what to do instead.
+// An error that says what can't be done, and what to do instead.
 RendezvousError mpirun_error(const std::string& what);
 
 // Opens that of Open MPI or MPICH. Throws RendezvousError: the job's launcher has none, or none that can be reached.

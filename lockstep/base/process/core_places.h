@@ -12,8 +12,8 @@
 
 namespace lockstep {
 
-// Of a core by its number, such that sorting puts neighbours together: its package, NUMA node and number there, which
-// the hardware threads of a core have in common.
+// A core's package, NUMA node and number there, which its hardware threads have in common. Sorting puts neighbours
+// together.
 struct CorePlace {
   int package = -1;  // -1: not known, as in a container without these files
   int node = -1;
@@ -21,8 +21,8 @@ struct CorePlace {
   auto operator<=>(const CorePlace&) const = default;
 };
 
-// By core number. folder: /sys/devices/system/cpu, or what looks like it.
-std::vector<CorePlace> read_core_places(const std::filesystem::path& folder);
+// Places by core number.
+std::vector<CorePlace> read_core_places(const std::filesystem::path& folder = "/sys/devices/system/cpu");
 
 CoreSet neighbours_first(CoreSet cores, const std::vector<CorePlace>& places);
 

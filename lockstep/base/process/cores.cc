@@ -62,7 +62,7 @@ CoreSet usable_cores() {
 }
 
 CoreSet cores_of_rank(const CoreSet& all, int rank, int ranks) {
-  static const std::vector<CorePlace> places = read_core_places("/sys/devices/system/cpu");
+  static const std::vector<CorePlace> places = read_core_places();
   const CoreSet near = neighbours_first(all, places);
   const int cores = static_cast<int>(near.size());
   if (ranks >= cores) return {near[to_size(rank % cores)]};

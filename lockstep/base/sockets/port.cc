@@ -24,7 +24,8 @@ struct TcpLine {
   std::string state, user, inode;
 };
 
-// Of /proc/net/tcp: number, local address:port, remote one, state, queues, timer, retransmits, user, timeout, inode.
+// Fields of /proc/net/tcp: number, local address:port, remote one, state, queues, timer, retransmits, user, timeout,
+// inode.
 template <class Wanted>
 std::optional<TcpLine> find_line(const char* table, const Wanted& is_wanted) {
   std::ifstream in(table);

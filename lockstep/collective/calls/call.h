@@ -58,7 +58,7 @@ void check_call(const Call& call, int size);
 
 [[noreturn]] void refuse_forked_child(const std::string& here);  // of a rank: throws UsageError
 
-// Of an all_to_all: `from` sends other elements to `to` than that rank expects. Throws MismatchError.
+// An all_to_all whose `from` sends other elements to `to` than that rank expects: throws MismatchError.
 [[noreturn]] void refuse_counts(const std::string& from, size_t sent, const std::string& to, size_t expected,
                                 const std::string& here = {});
 

@@ -36,7 +36,7 @@ inline PeerLost not_finished_by_deadline(const std::string& here, const std::str
   return PeerLost({.what = what + " is not finished at the deadline",
                    .here = here,
                    .likely = "a rank that is slower than the others, or stopped",
-                   .next = "wait longer, or see what each rank is doing"});
+                   .next = "give more time, or look at every rank with lockstep top"});
 }
 
 // A future that another thread completes.

@@ -60,7 +60,7 @@ class MachineParts : protected MachineCollective {
 
   std::byte* in_whole(const shm::Part& range) const { return whole_ + bytes(range.begin); }
 
-  // Where what `range` has of this rank's part begins.
+  // The begin of what `range` has of this rank's part.
   std::byte* in_own(const shm::Part& range) const {
     const shm::Part mine = own_part();
     return own_ + bytes(std::clamp(range.begin, mine.begin, mine.begin + mine.count) - mine.begin);

@@ -38,7 +38,7 @@ class Mailbox final : public CallDescription {
     waiter_.set_timeout(timeout);
   }
 
-  // Of a receive: returns who sent it. Runs on the calling thread, unless others are under way that it must not
+  // Returns who sent what it received. Runs on the calling thread, unless others are under way that it must not
   // overtake.
   int run(const Call& call) {
     Transfer transfer(group_, call, sent_);

@@ -25,7 +25,7 @@
 
 namespace lockstep::shm {
 
-// What the ranks say to each other while they connect.
+// A message between ranks while they connect.
 struct Message {
   enum class Kind : uint32_t { kHello = 1, kWelcome, kRank, kReady, kGo };
   using enum Kind;
