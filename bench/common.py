@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,9 +63,28 @@ def train(*options, command=(LOCKSTEP, "train"), **variables):
         return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
+def descendants(pid):
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+    return children + [further for child in children for further in descendants(child)]
+
+
 def rounds(usual):
     """The first argument, if there is one."""
     return int(sys.argv[1]) if len(sys.argv) > 1 else usual
+
+
+def seconds_until(text, command, environment=None):
+    """From the start of a command to its first line on stdout with this text."""
+    start = time.perf_counter()
+    with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                          env=environment) as job:
+        for line in job.stdout:
+            if text in line:
+                return time.perf_counter() - start
+    raise RuntimeError(f"{' '.join(map(str, command))} never said {text}")
 
 
 def take_turns(count, runs):

@@ -33,17 +33,6 @@ ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
 BATCHES = {**models.BATCHES, "bert": 8}  # of all ranks
 
 
-def bert():
-    from transformers import BertConfig, BertForMaskedLM
-
-    model = BertForMaskedLM(BertConfig(attn_implementation="sdpa"))
-    model.register_forward_hook(lambda _model, _inputs, output: output.logits)
-    return model
-
-
-models.CASES["bert"] = bert, None, None
-
-
 def with_torch(model):
     wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if dist.is_initialized() else model
     return wrapped, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)

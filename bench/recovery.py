@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import LOCKSTEP, ROOT, machine, median, python_with, require_peers, rounds, save, spread, take_turns
+from common import LOCKSTEP, ROOT, descendants, machine, median, python_with, require_peers, rounds, save, spread, take_turns
 
 EVERY = 50  # steps from one of torchrun's checkpoints to the next
 SECONDS = 8  # of training before the kill, and after the job has gone on
@@ -32,14 +32,6 @@ def environment(pid):
         return dict(entry.split("=", 1) for entry in entries if "=" in entry)
     except OSError:
         return {}
-
-
-def descendants(pid):
-    try:
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-    return children + [further for child in children for further in descendants(child)]
 
 
 class Job:

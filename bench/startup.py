@@ -4,11 +4,9 @@
 
     bench/startup.py [ROUNDS]
 """
-import subprocess
 import sys
-import time
 
-from common import BIN, LOCKSTEP, ROOT, machine, median, python_with, require_peers, rounds, save, spread, take_turns
+from common import BIN, LOCKSTEP, ROOT, machine, median, python_with, require_peers, rounds, save, seconds_until, spread, take_turns
 
 COMMANDS = {
     "lockstep run": ([LOCKSTEP, "run", "--nproc-per-node", "2", "--", BIN / "first_all_reduce"], None),
@@ -17,20 +15,11 @@ COMMANDS = {
 }
 
 
-def seconds_to_first_all_reduce(command, environment):
-    start = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as job:
-        for line in job.stdout:
-            if "reduced 2" in line:
-                return time.perf_counter() - start
-    raise RuntimeError(f"{command[0]} never got there")
-
-
 def main():
     count = rounds(7)
     require_peers("pytorch", "pytorch")
     print(f"start to first all-reduce, 2 ranks; {count} rounds in turn\n{machine()}\n")
-    seconds = take_turns(count, {name: lambda command=command: seconds_to_first_all_reduce(*command)
+    seconds = take_turns(count, {name: lambda command=command: seconds_until("reduced 2", *command)
                                  for name, command in COMMANDS.items()})
     base = median(seconds["lockstep run"])
     for name, values in seconds.items():

@@ -99,12 +99,22 @@ class GPT(nn.Module):
         return F.linear(self.ln_f(x), self.wte.weight)
 
 
+def bert():
+    """BERT base, 110 M parameters, on masked tokens. Needs Hugging Face's transformers."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    model = BertForMaskedLM(BertConfig(attn_implementation="sdpa"))
+    model.register_forward_hook(lambda _model, _inputs, output: output.logits)
+    return model
+
+
 CASES = {
     "lenet": (lenet, (1, 28, 28), 10),
     "mlp": (mlp, (1024,), 1000),
     "alexnet": (alexnet, (3, 224, 224), 1000),
     "resnet18-32": (resnet18, (3, 32, 32), 10),
     "gpt": (GPT, None, None),
+    "bert": (bert, None, None),
 }
 BATCHES = {"lenet": 256, "mlp": 32, "alexnet": 8, "resnet18-32": 64, "gpt": 8}  # global, as `lockstep bench step` has them
 
