@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // `lockstep bench step`: a data-parallel training step beside PyTorch's DistributedDataParallel, in turn: on cores over Gloo, or
 // with a GPU for each rank over NCCL. On cores also beside PyTorch in one process that has all of them.
+#include <algorithm>
 #include <iostream>
 #include <set>
 
@@ -13,16 +14,17 @@
 namespace lockstep::bench {
 namespace {
 
-// The median of one process with a thread for each core, on the whole batch.
-double run_lockstep_alone(const StepCase& one, StepRun run) {
+// One process with a thread for each core, on the whole batch.
+Seconds run_lockstep_alone(const StepCase& one, StepRun run) {
   run.ranks = 1;
   run.threads = allotted_cores();
-  return run_lockstep_step(one, run)["step"];
+  return run_lockstep_step(one, run);
 }
 
 struct Compared {
   StepCase one;
   Figures ours{};
+  Figures alone{};  // ours, in one process
   Figures theirs{};
 
   double one_process() const {
@@ -39,7 +41,11 @@ Compared compare(const Program& program, const StepCase& one, const StepRun& run
   Compared compared{.one = one};
   program.take_turns(one.name, [&](int) {
     Seconds mine = run_lockstep_step(one, run);
-    if (run.device == "cpu") mine["one_process"] = run_lockstep_alone(one, run);
+    if (run.device == "cpu") {
+      const Seconds alone = run_lockstep_alone(one, run);
+      compared.alone.add(alone);
+      mine["one_process"] = alone.at("step");
+    }
     compared.ours.add(mine);
     if (!with_pytorch) return;
     compared.theirs.add(run_pytorch_step(one, run, run.ranks, one.layout));
@@ -53,9 +59,23 @@ Compared compare(const Program& program, const StepCase& one, const StepRun& run
 std::string milliseconds_of(double seconds) { return seconds > 0 ? milliseconds(seconds) : "-"; }
 std::string times_of(double theirs, double ours) { return theirs > 0 ? times(theirs / ours) : "-"; }
 
+double parameter_bytes(const Figures& ours) { return ours["parameter_mib"] * (1 << 20); }
+
 // SGD with momentum over p ranks reads p gradients, the momentum and the parameters once, and writes the latter two.
-double limit_seconds(const Figures& ours, int ranks) {
-  return (ranks + 4) * ours["parameter_mib"] * (1 << 20) / ours["copy"];
+double bytes_of_update(const Figures& ours, int ranks) { return (ranks + 4) * parameter_bytes(ours); }
+
+// Before it each rank reads the parameters forward and backward and writes gradients, whose memory is fetched first.
+double bytes_of_step(const Figures& ours, int ranks) {
+  return 4 * ranks * parameter_bytes(ours) + bytes_of_update(ours, ranks);
+}
+
+void add_limits(Table& table, const std::string& model, const Figures& ours, int ranks) {
+  const double bytes = bytes_of_step(ours, ranks), operations = ours["operations"], step = ours["step"];
+  const double memory = bytes / std::max(ours["copy"], ours["triad"]), computing = operations / ours["sgemm"];
+  table.add({model, concat(ranks), fixed(parameter_bytes(ours) / 1e6, 1), fixed(bytes / 1e6, 1),
+             fixed(operations / 1e9, 2), fixed(ours["copy"] / 1e9, 1), fixed(ours["triad"] / 1e9, 1),
+             fixed(ours["sgemm"] / 1e9, 0), milliseconds(memory), milliseconds(computing), milliseconds(step),
+             percent(std::max(memory, computing) / step), percent((memory + computing) / step)});
 }
 
 void print(const std::vector<Compared>& all, const StepRun& run, int turns) {
@@ -63,16 +83,22 @@ void print(const std::vector<Compared>& all, const StepRun& run, int turns) {
                "keeping memory ms", "DDP/ours", "best alternative/best of ours"});
   Table phases({"model", "forward", "backward", "wait", "update ms", "limit ms", "update at", "update+wait at"});
   Table memory({"model", "lockstep MiB", "above idle", "DDP MiB", "above idle", "saved"});
+  Table limits({"model", "ranks", "K MB", "moved MB", "GFLOP", "copy GB/s", "triad GB/s", "sgemm GFLOP/s", "memory ms",
+                "sgemm ms", "step ms", "larger/step", "sum/step"});
   for (const Compared& each : all) {
-    const auto& [one, ours, theirs] = each;
+    const auto& [one, ours, alone, theirs] = each;
     steps.add({one.name, concat(one.batch), fixed(ours["parameter_mib"], 1), milliseconds(ours["step"]),
                milliseconds_of(ours["one_process"]), milliseconds_of(theirs["ddp"]), milliseconds_of(theirs["no_sync"]),
                milliseconds_of(each.one_process()), milliseconds_of(each.one_process_kept()),
                times_of(theirs["ddp"], ours["step"]), times_of(each.best_alternative(), each.best())});
-    const double limit = limit_seconds(ours, run.ranks);
+    const double limit = bytes_of_update(ours, run.ranks) / ours["copy"];
     phases.add({one.name, milliseconds(ours["forward"]), milliseconds(ours["backward"]), milliseconds(ours["wait"]),
                 milliseconds(ours["update"]), milliseconds(limit), percent(limit / ours["update"]),
                 percent(limit / (ours["update"] + ours["wait"]))});
+    if (run.device == "cpu") {
+      add_limits(limits, one.name, ours, run.ranks);
+      add_limits(limits, "", alone, 1);
+    }
     memory.add({one.name, fixed(ours["memory_mib"], 0), fixed(ours["memory_mib"] - ours["idle_mib"], 0),
                 fixed(theirs["memory_mib"], 0), fixed(theirs["memory_mib"] - theirs["idle_mib"], 0),
                 theirs["memory_mib"] > 0 ? percent(1 - ours["memory_mib"] / theirs["memory_mib"]) : "-"});
@@ -87,6 +113,13 @@ void print(const std::vector<Compared>& all, const StepRun& run, int turns) {
                "with\na malloc that keeps freed memory. The best alternative is PyTorch's fastest\n";
   std::cout << "\nWhere lockstep's step goes. limit: the bytes that must move, at the speed of all ranks' memcpy\n";
   phases.print(std::cout);
+  if (run.device == "cpu") {
+    std::cout
+        << "\nWhat bounds lockstep's step, with ranks and in one process. moved: K bytes of parameters, and their "
+           "gradients and\nmomentum, at the faster of copy (a thread of each rank) and triad, all ranks at once. "
+           "A cache that holds them is faster\n";
+    limits.print(std::cout);
+  }
   std::cout << "\nMemory: the sum over the ranks of PSS, or of what is taken of each GPU\n";
   memory.print(std::cout);
 }
@@ -98,6 +131,7 @@ Json to_json(const std::vector<Compared>& all, const StepRun& run, int turns) {
     model = {{"lockstep", each.ours.medians()},
              {"pytorch", each.theirs.medians()},
              {"ranges", {{"lockstep", each.ours.ranges()}, {"pytorch", each.theirs.ranges()}}}};
+    if (run.device == "cpu") model["lockstep_alone"] = each.alone.medians();
     if (each.best_alternative() > 0) model["speed_up_over_best"] = each.best_alternative() / each.best();
   }
   return json;

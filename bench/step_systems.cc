@@ -4,12 +4,14 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <functional>
 
 #include <ATen/Parallel.h>
 #include <torch/types.h>
 
 #include "agent/start/launcher.h"
 #include "bench/harness.h"
+#include "bench/limits.h"
 #include "bench/processes.h"
 #include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
@@ -52,7 +54,7 @@ Batch random_batch(const StepCase& one, int64_t size) {
 }
 
 constexpr size_t kCopied = size_t{64} << 20;
-constexpr int kCopies = 5;
+constexpr int kRepeats = 5;
 
 double pss_mib() { return pss_bytes(::getpid()) / (1 << 20); }
 
@@ -63,22 +65,29 @@ double taken_mib(torch::Device device) {
   return static_cast<double>(memory.all - memory.free) / (1 << 20);
 }
 
-// Bytes per second that all ranks together read and write while each copies memory: what the machine can do at best.
+// How much all ranks together do in a second when each does `amount` by calling work().
+double speed(const World& world, double amount, const std::function<void()>& work) {
+  std::vector<double> seconds;
+  for (int i = 0; i < kRepeats; ++i) {
+    world.barrier();
+    const Stopwatch watch;
+    work();
+    wait_for_device(world.device());
+    seconds.push_back(plan::largest_of(world, watch.seconds()));
+  }
+  return amount * world.size() / median(seconds);
+}
+
+// Bytes that all ranks together read and write while each copies memory.
 double copy_speed(const World& world) {
   const auto options = torch::TensorOptions(torch::kUInt8).device(world.device());
   const torch::Tensor from = torch::ones({kCopied}, options), to = torch::ones({kCopied}, options);
-  std::vector<double> seconds;
-  for (int i = 0; i < kCopies; ++i) {
-    world.barrier();
-    const Stopwatch watch;
+  return speed(world, 2.0 * kCopied, [&] {
     if (to.is_cpu())
       std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), kCopied);
     else
       to.copy_(from);
-    wait_for_device(world.device());
-    seconds.push_back(plan::largest_of(world, watch.seconds()));
-  }
-  return 2.0 * kCopied * world.size() / median(seconds);
+  });
 }
 
 // The steps of one rank, phase by phase.
@@ -105,6 +114,12 @@ class RankTraining {
   }
 
   void forget() { seconds_.clear(); }
+
+  double operations_of_step() {
+    const OperationCount count;
+    step();
+    return count.operations();
+  }
 
   // A step takes as long as on the slowest rank; who arrives last does not wait.
   Seconds medians() const {
@@ -148,6 +163,7 @@ class RankTraining {
 Seconds train(const World& world, const StepCase& one, const StepRun& run) {
   const double idle = plan::sum_of(world, taken_mib(world.device()));
   RankTraining training(world, one, run);
+  const double operations = plan::sum_of(world, training.operations_of_step());
   for (int i = 0; i < run.warmup; ++i) training.step();
   training.forget();
   for (int i = 0; i < run.steps; ++i) training.step();
@@ -156,6 +172,10 @@ Seconds train(const World& world, const StepCase& one, const StepRun& run) {
   result["memory_mib"] = plan::sum_of(world, taken_mib(world.device()));
   result["parameter_mib"] = training.parameter_mib();
   result["copy"] = copy_speed(world);
+  if (!world.device().is_cpu()) return result;
+  result["operations"] = operations;
+  result["triad"] = speed(world, Triad::kAmount, Triad());
+  result["sgemm"] = speed(world, Sgemm::kAmount, Sgemm());
   return result;
 }
 

@@ -36,7 +36,8 @@ struct StepRun {
 };
 
 // Medians in seconds: step, forward, backward, wait (for the last rank to arrive), update; copy (bytes per second that
-// all ranks together read and write in memcpy); idle_mib and memory_mib, sums over the ranks; parameter_mib.
+// all ranks together read and write in memcpy); idle_mib and memory_mib, sums over the ranks; parameter_mib. On cores also
+// operations (floating point, of a step of all ranks), triad (as copy) and sgemm (operations per second): bench/limits.h.
 Seconds run_lockstep_step(const StepCase& one, const StepRun& run);
 
 // ddp, no_sync: medians in seconds; idle_mib and memory_mib. With 0 ranks one_process_LAYOUT and one_process_LAYOUT_kept: medians of

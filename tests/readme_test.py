@@ -5,6 +5,7 @@
 Placeholders get a value, training is cut to a few steps, and each benchmark has its smallest case (a minute for all). A line
 that is not handled here fails the test, so a new one in the README can't go untested.
 """
+import json
 import os
 import re
 import shlex
@@ -20,7 +21,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 # A small case of each benchmark.
 BENCHMARKS = {
     "collectives": "--turns 1 --ranks 2 --operation all_reduce --memory arena --max-bytes 64",
-    "step": "--turns 1 --models lenet --steps 1",
+    "step": "--turns 1 --models lenet --steps 1 --json step.json",
     "scaling": "--turns 1 --models lenet --steps 1",
     "data": "--turns 1 --photographs 2 --shards-mib 1",
     "hosts": "--turns 1 --hosts 2 --ranks-per-host 1 --operation all_reduce --sizes 65536",
@@ -96,6 +97,15 @@ def expect_output(expected, words):
             raise SystemExit(f"{' '.join(expected)} was promised, not {' '.join(words)}")
 
 
+def expect_operations(results):
+    """LeNet's products for a batch of 256: twice in its first layer, whose input needs no gradient, three times in the others."""
+    expected = 256 * 2 * (2 * 20 * 9 * 26**2 + 3 * (50 * 500 * 9**2 + 800 * 128 + 128 * 10))
+    lenet = json.loads(results.read_text())["models"]["lenet"]
+    found = lenet["lockstep"]["operations"], lenet["lockstep_alone"]["operations"]
+    if found != (expected, expected):
+        raise SystemExit(f"lockstep bench step counted {found} operations, not {expected}")
+
+
 def main():
     program = str(Path(sys.argv[1]).resolve())
     with tempfile.TemporaryDirectory() as name:
@@ -106,6 +116,7 @@ def main():
             for command in typed(line, folder):
                 print("$", shlex.join(command), flush=True)
                 subprocess.run([program] + command[1:], check=True, cwd=folder, timeout=200)
+        expect_operations(folder / "step.json")
 
 
 if __name__ == "__main__":
