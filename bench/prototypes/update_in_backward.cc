@@ -6,88 +6,17 @@
 //
 // `one process` is PyTorch's own: autograd with a thread on each core, and the fused SGD. `tiles` has the same threads; for each tile
 // of a weight's rows, while it is in the second-level cache: input gradient += of the tile, its weight gradient, its update.
-#include <sched.h>
-
-#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <thread>
-#include <vector>
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/_fused_sgd.h>
-#include <torch/torch.h>
 
+#include "bench/limits.h"
+#include "bench/prototypes/mlp.h"
+
+namespace lockstep::prototypes {
 namespace {
-
-using torch::Tensor;
-
-constexpr double kRate = 0.01, kMomentum = 0.9;
-constexpr int64_t kBatch = 32;
-const std::vector<int64_t> kWidths = {1024, 4096, 4096, 1000};
-
-struct Model {
-  std::vector<Tensor> weights, biases, weight_momenta, bias_momenta;
-};
-
-Model make_model() {
-  torch::manual_seed(1);
-  Model model;
-  for (size_t i = 1; i < kWidths.size(); ++i) {
-    model.weights.push_back(torch::randn({kWidths[i], kWidths[i - 1]}) * 0.02);
-    model.biases.push_back(torch::zeros({kWidths[i]}));
-    model.weight_momenta.push_back(torch::zeros_like(model.weights.back()));
-    model.bias_momenta.push_back(torch::zeros_like(model.biases.back()));
-  }
-  return model;
-}
-
-// ---- PyTorch's own way
-
-class OneProcess {
- public:
-  OneProcess() : model_(make_model()) {
-    for (auto* list : {&model_.weights, &model_.biases})
-      for (Tensor& each : *list) each.set_requires_grad(true);
-  }
-
-  double step(const Tensor& data, const Tensor& target) {
-    Tensor x = data;
-    for (size_t i = 0; i < model_.weights.size(); ++i) {
-      x = torch::linear(x, model_.weights[i], model_.biases[i]);
-      if (i + 1 < model_.weights.size()) x = x.relu();
-    }
-    const Tensor loss = torch::cross_entropy_loss(x, target);
-    loss.backward();
-    std::vector<Tensor> parameters, gradients, momenta;
-    for (auto [values, buffers] :
-         {std::pair(&model_.weights, &model_.weight_momenta), std::pair(&model_.biases, &model_.bias_momenta)})
-      for (size_t i = 0; i < values->size(); ++i) {
-        parameters.push_back((*values)[i]);
-        gradients.push_back((*values)[i].grad());
-        momenta.push_back((*buffers)[i]);
-      }
-    const torch::NoGradGuard no_grad;
-    at::_fused_sgd_(parameters, gradients, momenta, 0, kMomentum, kRate, 0, false, false, false);
-    for (Tensor& each : parameters) each.mutable_grad() = Tensor();
-    return loss.item<double>();
-  }
-  const Model& model() const { return model_; }
-
- private:
-  Model model_;
-};
-
-// ---- Update in backward
-
-// p -= rate * (m = momentum * m + g), of one run of memory.
-void update(float* p, float* m, const float* g, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    m[i] = static_cast<float>(kMomentum) * m[i] + g[i];
-    p[i] -= static_cast<float>(kRate) * m[i];
-  }
-}
 
 class Tiles {
  public:
@@ -101,15 +30,10 @@ class Tiles {
       if (i + 1 < model_.weights.size()) x.relu_();
       inputs.push_back(x);
     }
-    const Tensor log = inputs.back().log_softmax(1);
-    const double loss = -log.gather(1, target.unsqueeze(1)).mean().item<double>();
-    Tensor gradient = log.exp();
-    gradient.scatter_add_(1, target.unsqueeze(1), torch::full({kBatch, 1}, -1.F));
-    gradient.div_(kBatch);
+    double loss = 0;
+    Tensor gradient = loss_gradient(inputs.back(), target, loss);
     for (size_t i = model_.weights.size(); i-- > 0;) {
-      const Tensor bias = gradient.sum(0);
-      update(model_.biases[i].data_ptr<float>(), model_.bias_momenta[i].data_ptr<float>(), bias.data_ptr<float>(),
-             bias.numel());
+      update(model_.biases[i], model_.bias_momenta[i], gradient.sum(0));
       Tensor before = layer(i, inputs[i], gradient);
       if (i > 0) gradient = before.mul_(inputs[i] > 0);
     }
@@ -137,8 +61,7 @@ class Tiles {
           if (i > 0) mine.addmm_(outer.t(), tile);
           Tensor made = tile_gradient.narrow(0, 0, rows);
           at::mm_out(made, outer, input);
-          update(tile.data_ptr<float>(), model_.weight_momenta[i].narrow(0, row, rows).data_ptr<float>(),
-                 made.data_ptr<float>(), rows * columns);
+          update(tile, model_.weight_momenta[i].narrow(0, row, rows), made);
         }
         of_threads[static_cast<size_t>(thread)] = mine;
       }
@@ -165,43 +88,17 @@ double median_ms(System& system, const Tensor& data, const Tensor& target, int s
   return times[static_cast<size_t>(steps / 2)];
 }
 
-// GB/s of a = b + s c over arrays that no cache holds, with all threads.
-double triad() {
-  constexpr int64_t kFloats = 32 << 20;
-  Tensor a = torch::zeros({kFloats}), b = torch::ones({kFloats}), c = torch::ones({kFloats});
-  double best = 0;
-  for (int i = 0; i < 5; ++i) {
-    const auto begin = std::chrono::steady_clock::now();
-    at::add_out(a, b, c, 3);
-    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-    best = std::max(best, 4.0 * 4 * kFloats / seconds / 1e9);  // with the read for ownership
-  }
-  return best;
-}
-
-double gflops() {
-  Tensor a = torch::randn({1024, 1024}), b = torch::randn({1024, 1024}), c = torch::empty({1024, 1024});
-  double best = 0;
-  for (int i = 0; i < 10; ++i) {
-    const auto begin = std::chrono::steady_clock::now();
-    at::mm_out(c, a, b);
-    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-    best = std::max(best, 2.0 * 1024 * 1024 * 1024 / seconds / 1e9);
-  }
-  return best;
-}
-
 }  // namespace
+}  // namespace lockstep::prototypes
 
 int main(int argc, char** argv) {
+  using namespace lockstep::prototypes;
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 5;
   const int64_t rows = argc > 2 ? std::atoi(argv[2]) : 32;
-  torch::manual_seed(7);
-  const Tensor data = torch::randn({kBatch, kWidths.front()}), target = torch::randint(0, kWidths.back(), {kBatch});
-  int64_t bytes = 0;
-  for (size_t i = 1; i < kWidths.size(); ++i) bytes += 4 * kWidths[i] * kWidths[i - 1];
-  std::printf("%d threads; triad %.1f GB/s, sgemm %.0f GFLOP/s; K = %.1f MB\n", at::get_num_threads(), triad(),
-              gflops(), bytes / 1e6);
+  const auto [data, target] = make_samples();
+  std::printf("%d threads; triad %.1f GB/s, sgemm %.0f GFLOP/s; K = %.1f MB\n", at::get_num_threads(),
+              best_speed(lockstep::bench::Triad()) / 1e9, best_speed(lockstep::bench::Sgemm()) / 1e9,
+              bytes_of_weights() / 1e6);
   OneProcess one;
   Tiles tiles(rows);
   std::vector<double> ratios;
