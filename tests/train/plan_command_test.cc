@@ -60,6 +60,11 @@ TEST(PlanCommand, MakesAProfileOnceAndForecastsFromIt) {
   EXPECT_TRUE(contains(text.output, "lockstep train --data synthetic --epochs 3 --batch-size 8 --strategy"))
       << text.output;
 
+  const Ended scaling = plan_lenet(profile + Words{"--scaling", "4,8", "--memory-bandwidth", "20"});
+  ASSERT_EQ(scaling.exit_code, 0) << scaling.error;
+  for (const char* part : {"Forecast, not measured", "at most 20.0", "at worst", "1 x 4", "8 x 1", "data_parallel"})
+    EXPECT_TRUE(contains(scaling.output, part)) << part << " not in\n" << scaling.output;
+
   const Ended other = testing::run({LOCKSTEP_COMMAND, "plan", "--model", "mlp", "--data", "synthetic", "--batch-size",
                                     "8", "--profile", folder.file("profile.json")});
   EXPECT_EQ(other.exit_code, 2);
@@ -83,6 +88,9 @@ TEST(PlanCommand, SaysWhatIsWrongBeforeItMeasures) {
   EXPECT_EQ(plan_lenet({"--link-mbit", "0", "--machines", "2"}).exit_code, 2);
   EXPECT_EQ(plan_lenet({"--trace", folder.file("t.txt")}).exit_code, 2);
   EXPECT_EQ(plan_lenet({"--of", "ddp"}).exit_code, 2);
+  EXPECT_NE(plan_lenet({"--scaling", "0"}).exit_code, 0);
+  EXPECT_NE(plan_lenet({"--scaling", "16", "--devices", "2"}).exit_code, 0);
+  EXPECT_NE(plan_lenet({"--memory-bandwidth", "20"}).exit_code, 0);
   for (const Words& words :
        {Words{"--accumulate", "2"}, Words{"--checkpoint-activations"}, Words{"--precision", "float16"}}) {
     const Ended ended = plan_lenet(words);

@@ -43,27 +43,37 @@ Builder::Builder(const Profile& measured, const Target& wanted, const Choice& ch
       sent_(target.machines),
       received_(target.machines),
       latency_(target.link_latency + line_through(profile.loopback).fixed),
-      work_(work_of_messages(profile)) {
+      work_(work_of_messages(profile)),
+      copy_speed_(profile.copy_speed) {
   const int cores = target.cores > 0 ? target.cores : profile.cores;
   threads_ = std::max(1, cores / target.devices);
   seats_ = std::max(1, cores / threads_);
+  if (target.memory_rate > 0) copy_speed_ = std::min(threads_ * copy_speed_, target.memory_rate);
   for (int machine = 0; machine < target.machines; ++machine) add_machine(machine);
   for (int device = 0; device < devices(); ++device) add_actor(concat("device ", device), device / target.devices);
 }
 
-// Measured are one thread, and one for each core; between the two it is taken evenly in logarithms.
+// Measured are one thread, and one for each core; between the two it is taken evenly in logarithms. Beyond, each doubling gains as much,
+// at worst by Amdahl's law, and no device is faster than the memory.
 StepTimes Builder::alone(double samples) const {
   const auto threads_alone = [](const Curve& curve) { return curve.at_once == 1 ? curve.threads : 0; };
   const Curve& all = *std::ranges::max_element(profile.curves, {}, threads_alone);
   const StepTimes one = times_for(profile.curves.front(), samples);
   if (threads_ == 1 || all.threads == 1) return one;
   const StepTimes most = times_for(all, samples);
-  const double share = std::min(1.0, std::log(threads_) / std::log(all.threads));
-  const auto between = [share](double from, double to) { return from <= 0 ? to : from * std::pow(to / from, share); };
+  const double n = all.threads, share = std::log(threads_) / std::log(n);
+  const double of_memory = target.memory_rate > 0 ? profile.copy_speed / target.memory_rate : 0;
+  const auto between = [&](double from, double to, double least) {
+    if (from <= 0) return to;
+    if (threads_ <= n) return from * std::pow(to / from, share);
+    const double left = std::max(to / from, 1 / n), serial = std::min(1.0, (left * n - 1) / (n - 1));
+    return from * std::max({std::pow(left, share), target.at_worst ? serial + (1 - serial) / threads_ : 0, least});
+  };
+  const double least = target.at_worst ? of_memory : 0;
   return {.samples = one.samples,
-          .forward = between(one.forward, most.forward),
-          .backward = between(one.backward, most.backward),
-          .update = between(one.update, most.update)};
+          .forward = between(one.forward, most.forward, least),
+          .backward = between(one.backward, most.backward, least),
+          .update = between(one.update, most.update, of_memory)};
 }
 
 StepTimes Builder::times_of(int device) const {
@@ -82,7 +92,7 @@ int Builder::compute(int device, const std::string& name, double seconds, const 
 }
 
 int Builder::touch(int actor, const std::string& name, double bytes, const Ids& after) {
-  return work(actor, name, Kind::kMemory, bytes / profile.copy_speed, after);
+  return work(actor, name, Kind::kMemory, bytes / copy_speed_, after);
 }
 
 int Builder::update(int actor, double share, const Ids& after) {
@@ -180,6 +190,8 @@ int Builder::work(int actor, const std::string& name, Kind kind, double seconds,
                     .work = seconds,
                     .uses = {made_.cores[machine_of(actor)]},
                     .after = after};
+  if (!memory_.empty() && (kind == Kind::kMemory || target.at_worst))
+    activity.uses.push_back(memory_[machine_of(actor)]);
   if (actor < 0) return made_.simulation.add(std::move(activity));
   if (actor < devices()) activity.uses.push_back(made_.seats[actor]);
   Ids& last = last_[actor];
@@ -194,6 +206,7 @@ void Builder::add_machine(int machine) {
   made_.cores.push_back(simulation.add(Resource{concat("cores of machine ", machine), speeds_of_cores()}));
   out_.push_back(simulation.add(Resource{concat("link from machine ", machine), {target.link_rate}}));
   in_.push_back(simulation.add(Resource{concat("link to machine ", machine), {target.link_rate}}));
+  if (target.memory_rate > 0) memory_.push_back(simulation.add(Resource{"memory", {target.memory_rate / copy_speed_}}));
   Ids seats;
   for (int i = 0; i < std::min(seats_, target.devices); ++i)
     seats.push_back(simulation.add(Resource{concat("seat ", i), {1}}));

@@ -74,9 +74,11 @@ class Builder {
   IntVector<Ids> last_;  // of each actor: what its next activity waits for
   Ids machine_of_;       // each actor
   Ids out_, in_;         // the links of each machine
+  Ids memory_;           // of each machine that has a memory_rate
   IntVector<double> sent_, received_;
   double latency_ = 0;  // seconds until a message without bytes arrives
   Line work_;           // of messages
+  double copy_speed_;   // of a device
   int threads_ = 1;     // of a device
   int seats_ = 1;       // devices of a machine that can compute at the same time
 };

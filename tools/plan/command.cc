@@ -32,6 +32,7 @@ struct PlanOptions {
   std::string trace;
   std::string of;
   bool inexact = false;
+  std::vector<int> scaling;
 };
 
 // Not every strategy has these, and a profile's steps are made without them.
@@ -95,6 +96,15 @@ void add_options(CLI::App& app, PlanOptions& options) {
   app.add_flag("--json", options.json, "print JSON");
   add("--trace", options.trace, "file (.json) for the timeline of three steps, for ui.perfetto.dev");
   add("--of", options.of, "with --trace: a choice by its name in the table; default: the recommended one");
+  auto* const scaling = app.add_option("--scaling", options.scaling,
+                                       "forecast one machine of 16,64,... cores, divided into ranks and threads");
+  scaling->delimiter(',')->check(CLI::Range(1, 4096));
+  for (const char* name : {"--machines", "--devices", "--cores", "--servers", "--inexact", "--json", "--trace"})
+    scaling->excludes(app.get_option(name));
+  app.add_option("--memory-bandwidth", options.target.memory_rate,
+                 "with --scaling: GB/s that all its cores read and write; default: as the profile's copy")
+      ->check(CLI::PositiveNumber)
+      ->needs(scaling);
   app.set_config("--config", "", "read options from a TOML file; the command line wins");
 }
 
@@ -183,6 +193,24 @@ bench::Json json_of(const Profile& profile, const PlanOptions& options, const st
   return json;
 }
 
+int print_scaling(Target target, const Profile& profile, const std::vector<int>& counts) {
+  if (target.memory_rate <= 0) target.memory_rate = std::max(profile.copy_speed, profile.copy_speed_of_all);
+  std::cout
+      << profile.model << "\nprofile of " << profile.machine << ", a batch of " << target.batch
+      << "\n\nForecast, not measured. Assumed: cores like the profile's, each copies "
+      << fixed(profile.copy_speed / 1e9, 1) << " GB/s, all together at most " << fixed(target.memory_rate / 1e9, 1)
+      << " (--memory-bandwidth);\neach doubling of threads gains what it did there. At worst: computing needs memory "
+         "as copying does, Amdahl's law.\nNot known: NUMA nodes, caches, clocks, hardware threads, fewer samples on a "
+         "rank than "
+      << profile.curves.front().points.front().samples << ".\n\n";
+  Table table({"cores", "strategy", "ranks x threads", "ms/step", "at worst", "bound by"});
+  for (const auto& [cores, ranks, each, at_worst] : forecast_scaling(profile, target, counts))
+    table.add({concat(cores), each.choice.name(), concat(ranks, " x ", cores / ranks), fixed(each.step * 1e3, 2),
+               fixed(at_worst * 1e3, 2), each.bound});
+  table.print(std::cout);
+  return 0;
+}
+
 const Choice& choice_to_trace(const std::vector<Forecast>& all, const std::string& name, bool inexact) {
   if (name.empty()) return best_of(all, inexact).choice;
   std::vector<std::string> names;
@@ -203,10 +231,12 @@ int run_plan(PlanOptions options) {
   target.epochs = options.train.epochs;
   target.link_rate = options.link_megabits * 1e6 / 8;
   target.link_latency = options.link_microseconds * 1e-6;
+  target.memory_rate *= 1e9;
   require_possible(target);
   check_options(options.train);
   require_forecast(options.train.strategy);
   const Profile profile = profile_for(options, model_task(options.train.model));
+  if (!options.scaling.empty()) return print_scaling(target, profile, options.scaling);
   const std::vector<Forecast> all = forecast_all(profile, target);
   if (!options.trace.empty())
     write_timeline(options.trace, timeline_of(profile, target, choice_to_trace(all, options.of, options.inexact)),

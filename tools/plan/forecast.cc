@@ -141,6 +141,29 @@ std::vector<Forecast> forecast_all(const Profile& profile, const Target& target)
   return all;
 }
 
+std::vector<Scaled> forecast_scaling(const Profile& profile, Target target, const std::vector<int>& cores) {
+  std::vector<Scaled> all;
+  for (const int count : cores) {
+    std::map<std::pair<StrategyKind, int>, Scaled> fastest;  // by strategy, and ranks of ddp
+    target.cores = count;
+    for (int ranks = 1; ranks <= std::min<int64_t>(count, target.batch); ++ranks) {
+      if (count % ranks != 0) continue;
+      target.devices = ranks;
+      Target worst = target;
+      worst.at_worst = true;
+      for (const Choice& choice : choices_for(target, to_int(profile.pieces.size()))) {
+        if (!choice.exact() || choice.has_servers() || choice.on(target).devices != ranks) continue;
+        const Scaled one{count, ranks, forecast(profile, target, choice), forecast(profile, worst, choice).step};
+        const std::pair row(choice.kind, choice.kind == choice.kDdp ? ranks : 0);
+        Scaled& best = fastest.try_emplace(row, one).first->second;
+        if (one.forecast.step < best.forecast.step) best = one;
+      }
+    }
+    for (const auto& [row, each] : fastest) all.push_back(each);
+  }
+  return all;
+}
+
 const Forecast& best_of(const std::vector<Forecast>& forecasts, bool inexact) {
   constexpr double kAsFast = 1.05;
   std::vector<const Forecast*> meant;

@@ -32,6 +32,15 @@ double seconds_of_step(const Choice& choice, const Schedule& schedule, const Out
 // Forecasts of every choice that the target allows, the fastest first.
 std::vector<Forecast> forecast_all(const Profile& profile, const Target& target);
 
+struct Scaled {
+  int cores, ranks;  // ranks: or device threads
+  Forecast forecast;
+  double at_worst;  // seconds of a step
+};
+
+// On one machine: single, each division of ddp, and the fastest of each other exact strategy without servers.
+std::vector<Scaled> forecast_scaling(const Profile& profile, Target target, const std::vector<int>& cores);
+
 // Takes forecasts of one target, those that compute the same as one device (inexact: all). Returns the simplest of those that take
 // at most 5 % longer than the fastest, as no forecast can tell these apart: fewest servers, then fewest micro-batches.
 const Forecast& best_of(const std::vector<Forecast>& forecasts, bool inexact = false);

@@ -54,6 +54,18 @@ Profile in_ranks(int ranks, const Profile& so_far, const std::function<void(cons
   return profile_in(read_file(concat("/proc/self/fd/", result.get())), "what was measured");
 }
 
+double bytes_copied_per_second() {
+  constexpr size_t kCopied = size_t{32} << 20;
+  const Tensor from = torch::ones({kCopied}, torch::kUInt8), to = torch::ones({kCopied}, torch::kUInt8);
+  std::vector<double> seconds;
+  for (int i = 0; i < 5; ++i) {
+    const Stopwatch watch;
+    std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), kCopied);
+    seconds.push_back(watch.seconds());
+  }
+  return 2.0 * kCopied / median(seconds);
+}
+
 // ---- As many ranks as cores: steps alone and at once, and memory, first without a model
 
 void measure_ranks(const World& world, const Subject& subject, Profile& profile) {
@@ -73,21 +85,11 @@ void measure_ranks(const World& world, const Subject& subject, Profile& profile)
     for (const auto& [key, state] : training.strategy().optimizer().state_of(parameter))
       if (state.defined()) profile.state_bytes += to_double(state.nbytes());
   }
+  world.barrier();
+  profile.copy_speed_of_all = sum_of(world, bytes_copied_per_second());
 }
 
 // ---- One process with all cores: copies, threads, modules, pieces
-
-double bytes_copied_per_second() {
-  constexpr size_t kCopied = size_t{32} << 20;
-  const Tensor from = torch::ones({kCopied}, torch::kUInt8), to = torch::ones({kCopied}, torch::kUInt8);
-  std::vector<double> seconds;
-  for (int i = 0; i < 5; ++i) {
-    const Stopwatch watch;
-    std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), kCopied);
-    seconds.push_back(watch.seconds());
-  }
-  return 2.0 * kCopied / median(seconds);
-}
 
 double bytes_of(const Tensors& tensors) {
   double bytes = 0;

@@ -24,7 +24,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SizedTime, bytes, seconds)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SizedMemory, samples, bytes)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Profile, model, machine, data, cores, parameter_bytes, state_bytes, tensors, dataset,
                                    curves, spread, pieces, common_bytes, idle_bytes, memory_of_rank, copy_speed,
-                                   loopback, loopback_work, connection_bytes)
+                                   copy_speed_of_all, loopback, loopback_work, connection_bytes)
 
 namespace {
 
@@ -122,8 +122,11 @@ std::string text_of(const Profile& profile) {
 Profile profile_in(const std::string& text, const std::string& source) {
   constexpr const char* kNext = "remove it: lockstep plan --profile makes a new one";
   try {
-    const ProfileJson json = ProfileJson::parse(text);
-    if (json.contains("format") && json.at("format") == kProfileFormat) return json.get<Profile>();
+    ProfileJson json = ProfileJson::parse(text);
+    if (json.contains("format") && json.at("format") == kProfileFormat) {
+      json.emplace("copy_speed_of_all", 0);  // older profiles lack it
+      return json.get<Profile>();
+    }
   } catch (const nlohmann::json::exception& error) {
     throw DataError({.what = source + " is damaged, or not a profile", .here = error.what(), .next = kNext});
   }

@@ -72,6 +72,7 @@ struct Profile {
   double idle_bytes = 0;                    // a rank's own, without a model
   std::vector<SizedMemory> memory_of_rank;  // its own, while it trains with so many samples
   double copy_speed = 0;                    // bytes per second that one rank reads and writes
+  double copy_speed_of_all = 0;             // that of a rank on each core; 0: not measured
   std::vector<SizedTime> loopback;       // all_reduce of two machines over loopback: what messages cost without a link
   std::vector<SizedTime> loopback_work;  // the same: seconds of cores that it takes on both machines together
   double connection_bytes = 0;           // of memory, at each end of a connection between machines

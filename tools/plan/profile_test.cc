@@ -42,6 +42,14 @@ TEST_F(ProfileFile, IsReadAsItWasWritten) {
   EXPECT_EQ(read.pieces[0].output_bytes, 3);
 }
 
+TEST_F(ProfileFile, WithoutTheCopySpeedOfAllCoresIsRead) {
+  std::string text = text_of(some_profile());
+  const std::string part = R"("copy_speed_of_all": 0.0,)";
+  ASSERT_TRUE(testing::contains(text, part));
+  write_file(file_, text.erase(text.find(part), part.size()));
+  EXPECT_EQ(load_profile(file_).copy_speed_of_all, 0);
+}
+
 TEST_F(ProfileFile, ThatIsDamagedIsAnError) {
   for (const char* text : {"", "{", "[]", "{}", R"({"format": 99})", R"({"format": 1, "model": "m"})"}) {
     write_file(file_, text);

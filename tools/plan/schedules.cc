@@ -63,7 +63,11 @@ IntVector<IntVector<double>> parts_of_servers(const Profile& profile, int server
 
 void update_together(Builder& b, double share) {
   b.meet(b.all_devices());
-  for (const int device : b.all_devices()) b.update(device, share);
+  for (const int device : b.all_devices()) {
+    if (share < 1 && b.target.memory_rate > 0)  // measured is an update with one gradient
+      b.touch(device, "reduce", share * (b.devices() - 1) * b.profile.parameter_bytes);
+    b.update(device, share);
+  }
   b.meet(b.all_devices());
 }
 
