@@ -8,6 +8,7 @@
 #include "agent/clusters/environment.h"
 #include "cli/commands.h"
 #include "cli/installation.h"
+#include "lockstep/base/process/core_places.h"
 #include "lockstep/base/process/machine_gpus.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
@@ -62,7 +63,8 @@ void list_gpus() {
 }
 
 void print_env_help() {
-  std::cout << "usage: lockstep env                  every resolved setting and where it came from\n"
+  std::cout << "usage: lockstep env                  every resolved setting and where it came from; the machine\n"
+               "       lockstep env --ranks N        the cores of N ranks, too\n"
                "       lockstep env --cmake-prefix   what CMAKE_PREFIX_PATH needs for find_package(lockstep)\n";
 }
 
@@ -79,14 +81,17 @@ void print_cmake_prefix() {
 
 int env_command(int argc, char** argv) {
   const std::string_view option = argc > 1 ? argv[1] : "";
-  if (argc > 2 || (argc == 2 && option != "--cmake-prefix" && option != "--help" && option != "-h"))
-    throw UsageError({.what = concat("lockstep env takes --cmake-prefix or nothing: ", argv[argc - 1])});
+  int ranks = 0;
+  const bool draws_ranks = argc == 3 && option == "--ranks" && parse_int(argv[2], ranks) && ranks > 0;
+  if (!draws_ranks && (argc > 2 || (argc == 2 && option != "--cmake-prefix" && option != "--help" && option != "-h")))
+    throw UsageError({.what = concat("lockstep env takes --ranks N, --cmake-prefix or nothing: ", argv[argc - 1])});
   if (option == "--cmake-prefix")
     print_cmake_prefix();
   else if (argc == 2)
     print_env_help();
   else {
     print(all_settings());
+    std::cout << draw_machine(usable_cores(), ranks);
     list_gpus();
   }
   return 0;

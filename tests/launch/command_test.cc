@@ -408,6 +408,14 @@ TEST(LockstepEnv, shows_every_setting_and_its_source) {
     EXPECT_TRUE(contains(child.output(), part)) << part << " not in\n" << child.output();
 }
 
+TEST(LockstepEnv, shows_the_machine_and_the_cores_of_ranks) {
+  Child child({LOCKSTEP_COMMAND, "env", "--ranks", "2"});
+  EXPECT_EQ(child.wait(), 0) << child.error();
+  for (const char* part : {"machine: ", "NUMA node", "    rank 0: ", "    rank 1: "})
+    EXPECT_TRUE(contains(child.output(), part)) << part << " not in\n" << child.output();
+  for (const char* ranks : {"0", "two", "-1"}) EXPECT_EQ(Child({LOCKSTEP_COMMAND, "env", "--ranks", ranks}).wait(), 2);
+}
+
 TEST(LockstepEnv, fails_in_a_partial_environment) {
   Child child({"env", "RANK=1", LOCKSTEP_COMMAND, "env"});
   EXPECT_EQ(child.wait(), 1);

@@ -21,9 +21,18 @@ struct CorePlace {
   auto operator<=>(const CorePlace&) const = default;
 };
 
-// Places by core number.
-std::vector<CorePlace> read_core_places(const std::filesystem::path& folder = "/sys/devices/system/cpu");
+constexpr const char* kCoresFolder = "/sys/devices/system/cpu";
 
+// Places by core number.
+std::vector<CorePlace> read_core_places(const std::filesystem::path& folder = kCoresFolder);
+
+CorePlace place_of(int core, const std::vector<CorePlace>& places);
 CoreSet neighbours_first(CoreSet cores, const std::vector<CorePlace>& places);
+
+// cores_of_rank() of cores in the order of neighbours.
+CoreSet share_of(const CoreSet& near, int rank, int ranks);
+
+// Shows the packages, NUMA nodes and caches of these cores, and which of them each rank gets.
+std::string draw_machine(const CoreSet& cores, int ranks, const std::filesystem::path& folder = kCoresFolder);
 
 }  // namespace lockstep

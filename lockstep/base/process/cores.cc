@@ -46,9 +46,12 @@ std::vector<CorePlace> read_core_places(const fs::path& folder) {
   return places;
 }
 
+CorePlace place_of(int core, const std::vector<CorePlace>& places) {
+  return to_size(core) < places.size() ? places[to_size(core)] : CorePlace{};
+}
+
 CoreSet neighbours_first(CoreSet cores, const std::vector<CorePlace>& places) {
-  std::ranges::stable_sort(
-      cores, {}, [&](int core) { return to_size(core) < places.size() ? places[to_size(core)] : CorePlace{}; });
+  std::ranges::stable_sort(cores, {}, [&](int core) { return place_of(core, places); });
   return cores;
 }
 
@@ -63,7 +66,10 @@ CoreSet usable_cores() {
 
 CoreSet cores_of_rank(const CoreSet& all, int rank, int ranks) {
   static const std::vector<CorePlace> places = read_core_places();
-  const CoreSet near = neighbours_first(all, places);
+  return share_of(neighbours_first(all, places), rank, ranks);
+}
+
+CoreSet share_of(const CoreSet& near, int rank, int ranks) {
   const int cores = static_cast<int>(near.size());
   if (ranks >= cores) return {near[to_size(rank % cores)]};
   const auto begin = near.begin() + static_cast<ptrdiff_t>(rank) * cores / ranks;
