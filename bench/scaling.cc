@@ -5,6 +5,8 @@
 #include <iostream>
 #include <set>
 
+#include <torch/version.h>
+
 #include "bench/harness.h"
 #include "bench/processes.h"
 #include "bench/step_systems.h"
@@ -48,6 +50,7 @@ struct Scaled {
   int cores;
   StepCase one;
   Figures seconds{};  // by division, "2 x 4", and "PyTorch"
+  Figures copied{};   // "GB/s" that ranks of one thread read and write together
 
   double samples_per_second(const std::string& name) const {
     return seconds[name] > 0 ? static_cast<double>(one.batch) / seconds[name] : 0;
@@ -57,21 +60,24 @@ struct Scaled {
 std::string name_of(int ranks, int threads) { return concat(ranks, " x ", threads); }
 
 // One turn of every system on these cores.
-Seconds measure(const StepCase& one, int cores, StepRun run, bool with_pytorch) {
-  const OnCores few(first_cores(cores));
+void measure(Scaled& each, StepRun run, bool with_pytorch) {
+  const OnCores few(first_cores(each.cores));
   Seconds seconds;
-  for (const int ranks : doublings(cores)) {
-    if (cores % ranks != 0) continue;
+  for (const int ranks : doublings(each.cores)) {
+    if (each.cores % ranks != 0) continue;
     run.ranks = ranks;
-    run.threads = cores / ranks;
-    seconds[name_of(run.ranks, run.threads)] = run_lockstep_step(one, run)["step"];
+    run.threads = each.cores / ranks;
+    Seconds found = run_lockstep_step(each.one, run);
+    seconds[name_of(run.ranks, run.threads)] = found["step"];
+    if (run.threads == 1) each.copied.add({{"GB/s", found["copy"] / 1e9}});
   }
-  if (!with_pytorch) return seconds;
-  std::vector<double> theirs;
-  for (const std::string& layout : std::set<std::string>{"contiguous", one.layout})
-    for (const auto& [name, time] : run_pytorch_step(one, run, /*ranks=*/0, layout)) theirs.push_back(time);
-  seconds["PyTorch"] = least_measured(theirs);
-  return seconds;
+  if (with_pytorch) {
+    std::vector<double> theirs;
+    for (const std::string& layout : std::set<std::string>{"contiguous", each.one.layout})
+      for (const auto& [name, time] : run_pytorch_step(each.one, run, /*ranks=*/0, layout)) theirs.push_back(time);
+    seconds["PyTorch"] = least_measured(theirs);
+  }
+  each.seconds.add(seconds);
 }
 
 std::vector<Scaled> scale(const Program& program, const StepCase& model, const StepRun& run, bool with_pytorch) {
@@ -82,26 +88,9 @@ std::vector<Scaled> scale(const Program& program, const StepCase& model, const S
     all.back().one.batch = model.batch / kCoresOfTable * cores;
   }
   program.take_turns(model.name, [&](int) {
-    for (Scaled& each : all) each.seconds.add(measure(each.one, each.cores, run, with_pytorch));
+    for (Scaled& each : all) measure(each, run, with_pytorch);
   });
   return all;
-}
-
-// "2 packages, 4 NUMA nodes, 64 cores, 128 hardware threads": of those that this process may use.
-std::string topology() {
-  const auto places = read_core_places();
-  std::set<int> packages;
-  std::set<std::pair<int, int>> nodes;
-  std::set<CorePlace> cores;
-  const CoreSet usable = usable_cores();
-  for (const int core : usable) {
-    const CorePlace place = to_size(core) < places.size() ? places[to_size(core)] : CorePlace{};
-    packages.insert(place.package);
-    nodes.insert({place.package, place.node});
-    cores.insert(place);
-  }
-  return concat(packages.size(), " packages, ", nodes.size(), " NUMA nodes, ", cores.size(), " cores, ", usable.size(),
-                " hardware threads");
 }
 
 void print(const std::vector<Scaled>& all) {
@@ -121,11 +110,17 @@ void print(const std::vector<Scaled>& all) {
   table.print(std::cout);
 }
 
-Json to_json(const std::vector<Scaled>& all, const StepRun& run, int turns) {
-  Json json{{"topology", topology()}, {"turns", turns}, {"steps", run.steps}};
+Json to_json(const std::vector<Scaled>& all, const StepRun& run, int turns, const std::string& pytorch) {
+  Json json{
+      {"topology", split(draw_machine(usable_cores(), 0), '\n')},
+      {"versions", {{"lockstep", LOCKSTEP_VERSION}, {"libtorch", TORCH_VERSION}, {"PyTorch", pytorch}}},
+      {"settings", {{"turns", turns}, {"warmup", run.warmup}, {"steps", run.steps}, {"optimizer", "SGD, momentum"}}}};
+  for (const char* name : {"OMP_NUM_THREADS", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "LD_PRELOAD", "LOCKSTEP_CHECK"})
+    if (const char* value = std::getenv(name)) json["settings"][name] = value;
   for (const Scaled& each : all)
     json["models"][each.one.name].push_back({{"cores", each.cores},
                                              {"samples", each.one.batch},
+                                             {"copied", each.copied.medians()},
                                              {"seconds", each.seconds.medians()},
                                              {"ranges", each.seconds.ranges()}});
   return json;
@@ -148,10 +143,12 @@ int bench_scaling(int argc, const char* const* argv) {
       for (Scaled& each : scale(program, model, run, missing.empty())) all.push_back(std::move(each));
     std::cout << "A step, SGD with momentum; every core brings its own samples; medians of " << run.steps
               << " steps, then of " << program.turns() << " turns\n"
-              << machine() << "; " << topology() << "\nPyTorch: the faster memory order, malloc as it is or keeping "
+              << machine() << "\n"
+              << draw_machine(usable_cores(), 0) << "PyTorch: the faster memory order, malloc as it is or keeping "
               << "freed memory, a fused optimizer\n\n";
     print(all);
-    program.save(to_json(all, run, program.turns()));
+    program.save(
+        to_json(all, run, program.turns(), missing.empty() ? run_python("peers/step.py", {"version"}) : "none"));
   });
 }
 

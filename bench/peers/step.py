@@ -3,6 +3,7 @@
 """A training step with PyTorch: the peer of `lockstep bench step`. DistributedDataParallel over Gloo, or NCCL; or one process.
 
     step.py CASE RANKS BATCH LAYOUT WARMUP STEPS DEVICE   BATCH is global; LAYOUT: contiguous | channels_last; DEVICE: cpu | cuda
+    step.py version                                       prints that of torch
 
 Prints as JSON: the median step in seconds, with the exchange (ddp) and without (no_sync), blocks of both in turn;
 the ranks' memory (PSS; of GPUs: what is taken of each) in MiB, idle and at the end. With 0 RANKS only the median step of one
@@ -236,6 +237,8 @@ def one_process(case, batch, layout, warmup, steps):
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["version"]:
+        sys.exit(print(torch.__version__, end=""))
     case, ranks, batch, layout, warmup, steps, kind = sys.argv[1:]
     run = case, int(batch), layout, int(warmup), int(steps)
     if int(ranks) > 0:
