@@ -2,6 +2,7 @@
 #include "lockstep/collective/shared_memory.h"
 
 #include "agent/recover/job_memory.h"
+#include "lockstep/base/process/core_places.h"
 #include "lockstep/collective/shm/group.h"
 
 namespace lockstep {
@@ -33,10 +34,15 @@ std::shared_ptr<SharedMemory> SharedMemory::alone(std::shared_ptr<shm::Arena> ar
   return std::shared_ptr<SharedMemory>(new SharedMemory(nullptr, std::move(arena)));
 }
 
+bool SharedMemory::machine_has_several_nodes() {
+  static const bool several = has_several_nodes(read_core_places());
+  return several;
+}
+
 int SharedMemory::rank() const { return group_ ? group_->rank() : 0; }
 int SharedMemory::size() const { return group_ ? group_->size() : 1; }
 
-std::shared_ptr<std::byte> SharedMemory::allocate_common(size_t bytes) {
+std::shared_ptr<std::byte> SharedMemory::allocate_common(size_t bytes, bool by_shares) {
   if (!group_) {
     auto memory = allocate(bytes).data;
     std::memset(memory.get(), 0, bytes);
@@ -48,6 +54,11 @@ std::shared_ptr<std::byte> SharedMemory::allocate_common(size_t bytes) {
   uint64_t offset = rank() == 0 ? memory.offset() : 0;
   group_->broadcast({.output = &offset, .count = sizeof(offset), .dtype = DType::kUInt8});
   std::byte* const start = rank() == 0 ? memory.data() : group_->peer_memory(0, offset, kHeader + bytes);
+  if (by_shares) {
+    barrier();
+    shm::take_own_pages(start + kHeader, bytes, rank(), size());
+    barrier();
+  }
   const auto release = [keep = shared_from_this(), process = OwnProcess(),
                         held = std::make_shared<shm::Memory>(std::move(memory))](std::byte* data) {
     if (!process.is_here()) return;  // a forked child is no user

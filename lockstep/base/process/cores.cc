@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <set>
 
 #include "lockstep/base/process/core_places.h"
 #include "lockstep/base/to_size.h"
@@ -44,6 +45,13 @@ std::vector<CorePlace> read_core_places(const fs::path& folder) {
                      .core = id_in(here / "topology/core_id")};
   }
   return places;
+}
+
+bool has_several_nodes(const std::vector<CorePlace>& places) {
+  std::set<int> nodes;
+  for (const CorePlace& place : places) nodes.insert(place.node);
+  nodes.erase(-1);
+  return nodes.size() > 1;
 }
 
 CorePlace place_of(int core, const std::vector<CorePlace>& places) {

@@ -63,6 +63,7 @@ class LargeMachine : public ::testing::Test {
     }
   }
 
+  std::vector<CorePlace> places() const { return read_core_places(folder_ / ""); }
   std::string drawn(const CoreSet& cores, int ranks) const { return draw_machine(cores, ranks, folder_ / ""); }
 
   CoreSet all_;
@@ -98,6 +99,11 @@ TEST_F(LargeMachine, shows_a_rank_in_each_node_where_it_has_cores) {
             "machine: 6 cores, 6 hardware threads, 6 x L1 48K, 2 x L3 32768K\n"
             "  package 0, NUMA node 0: 6-7\n    rank 0: 6-7\n"
             "  package 0, NUMA node 1: 8-11\n    rank 0: 8\n    rank 1: 9-11\n");
+}
+
+TEST_F(LargeMachine, has_several_nodes) {
+  EXPECT_TRUE(has_several_nodes(places()));
+  EXPECT_FALSE(has_several_nodes({{.package = 0, .node = 3}, {}, {.package = 0, .node = 3}}));
 }
 
 TEST_F(LargeMachine, without_the_kernels_files_has_no_places) {

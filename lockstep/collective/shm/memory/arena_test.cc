@@ -4,6 +4,8 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <optional>
@@ -178,6 +180,36 @@ TEST(arena, peers_map_what_was_added_when_they_first_read_it) {
       group.barrier();
     }
     return 0;
+  });
+  EXPECT_EQ(codes, std::vector<int>(3, 0));
+}
+
+// Without a second node only this can be seen: the pages are new ones, each of one rank, and their neighbours' bytes stay.
+TEST(arena, each_rank_takes_the_pages_of_its_share) {
+  constexpr size_t kBytes = 5 * kMiB + 1000, kBefore = 192;
+  const auto codes = run_processes(3, [](Group& group) {
+    Memory memory;
+    if (group.rank() == 0) memory = group.allocate(kBytes);
+    uint64_t offset = group.rank() == 0 ? memory.offset() : 0;
+    group.broadcast({.output = &offset, .count = sizeof(offset), .dtype = DType::kUInt8});
+    std::byte* const data = group.peer_memory(0, offset, kBytes);
+    const auto count = [&](int value) { return std::count(data, data + kBytes, static_cast<std::byte>(value)); };
+    if (group.rank() == 0) std::memset(data, 7, kBytes);
+    group.barrier();
+    if (group.rank() < 2) take_own_pages(data + kBefore, kBytes - kBefore, group.rank(), 3);
+    group.barrier();
+    const ptrdiff_t page = ::sysconf(_SC_PAGESIZE);
+    const bool two_thirds = std::abs(count(0) - static_cast<ptrdiff_t>(kBytes * 2 / 3)) <= 2 * page;
+    const bool beside = data[kBefore - 1] == std::byte{7} && data[kBytes - 1] == std::byte{7};
+    group.barrier();
+    if (group.rank() == 2) take_own_pages(data + kBefore, kBytes - kBefore, 2, 3);
+    group.barrier();
+    const bool all =
+        count(7) < 2 * page && data[kBefore - 1] == std::byte{7} && count(0) + count(7) == ptrdiff_t{kBytes};
+    group.barrier();
+    data[kBytes / 2 + to_size(group.rank())] = std::byte{9};
+    group.barrier();
+    return two_thirds && beside && all && count(9) == 3 ? 0 : 1;
   });
   EXPECT_EQ(codes, std::vector<int>(3, 0));
 }

@@ -5,11 +5,14 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cerrno>
+#include <cstring>
 
 #include "lockstep/base/process/cgroup.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/collective/shm/memory/control_block.h"
 #include "lockstep/error.h"
 
@@ -63,6 +66,18 @@ void check_segment(int fd, size_t bytes, const std::string& name) {
   throw SystemError({.what = name + " is not the shared memory that was announced",
                      .likely = "another version of lockstep, or another program at the other end of the socket",
                      .next = "start all ranks from the same installation"});
+}
+
+void take_own_pages(std::byte* data, size_t bytes, int rank, int ranks) {
+  const auto page = to_size(::sysconf(_SC_PAGESIZE));
+  const auto start = std::bit_cast<uintptr_t>(data), end = (start + bytes) / page * page;
+  const auto begin_of_share = [&](int r) {
+    return std::min(end, round_up(start + bytes * to_size(r) / to_size(ranks), page));
+  };
+  const uintptr_t from = begin_of_share(rank), size = begin_of_share(rank + 1) - from;
+  auto* const mine = std::bit_cast<std::byte*>(from);
+  if (::madvise(mine, size, MADV_REMOVE) == 0)
+    std::memset(mine, 0, size);  // where the kernel can't, they stay where they are
 }
 
 Window::Window(UniqueFd fd, size_t first, std::string name)

@@ -32,6 +32,10 @@ UniqueFd make_segment(const std::string& name, size_t bytes);
 // Throws SystemError unless `fd` is a segment of at least `bytes` bytes that can't shrink.
 void check_segment(int fd, size_t bytes, const std::string& name);
 
+// Moves this rank's equal share of zeroed memory into the NUMA node of the calling thread, which gives its pages back and touches new
+// ones. All ranks call it after all have mapped the memory, and use that after all have returned.
+void take_own_pages(std::byte* data, size_t bytes, int rank, int ranks);
+
 class Window {
  public:
   // first: 64 MiB or so, a power of two; or all that the file ever has.
