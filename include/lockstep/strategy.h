@@ -49,10 +49,17 @@ struct TowersOptions {
   bool refuse_uneven = false;  // a batch that the devices do not divide is an error
 };
 
+// In what the change since the last average goes between machines. kInt8: what is lost is added to the next one.
+enum class AverageIn { kFloat32, kInt8 };
+
 struct AveragingOptions {
   int64_t every = 1;          // steps between two averages
   double outer_lr = 1;        // with outer_momentum 0: takes the average as it is
   double outer_momentum = 0;  // Nesterov's; with it this is DiLoCo (Douillard et al., 2023)
+  int64_t parts = 1;          // of the parameters; each is averaged in its turn, every `every` steps
+  int64_t delay = 0;          // steps that go on while a part is under way (Streaming DiLoCo: Douillard et al., 2025)
+  double mix = 0.5;           // with a delay: the share of a replica's own parameters when the average comes
+  AverageIn in = AverageIn::kFloat32;
 };
 
 // The place where pushed gradients are summed, and who updates; docs/strategies/kvstore.md compares them.

@@ -40,6 +40,9 @@ template <>
 inline constexpr auto kNames<UpdateOn> = in_order<UpdateOn>({"device", "cpu"});
 
 template <>
+inline constexpr auto kNames<AverageIn> = in_order<AverageIn>({"float32", "int8"});
+
+template <>
 inline constexpr auto kNames<KVStoreKind> = in_order<KVStoreKind>({"local", "local_update_cpu", "local_allreduce_cpu",
                                                                    "local_allreduce_device", "dist_sync", "dist_async",
                                                                    "dist_bounded"});

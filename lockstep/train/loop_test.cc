@@ -158,6 +158,12 @@ INSTANTIATE_TEST_SUITE_P(
                        o.kind = StrategyKind::kAveraging, o.devices = 2;
                        o.averaging = {.every = 2, .outer_lr = 0.7, .outer_momentum = 0.9};
                      }},
+        StrategyCase{"averaging_in_the_background",
+                     [](auto& o) {
+                       o.kind = StrategyKind::kAveraging, o.devices = 2;
+                       o.averaging = {
+                           .every = 3, .outer_lr = 0.7, .outer_momentum = 0.9, .parts = 2, .delay = 2, .mix = 0.5};
+                     }},
         StrategyCase{"pipeline",
                      [](auto& o) { o.kind = StrategyKind::kPipeline, o.devices = 2, o.pipeline.stages = "1"; }}),
     [](const auto& test) { return test.param.name; });

@@ -10,22 +10,32 @@
 // learning rate or momentum, the difference between the last average and the new one is a gradient for a step with
 // Nesterov's momentum (DiLoCo: Douillard et al., 2023).
 //
-// Momentum belongs to each replica. synchronise() (before validation and checkpoints) averages at once, and the
-// replicas of all ranks continue with the momentum and the buffers of rank 0's replica 0. A run that resumes from that
+// The parameters can be averaged in parts, each in its turn. With a delay, or in int8, the replicas train on while a part
+// is under way (background_sum.h), and are mixed with its outer step some batches later (Streaming DiLoCo: Douillard et
+// al., 2025).
+//
+// Momentum belongs to each replica. synchronise() (before validation and checkpoints) averages at once, after what is
+// under way, and the replicas of all ranks continue with the momentum and the buffers of rank 0's replica 0. A run that resumes from that
 // checkpoint has the same bits as one that went on.
 //
-// Owns:    the devices' threads; per device a replica and one flat block of its parameters
+// Owns:    the devices' threads; per device a replica and one flat block of its parameters; with an outer step or in the
+//          background one more block
 // Threads: one scheduling thread
 // Ranks:   every rank has its own devices; all ranks make the same calls. Sends 2(R-1)/R K every h batches over R ranks,
 //          and 32 bytes for the loss of each batch
 #include <algorithm>
+#include <deque>
 #include <numeric>
 #include <optional>
+#include <utility>
 
+#include "lockstep/base/cache_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
+#include "lockstep/sampler.h"
+#include "lockstep/strategy/averaging/background_sum.h"
 #include "lockstep/strategy/averaging/flat_block.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
 #include "lockstep/strategy/strategies.h"
@@ -39,6 +49,13 @@ void require_sensible(const AveragingOptions& options) {
   if (options.outer_lr <= 0 || options.outer_momentum < 0)
     throw UsageError({.what = concat("--outer-lr ", options.outer_lr, ", --outer-momentum ", options.outer_momentum),
                       .next = "give a positive rate and a momentum of at least 0"});
+  if (options.parts < 1 || options.parts > options.every || options.delay < 0 || options.delay > options.every)
+    throw UsageError({.what = concat("--average-parts ", options.parts, ", --average-delay ", options.delay,
+                                     ", --average-every ", options.every),
+                      .likely = "each part is averaged once in so many batches, and arrives before it is sent again",
+                      .next = "give at least 1 part, and no more parts or delay than batches between averages"});
+  if (options.mix < 0 || options.mix >= 1)
+    throw UsageError({.what = concat("--average-mix ", options.mix), .next = "give a share from 0 to below 1"});
 }
 
 // DiLoCo's outer optimizer: takes a step of Nesterov's SGD towards the average.
@@ -58,21 +75,25 @@ class OuterStep {
   // result of the last step.
   void apply(const torch::Tensor& average) {
     const torch::NoGradGuard no_grad;
-    anchor_.mutable_grad() = anchor_.detach() - average;
-    sgd_.step();
+    step(anchor_.detach() - average);
     average.copy_(anchor_);
   }
+
+  void step(const torch::Tensor& gradient) {
+    anchor_.mutable_grad() = gradient;
+    sgd_.step();
+  }
+
+  torch::Tensor result() const { return anchor_.detach(); }
 
   void restart_from(const torch::Tensor& block) {
     const torch::NoGradGuard no_grad;
     anchor_.copy_(block);
   }
 
-  NamedTensors state() const {
-    NamedTensors tensors;
+  void add_state(const std::string& prefix, NamedTensors& tensors) const {
     for (const auto& [name, tensor] : sgd_.state_of(anchor_))
-      if (tensor.defined()) tensors.push_back({"outer." + name, tensor});
-    return tensors;
+      if (tensor.defined()) tensors.push_back({prefix + name, tensor});
   }
 
  private:
@@ -80,21 +101,29 @@ class OuterStep {
   SGD sgd_;
 };
 
+// A range of the parameters, which is averaged by itself.
+struct AveragedPart {
+  Tensors blocks;                         // the range in each replica's block
+  std::vector<int64_t> samples;           // that each replica has seen since the last average
+  int64_t all_samples = 0;                // that all replicas of all ranks have
+  std::optional<OuterStep> outer;         // none: the average is taken as it is
+  std::optional<int64_t> batches_left{};  // until the sum under way is mixed in; none: nothing is under way
+};
+
 class Averaging : public ReplicaStrategy {
  public:
   Averaging(const World& world, const Task& task, const StrategyOptions& options)
       : ReplicaStrategy(world, task, options),
         world_(world),
-        average_every_(options.averaging.every),
-        samples_(replicas_.size()) {
-    require_sensible(options.averaging);
+        options_(options.averaging),
+        in_background_(options_.delay > 0 || options_.in == AverageIn::kInt8) {
+    require_sensible(options_);
     require_same_model(world, named_parameters(model()));
     broadcast_model(world, model());
     for (const Replica& replica : replicas_)  // other processes read replica 0's block
       blocks_.push_back(make_flat_block(*replica.model, blocks_.empty() ? world_ : World::single()));
     follow_first(replicas_);
-    if (options.averaging.outer_lr != 1 || options.averaging.outer_momentum > 0)
-      outer_.emplace(blocks_.front(), options.averaging);
+    make_parts();
     seed_steps(options.seed, world.rank());
   }
 
@@ -116,20 +145,28 @@ class Averaging : public ReplicaStrategy {
                             return mean;
                           });
     });
-    for (size_t i = 0; i < parts.size(); ++i) samples_[i] += samples_of(task_, parts[i]);
     const BatchTotals mine = mean_of(losses, parts, task_);
-    return world_.size() == 1 ? mine : sum_totals(world_, mine);
+    const BatchTotals all = world_.size() == 1 ? mine : sum_totals(world_, mine);
+    for (size_t i = 0; i < parts.size(); ++i) {
+      const int64_t samples = samples_of(task_, parts[i]);
+      for (AveragedPart& part : parts_) part.samples[i] += samples;
+    }
+    for (AveragedPart& part : parts_) part.all_samples += all.samples;
+    return all;
   }
 
   void update() override {
     update_replicas();
     is_one_model_ = false;
-    if (++batches_since_average_ == average_every_) average();
+    ++batches_;
+    for (size_t i = 0; i < parts_.size(); ++i) average_when_due(i);
+    if (batches_ == options_.every) batches_ = 0;
   }
 
   void synchronise() override {
+    if (!is_one_model_) in_phase(Phase::kExchange, [&] { in_background_ ? settle() : average_all(); });
     is_one_model_ = true;
-    if (batches_since_average_ > 0) average();
+    batches_ = 0;
     if (world_.size() > 1) {
       broadcast_tensors(world_, named_buffers(model()));
       optimizer().broadcast_state(world_, 0);
@@ -140,20 +177,62 @@ class Averaging : public ReplicaStrategy {
   void restored(int64_t) override {
     is_one_model_ = true;
     follow_first(replicas_);
-    if (outer_) outer_->restart_from(blocks_.front());
+    for (AveragedPart& part : parts_)
+      if (part.outer) part.outer->restart_from(part.blocks.front());
   }
 
-  NamedTensors state() override { return outer_ ? outer_->state() : NamedTensors(); }
+  NamedTensors state() override {
+    NamedTensors tensors = sums_ ? sums_->state() : NamedTensors();
+    for (size_t i = 0; i < parts_.size(); ++i)
+      if (parts_[i].outer)
+        parts_[i].outer->add_state(parts_.size() == 1 ? "outer." : concat("outer.", i, "."), tensors);
+    return tensors;
+  }
 
   Report report() const override {
-    return {{"average_every", average_every_},
+    const int64_t exchanged = bytes_at_once_ + (sums_ ? sums_->bytes() : 0);
+    return {{"average_every", options_.every},
             {"averages", averages_},
             {"block_bytes", blocks_.front().nbytes()},
-            {"exchanged_bytes",
-             world_.size() > 1 ? static_cast<double>(averages_) * static_cast<double>(blocks_.front().nbytes()) : 0.0}};
+            {"exchanged_bytes", world_.size() > 1 ? to_double(exchanged) : 0.0}};
   }
 
  private:
+  void make_parts() {
+    const bool has_outer_step = in_background_ || options_.outer_lr != 1 || options_.outer_momentum > 0;
+    const int64_t unit = to_int64(kCacheLine) / blocks_.front().element_size();
+    Tensors first;
+    for (int64_t i = 0; i < options_.parts; ++i) {
+      const Range range = even_part(blocks_.front().numel() / unit, to_int(i), to_int(options_.parts));
+      AveragedPart& part = parts_.emplace_back();
+      for (const torch::Tensor& block : blocks_)
+        part.blocks.push_back(block.slice(0, range.begin * unit, range.end * unit));
+      part.samples.resize(blocks_.size());
+      if (has_outer_step) part.outer.emplace(part.blocks.front(), options_);
+      first.push_back(part.blocks.front());
+    }
+    if (in_background_) sums_.emplace(world_, first, options_.in == AverageIn::kInt8);
+  }
+
+  // Parts take their turns, evenly over the batches between two averages; with one, it is the last batch.
+  void average_when_due(size_t i) {
+    AveragedPart& part = parts_[i];
+    const bool arrives = part.batches_left && --*part.batches_left == 0;
+    const bool is_due = batches_ == options_.every * to_int64(i + 1) / options_.parts;
+    if (!arrives && !is_due) return;
+    in_phase(Phase::kExchange, [&] {
+      if (arrives) mix_in(i, 1 - options_.mix);
+      if (!is_due) return;
+      if (!in_background_) return average(part);
+      send(i);
+      if (options_.delay == 0) mix_in(i, 1);
+    });
+  }
+
+  void average_all() {
+    for (AveragedPart& part : parts_) average(part);
+  }
+
   // With N devices in each of R ranks and K bytes of parameters:
   //
   //   1  collect     each device scales its block by its share of all samples; then device d adds up part d of the N
@@ -164,39 +243,105 @@ class Averaging : public ReplicaStrategy {
   //
   // Steps 1 and 4 end with a wait for all devices (Devices::run). So replica 0 can't train on while others still copy
   // from its block.
-  void average() {
-    in_phase(Phase::kExchange, [&] {
-      const int64_t all = sum_over(world_, std::accumulate(samples_.begin(), samples_.end(), int64_t{0}));
-      batches_since_average_ = 0;
-      if (all == 0) return;
-      mean_onto_first(*devices_, blocks_, samples_, all);
-      all_reduce_block_0();
-      if (outer_) outer_->apply(blocks_.front());
-      copy_from_first(*devices_, blocks_);
-      std::ranges::fill(samples_, 0);
-      ++averages_;
-    });
+  void average(AveragedPart& part) {
+    const int64_t all = std::exchange(part.all_samples, 0);
+    if (all == 0) return;
+    mean_onto_first(*devices_, part.blocks, part.samples, all);
+    const torch::Tensor& block = part.blocks.front();
+    all_reduce_first(block);
+    if (part.outer) part.outer->apply(block);
+    copy_from_first(*devices_, part.blocks);
+    std::ranges::fill(part.samples, 0);
+    bytes_at_once_ += to_int64(block.nbytes());
+    ++averages_;
   }
 
   // Ranks exchange blocks of GPUs over the host.
-  void all_reduce_block_0() {
-    const torch::Tensor& block = blocks_.front();
+  void all_reduce_first(const torch::Tensor& block) {
     if (world_.size() == 1) return;
     if (block.is_cpu()) return world_.all_reduce(block);
-    if (!host_.defined()) host_ = world_.allocate({block.numel()}, block.scalar_type());
-    on_device(block.device(), [&] { host_.copy_(block); });
-    world_.all_reduce(host_);
-    on_device(block.device(), [&] { block.copy_(host_, /*non_blocking=*/true); });
+    if (!host_.defined()) host_ = world_.allocate({blocks_.front().numel()}, block.scalar_type());
+    const torch::Tensor host = host_.slice(0, 0, block.numel());
+    on_device(block.device(), [&] { host.copy_(block); });
+    world_.all_reduce(host);
+    on_device(block.device(), [&] { block.copy_(host, /*non_blocking=*/true); });
+  }
+
+  // ---- In the background
+
+  // Step 1 with copies, which go on their way as this rank's share of the change since the last outer step.
+  void send(size_t i) {
+    const torch::NoGradGuard no_grad;
+    AveragedPart& part = parts_[i];
+    const int64_t all = std::exchange(part.all_samples, 0);
+    if (all == 0) return;
+    const Tensors copies = copies_of(part.blocks);
+    mean_onto_first(*devices_, copies, part.samples, all);
+    const int64_t mine = std::accumulate(part.samples.begin(), part.samples.end(), int64_t{0});
+    sums_->start(i, on_device(copies.front().device(), [&] {
+                   return copies.front().sub_(part.outer->result(), fraction(mine, all)).to(torch::kCPU);
+                 }));
+    part.batches_left = options_.delay;
+    std::ranges::fill(part.samples, 0);
+    ++averages_;
+  }
+
+  // Waits for what is under way. weight: the share of the outer step's result in each replica.
+  void mix_in(size_t i, double weight) {
+    if (take_outer_step(i)) follow_outer(parts_[i], weight);
+  }
+
+  // False: nothing was under way.
+  bool take_outer_step(size_t i) {
+    AveragedPart& part = parts_[i];
+    if (!part.batches_left) return false;
+    part.batches_left.reset();
+    const torch::NoGradGuard no_grad;
+    const torch::Device device = part.blocks.front().device();
+    const torch::Tensor change = sums_->finish(i);
+    on_device(device, [&] { part.outer->step(change.to(device).neg_()); });
+    return true;
+  }
+
+  void follow_outer(const AveragedPart& part, double weight) {
+    Tensors results{part.outer->result()};
+    for (size_t i = 1; i < part.blocks.size(); ++i) results.push_back(torch::empty_like(part.blocks[i]));
+    copy_from_first(*devices_, results);
+    devices_->run([results, blocks = part.blocks, weight](Device& device) {
+      const torch::NoGradGuard no_grad;
+      const torch::Tensor& block = for_device(blocks, device);
+      weight == 1 ? block.copy_(for_device(results, device)) : block.lerp_(for_device(results, device), weight);
+    });
+  }
+
+  // Afterwards nothing is under way, and every replica has the results of the outer steps.
+  void settle() {
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      mix_in(i, 1 - options_.mix);
+      send(i);
+      take_outer_step(i);
+      follow_outer(parts_[i], 1);
+    }
+    sums_->even_out();
+  }
+
+  Tensors copies_of(const Tensors& blocks) {
+    Tensors copies;
+    for (const torch::Tensor& block : blocks) copies.push_back(torch::empty_like(block));
+    devices_->run([=](Device& device) { for_device(copies, device).copy_(for_device(blocks, device)); });
+    return copies;
   }
 
   World world_;
-  int64_t average_every_;
-  Tensors blocks_;                  // of each replica's parameters
-  torch::Tensor host_;              // of several ranks with GPUs: block 0 on its way
-  std::vector<int64_t> samples_;    // that each replica has seen since the last average
-  std::optional<OuterStep> outer_;  // none: the average is taken as it is
-  int64_t batches_since_average_ = 0;
+  AveragingOptions options_;
+  bool in_background_;
+  Tensors blocks_;      // of each replica's parameters
+  torch::Tensor host_;  // of several ranks with GPUs: block 0 on its way
+  std::deque<AveragedPart> parts_;
+  std::optional<BackgroundSum> sums_;
+  int64_t batches_ = 0;  // since the last part was averaged
   int64_t averages_ = 0;
+  int64_t bytes_at_once_ = 0;
 };
 
 }  // namespace

@@ -4,14 +4,18 @@
 #include <torch/nn/modules/conv.h>
 
 #include <map>
+#include <memory>
 #include <mutex>
+#include <utility>
 
 #include "lockstep/base/int_vector.h"
 #include "lockstep/sampler.h"
 #include "lockstep/strategy/averaging/flat_block.h"
+#include "lockstep/strategy/averaging/int8_blocks.h"
 #include "lockstep/strategy/devices/replica.h"
 #include "tests/strategies.h"
 #include "tests/support.h"
+#include "tests/worlds.h"
 
 namespace lockstep {
 namespace {
@@ -166,6 +170,232 @@ TEST(Averaging, takes_the_outer_step_of_diloco) {
   expect_same_course({course.parameters, {}}, {anchor, {}});
 }
 
+// ---- In parts and in the background
+
+constexpr int64_t kUnit = 8;  // float64 in a cache line: where parameters and parts begin
+
+torch::Tensor flat_values(torch::nn::Module& model) {
+  Tensors all;
+  for (const torch::Tensor& p : model.parameters())
+    all.push_back(torch::constant_pad_nd(p.detach().flatten(), {0, (kUnit - p.numel() % kUnit) % kUnit}));
+  return torch::cat(all);
+}
+
+void set_flat_values(torch::nn::Module& model, const torch::Tensor& values) {
+  int64_t offset = 0;
+  for (torch::Tensor& p : model.parameters()) {
+    p.copy_(values.slice(0, offset, offset + p.numel()).view(p.sizes()));
+    offset += (p.numel() + kUnit - 1) / kUnit * kUnit;
+  }
+}
+
+// The same on one thread, with a replica for each of all devices; in int8, each is a machine.
+class StreamedByHand {
+ public:
+  StreamedByHand(StrategyOptions options, int replicas) : options_(options.averaging) {
+    options.kind = StrategyKind::kSingle;
+    options.devices = 1;
+    for (int i = 0; i < replicas; ++i) replicas_.push_back(strategy_of(small_task(), options));
+    const torch::Tensor first = flat_values(replicas_[0]->model());
+    for (int i = 0; i < static_cast<int>(options_.parts); ++i) {
+      const Range range = even_part(first.numel() / kUnit, i, static_cast<int>(options_.parts));
+      Part& part = parts_.emplace_back();
+      part.begin = range.begin * kUnit;
+      part.end = range.end * kUnit;
+      part.anchor = first.slice(0, part.begin, part.end).clone().requires_grad_();
+      part.outer = std::make_unique<SGD>(Tensors{part.anchor}, SGDOptions{.lr = options_.outer_lr,
+                                                                          .momentum = options_.outer_momentum,
+                                                                          .nesterov = options_.outer_momentum > 0});
+      part.lost.assign(static_cast<size_t>(replicas), torch::zeros_like(first.slice(0, part.begin, part.end)));
+      for (torch::Tensor& lost : part.lost) lost = lost.clone();
+    }
+  }
+
+  std::vector<torch::Tensor> train(int steps) {
+    for (int step = 0; step < steps; ++step) {
+      for (int i = 0; i < replicas_.size(); ++i) {
+        replicas_[i]->forward_backward(lockstep::part_of(batch_of(step), i, replicas_.size()));
+        replicas_[i]->update();
+      }
+      const torch::NoGradGuard no_grad;
+      for (size_t p = 0; p < parts_.size(); ++p) {
+        Part& part = parts_[p];
+        part.is_fresh = true;
+        if (part.arrives == step) take(part, options_.mix);
+        if (step % options_.every + 1 != options_.every * static_cast<int64_t>(p + 1) / options_.parts) continue;
+        send(part, step + options_.delay);
+        if (options_.delay == 0) take(part, 0);
+      }
+      for (const auto& replica : replicas_) replica->restored(step + 1);
+    }
+    const torch::NoGradGuard no_grad;
+    for (Part& part : parts_) {
+      if (part.arrives >= 0) take(part, options_.mix);
+      if (part.is_fresh) send(part, steps);
+      if (part.is_fresh || part.arrives >= 0) take(part, 0);
+      mix(part, 0);
+    }
+    return values_of(replicas_[0]->model());
+  }
+
+ private:
+  struct Part {
+    int64_t begin = 0, end = 0;
+    torch::Tensor anchor{}, change{};
+    std::unique_ptr<SGD> outer{};
+    Tensors lost{};
+    int64_t arrives = -1;
+    bool is_fresh = false;  // trained on since it was sent
+  };
+
+  void send(Part& part, int64_t arrives) {
+    part.change = torch::zeros_like(part.anchor);
+    for (int i = 0; i < replicas_.size(); ++i) {
+      const double weight = static_cast<double>(even_part(kBatch, i, replicas_.size()).size()) / kBatch;
+      const torch::Tensor mine =
+          (flat_values(replicas_[i]->model()).slice(0, part.begin, part.end) - part.anchor) * weight;
+      torch::Tensor& lost = part.lost[static_cast<size_t>(i)];
+      part.change +=
+          options_.in == AverageIn::kInt8 ? from_int8(take_int8(lost.add_(mine)), mine.numel(), mine.options()) : mine;
+    }
+    part.arrives = arrives;
+    part.is_fresh = false;
+  }
+
+  void take(Part& part, double own) {
+    part.anchor.mutable_grad() = -part.change;
+    part.outer->step();
+    part.arrives = -1;
+    mix(part, own);
+  }
+
+  void mix(const Part& part, double own) {
+    for (const auto& replica : replicas_) {
+      const torch::Tensor values = flat_values(replica->model());
+      const torch::Tensor mine = values.slice(0, part.begin, part.end);
+      mine.copy_(own == 0 ? part.anchor.detach() : mine * own + part.anchor * (1 - own));
+      set_flat_values(replica->model(), values);
+    }
+  }
+
+  AveragingOptions options_;
+  IntVector<std::unique_ptr<Strategy>> replicas_;
+  std::vector<Part> parts_;
+};
+
+StrategyOptions streamed(int64_t parts, int64_t delay, AverageIn in = AverageIn::kFloat32) {
+  StrategyOptions options = averaging(1);
+  options.averaging = {
+      .every = 6, .outer_lr = 0.7, .outer_momentum = 0.9, .parts = parts, .delay = delay, .mix = 0.25, .in = in};
+  return options;
+}
+
+Course train_part_of(World& world, Strategy& strategy, int begin, int end) {
+  for (int step = begin; step < end; ++step) {
+    strategy.forward_backward(part_of(batch_of(step), world));
+    strategy.update();
+  }
+  strategy.synchronise();
+  return {values_of(strategy.model()), {}};
+}
+
+// Every rank has the same bits, and they are those that were found by hand but for rounding.
+void expect_streamed(int ranks, bool over_machines, const StrategyOptions& options) {
+  std::mutex mutex;
+  std::vector<Course> courses;
+  run_over(over_machines ? Fabric::kLonelyHosts : Fabric::kSharedMemory, ranks, [&](World& world) {
+    const Course course = train_part_of(world, *make_strategy(world, small_task(), options), 0, kSteps);
+    const std::lock_guard lock(mutex);
+    courses.push_back(course);
+  });
+  for (const Course& course : courses) expect_same_bits(course, courses.front());
+  expect_same_course(courses.front(), {StreamedByHand(options, ranks * options.devices).train(kSteps), {}});
+}
+
+TEST_P(AveragingOfSize, streams_parts_as_by_hand) {
+  for (const auto& [parts, delay] : {std::pair{1, 0}, {1, 2}, {3, 0}, {3, 2}, {2, 6}}) {
+    SCOPED_TRACE(concat(parts, " parts, delay ", delay));
+    expect_streamed(GetParam(), false, streamed(parts, delay));
+    expect_streamed(GetParam(), true, streamed(parts, delay));
+  }
+}
+
+TEST_P(AveragingOfSize, streams_int8_between_machines_as_by_hand) {
+  if (GetParam() == 1) return;  // nothing is sent
+  for (const auto& [parts, delay] : {std::pair{1, 0}, {3, 2}}) {
+    SCOPED_TRACE(concat(parts, " parts, delay ", delay));
+    expect_streamed(GetParam(), true, streamed(parts, delay, AverageIn::kInt8));
+  }
+}
+
+TEST(Averaging, streams_from_several_devices_in_a_rank) {
+  StrategyOptions options = streamed(3, 2);
+  options.devices = 2;
+  options.places = test_places(2);
+  expect_streamed(2, false, options);
+}
+
+// The step by hand is that of one replica: no mean is rounded.
+TEST(Averaging, in_one_part_without_delay_has_the_bits_of_diloco) {
+  const StrategyOptions options = streamed(1, 0);
+  const Course course = course_of(small_task(), options);
+  StrategyOptions single = options;
+  single.kind = StrategyKind::kSingle;
+  const auto inner = strategy_of(small_task(), single);
+  const torch::Tensor anchor = flat_values(inner->model()).requires_grad_();
+  SGD outer({anchor}, {.lr = 0.7, .momentum = 0.9, .nesterov = true});
+  for (int step = 0; step < kSteps; ++step) {
+    inner->forward_backward(batch_of(step));
+    inner->update();
+    if ((step + 1) % 6 != 0 && step + 1 != kSteps) continue;
+    const torch::NoGradGuard no_grad;
+    torch::Tensor(anchor).mutable_grad() = anchor.detach() - flat_values(inner->model());
+    outer.step();
+    set_flat_values(inner->model(), anchor.detach());
+    inner->restored(step + 1);
+  }
+  expect_same_bits({course.parameters, {}}, {values_of(inner->model()), {}});
+}
+
+// 7 batches: two parts are under way.
+TEST(Averaging, continues_from_a_checkpoint_while_parts_are_under_way) {
+  for (const AverageIn in : {AverageIn::kFloat32, AverageIn::kInt8})
+    run_over_machines({0, 0, 1}, [in](World& world) {
+      const StrategyOptions options = streamed(3, 4, in);
+      const auto whole = make_strategy(world, small_task(), options);
+      const Course saved = train_part_of(world, *whole, 0, 7);
+      std::map<std::string, torch::Tensor> state;
+      for (const auto& [name, tensor] : whole->state()) state[name] = tensor.clone();
+      const auto resumed = make_strategy(world, small_task(), options);
+      {
+        const torch::NoGradGuard no_grad;
+        for (size_t i = 0; i < saved.parameters.size(); ++i)
+          resumed->model().parameters()[i].copy_(saved.parameters[i]);
+        for (const auto& [name, tensor] : resumed->state()) tensor.copy_(state.at(name));
+      }
+      resumed->restored(7);
+      expect_same_bits(train_part_of(world, *resumed, 7, kSteps), train_part_of(world, *whole, 7, kSteps));
+    });
+}
+
+TEST(Averaging, sends_a_byte_for_a_number_in_int8) {
+  run_over_machines({0, 1}, [](World& world) {
+    const auto bytes = [&](AverageIn in) {
+      const auto strategy = make_strategy(world, small_task(), streamed(1, 0, in));
+      for (int step = 0; step < 6; ++step) {
+        strategy->forward_backward(part_of(batch_of(step), world));
+        strategy->update();
+      }
+      const Report report = strategy->report();
+      std::map<std::string, double> numbers(report.begin(), report.end());
+      return std::pair(numbers["exchanged_bytes"], numbers["block_bytes"]);
+    };
+    const auto [exact, block] = bytes(AverageIn::kFloat32);
+    EXPECT_EQ(exact, block);
+    EXPECT_EQ(bytes(AverageIn::kInt8).first, block / 8 + 4);  // of float64; and a scale
+  });
+}
+
 TEST(Averaging, ends_all_threads_with_the_exception_of_one) {
   Task task = small_task();
   task.forward = [](torch::nn::Module& model, const torch::Tensor& data) {
@@ -184,6 +414,12 @@ TEST(Averaging, refuses_options_out_of_range) {
   StrategyOptions options = averaging(2);
   options.averaging.outer_lr = 0;
   EXPECT_TRUE(contains(refusal(options), "--outer-lr 0"));
+  EXPECT_TRUE(contains(refusal(streamed(7, 0)), "--average-parts 7"));
+  EXPECT_TRUE(contains(refusal(streamed(0, 0)), "--average-parts 0"));
+  EXPECT_TRUE(contains(refusal(streamed(1, 7)), "--average-delay 7"));
+  options = streamed(1, 1);
+  options.averaging.mix = 1;
+  EXPECT_TRUE(contains(refusal(options), "--average-mix 1"));
 }
 
 TEST(FlatBlock, holds_every_weight_and_keeps_values_shapes_and_strides) {

@@ -35,6 +35,8 @@ Option common(Option option) {
   return option;
 }
 
+constexpr Limits kBelowOne{.at_least = 0, .below = 1, .next = "such as 0.9"};
+
 bool depends_on_epochs(ScheduleKind schedule) {
   return schedule == ScheduleKind::kLinear || schedule == ScheduleKind::kCosine;
 }
@@ -134,6 +136,14 @@ std::vector<Option> strategy_table(TrainOptions& o) {
       option("--outer-lr", s.averaging.outer_lr, kSame,
              "averaging: learning rate of the outer step; 1: the plain average"),
       option("--outer-momentum", s.averaging.outer_momentum, kSame, "averaging: momentum of the outer step"),
+      option("--average-parts", s.averaging.parts, kSame, "averaging: parts of the parameters, averaged in turn",
+             kFromOne),
+      option("--average-delay", s.averaging.delay, kSame,
+             "averaging: batches that go on while a part is exchanged; 0: none",
+             from_zero("0: the exchange is waited for")),
+      option("--average-mix", s.averaging.mix, kSame,
+             "averaging with a delay: share of a replica's own parameters when the average comes", kBelowOne),
+      option("--average-in", s.averaging.in, kSame, "averaging: what the change is sent in, between machines"),
       option("--kvstore", s.kvstore.kind, same_if(kvstore), "kvstore: its kind"),
       option("--servers", s.kvstore.servers, kMayChange, "kvstore dist_*: servers, besides --ranks workers", kFromOne),
       option("--update-on-kvstore", s.kvstore.update_on_kvstore, kMayChange,
@@ -198,8 +208,6 @@ Option of_optimizer(const std::string& name, const std::string& key, OptimizerOp
   const Json now = get();
   return needs(what, is_used, typed<Value>(row, set, now.is_null() ? "" : now.dump()));
 }
-
-constexpr Limits kBelowOne{.at_least = 0, .below = 1, .next = "such as 0.9"};
 
 std::vector<Option> update_table(TrainOptions& o) {
   StrategyOptions& s = o.strategy;

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// strategy/averaging/background_sum.h: sums of tensors over all ranks, which go on while the ranks compute. The ranks of a
+// machine add theirs up in shared memory; the first rank of each machine exchanges the sums.
+//
+//   float32   all-reduce: 2(n-1)/n K leave each of n machines
+//   int8      all-gather of int8_blocks.h: (n-1)/4 K leave each; a machine adds what was lost to its next sum of that part
+//
+// Every rank adds the same bytes in the order of the machines, so all get the same bits.
+//
+// Owns:    worlds of its own, so that no other call waits for what is under way; in int8 what was lost
+// Threads: one thread
+// Ranks:   all ranks make the same calls in the same order
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "lockstep/world.h"
+
+namespace lockstep {
+
+class BackgroundSum {
+ public:
+  // parts: tensors like those to be summed, (n) each. Blocks until all ranks have made it.
+  BackgroundSum(const World& world, const Tensors& parts, bool in_int8);
+
+  // mine: on the CPU, overwritten. Blocks for the ranks of this machine alone. Throws PeerLost.
+  void start(size_t part, const Tensor& mine);
+
+  // Returns the sum, after start(). Blocks. Throws PeerLost.
+  Tensor finish(size_t part);
+
+  // Shares out what was lost, so that it is the same everywhere, as a checkpoint needs it. Blocks. Throws PeerLost.
+  void even_out();
+
+  NamedTensors state() const;                           // what was lost, after even_out(); restored in place
+  int64_t bytes() const { return bytes_per_machine_; }  // of the sums that each machine has given so far
+
+ private:
+  World machine_;
+  std::optional<World> firsts_;  // of the machines; none: this rank is not the first of its own
+  int64_t machines_ = 1;
+  Tensors lost_;  // of each part; none in float32
+  struct UnderWay {
+    Tensor tensor;  // the sum, or all machines' bytes
+    std::optional<Work> work{};
+  };
+  std::vector<UnderWay> under_way_;
+  int64_t bytes_per_machine_ = 0;
+};
+
+}  // namespace lockstep
