@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What `lockstep top` says about two made-up looks at a job, how it lays out a job as text, and what the examples of --on-event
-make of events."""
+"""What `lockstep top` says about two made-up looks at a job, how it lays out a job as text, what the examples of --on-event
+make of events, and what `lockstep compare slow-links` makes of metrics."""
 
 import json
 import os
@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT / "tools/runs"))
 
 import top  # noqa: E402
 from jobs import Job  # noqa: E402
+from summary import summary  # noqa: E402
 from verdicts import verdicts_on  # noqa: E402
 
 MS = 10**6
@@ -454,6 +455,43 @@ class OnEvent(unittest.TestCase):
                 ["log", [{"epoch/epoch": 0, "epoch/train_loss": 0.25}], {}],
             ],
         )
+
+
+class SlowLinks(unittest.TestCase):
+    """20 steps: losses as given, down to the last."""
+
+    def table(self, target_loss=0, **losses):
+        cases = []
+        with tempfile.TemporaryDirectory() as folder:
+            for name, values in losses.items():
+                seconds = 0.5 if name == "ddp" else 0.25
+                events = [
+                    {"event": "step", "step": i, "seconds": seconds, "samples": 8, "loss": values[min(i, len(values) - 1)]}
+                    for i in range(20)
+                ]
+                events.append({"event": "run", "forward_seconds": 1, "backward_seconds": 2, "update_seconds": 1})
+                Path(folder, name).mkdir()
+                lines = "".join(json.dumps(event) + "\n" for event in events)
+                Path(folder, name, "metrics.jsonl").write_text(lines)
+                case = {"name": name, "group": name, "contender": name, "strategy": "ddp", "devices": 4, "seed": 1}
+                link = 5e6 if name == "ddp" else 1e6
+                case |= {"folder": name, "state": "finished", "varied": {}}
+                cases.append(case | {"busiest_link_bytes_per_step": {"sent": link, "received": link / 2}})
+            settings = {"experiment": "slow-links", "model": "mlp", "threads": 1, "ranks_per_host": 2}
+            settings |= {"megabits_per_second": 100, "target_loss": target_loss}
+            text = summary(settings, "a machine", Path(folder), cases)
+        return {line.split(" | ")[0][2:]: line.split(" | ")[1:] for line in text.split("s to loss |")[1].splitlines()}
+
+    def test_show_share_of_the_least_and_time_to_the_same_loss(self):
+        rows = self.table(ddp=[4, 3, 2, 1], diloco=[5, 4, 3, 2, 1], topk=[5, 4])
+        # 5 MB take 400 ms, and computing 200 ms. The mean of two steps is 1 at the fifth, and at the sixth.
+        self.assertEqual(rows["ddp"], ["500.0", "5.000", "400.0", "80", "1.000", "2.5 |"])
+        self.assertEqual(rows["diloco"], ["250.0", "1.000", "200.0", "80", "1.000", "1.5 |"])
+        self.assertEqual(rows["topk"][-1], "never |")
+
+    def test_take_the_loss_that_is_asked_for(self):
+        rows = self.table(target_loss=4.5, diloco=[5, 4, 3], topk=[6])
+        self.assertEqual([row[-1] for name, row in rows.items() if name in ("diloco", "topk")], ["0.5 |", "never |"])
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@
 namespace lockstep {
 
 // The models that `lockstep train --model` knows: lenet, mlp, mlp-wide, alexnet, inception, resnet18, resnet34,
-// resnet50, the same with -32 for 32x32 images and 10 classes, gpt2, and gpt-mini: 4 layers of width 128 over bytes,
-// for a CPU.
+// resnet50, the same with -32 for 32x32 images and 10 classes, gpt2, and over bytes gpt-mini: 4 layers of width 128, for a
+// CPU, and gpt-char: 6 layers of width 384, as nanoGPT has for characters.
 std::vector<std::string> model_names();
 
 // For the samples that the model was published with; Task::fit adapts it to others. A name that ends in .pt is a file of

@@ -87,6 +87,9 @@ Task gpt2(const std::string& name, const SampleShape& sample) { return gpt(name,
 Task gpt_mini(const std::string& name, const SampleShape& sample) {
   return gpt(name, sample, {.vocabulary = 256, .context = 128, .layers = 4, .heads = 4, .width = 128});
 }
+Task gpt_char(const std::string& name, const SampleShape& sample) {
+  return gpt(name, sample, {.vocabulary = 256, .context = 128, .layers = 6, .heads = 6, .width = 384});
+}
 
 constexpr std::array<int64_t, 3> kGreyImages{1, 28, 28}, kLargeImages{3, 224, 224}, kSmallImages{3, 32, 32};
 
@@ -114,6 +117,7 @@ constexpr Entry kEntries[] = {
     {"resnet50-32", resnet<50, true>, kSmallImages, 10},
     {"gpt2", gpt2, kGPT2Block, 50257, true},
     {"gpt-mini", gpt_mini, kGPTMiniBlock, 256, true},
+    {"gpt-char", gpt_char, kGPTMiniBlock, 256, true},
 };
 
 Task make_task(const Entry& entry, const SampleShape& sample) {

@@ -31,7 +31,7 @@ INSTANTIATE_TEST_SUITE_P(Models, PublishedModel,
                                            Published{"resnet34", 21797672}, Published{"resnet50", 25557032},
                                            Published{"resnet18-32", 11173962}, Published{"resnet34-32", 21282122},
                                            Published{"resnet50-32", 23520842}, Published{"gpt2", 124439808},
-                                           Published{"gpt-mini", 842496}),
+                                           Published{"gpt-mini", 842496}, Published{"gpt-char", 10795008}),
                          [](const auto& model) {
                            std::string name = model.param.name;
                            std::replace(name.begin(), name.end(), '-', '_');

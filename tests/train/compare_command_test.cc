@@ -63,6 +63,9 @@ TEST(CompareCommand, lists_the_runs_of_every_experiment) {
   const Words hosts = planned({"server-vs-ring", "--links", "loopback", "--seeds", "1"});
   EXPECT_EQ(hosts.size(), 5U * 8);
   EXPECT_TRUE(has(hosts, "servers-4-8-seed1"));
+  const Words slow = planned({"slow-links", "--links", "loopback", "--seeds", "1"});
+  EXPECT_EQ(slow.size(), 7U);
+  EXPECT_TRUE(has(slow, "ddp-bf16-4-seed1") && has(slow, "streaming-diloco-4-seed1"));
 
   EXPECT_TRUE(has(planned({"batch-and-rate", "--devices", "2"}), "ddp-2-batch_size=1024-lr_scaling=linear-seed3"));
   EXPECT_EQ(planned({"average-every", "--devices", "2", "--seeds", "1"}).size(), 8U);
@@ -240,6 +243,22 @@ TEST_F(Comparison, has_ranks_as_hosts_on_the_loopback_device) {
   EXPECT_TRUE(contains(ended.error, "hosts on the loopback device"));
   EXPECT_TRUE(contains(ended.output, "| servers-2-2 | 1 | ")) << ended.output;
   EXPECT_EQ(comparison_in(folder_ / "out")["settings"]["links"], "loopback");
+}
+
+TEST_F(Comparison, has_two_ranks_on_each_of_two_hosts) {
+  if (address_for_others().empty()) GTEST_SKIP() << "this machine has no network address";
+  const Ended ended = run(command({"slow-links", "--links", "loopback", "--strategies", "ddp,ddp-bf16,streaming-diloco",
+                                   "--vary", "average-every=4", "--model", "gpt-mini", "--seeds", "1", "--steps", "9"}),
+                          kLong);
+  ASSERT_EQ(ended.exit_code, 0) << ended.error << ended.output;
+  const auto seconds = column_of(ended.output, "s to loss");
+  EXPECT_EQ(seconds.size(), 3U) << ended.output;
+  EXPECT_TRUE(std::isdigit(seconds.at(" ddp-4-average_every=4 ")[1])) << ended.output;
+  for (const auto& [name, metrics] : metrics_of_finished()) {
+    const auto last = nlohmann::json::parse(split(metrics, '\n').at(10));
+    EXPECT_EQ(last.at("ranks"), 4) << name;
+    EXPECT_EQ(last.value("averages", 0), name.starts_with("streaming") ? 9 : 0) << name;
+  }
 }
 
 // ---- bad input

@@ -161,10 +161,12 @@ A comparison that was stopped goes on with the same command.""",
     budget("--samples", type=numbers(int, 1, 2 * 10**9, one=True), help="or samples")
     budget("--steps", type=numbers(int, 1, 10**9, one=True), help="or batches")
     budget("--seconds", type=numbers(float, 0.1, 1e6, one=True), help="or seconds of training")
-    links = "server-vs-ring: shaped: as root, each rank in a network of its own; loopback; auto: shaped where it may"
+    links = "between hosts: shaped: as root, each host in a network of its own; loopback; auto: shaped where it may"
     add("--links", choices=("auto", "shaped", "loopback"), default="auto", help=links)
     rate = "of shaped links, Mb/s in each direction [%(default)s]"
     add("--rate", type=numbers(float, 0.1, 1e6, one=True), default=100.0, help=rate)
+    target = "slow-links: show the time to this loss, in place of that of ddp at its end"
+    add("--target-loss", type=numbers(float, 0, 1e9, one=True), default=0, help=target)
     add("--order-seed", type=int, default=1, help="of the order in which the runs are made [%(default)s]")
     deadline = "seconds after which a run is killed and counts as failed [%(default)s]"
     add("--deadline", type=numbers(float, 0.1, 1e7, one=True), default=3600.0, help=deadline)
@@ -233,7 +235,9 @@ def settings_of(options):
     version = subprocess.run([COMMAND, "--version"], stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1]
     return {
         "version": version,
-        **{key: given[key] for key in ("experiment", "threads", "strategies", "seeds", "order_seed", "trace", "train")},
+        **{key: given[key] for key in ("experiment", "threads", "strategies", "seeds", "order_seed", "trace")},
+        "train": options.train or list(experiment.train),
+        "target_loss": options.target_loss,
         **{key: given[key] or getattr(experiment, key) for key in ("model", "data", "batch_size")},
         "batch_per_device": 0 if options.batch_size else experiment.batch_per_device,
         **{key: budget.get(key, 0) for key in ("epochs", "samples", "steps")},
@@ -241,6 +245,7 @@ def settings_of(options):
         "devices": list(options.devices or experiment.devices or counts),
         "vary": read_vary(options.vary),
         "links": links,
+        "ranks_per_host": experiment.ranks_per_host,
         "megabits_per_second": options.rate if links == "shaped" else 0,
     }
 

@@ -45,6 +45,8 @@ class Experiment:
     batch_per_device: int = 0
     budget: dict = field(default_factory=lambda: {"epochs": 2})
     over_hosts: bool = False  # a host for each worker and server
+    ranks_per_host: int = 1
+    train: tuple = ()  # options of lockstep train, unless others are given after --
 
 
 def servers(count):
@@ -57,14 +59,23 @@ def servers(count):
     )
 
 
+def averaged(**options):
+    return Contender("averaging", {"average-every": "32"} | {name.replace("_", "-"): options[name] for name in options})
+
+
+DILOCO = {"outer_lr": "0.7", "outer_momentum": "0.9"}
 KVSTORES = "local local_update_cpu local_allreduce_cpu local_allreduce_device dist_sync dist_async dist_bounded".split()
 CONTENDERS = {
     "single": Contender("single", most_devices=1),
     "ddp": Contender("ddp", busiest=all_reduced, formula="2(N-1)/N * K"),
     "ddp-ring": Contender("ddp", {"algorithm": "ring"}, busiest=all_reduced, formula="2(N-1)/N * K"),
+    **{f"ddp-{kind}": Contender("ddp", {"compression": kind}) for kind in ("bf16", "powersgd", "topk")},
     "towers": Contender("towers"),
     "data_parallel": Contender("data_parallel"),
     "averaging": Contender("averaging"),
+    "local-sgd": averaged(),
+    "diloco": averaged(**DILOCO),
+    "streaming-diloco": averaged(**DILOCO, average_parts="4", average_delay="2", average_in="int8"),
     "pipeline": Contender("pipeline"),  # as many stages as devices
     "pipeline-2": Contender("pipeline", {"stages": "2"}),  # and copies of it
     **{f"servers-{count}": servers(count) for count in (1, 2, 4)},
@@ -93,6 +104,19 @@ EXPERIMENTS = {
         batch_per_device=4,
         budget={"steps": 11},
         over_hosts=True,
+    ),
+    "slow-links": Experiment(
+        "what to send over a slow link between two hosts of two ranks; as root: in network namespaces",
+        as_they_are("ddp ddp-bf16 ddp-powersgd ddp-topk local-sgd diloco streaming-diloco"),
+        across="contender",
+        devices=(4,),
+        model="gpt-char",
+        data="synthetic",
+        batch_size=8,
+        budget={"steps": 320},
+        over_hosts=True,
+        ranks_per_host=2,
+        train=("--optimizer", "adamw", "--lr", "0.001"),
     ),
     "batch-and-rate": Experiment(
         "how the learning rate grows with the batch",

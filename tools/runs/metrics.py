@@ -137,6 +137,8 @@ class Metrics:
             "time per epoch": median(epochs) if epochs else None,
             "samples/s": quotient(summed(self.timed(), "samples"), sum(times)),
             "step, median": median(times) if times else None,
+            "step, mean": quotient(sum(times), len(times)),
+            "computing, per step": self.computing(),
             "step, 95th percentile": times[len(times) * 95 // 100] if times else None,
             "training loss": self.loss(),
             "val. accuracy": accuracies[-1] if accuracies else None,
@@ -162,6 +164,21 @@ class Metrics:
         """The mean of the last tenth of the steps."""
         losses = [step.get("loss") for step in self.steps[-len(self.steps) // 10 :]]
         return sum(losses) / len(losses) if losses and None not in losses else None
+
+    def seconds_to(self, loss):
+        """Training time until the mean over as many steps as in loss() is down to this one; None: it never is."""
+        losses, size, seconds = [step.get("loss") for step in self.steps], -(-len(self.steps) // 10), 0
+        for last, step in enumerate(self.steps, 1):
+            seconds += step["seconds"]
+            recent = losses[last - size : last] if last >= size else [None]
+            if None not in recent and sum(recent) / size <= loss:
+                return seconds
+        return None
+
+    def computing(self):
+        """Seconds of rank 0, with what of the exchange runs behind backward."""
+        parts = [self.total(f"{phase}_seconds") for phase in ("forward", "backward", "update")]
+        return None if None in parts else quotient(sum(parts), len(self.steps))
 
     def bytes_moved(self):
         """Exchanged, or pushed and pulled; None: the strategy counts none."""

@@ -113,13 +113,53 @@ bytes at the link's rate, both directions at once.
 {table(heads, rows)}"""
 
 
+def seconds_to_loss(settings, runs, group):
+    """Of each run that gets there: to --target-loss, or to what `ddp` ends with for the same seed and options."""
+    seconds, same = [], ("seed", "varied")
+    for run in group:
+        case = run["case"]
+        alike = [
+            other["results"]["training loss"]
+            for other in runs
+            if other["case"]["contender"] == "ddp" and all(other["case"][key] == case[key] for key in same)
+        ]
+        target = settings["target_loss"] or next(iter(alike), None)
+        if target is None:
+            return ""
+        seconds.append(run["metrics"].seconds_to(target))
+    reached = [each for each in seconds if each is not None]
+    if not reached:
+        return "never"
+    return cell(reached, 1, 1) + (f" ({len(reached)} of {len(seconds)})" if len(reached) < len(seconds) else "")
+
+
+def slow_links(settings, runs, groups):
+    """The least: a step computes, or its bytes go over the link, whichever takes longer."""
+    megabits = settings["megabits_per_second"]
+    computing = min(values_of(runs, "computing, per step"), default=None)
+    rows = []
+    for group in groups:
+        step, link = values_of(group, "step, mean"), values_of(group, "busiest link, per step")
+        row = [group[0]["case"]["group"], cell(step, 1e3, 1), cell(link, 1e-6, 3), "", ""]
+        if megabits and link and computing:
+            least = max(computing, median(link) * 8e-6 / megabits)
+            row[3:] = [f"{least * 1e3:.1f}", f"{100 * least / median(step):.0f}"]
+        rows.append([*row, cell(values_of(group, "training loss"), 1, 3), seconds_to_loss(settings, runs, group)])
+    links = f"links of {megabits:.0f} Mb/s" if megabits else "the loopback device"
+    target = settings["target_loss"] or "ddp's at its end"
+    return f"""
+Hosts of {count(settings["ranks_per_host"], "rank")}, {links}. least: the longer of computing, as in the row that \
+computes least, and the bytes at the link's rate. s to loss: training time until the loss is {target}.
+
+{table(["", "mean step ms", "link MB/step", "least ms", "reached %", "loss", "s to loss"], rows)}"""
+
+
 def summary(settings, machine, folder, cases):
     """cases: what comparison.json says of the runs, in the order of the lines."""
-    runs = [
-        {"case": case, "results": metrics_in(folder / case["folder"]).results(case)}
-        for case in cases
-        if case["state"] == "finished"
-    ]
+    finished = [case for case in cases if case["state"] == "finished"]
+    runs = [{"case": case, "metrics": metrics_in(folder / case["folder"])} for case in finished]
+    for run in runs:
+        run["results"] = run["metrics"].results(run["case"])
     add_speed_ups(runs)
     groups = [list(group) for _, group in groupby(runs, key=lambda run: run["case"]["group"])]
     text = ""
@@ -128,7 +168,8 @@ def summary(settings, machine, folder, cases):
         text = f"""{settings["experiment"]}: {model}{count(settings["threads"], "thread")} per device; {machine}
 The number in a name is that of devices. Medians over the seeds, ± half of the range.
 
-{all_results(settings, runs, groups)}{formulas(settings, groups)}"""
+{all_results(settings, runs, groups)}"""
+        text += slow_links(settings, runs, groups) if settings["ranks_per_host"] > 1 else formulas(settings, groups)
     failures = [
         f"- failed: {case['name']}: {case.get('why', '')}; {folder / case['folder']}/output.txt says more\n"
         for case in cases

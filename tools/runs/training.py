@@ -156,21 +156,24 @@ class Training:
         self.asked = False
         self.processes = []
         self.outcome = {"state": "finished", "seconds": 0, "exit_code": 0, "peak_memory_bytes": 0}
-        hosts = run.devices + run.contender.servers
+        ranks = run.devices + run.contender.servers
+        hosts = -(-ranks // settings["ranks_per_host"])
         self.network = Network(hosts, settings["megabits_per_second"]) if settings["links"] == "shaped" else None
         self.port = reserved_port() if settings["links"] == "loopback" else None
         with open(folder / "output.txt", "w") as output:
-            for host in range(1 if settings["links"] == "none" else hosts):
-                self.start(host, hosts, output)
+            for rank in range(1 if settings["links"] == "none" else ranks):
+                self.start(rank, ranks, output)
 
-    def start(self, host, hosts, output):
+    def start(self, rank, ranks, output):
         """A process that dies with this one."""
         command = ["setpriv", "--pdeathsig", "KILL", COMMAND, "train", *self.run.arguments(self.settings)]
         command += ["--metrics", self.folder / "metrics.jsonl"]
         environment = dict(os.environ)
+        host, local_rank = divmod(rank, self.settings["ranks_per_host"])
         if self.network or self.port:
             address, port = (self.network.address(0), 29500) if self.network else (None, self.port.getsockname()[1])
-            place = {"RANK": host, "WORLD_SIZE": hosts, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": host}
+            place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local_rank, "GROUP_RANK": host}
+            place["LOCAL_WORLD_SIZE"] = min(self.settings["ranks_per_host"], ranks - rank + local_rank)
             place |= {"MASTER_ADDR": address or address_for_others(), "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
             environment |= {name: str(value) for name, value in place.items()}
         if self.settings["trace"]:
