@@ -195,7 +195,8 @@ class StreamedByHand {
   StreamedByHand(StrategyOptions options, int replicas) : options_(options.averaging) {
     options.kind = StrategyKind::kSingle;
     options.devices = 1;
-    for (int i = 0; i < replicas; ++i) replicas_.push_back(strategy_of(small_task(), options));
+    options.places = {};
+    for (int i = 0; i < replicas; ++i) replicas_.push_back(make_strategy(World::single(), small_task(), options));
     const torch::Tensor first = flat_values(replicas_[0]->model());
     for (int i = 0; i < static_cast<int>(options_.parts); ++i) {
       const Range range = even_part(first.numel() / kUnit, i, static_cast<int>(options_.parts));
@@ -338,10 +339,8 @@ TEST(Averaging, streams_from_several_devices_in_a_rank) {
 // The step by hand is that of one replica: no mean is rounded.
 TEST(Averaging, in_one_part_without_delay_has_the_bits_of_diloco) {
   const StrategyOptions options = streamed(1, 0);
-  const Course course = course_of(small_task(), options);
-  StrategyOptions single = options;
-  single.kind = StrategyKind::kSingle;
-  const auto inner = strategy_of(small_task(), single);
+  const Course course = course_of(*make_strategy(World::single(), small_task(), options));
+  const auto inner = make_strategy(World::single(), small_task(), on_one(options));
   const torch::Tensor anchor = flat_values(inner->model()).requires_grad_();
   SGD outer({anchor}, {.lr = 0.7, .momentum = 0.9, .nesterov = true});
   for (int step = 0; step < kSteps; ++step) {
