@@ -15,7 +15,6 @@
 #include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"
 #include "lockstep/cores.h"
-#include "lockstep/data/images/encoded_image.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/data/webdataset/shards.h"
 #include "lockstep/datasets.h"
@@ -25,6 +24,7 @@
 #include "lockstep/models.h"
 #include "lockstep/sampler.h"
 #include "lockstep/strategy.h"
+#include "tests/data/encode_jpeg.h"
 
 namespace lockstep::bench {
 namespace {
@@ -84,7 +84,7 @@ void write_photographs(const std::filesystem::path& folder, int count) {
   for (int i = 0; i < count; ++i) {
     const auto in = folder / (i % 2 == 0 ? "even" : "odd");
     std::filesystem::create_directories(in);
-    const auto file = encode_jpeg(photograph(kHeight, kWidth, i).data(), kHeight, kWidth, 90);
+    const auto file = testing::encode_jpeg(photograph(kHeight, kWidth, i), kHeight, kWidth, 90);
     std::ofstream out(in / (std::to_string(i) + ".jpg"), std::ios::binary);
     out.write(reinterpret_cast<const char*>(file.data()), static_cast<std::streamsize>(file.size()));
     if (!out) throw system_error("write", in);

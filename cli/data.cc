@@ -85,10 +85,6 @@ void add_pack(CLI::App& app, Arguments& arguments) {
   pack->add_option("--to", arguments.folder, "folder to write; with validation data, its subfolders train and val")
       ->required();
   pack->add_option("--shard-mib", arguments.shard_mib, "size of a shard")->check(CLI::Range(0.001, 1e6));
-  pack->add_option("--shorter-edge", arguments.options.shorter_edge, "resize JPEG and PNG files to it; 0: keep them")
-      ->check(CLI::Range(0, 65535));
-  pack->add_option("--quality", arguments.options.quality, "of JPEG files that were resized")
-      ->check(CLI::Range(1, 100));
   pack->add_flag("--keep-order", arguments.options.keep_order, "do not shuffle the samples");
 }
 

@@ -23,13 +23,13 @@ lockstep_room_test(checkpoint 1 CHECK "CheckpointWriter.saves_a_tensor_of_more_t
 file(GLOB plan_tests CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/tools/plan/*_test.cc)
 lockstep_torch_test(plan_test plan SHARDS 1 TIMEOUT 900 SOURCES ${plan_tests})
 lockstep_room_test(train 2)
-target_link_libraries(data_test PRIVATE ZLIB::ZLIB PNG::PNG)
+target_link_libraries(data_test PRIVATE ZLIB::ZLIB PNG::PNG JPEG::JPEG)
 target_link_libraries(train_test PRIVATE nlohmann_json::nlohmann_json ${XXHASH_LIBRARY})
 
 # Mutated files, in a binary of its own: `make soak-5` gives it longer.
 lockstep_torch_test(data_fuzz_test data.fuzz SHARDS 2 TIMEOUT 14400
   SOURCES ${PROJECT_SOURCE_DIR}/lockstep/data/formats/readers_fuzz_test.cc)
-target_link_libraries(data_fuzz_test PRIVATE PNG::PNG)
+target_link_libraries(data_fuzz_test PRIVATE PNG::PNG JPEG::JPEG)
 
 # Copies of the sources that have deliberate defects: tests/defects.py.
 set(defective strategy/ddp/ddp.cc step/guards/guards.cc model/sync_batch_norm.cc step/update/flat_update.cc

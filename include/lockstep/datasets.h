@@ -205,9 +205,7 @@ class IterableDataset : public Dataset {
 
 struct PackOptions {
   uint64_t shard_bytes = uint64_t{256} << 20;
-  bool keep_order = false;   // false: samples are written in random order, because folders list samples class by class
-  int64_t shorter_edge = 0;  // encoded images with a longer one are resized to it and stored as JPEG; 0: as is
-  int quality = 90;          // of such a JPEG
+  bool keep_order = false;  // false: samples are written in random order, because folders list samples class by class
 };
 
 // Writes every sample of images or tensors as it is stored, without transforms. Throws UsageError: another kind of

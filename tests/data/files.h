@@ -13,9 +13,9 @@
 
 #include "lockstep/base/files/file.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/data/images/encoded_image.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/error.h"
+#include "tests/data/encode_jpeg.h"
 
 namespace lockstep::testing {
 
@@ -80,7 +80,7 @@ inline void write_image_folder(const std::filesystem::path& folder, int each, in
       const auto pixels = smooth_pixels(height, width, static_cast<uint64_t>(2 * i + label));
       const auto path = folder / (label == 0 ? "a" : "b") / std::to_string(i);
       if (i % 2 == 0)
-        write_bytes(path.string() + ".jpg", encode_jpeg(pixels.data(), height, width, 90));
+        write_bytes(path.string() + ".jpg", encode_jpeg(pixels, height, width, 90));
       else
         write_bytes(path.string() + ".PNG", encode_png(pixels, height, width));
     }

@@ -106,7 +106,7 @@ uint64_t decode(const Content& file) {
 
 TEST(Fuzz, jpeg) {
   const auto pixels = testing::smooth_pixels(40, 56, 1);
-  const auto file = encode_jpeg(pixels.data(), 40, 56, 80);
+  const auto file = testing::encode_jpeg(pixels, 40, 56, 80);
   fuzz({file.begin(), file.end()}, 2000, decode);
 }
 

@@ -32,7 +32,4 @@ ImageView decode_image(ByteView file, Placement& placement, DecodeScratch& scrat
 ImageShape jpeg_shape(ByteView file);
 ImageView decode_jpeg(ByteView file, Placement& placement, DecodeScratch& scratch);
 
-// pixels: height x width x 3, RGB. For tests, benchmarks and lockstep data pack. Throws DataError.
-Bytes encode_jpeg(const uint8_t* pixels, int64_t height, int64_t width, int quality);
-
 }  // namespace lockstep

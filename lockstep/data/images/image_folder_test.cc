@@ -17,6 +17,7 @@ namespace lockstep {
 namespace {
 
 using testing::contains;
+using testing::encode_jpeg;
 using testing::encode_png;
 using testing::message_of;
 using testing::smooth_pixels;
@@ -36,9 +37,9 @@ torch::Tensor pixels_of(const ImageView& view) {
 
 double mean_difference(const torch::Tensor& a, const torch::Tensor& b) { return (a - b).abs().mean().item<double>(); }
 
-TEST(Jpeg, decodes_what_it_encoded) {
+TEST(Jpeg, decodes_what_was_encoded) {
   const auto pixels = smooth_pixels(61, 83, 1);
-  const auto file = encode_jpeg(pixels.data(), 61, 83, 95);
+  const auto file = encode_jpeg(pixels, 61, 83, 95);
   EXPECT_EQ(encoded_shape(file, ""), (ImageShape{3, 61, 83}));
   Placement placement = whole(61, 83);
   DecodeScratch scratch;
@@ -87,7 +88,7 @@ TEST(Jpeg, refuses_a_file_of_more_than_200_scans) {
 
 TEST(Jpeg, decodes_a_part_like_the_whole) {
   const auto pixels = smooth_pixels(200, 300, 2);
-  const auto file = encode_jpeg(pixels.data(), 200, 300, 90);
+  const auto file = encode_jpeg(pixels, 200, 300, 90);
   DecodeScratch whole_scratch;
   Placement all = whole(200, 300);
   const auto complete = pixels_of(decode_image(file, all, whole_scratch)).clone();
@@ -114,7 +115,7 @@ TEST(Jpeg, decodes_a_part_like_the_whole) {
 
 TEST(Jpeg, decodes_at_a_smaller_scale_for_a_small_result) {
   const auto pixels = smooth_pixels(512, 512, 4);
-  const auto file = encode_jpeg(pixels.data(), 512, 512, 95);
+  const auto file = encode_jpeg(pixels, 512, 512, 95);
   Placement placement = whole(512, 512);
   placement.height = placement.width = 64;
   DecodeScratch scratch;

@@ -3,7 +3,6 @@
 
 #include <csetjmp>
 #include <cstdio>
-#include <cstdlib>
 
 #include <jpeglib.h>
 
@@ -154,38 +153,6 @@ ImageView decode_jpeg(ByteView file, Placement& placement, DecodeScratch& scratc
   box.left -= to_double(columns.begin);
   box.top -= to_double(rows.begin);
   return interleaved(scratch.data(), {3, rows.size(), columns.size()});
-}
-
-Bytes encode_jpeg(const uint8_t* pixels, int64_t height, int64_t width, int quality) {
-  ErrorManager errors{};
-  jpeg_compress_struct info{};
-  unsigned char* buffer = nullptr;
-  unsigned long size = 0;
-  info.err = jpeg_std_error(&errors.base);
-  errors.base.error_exit = fail;
-  if (setjmp(errors.back) != 0) {
-    jpeg_destroy_compress(&info);
-    std::free(buffer);
-    throw damaged_image("JPEG", errors.message);
-  }
-  jpeg_create_compress(&info);
-  jpeg_mem_dest(&info, &buffer, &size);
-  info.image_width = static_cast<JDIMENSION>(width);
-  info.image_height = static_cast<JDIMENSION>(height);
-  info.input_components = 3;
-  info.in_color_space = JCS_RGB;
-  jpeg_set_defaults(&info);
-  jpeg_set_quality(&info, quality, TRUE);
-  jpeg_start_compress(&info, TRUE);
-  while (info.next_scanline < info.image_height) {
-    auto* row = const_cast<JSAMPROW>(pixels + int64_t{info.next_scanline} * width * 3);
-    jpeg_write_scanlines(&info, &row, 1);
-  }
-  jpeg_finish_compress(&info);
-  jpeg_destroy_compress(&info);
-  Bytes file(buffer, buffer + size);
-  std::free(buffer);
-  return file;
 }
 
 }  // namespace lockstep

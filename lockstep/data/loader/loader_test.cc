@@ -442,7 +442,7 @@ TEST(LoadingHint, names_the_setting_that_helps) {
   EXPECT_TRUE(contains(loading_hint(waiting, {.workers = 1, .prefetch = 4}, 4, 10), "raise --workers from 1"));
   EXPECT_TRUE(contains(loading_hint(waiting, {.workers = 1, .prefetch = 4}, 4, 10), "50 % of the time"));
   EXPECT_TRUE(contains(loading_hint(waiting, {.workers = 4, .prefetch = 4}, 4, 10), "raise --prefetch"));
-  EXPECT_TRUE(contains(loading_hint(waiting, {.workers = 1, .prefetch = 4}, 1, 10), "lockstep data pack"));
+  EXPECT_TRUE(contains(loading_hint(waiting, {.workers = 1, .prefetch = 4}, 1, 10), "store smaller images"));
 }
 
 TEST(Loader, refuses_options_that_make_no_sense) {

@@ -18,8 +18,7 @@ std::string advice(const LoadingStatistics& s, const LoaderOptions& options, int
   if (busy < kBusy && options.prefetch <= 2 * options.workers)
     return concat("the workers are idle at other times: raise --prefetch from ", options.prefetch);
   if (options.workers < cores) return concat("raise --workers from ", options.workers);
-  if (s.read > s.assemble)
-    return "reading and decoding takes most of it: store smaller images with lockstep data pack --shorter-edge";
+  if (s.read > s.assemble) return "reading and decoding takes most of it: store smaller images";
   return "the transforms take most of it: choose fewer in --augment, or give the rank more cores";
 }
 

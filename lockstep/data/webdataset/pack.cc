@@ -32,41 +32,19 @@ std::vector<int64_t> order_of(int64_t samples, int64_t begin, const PackOptions&
   return order;
 }
 
-// Decodes an image, resizes it and encodes it again.
-Bytes shrunk(ByteView file, const ImageShape& shape, const PackOptions& options) {
-  const Box whole = whole_image(shape);
-  const double scale = to_double(options.shorter_edge) / std::min(whole.height, whole.width);
-  Placement placement{
-      .box = whole, .height = std::lround(whole.height * scale), .width = std::lround(whole.width * scale)};
-  DecodeScratch scratch;
-  const ImageView view = decode_image(file, placement, scratch);
-  const int64_t plane = placement.height * placement.width;
-  std::vector<float> planes(to_size(3 * plane));
-  resize_image(view, placement, {}, planes.data());
-  Bytes pixels;  // (C, H, W) -> (H, W, C)
-  pixels.reserve(planes.size());
-  for (int64_t i = 0; i < plane; ++i)
-    for (const float* value = planes.data() + i; value < planes.data() + 3 * plane; value += plane)
-      pixels.push_back(static_cast<uint8_t>(std::lround(std::clamp(*value, 0.F, 255.F))));
-  return encode_jpeg(pixels.data(), placement.height, placement.width, options.quality);
-}
-
-void pack_image(const ImageSource& source, int64_t index, const PackOptions& options, ShardWriter& writer) {
+void pack_image(const ImageSource& source, int64_t index, ShardWriter& writer) {
   Bytes scratch;
   const StoredImage image = source.read(index, scratch);
   if (!image.encoded)
     return writer.add({.target = image.label,
                        .shape = {image.shape.channels, image.shape.height, image.shape.width},
                        .payload = image.bytes});
-  const ImageShape shape = encoded_shape(image.bytes, source.origin(index));
-  const bool shrink = options.shorter_edge > 0 && std::min(shape.height, shape.width) > options.shorter_edge;
-  const Bytes smaller = shrink ? shrunk(image.bytes, shape, options) : Bytes{};
-  writer.add({.target = image.label, .encoded = true, .payload = shrink ? std::span(smaller) : image.bytes});
+  encoded_shape(image.bytes, source.origin(index));  // throws if it is damaged
+  writer.add({.target = image.label, .encoded = true, .payload = image.bytes});
 }
 
-void pack_images(const ImageSource& source, const std::vector<int64_t>& order, const PackOptions& options,
-                 ShardWriter& writer) {
-  for (const int64_t index : order) pack_image(source, index, options, writer);
+void pack_images(const ImageSource& source, const std::vector<int64_t>& order, ShardWriter& writer) {
+  for (const int64_t index : order) pack_image(source, index, writer);
   const auto* folder = dynamic_cast<const ImageFolder*>(&source);
   writer.finish({.name = source.name(),
                  .classes = source.classes(),
@@ -158,7 +136,7 @@ void pack(const Dataset& dataset, const fs::path& folder, const PackOptions& opt
                       .next = "pack images, NumPy arrays or tables"});
   ShardWriter writer(folder, options.shard_bytes);
   const auto order = order_of(dataset.size(), part != nullptr ? part->begin() : 0, options);
-  if (images != nullptr) return pack_images(images->source(), order, options, writer);
+  if (images != nullptr) return pack_images(images->source(), order, writer);
   pack_tensors(*tensors, order, writer);
 }
 

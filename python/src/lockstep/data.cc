@@ -69,10 +69,8 @@ std::pair<SharedDataset, std::optional<SharedDataset>> open_by_name(const std::s
   return {{std::move(both.train)}, SharedDataset{std::move(both.validation)}};
 }
 
-void pack_into(const SharedDataset& from, const fs::path& folder, uint64_t shard_bytes, bool keep_order,
-               int64_t shorter_edge, int quality) {
-  pack(*from.dataset, folder,
-       {.shard_bytes = shard_bytes, .keep_order = keep_order, .shorter_edge = shorter_edge, .quality = quality});
+void pack_into(const SharedDataset& from, const fs::path& folder, uint64_t shard_bytes, bool keep_order) {
+  pack(*from.dataset, folder, {.shard_bytes = shard_bytes, .keep_order = keep_order});
 }
 
 Tensors batch_of(const SharedDataset& from, const std::vector<int64_t>& indices) {

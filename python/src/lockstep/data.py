@@ -225,22 +225,13 @@ def open_dataset(data: str, folder: _Path = "", transform: str = "") -> tuple[Da
     return Dataset(train), Dataset(validation) if validation else None
 
 
-def pack(
-    dataset: Dataset,
-    folder: _Path,
-    *,
-    shard_bytes: int = 256 << 20,
-    keep_order: bool = False,
-    shorter_edge: int = 0,
-    quality: int = 90,
-) -> None:
+def pack(dataset: Dataset, folder: _Path, *, shard_bytes: int = 256 << 20, keep_order: bool = False) -> None:
     """Writes images or tensors as shards of WebDataset, as they are stored, without transforms; in random order unless keep_order.
 
-    With shorter_edge, larger JPEG and PNG images are resized to it and stored as JPEG of that quality. Blocks until all is written.
-    Call it in one process. Raises UsageError if folder holds shards already.
+    Blocks until all is written. Call it in one process. Raises UsageError if folder holds shards already.
     """
     _require_ours(dataset, "give lockstep.data.TensorDataset or another of lockstep.data")
-    _native.pack(dataset._native, folder, shard_bytes, keep_order, shorter_edge, quality)
+    _native.pack(dataset._native, folder, shard_bytes, keep_order)
 
 
 # ---- Ranks
