@@ -18,8 +18,8 @@
 namespace lockstep {
 
 // Moves the trained parameters of each net into one block of shape (values), on the net's device, and returns the blocks.
-// Names, shapes and values stay. Nets of one structure have blocks of one size. Throws UsageError: parameters of several
-// dtypes, or of 16 bits (optimizers keep a float32 copy of them, which would not see the average).
+// Names, shapes and values stay. Throws UsageError: parameters of several dtypes, with gaps in memory, or of 16 bits
+// (optimizers keep a float32 copy of them, which would not see the average); nets of different shapes or strides.
 Tensors flat_blocks(const std::vector<ModulePtr>& nets);
 
 // Net 0 becomes the mean of all nets, and is copied to all. blocks[i]: on device i, all of one size. samples[i]: the

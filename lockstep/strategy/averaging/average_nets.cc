@@ -28,9 +28,9 @@ void refuse_16_bit_parameters(const NamedTensors& parameters) {
            .next = "keep parameters in float32, and compute in 16 bits: --precision bfloat16"});
 }
 
-torch::Tensor make_flat_block(torch::nn::Module& model, const World& world) {
+torch::Tensor make_flat_block(const NamedTensors& all, const World& world) {
   const torch::NoGradGuard no_grad;
-  const NamedTensors parameters = trainable(named_parameters(model));
+  const NamedTensors parameters = trainable(all);
   if (parameters.empty())
     throw UsageError({.what = "a model without parameters to train", .next = "leave requires_grad set on some"});
   const torch::ScalarType dtype = parameters.front().tensor.scalar_type();
@@ -41,6 +41,7 @@ torch::Tensor make_flat_block(torch::nn::Module& model, const World& world) {
       throw UsageError({.what = concat(name, " is ", c10::toString(tensor.scalar_type()), ", but other parameters are ",
                                        c10::toString(dtype), ": they can't be one block"),
                         .next = "give all parameters one dtype"});
+    static_cast<void>(dense_view(tensor));  // throws if it has gaps
     values = place_after(values, tensor);
   }
   const torch::Device device = parameters.front().tensor.device();
@@ -57,10 +58,24 @@ torch::Tensor make_flat_block(torch::nn::Module& model, const World& world) {
   return block;
 }
 
-Tensors flat_blocks(const std::vector<ModulePtr>& nets) {
+Tensors make_flat_blocks(const std::vector<NamedTensors>& nets) {
   Tensors blocks;
-  for (const ModulePtr& net : nets) blocks.push_back(make_flat_block(*net, World::single()));
+  for (const NamedTensors& net : nets) {
+    const auto is_like = [](const auto& a, const auto& b) {
+      return a.tensor.sizes() == b.tensor.sizes() && a.tensor.strides() == b.tensor.strides();
+    };
+    if (!std::ranges::equal(trainable(net), trainable(nets.front()), is_like))
+      throw UsageError({.what = "flat_blocks() of nets whose shapes or strides differ",
+                        .next = "give all nets the same memory_format"});
+    blocks.push_back(make_flat_block(net, World::single()));
+  }
   return blocks;
+}
+
+Tensors flat_blocks(const std::vector<ModulePtr>& nets) {
+  std::vector<NamedTensors> parameters;
+  for (const ModulePtr& net : nets) parameters.push_back(named_parameters(*net));
+  return make_flat_blocks(parameters);
 }
 
 // Each device scales its block; then device d adds up part d of all blocks into block 0.

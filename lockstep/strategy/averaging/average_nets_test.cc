@@ -46,6 +46,17 @@ TEST(AverageNets, weighs_them_by_samples) {
   expect_all(nets, 2.25);
 }
 
+TEST(AverageNets, refuses_nets_that_have_no_blocks_of_one_layout) {
+  const auto net_of = [](int inputs) { return torch::nn::Linear(inputs, 2).ptr(); };
+  const auto refusal = [](const std::vector<ModulePtr>& nets) {
+    return message_of<UsageError>([&] { flat_blocks(nets); });
+  };
+  EXPECT_TRUE(contains(refusal({net_of(3), net_of(4)}), "shapes or strides differ"));
+  const auto with_gaps = net_of(3);
+  with_gaps->parameters()[0].set_data(torch::ones({2, 6}).slice(1, 0, 6, 2));
+  EXPECT_TRUE(contains(refusal({with_gaps}), "gaps or overlaps in memory"));
+}
+
 TEST(AverageNets, refuses_invalid_weights) {
   Devices devices({.count = 2, .places = test_places(2)});
   const auto blocks = flat_blocks(numbered_nets(devices));

@@ -121,7 +121,7 @@ class Averaging : public ReplicaStrategy {
     require_same_model(world, named_parameters(model()));
     broadcast_model(world, model());
     for (const Replica& replica : replicas_)  // other processes read replica 0's block
-      blocks_.push_back(make_flat_block(*replica.model, blocks_.empty() ? world_ : World::single()));
+      blocks_.push_back(make_flat_block(named_parameters(*replica.model), blocks_.empty() ? world_ : World::single()));
     follow_first(replicas_);
     make_parts();
     seed_steps(options.seed, world.rank());

@@ -425,7 +425,7 @@ TEST(FlatBlock, holds_every_weight_and_keeps_values_shapes_and_strides) {
   torch::nn::Conv2d conv(3, 4, 3);
   set_layout(*conv, Layout::kChannelsLast);
   const auto before = values_of(*conv);
-  const torch::Tensor block = make_flat_block(*conv, World::single());
+  const torch::Tensor block = make_flat_block(named_parameters(*conv), World::single());
   const auto after = conv->parameters();
   for (size_t i = 0; i < before.size(); ++i) {
     EXPECT_TRUE(torch::equal(after[i], before[i]));
@@ -439,7 +439,7 @@ TEST(FlatBlock, holds_every_weight_and_keeps_values_shapes_and_strides) {
 TEST(FlatBlock, names_a_parameter_of_another_dtype) {
   torch::nn::Sequential net(torch::nn::Linear(2, 2), torch::nn::Linear(2, 2));
   net[1]->to(torch::kFloat64);
-  const auto flatten = [&] { make_flat_block(*net, World::single()); };
+  const auto flatten = [&] { make_flat_block(named_parameters(*net), World::single()); };
   EXPECT_TRUE(contains(message_of<UsageError>(flatten), "1.weight is Double"));
 }
 

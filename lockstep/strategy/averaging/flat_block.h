@@ -7,7 +7,6 @@
 // Ranks:   models with the same parameters have the same block
 #pragma once
 
-#include <torch/nn/module.h>
 #include <torch/types.h>
 
 #include <vector>
@@ -19,8 +18,11 @@ namespace lockstep {
 
 // Moves every trained parameter into one new block of shape (values), on the CPU from world.allocate(), and returns it.
 // Names, shapes, strides and values stay; each parameter begins on a cache line. Throws UsageError: parameters of several
-// dtypes, or of 16 bits.
-torch::Tensor make_flat_block(torch::nn::Module& model, const World& world);
+// dtypes, of 16 bits, or with gaps in memory.
+torch::Tensor make_flat_block(const NamedTensors& parameters, const World& world);
+
+// As flat_blocks().
+Tensors make_flat_blocks(const std::vector<NamedTensors>& nets);
 
 // The two halves of average(), on the devices: block 0 becomes the sum over i of samples[i] / all * blocks[i]; it is copied.
 void mean_onto_first(Devices& devices, const Tensors& blocks, const std::vector<int64_t>& samples, int64_t all);

@@ -11,6 +11,7 @@
 #include "lockstep/average_nets.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/error.h"
+#include "lockstep/strategy/averaging/flat_block.h"
 #include "lockstep/strategy/devices/thread_generator.h"
 #include "lockstep/strategy/option_names.h"
 
@@ -62,6 +63,7 @@ void all_reduce(Devices& devices, const std::vector<std::vector<torch::Tensor>>&
 }  // namespace
 
 void bind_devices(py::module_& module) {
+  module.def("flat_blocks", &make_flat_blocks, Release());
   py::class_<Devices, DevicesPtr>(module, "Devices")
       .def(py::init(&make_devices))
       .def_property_readonly("size", &Devices::size)

@@ -189,21 +189,7 @@ def combine_gradients(towers: Sequence[Tower]) -> list[tuple[torch.Tensor, torch
 def flat_blocks(nets: Sequence[nn.Module]) -> list[torch.Tensor]:
     """Moves the trained parameters of each net into one block of shape (values), and returns the blocks. Names, shapes, strides and
     values stay. Raises UsageError: parameters of several dtypes, of 16 bits, or with gaps in memory; nets of different layouts."""
-    blocks, layouts = [], []
-    for net in nets:
-        parameters = _trained(net)
-        if len(dtypes := {each.dtype for each in parameters}) != 1 or parameters[0].itemsize < 4:
-            _C.usage_error(f"flat_blocks() of parameters of {len(dtypes)} dtypes, or of 16 bits", next="keep all in float32; torch.autocast computes in others")
-        in_memory = [each.detach().permute(sorted(range(each.dim()), key=each.stride, reverse=True)) for each in parameters]
-        if not all(each.is_contiguous() for each in in_memory):
-            _C.usage_error("flat_blocks() of a parameter with gaps in memory", next="call .contiguous() on it before the module registers it")
-        layouts.append([[pair for pair in zip(each.shape, each.stride()) if pair[0] > 1] for each in parameters])
-        if layouts[-1] != layouts[0]:
-            _C.usage_error("flat_blocks() of nets whose shapes or strides differ", next="give all nets the same memory_format")
-        blocks.append(torch.cat([each.reshape(-1) for each in in_memory]))
-        for each, part in zip(parameters, blocks[-1].split([each.numel() for each in parameters])):
-            each.data = part.as_strided(each.shape, each.stride())
-    return blocks
+    return _C.flat_blocks([[_C.NamedTensor(*each) for each in net.named_parameters()] for net in nets])
 
 
 def average(devices: Devices, blocks: Sequence[torch.Tensor], samples: Sequence[int] = ()) -> None:
