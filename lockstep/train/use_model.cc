@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/train/use_model.h"
 
-#include <bit>
 #include <filesystem>
 #include <iomanip>
 #include <iostream>
@@ -13,6 +12,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
+#include "lockstep/data/formats/readers.h"
 #include "lockstep/error.h"
 #include "lockstep/train/builtin.h"
 #include "lockstep/train/evaluate.h"
@@ -134,20 +134,6 @@ void evaluate_model(const World& world, const TrainOptions& options, const Task&
 
 // ---- Predictions
 
-static_assert(std::endian::native == std::endian::little);
-
-// NEP 1, version 1.0: everything before the data, padded to a multiple of 64 bytes.
-std::string npy_head(int64_t samples, torch::IntArrayRef sizes) {
-  constexpr size_t kAlignment = 64, kBeforeText = 10;
-  std::string shape = concat(samples, ",");
-  for (const int64_t size : sizes) shape += concat(" ", size, ",");
-  std::string text = concat("{'descr': '<f4', 'fortran_order': False, 'shape': (", shape, "), }");
-  text.resize((kBeforeText + text.size()) / kAlignment * kAlignment + kAlignment - kBeforeText, ' ');
-  text.back() = '\n';
-  const auto size = static_cast<uint16_t>(text.size());
-  return std::string("\x93NUMPY\x01\x00", 8) + static_cast<char>(size & 0xFF) + static_cast<char>(size >> 8) + text;
-}
-
 std::string digits_of(float value) {
   return concat(std::setprecision(std::numeric_limits<float>::max_digits10), value);
 }
@@ -194,8 +180,10 @@ class PredictionFile {
 
 void PredictionFile::add_array(const torch::Tensor& outputs) {
   if (written_ == 0) {
-    const std::string head = npy_head(samples_, outputs.sizes().slice(1));
-    file_.write(head.data(), head.size());
+    std::vector<int64_t> shape = outputs.sizes().vec();
+    shape.front() = samples_;
+    const std::string header = npy_header(torch::kFloat32, shape);
+    file_.write(header.data(), header.size());
   }
   file_.write(outputs.const_data_ptr(), outputs.nbytes());
 }

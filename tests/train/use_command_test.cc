@@ -98,7 +98,7 @@ TEST_F(TrainedTable, predicts_rows_without_a_target_in_their_order) {
   }
   ASSERT_EQ(use("predict", data + Words{folder.file("p.npy"), "--ranks", "2"}).exit_code, 0);
   const std::string array = read_file(folder / "p.npy");
-  EXPECT_TRUE(contains(array.substr(0, 128), "'descr': '<f4', 'fortran_order': False, 'shape': (50, 3,)"));
+  EXPECT_TRUE(contains(array.substr(0, 128), "'descr': '<f4', 'fortran_order': False, 'shape': (50, 3, )"));
   ASSERT_EQ(array.size() % 64, 50 * 3 * 4 % 64);
   std::vector<float> logits(150);
   std::memcpy(logits.data(), array.data() + array.size() - 600, 600);

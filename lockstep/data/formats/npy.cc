@@ -89,7 +89,8 @@ NpyHeader parse_npy(ByteView start, size_t all, const std::string& origin) {
 std::string npy_header(torch::ScalarType dtype, std::span<const int64_t> shape) {
   const auto* const type = std::ranges::find(kTypes + 1, std::end(kTypes), dtype, &NpyType::second);
   if (type == std::end(kTypes) || shape.size() > kMostDimensions)
-    throw UsageError({.what = concat(c10::toString(dtype), " of ", shape.size(), " dimensions can't be packed")});
+    throw UsageError(
+        {.what = concat(c10::toString(dtype), " of ", shape.size(), " dimensions can't be written as .npy")});
   std::string sizes;
   for (const int64_t size : shape) sizes += concat(size, ", ");
   std::string text = concat("{'descr': '", type->first, "', 'fortran_order': False, 'shape': (", sizes, "), }");

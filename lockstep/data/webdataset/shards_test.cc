@@ -170,7 +170,7 @@ TEST_F(DamagedShard, is_refused_if_packing_was_interrupted) {
   for (const auto dtype : {torch::kBFloat16, torch::kBool})
     EXPECT_TRUE(contains(
         message_of<UsageError>([&] { ShardWriter(folder / std::string(c10::toString(dtype))).add({.dtype = dtype}); }),
-        "can't be packed"));
+        "can't be written as .npy"));
 }
 
 // Shards of others, byte by byte.
