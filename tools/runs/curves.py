@@ -10,8 +10,7 @@ from metrics import summed
 try:
     from google.protobuf.struct_pb2 import Value
     from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-    from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 except ImportError as error:
     raise Error(f"--tensorboard needs PyPI's tensorboard: {error}", next="pip install tensorboard") from None
@@ -21,14 +20,12 @@ COMPARED = ("epoch/val_accuracy", "epoch/val_loss", "epoch/train_loss", "epoch/s
 
 def scalars(event):
     shown = {key: value for key, value in event.items() if number(value) is not None and key not in ("epoch", "step")}
-    kind = event["event"]
-    return Summary(value=[Summary.Value(tag=f"{kind}/{key}", simple_value=value) for key, value in shown.items()])
+    return [{"tag": f"{event['event']}/{key}", "simple_value": value} for key, value in shown.items()]
 
 
-def hparams(tag, **content):
-    data = plugin_data_pb2.HParamsPluginData(**content).SerializeToString()
-    plugin = SummaryMetadata.PluginData(plugin_name="hparams", content=data)
-    return Summary(value=[Summary.Value(tag=f"_hparams_/{tag}", metadata=SummaryMetadata(plugin_data=plugin))])
+def hparams(**content):
+    plugin = {"plugin_name": "hparams", "content": HParamsPluginData(**content).SerializeToString()}
+    return [{"tag": f"_hparams_/{tag}", "metadata": {"plugin_data": plugin}} for tag in content]
 
 
 def protobuf(value):
@@ -38,24 +35,20 @@ def protobuf(value):
 
 
 def summaries(metrics):
-    """(step, seconds since the start, Summary)"""
+    """(step, seconds since the start, values of a Summary)"""
     settings = {key: value for key, value in metrics.start.get("settings", {}).items() if value is not None}
     if "ranks" in metrics.end:
         settings["ranks"] = metrics.end["ranks"]  # a number, whatever --ranks says
-    experiment = api_pb2.Experiment(
-        hparam_infos=[api_pb2.HParamInfo(name=name) for name in settings],
-        metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in COMPARED],
-    )
-    yield 0, 0, hparams("experiment", experiment=experiment)
-    values = {name: protobuf(value) for name, value in settings.items()}
-    yield 0, 0, hparams("session_start_info", session_start_info=plugin_data_pb2.SessionStartInfo(hparams=values))
+    names, tags = [{"name": name} for name in settings], [{"name": {"tag": tag}} for tag in COMPARED]
+    yield 0, 0, hparams(experiment={"hparam_infos": names, "metric_infos": tags})
+    yield 0, 0, hparams(session_start_info={"hparams": {name: protobuf(value) for name, value in settings.items()}})
     seconds = 0
     for step in metrics.steps:
         seconds += step["seconds"]
         for event in (step, *(epoch for last, epoch in metrics.epochs if last == step["step"])):
             yield step["step"], seconds, scalars(event)
-    status = api_pb2.STATUS_SUCCESS if metrics.end.get("event") == "run" else api_pb2.STATUS_FAILURE
-    yield 0, seconds, hparams("session_end_info", session_end_info=plugin_data_pb2.SessionEndInfo(status=status))
+    status = "STATUS_SUCCESS" if metrics.end.get("event") == "run" else "STATUS_FAILURE"
+    yield 0, seconds, hparams(session_end_info={"status": status})
 
 
 def write_curves(folder, runs):
@@ -66,6 +59,6 @@ def write_curves(folder, runs):
             former.unlink()
         began = metrics.path.stat().st_mtime - summed(metrics.steps, "seconds")
         writer = EventFileWriter(str(place))
-        for step, seconds, summary in summaries(metrics):
-            writer.add_event(Event(wall_time=began + seconds, step=step, summary=summary))
+        for step, seconds, values in summaries(metrics):
+            writer.add_event(Event(wall_time=began + seconds, step=step, summary={"value": values}))
         writer.close()
