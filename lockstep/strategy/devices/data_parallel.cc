@@ -33,20 +33,16 @@
 namespace lockstep {
 namespace {
 
-struct Loss {
-  double value = 0;
-  torch::Tensor gradient;  // of the gathered outputs
-};
-
-Loss loss_on_device_0(Devices& devices, const Task& task, const torch::Tensor& gathered, const Batch& batch) {
-  const auto found = std::make_shared<Loss>();
-  devices.run([found, task, gathered, batch](Device& device) {
+// Leaves the gradient of the gathered outputs in their .grad.
+double loss_on_device_0(Devices& devices, const Task& task, const torch::Tensor& gathered, const Batch& batch) {
+  const auto value = std::make_shared<double>();
+  devices.run([value, task, gathered, batch](Device& device) {
     if (device.index() != 0) return;
     const torch::Tensor loss = task.loss(gathered, judged_on(device.where(), batch));
     loss.backward();
-    *found = {loss.item<double>(), gathered.grad()};
+    *value = loss.item<double>();
   });
-  return *found;
+  return *value;
 }
 
 class DataParallelStrategy : public ReplicaStrategy {
@@ -64,16 +60,17 @@ class DataParallelStrategy : public ReplicaStrategy {
       return {.examples = batch.size()};
     }
     Tensors outputs;
-    const Loss loss = in_phase(Phase::kForward, [&] {
+    torch::Tensor gathered;
+    const double loss = in_phase(Phase::kForward, [&] {
       outputs = run_replicas(
           *devices_, replicas_, parts_for_devices(batch),
           [task = task_](const Replica& replica, const Batch& part) { return replica.forward(task, part); });
-      const torch::Tensor gathered = gather(outputs, devices_->where(0)).requires_grad_();
+      gathered = gather(outputs, devices_->where(0)).requires_grad_();
       gathered_bytes_ = std::max(gathered_bytes_, gathered.nbytes());
       return loss_on_device_0(*devices_, task_, gathered, batch);
     });
-    in_phase(Phase::kBackward, [&] { scatter_and_run_backward(*devices_, outputs, loss.gradient); });
-    return {.samples = samples, .mean_loss = loss.value, .examples = batch.size()};
+    in_phase(Phase::kBackward, [&] { scatter_and_run_backward(*devices_, outputs, gathered.grad()); });
+    return {.samples = samples, .mean_loss = loss, .examples = batch.size()};
   }
 
   // Device 0's parameters, in one pass that also sums the devices' gradients, on the cores of all of them. GPUs: the
