@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """A training step in Python with lockstep, beside PyTorch's DistributedDataParallel over Gloo, the same over lockstep's
-backend, and no exchange.
+backend, no exchange, and PyTorch in one process that has all cores.
 
     python3 bench/python_step.py [CASE...] [--ranks 2] [--rounds 5] [--steps 10] [--save]
 
 Needs the Python package (a wheel, or PYTHONPATH). The systems take turns in the same processes, each with a model of its
-own: blocks of steps, several rounds. Times are medians over all steps and ranks. Memory is what the ranks of a system
+own: blocks of steps, several rounds; the one process, with the whole batch, before and after them. Times are medians over all
+steps and ranks. Memory is what the ranks of a system
 alone take beside `import torch` and the rendezvous (PSS), in processes of their own: at most, and after the last step.
 """
 
@@ -22,7 +23,7 @@ import lockstep
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent / "peers")]
 import common
-from step import BATCHES, Trainer, join, pin, pss_mib, run_ranks, wrap_in_ddp
+from step import BATCHES, Trainer, join, one_process, pin, pss_mib, run_ranks, wrap_in_ddp
 
 SYSTEMS = ("lockstep", "ddp_gloo", "ddp_lockstep", "no_sync")
 WARM_UP = 3
@@ -95,9 +96,20 @@ def on_ranks(ranks, function, *arguments):
     return [results.get() for _ in range(ranks)]
 
 
+def measure_alone(case, arguments):
+    """PyTorch's median step in one process, in the faster memory order."""
+    steps = arguments.rounds * arguments.steps
+    with mp.get_context("spawn").Pool(1) as pool:
+        return min(pool.apply(one_process, (case, BATCHES[case], layout, WARM_UP, steps))
+                   for layout in ("contiguous", "channels_last"))
+
+
 def measure_case(case, arguments):
+    alone = [measure_alone(case, arguments)]
     found = on_ranks(arguments.ranks, measure, case, SYSTEMS, arguments.rounds, arguments.steps)
+    alone.append(measure_alone(case, arguments))
     medians = {system: common.median(sum((seconds[system] for seconds in found), [])) for system in SYSTEMS}
+    medians["one_process"] = min(alone)
     memory = {system: [sum(mib) for mib in zip(*on_ranks(arguments.ranks, measure_memory, case, system, arguments.steps))]
               for system in SYSTEMS[:2]}
     print_case(case, medians, memory)
@@ -106,9 +118,10 @@ def measure_case(case, arguments):
 
 def print_case(case, medians, memory):
     exchange = {system: medians[system] - medians["no_sync"] for system in SYSTEMS}
-    print(f"{case}: " + ", ".join(f"{system} {1e3 * value:.1f} ms" for system, value in medians.items()))
+    print(f"{case}: " + ", ".join(f"{system} {1e3 * value:.3g} ms" for system, value in medians.items()))
     print(f"  {medians['ddp_gloo'] / medians['lockstep']:.2f} times as fast as DDP over Gloo, "
-          f"{medians['no_sync'] / medians['lockstep']:.2f} times as fast as no exchange")
+          f"{medians['no_sync'] / medians['lockstep']:.2f} times as fast as no exchange, "
+          f"{medians['one_process'] / medians['lockstep']:.2f} times as fast as one process")
     for when, ours, theirs in zip(("at most", "at rest"), memory["lockstep"], memory["ddp_gloo"]):
         print(f"  {when} {ours:.0f} MiB, DDP {theirs:.0f} MiB: {ours / theirs:.2f}")
     print(f"  DDP's exchange is {exchange['ddp_gloo'] / exchange['ddp_lockstep']:.1f} times as short over lockstep's backend",

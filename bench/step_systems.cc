@@ -7,6 +7,9 @@
 #include <functional>
 
 #include <ATen/Parallel.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/types.h>
 
 #include "agent/start/launcher.h"
@@ -30,7 +33,21 @@ namespace {
 constexpr int64_t kTokens = 128;
 constexpr int64_t kVocabulary = 256;
 
+// Dense layers with tanh between them, as small as the policies of reinforcement learning.
+struct PolicyImpl : torch::nn::SequentialImpl {
+  PolicyImpl() {
+    push_back(torch::nn::Linear(8, 64));
+    push_back(torch::nn::Tanh());
+    push_back(torch::nn::Linear(64, 64));
+    push_back(torch::nn::Tanh());
+    push_back(torch::nn::Linear(64, 4));
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return torch::nn::SequentialImpl::forward(x); }
+};
+TORCH_MODULE(Policy);
+
 Task task_of(const StepCase& one) {
+  if (one.name == "policy") return classification_task<Policy>("policy");
   if (one.name == "mlp")
     return classification_task<MLP>("mlp", MLPOptions{.inputs = 1024, .hidden = {4096, 4096}, .outputs = 1000});
   if (one.name == "gpt")
@@ -47,9 +64,10 @@ Batch random_batch(const StepCase& one, int64_t size) {
             torch::randint(kVocabulary, {size, kTokens}, torch::kInt64)};
   std::vector<int64_t> shape{size, 3, 32, 32};
   if (one.name == "lenet") shape = {size, 1, 28, 28};
+  if (one.name == "policy") shape = {size, 8};
   if (one.name == "mlp") shape = {size, 1024};
   if (one.name == "alexnet") shape = {size, 3, 224, 224};
-  const int64_t classes = one.name == "mlp" || one.name == "alexnet" ? 1000 : 10;
+  const int64_t classes = one.name == "mlp" || one.name == "alexnet" ? 1000 : one.name == "policy" ? 4 : 10;
   return {torch::randn(shape), torch::randint(classes, {size}, torch::kInt64)};
 }
 
@@ -184,6 +202,7 @@ Seconds train(const World& world, const StepCase& one, const StepRun& run) {
 const std::vector<StepCase>& step_cases() {
   static const std::vector<StepCase> cases{
       {"lenet", 256, "channels_last"},       // 0.13 M parameters
+      {"policy", 128, "contiguous"},         // 0.005 M
       {"mlp", 32, "contiguous"},             // 25.1 M
       {"alexnet", 8, "channels_last"},       // 61.1 M
       {"resnet18-32", 64, "channels_last"},  // 11.2 M

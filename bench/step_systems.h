@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// bench/step_systems.h: the training steps that are compared, five models from small to heavy in parameters, and the systems
+// bench/step_systems.h: the training steps that are compared, six models from small to heavy in parameters, and the systems
 // that do them, each as processes of this machine.
 //
 // Flow:    StepCase, StepRun -> here -> step.cc, scaling.cc

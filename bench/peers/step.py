@@ -7,7 +7,7 @@
 
 Prints as JSON: the median step in seconds, with the exchange (ddp) and without (no_sync), blocks of both in turn;
 the ranks' memory (PSS; of GPUs: what is taken of each) in MiB, idle and at the end. With 0 RANKS only the median step of one
-process with a thread for each core and a fused optimizer (one_process_LAYOUT); and the same with a malloc that keeps freed memory
+process with a thread for each core and a fused optimizer, for a policy also torch's other two (one_process_LAYOUT); and the same with a malloc that keeps freed memory
 (one_process_LAYOUT_kept), because glibc's gives large blocks back, and then new gradients cost a page fault for each 4 KiB.
 """
 import json
@@ -36,6 +36,11 @@ def lenet():
 
 def mlp():
     return nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000))
+
+
+def policy():
+    """As small as the policies of reinforcement learning: what a step costs beside its operators shows."""
+    return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
 
 
 def alexnet():
@@ -111,13 +116,14 @@ def bert():
 
 CASES = {
     "lenet": (lenet, (1, 28, 28), 10),
+    "policy": (policy, (8,), 4),
     "mlp": (mlp, (1024,), 1000),
     "alexnet": (alexnet, (3, 224, 224), 1000),
     "resnet18-32": (resnet18, (3, 32, 32), 10),
     "gpt": (GPT, None, None),
     "bert": (bert, None, None),
 }
-BATCHES = {"lenet": 256, "mlp": 32, "alexnet": 8, "resnet18-32": 64, "gpt": 8}  # global, as `lockstep bench step` has them
+BATCHES = {"lenet": 256, "policy": 128, "mlp": 32, "alexnet": 8, "resnet18-32": 64, "gpt": 8}  # global, as `lockstep bench step` has them
 
 
 def samples(shape, classes, count):
@@ -230,10 +236,15 @@ def train(rank, ranks, store, case, batch, layout, warmup, steps, kind="cpu"):
 
 
 def one_process(case, batch, layout, warmup, steps):
+    """The median of the fastest kind of SGD; None: torch's default."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    trainer = Trainer(lambda model: (model, sgd(model, fused=True)), case, batch, layout)
-    seconds = [trainer.step() for _ in range(warmup + steps)]
-    return statistics.median(seconds[warmup:])
+    medians = []
+    for kind in ("fused", "foreach", None) if case == "policy" else ("fused",):
+        options = {kind: True} if kind else {}
+        trainer = Trainer(lambda model: (model, sgd(model, **options)), case, batch, layout)
+        seconds = [trainer.step() for _ in range(warmup + steps)]
+        medians.append(statistics.median(seconds[warmup:]))
+    return min(medians)
 
 
 if __name__ == "__main__":
