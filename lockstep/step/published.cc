@@ -15,6 +15,7 @@
 // there, so all have finished reading exchange k-2.
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <limits>
 #include <list>
 #include <optional>
@@ -361,17 +362,21 @@ class Published : public Exchange {
     return bytes;
   }
 
-  // Returns where the other ranks find the gradient: where autograd wrote it, if that is in shared memory and in the parameter's
-  // memory order, else in a copy.
+  // Returns where the other ranks find the gradient: where autograd wrote it, if in shared memory and the parameter's memory
+  // order, else in a copy.
   uint64_t place_for_peers(size_t source, size_t i) {
-    const torch::NoGradGuard no_grad;
     const torch::Tensor& parameter = parameters_[i].tensor;
     const torch::Tensor& gradient = sources_[source].gradients[i];
-    if (gradient.layout() == torch::kStrided && gradient.strides() == parameter.strides())
-      if (const auto place = gradient_memory_->place_of(gradient)) return *place;
+    const bool in_order = gradient.layout() == torch::kStrided && gradient.strides() == parameter.strides();
+    if (const auto place = in_order ? gradient_memory_->place_of(gradient) : std::nullopt) return *place;
     SharedMemory::Own& copy = copies_[source * parameters_.size() + i];
     if (copy.data == nullptr) copy = memory_->allocate(parameter.nbytes());
-    like_parameter(i, copy.data.get()).copy_(gradient.layout() == torch::kStrided ? gradient : gradient.to_dense());
+    if (in_order && gradient.key_set() == parameter.key_set() && gradient.dtype() == parameter.dtype()) {
+      std::memcpy(copy.data.get(), gradient.const_data_ptr(), parameter.nbytes());
+    } else {
+      const torch::NoGradGuard no_grad;
+      like_parameter(i, copy.data.get()).copy_(gradient.layout() == torch::kStrided ? gradient : gradient.to_dense());
+    }
     return copy.place;
   }
 

@@ -171,6 +171,18 @@ TEST(Published, copies_nothing_where_autograd_writes_a_fresh_gradient) {
   });
 }
 
+TEST(Published, copies_a_small_gradient_whatever_its_memory_order) {
+  run_ranks(2, [](World& world) {
+    const torch::Tensor numbers = torch::arange(1, 7, torch::kFloat64), rows = numbers.view({3, 2});
+    for (const torch::Tensor& gradient : {rows, numbers.view({2, 3}).t(), torch::_neg_view(rows)}) {
+      const torch::Tensor p = torch::ones({3, 2}, torch::kFloat64).requires_grad_(true);
+      const auto gradients = publish_gradients(SharedMemory::of(world), {{"p", p}});
+      p.mutable_grad() = gradient;
+      EXPECT_TRUE(torch::equal(mean_of(*gradients, p), gradient.reshape({-1})));
+    }
+  });
+}
+
 TEST(Published, exchanges_the_sparse_gradient_of_an_embedding) {
   run_ranks(2, [](World& world) {
     torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(6, 2).sparse(true));
