@@ -43,7 +43,8 @@ struct BatchCounts {
 };
 
 struct AccumulatedBatches : BatchCounts {
-  torch::Tensor weighted_loss;  // sum of m_t loss_t: a float64 scalar on the loss's device; undefined: not known
+  double loss_here = 0;       // sum of m_t loss_t on the CPU; NaN: one is not known
+  torch::Tensor loss_on_gpu;  // of the others, in float64
 
   // Counts a backward() that is about to run; loss: undefined where it is not known. Returns the factor m_t / unit of its
   // gradients, 0 without samples.
@@ -56,9 +57,12 @@ struct AccumulatedBatches : BatchCounts {
     const auto count = static_cast<double>(batch.samples);
     if (unit == 0) unit = count;
     if (samples == 0 || !is_alike()) samples += count;
-    const torch::Tensor known =
-        loss.defined() ? loss.detach().to(torch::kFloat64) * count : torch::full({}, NAN, torch::kFloat64);
-    weighted_loss = weighted_loss.defined() ? weighted_loss + known : known;
+    if (loss.defined() && !loss.is_cpu()) {
+      const torch::Tensor known = loss.detach().to(torch::kFloat64) * count;
+      loss_on_gpu = loss_on_gpu.defined() ? loss_on_gpu + known : known;
+    } else {
+      loss_here += loss.defined() && loss.numel() == 1 ? loss.item<double>() * count : NAN;
+    }
     return count / unit;
   }
 
@@ -75,7 +79,12 @@ struct AccumulatedBatches : BatchCounts {
   double weight(uint32_t times) const { return is_alike() ? 1 : unit * times; }
   bool is_alike() const { return weight_of_rank.has(BatchWeight::kAlike); }
 
-  double loss() const { return weighted_loss.defined() ? weighted_loss.item<double>() : 0; }
+  // Waits for no GPU.
+  torch::Tensor loss_there() const {
+    if (!loss_on_gpu.defined()) return torch::full({}, loss_here, torch::kFloat64);
+    return loss_here == 0 ? loss_on_gpu : loss_on_gpu + loss_here;
+  }
+  double loss() const { return loss_on_gpu.defined() ? loss_there().item<double>() : loss_here; }
 };
 
 // Compares how the ranks' batches count in one exchange; all ranks call it with the same values. Returns the number of

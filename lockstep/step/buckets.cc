@@ -275,7 +275,7 @@ class Buckets : public Exchange {
     for (auto& [name, parameter] : trained_) parameter.mutable_grad().reset();
     batches_.samples += of_shard_.samples;
     ++batches_.backwards;
-    losses_.push_back(of_shard_.weighted_loss);
+    losses_.push_back(of_shard_.loss_there());
     is_active_ = false;
   }
 
@@ -294,7 +294,7 @@ class Buckets : public Exchange {
   double sum_of_losses() const {
     const torch::Tensor losses = torch::zeros({options_.shards}, slices_->zero().options());
     for (size_t i = 0; i < losses_.size(); ++i)
-      if (losses_[i].defined()) losses[world_.rank() * std::ssize(shards_) + to_int64(i)].copy_(losses_[i]);
+      losses[world_.rank() * std::ssize(shards_) + to_int64(i)].copy_(losses_[i]);
     world_.all_reduce(losses);
     wait_for_device(world_);
     const torch::Tensor known = losses.cpu();

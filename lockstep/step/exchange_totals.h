@@ -52,10 +52,9 @@ class ExchangeTotals {
     for (int rank = 0; rank < world_.size(); ++rank)
       own.insert(own.end(), {rank == world_.rank() ? kinds : 0.0, rank == world_.rank() ? size : 0});
     settings_.insert(settings_.begin(), {{kBackwards, backwards + none}, {kPlain, plain + none}});
-    const bool loss_is_on_gpu = batches.weighted_loss.defined() && !batches.weighted_loss.is_cpu();
-    own.push_back(loss_is_on_gpu ? 0 : batches.loss());
+    own.push_back(batches.loss_here);
     sums_ = torch::tensor(own, torch::kFloat64).to(world_.device(), /*non_blocking=*/true);
-    if (loss_is_on_gpu) sums_[-1].copy_(batches.weighted_loss);  // forward may still run
+    if (batches.loss_on_gpu.defined()) sums_[-1].copy_(batches.loss_there());  // forward may still run
     work_.emplace(world_.all_reduce_async(sums_));
     if (from_gpu_) from_gpu_->start(sums_, *work_);
   }

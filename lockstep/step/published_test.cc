@@ -183,6 +183,17 @@ TEST(Published, copies_a_small_gradient_whatever_its_memory_order) {
   });
 }
 
+TEST(AccumulatedBatches, add_up_losses_until_one_is_not_known) {
+  AccumulatedBatches batches;
+  EXPECT_EQ(batches.loss(), 0);
+  batches.add(2, torch::full({}, 1.5, torch::requires_grad()));
+  batches.add(3, torch::full({1}, 2.0, torch::kBFloat16));
+  EXPECT_EQ(batches.loss(), 2 * 1.5 + 3 * 2.0);
+  EXPECT_EQ(batches.loss_there().item<double>(), batches.loss());
+  batches.add(1);
+  EXPECT_TRUE(std::isnan(batches.loss()));
+}
+
 TEST(Published, exchanges_the_sparse_gradient_of_an_embedding) {
   run_ranks(2, [](World& world) {
     torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(6, 2).sparse(true));
