@@ -377,6 +377,26 @@ def another_parameter(net):
     net[0].weight = nn.Parameter(net[0].weight.detach().clone())
 
 
+def other_modules(group):
+    """What is put into any of the modules is seen, also where nothing that was there has changed."""
+
+    def error_of(change, text):
+        net, optimizer, model = wrapped(group)
+        train(model, optimizer, [parts_of(global_batch(0), group)])
+        change(net, model)
+        expect_error(lockstep.UsageError, text, lambda: model(global_batch(1)[0]))
+
+    error_of(lambda net, _: net[0].add_module("more", nn.Linear(2, 2)), "the module has other parameters than")
+    error_of(lambda net, _: net[0].register_parameter("more", nn.Parameter(torch.ones(2))), "the module has other parameters than")
+    error_of(lambda net, _: delattr(net[0], "weight"), "parameter 0.weight is another one than")
+    error_of(lambda net, _: net[0].register_buffer("more", torch.ones(2)), "buffer 0.more is another tensor")
+    error_of(lambda _, model: setattr(model, "module", make_model()), "is another one than")
+    net, optimizer, model = wrapped(group)
+    for step in range(2):
+        train(model, optimizer, [parts_of(global_batch(step), group)])
+        net[0].add_module(f"without_parameters_{step}", nn.Identity())
+
+
 def without_cuda(group):
     """Tensors that say they are on a GPU, as on a machine that has one."""
     with FakeTensorMode():
@@ -505,6 +525,9 @@ class Errors(RanksTestCase):
 
     def test_a_step_in_a_forked_child(self):
         self.on_ranks(2, a_step_in_a_forked_child)
+
+    def test_modules_with_other_contents(self):
+        self.on_ranks(2, other_modules)
 
     def test_parameters_that_moved_away(self):
         for change in (to_float, to_meta, another_parameter):

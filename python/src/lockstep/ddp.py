@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ from lockstep.optim import _Optimizer, optimizers_of
 __all__ = ["DistributedDataParallel"]
 
 _connected = weakref.WeakSet()
+_kind_of = operator.attrgetter("dtype", "device", "requires_grad")
+_CHANGE_FIRST = "change the model first, then make optimizer and DistributedDataParallel"
 
 
 def make_mean_of(parameters: Iterable[torch.Tensor]) -> None:
@@ -50,11 +53,11 @@ def _models_of(parameters):
 def _tensors_in(value):
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors_in(list(value.values()))
     elif isinstance(value, (list, tuple, set)):
         for each in value:
             yield from _tensors_in(each)
+    elif isinstance(value, Mapping):
+        yield from _tensors_in(list(value.values()))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from _tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
 
@@ -151,7 +154,7 @@ class DistributedDataParallel(nn.Module):
         self._world = world_of(self.process_group, self.device)
         self._optimizer = optimizer
         self._buffers_known = dict(buffers)
-        self._parameters_known = {name: (each, each.dtype, each.device, each.requires_grad) for name, each in parameters}
+        self._parameters_known = {name: (each, *_kind_of(each)) for name, each in parameters}
         ours = isinstance(optimizer, _Optimizer)
         native = optimizer._make_native() if ours else None
         if optimizer is not None and not ours:
@@ -165,6 +168,7 @@ class DistributedDataParallel(nn.Module):
             options["bucket_bytes"] = max(1, int(mebibytes * 2**20))
         self._replica = _C.Replica(self._world, parameters, buffers, native, options)
         _connected.add(self)
+        self._note_contents()
         if ours:
             optimizer._adopt(native, weakref.WeakMethod(self._connect_again), self._replica.mean_in_grad)
             self._world.barrier()  # the optimizer's state is what every rank has written
@@ -202,7 +206,7 @@ class DistributedDataParallel(nn.Module):
         if not set(added) <= set(self.module.parameters()):
             _C.usage_error(
                 "a parameter group of parameters that the module did not have when DistributedDataParallel was made",
-                next="change the model first, then make optimizer and DistributedDataParallel",
+                next=_CHANGE_FIRST,
             )
         self._optimizer, self._looks_for_optimizer = None, True
 
@@ -211,23 +215,38 @@ class DistributedDataParallel(nn.Module):
     @not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward. In training mode it waits for all ranks where it has to look for the optimizer: the first one, if
-        none was given; and one after parameters were added to the optimizer or unfrozen. No other waits."""
-        thawed = self._require_same_parameters()
+        none was given, and one after parameters were added to it or unfrozen."""
+        changed = self._contents() != self._noted
+        thawed = changed and self._require_same_parameters()
         if self.training and torch.is_grad_enabled():
             if self._looks_for_optimizer:
                 self._find_optimizer()
             elif thawed:
                 self._reconnect(self._optimizer)
-        self._require_same_buffers()
-        if self.training and torch.is_grad_enabled():
-            self._clipping = []
+            self._clipping.clear()
+        if changed:
+            self._require_same_buffers()
+            if not thawed:
+                self._note_contents()
         self._replica.enter_forward(self.training)
-        output = self.module(*inputs, **kwargs)
+        output = self._modules["module"](*inputs, **kwargs)
         self._replica.leave_forward()
         if torch.is_grad_enabled():
-            sizes = {tensor.size(0) for tensor in _tensors_in((inputs, kwargs)) if tensor.dim() > 0}
+            sizes = {tensor.size(0) for tensor in _tensors_in((*inputs, *kwargs.values())) if tensor.dim() > 0}
             self._replica.watch(list(_tensors_in(output)), sizes.pop() if len(sizes) == 1 else math.nan)
         return output
+
+    @never_compiled
+    def _note_contents(self):
+        self._views = [each.values() for it in self.modules() for each in (it._parameters, it._buffers, it._modules)]
+        self._held = [*itertools.chain(*self._views)], [*self.module.parameters()]  # keeps their ids
+        scripted = any(isinstance(each, list) for each in self._views)
+        self._noted = not scripted and self._contents()
+
+    @never_compiled
+    def _contents(self):
+        """Without names: those take longer than a small forward()."""
+        return [*map(id, itertools.chain(*self._views)), *map(_kind_of, self._held[1])]
 
     @never_compiled
     def _require_same_parameters(self):
@@ -244,20 +263,20 @@ class DistributedDataParallel(nn.Module):
                 f"parameter {name} is another one than when DistributedDataParallel was made: "
                 f"it was {dtype} on {device} and is {is_now}",
                 likely="model.to(), half() or float(), or an assignment to the parameter, after that",
-                next="change the model first, then make optimizer and DistributedDataParallel",
+                next=_CHANGE_FIRST,
             )
         if now:
             _C.usage_error(
                 "the module has other parameters than when DistributedDataParallel was made",
                 likely="a layer that was added after that: each rank would train it alone",
-                next="change the model first, then make optimizer and DistributedDataParallel",
+                next=_CHANGE_FIRST,
             )
         return thawed
 
     @never_compiled
     def _require_same_buffers(self):
         now = dict(self.module.named_buffers(remove_duplicate=False))
-        for name in now.keys() | self._buffers_known.keys():
+        for name in {*now, *self._buffers_known}:
             if now.get(name) is not self._buffers_known.get(name):
                 _C.usage_error(
                     f"buffer {name} is another tensor than when DistributedDataParallel was made",
@@ -434,7 +453,8 @@ class DistributedDataParallel(nn.Module):
 
 
 _numbers = itertools.count()
-_CONNECTIONS = ("_world", "_replica", "_optimizer", "_looks_for_optimizer", "_buffers_known", "_parameters_known", "_clipping")
+_CONNECTIONS = """_world _replica _optimizer _looks_for_optimizer _buffers_known _parameters_known _clipping
+    _views _held _noted""".split()
 
 
 def _check_arguments_of_pytorch(module, given):
