@@ -648,6 +648,13 @@ def closures_and_hooks(group):
     assert optimizer.step(closure).item() > 0 and calls == [1]
     train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), [global_batch(0)])
     expect_equal(net, alone)
+    handle = torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: calls.append(2))
+    with torch.autograd.profiler.profile() as profile:
+        optimizer.step(closure)
+    handle.remove()
+    assert calls == [1, 2, 1]
+    spans = {event.name for event in profile.function_events}
+    assert {"Optimizer.step#SGD.step", "Optimizer.zero_grad#SGD.zero_grad"} <= spans, spans
 
 
 def half_precision(group):

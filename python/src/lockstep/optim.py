@@ -12,6 +12,8 @@ format: a checkpoint of torch.optim.AdamW continues with lockstep.AdamW, and the
 
 from __future__ import annotations
 
+import functools
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
@@ -19,6 +21,8 @@ from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
+from torch.autograd import _profiler_enabled
+from torch.optim import optimizer as torchs
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lockstep import _C
@@ -157,6 +161,20 @@ class _Optimizer:
 
     # ---- step()
 
+    @staticmethod
+    def profile_hook_step(step):
+        """torch's takes longer than a small step(): only for hooks and profilers."""
+        hooked = torch.optim.Optimizer.profile_hook_step(step)
+
+        @not_compiled
+        @functools.wraps(step)
+        def either(self, *args, **kwargs):
+            hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+            hooks = hooks or torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks
+            return (hooked if hooks or _profiler_enabled() else step)(self, *args, **kwargs)
+
+        return either
+
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: torch.amp.GradScaler | None = None) -> Any:
         """Updates every parameter that has a gradient, and returns the closure's loss if there is a closure.
 
@@ -230,7 +248,11 @@ class _Optimizer:
     @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer."""
-        optimizer_method("zero_grad")(self, set_to_none)
+        if not set_to_none or _profiler_enabled():
+            return optimizer_method("zero_grad")(self, set_to_none)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     # ---- Options
 
@@ -243,12 +265,10 @@ class _Optimizer:
                     likely="an option of torch's optimizer that lockstep does not have",
                     next="leave it out, or use torch's optimizer with lockstep.DistributedDataParallel(model)",
                 )
-        values = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
+        names = ("lr", "weight_decay", "eps", "momentum", "nesterov", "alpha", "lr_decay", "trust")
+        values = {name: float(group[name]) for name in names if name in group}
         if "betas" in group:
-            values["beta1"], values["beta2"] = (float(beta) for beta in group["betas"])
-        for name in ("eps", "momentum", "nesterov", "alpha", "lr_decay", "trust"):
-            if name in group:
-                values[name] = float(group[name])
+            values["beta1"], values["beta2"] = map(float, group["betas"])
         return values
 
     def _push_options(self, native):
@@ -261,7 +281,7 @@ class _Optimizer:
 
     def _require_same_parameters(self, group, now):
         known = self._stepped[group] if group < len(self._stepped) else []
-        if len(now) != len(known) or any(a is not b for a, b in zip(now, known)):
+        if len(now) != len(known) or not all(map(operator.is_, now, known)):
             _C.usage_error(
                 f"param_groups[{group}]['params'] are other parameters than at the first step() or in DistributedDataParallel",
                 next="make the groups before that; freeze a parameter with requires_grad_(False) instead of taking it out",
