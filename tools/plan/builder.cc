@@ -121,15 +121,16 @@ Builder::Message Builder::post(int actor, int from, int to, const std::string& n
           join({join({left}, latency_), handle_messages(from, one_end, after), handle_messages(to, one_end, after)})};
 }
 
-int Builder::exchange(int actor, const std::vector<double>& sizes, const Ids& after) {
+int Builder::exchange(int actor, double bytes, const Ids& after, double to_next) {
   const int machine = machine_of(actor);
-  const double others = machines() - 1;
   double all = 0, seconds = 0;
-  for (const double bytes : sizes) {
-    const MessageBytes wire = bytes_on_wire(bytes);
-    all += others * (wire.there + wire.back);
-    seconds += others * work_.at(bytes);
-  }
+  const auto add = [&](double messages, double size) {
+    const MessageBytes wire = bytes_on_wire(size);
+    all += messages * (wire.there + wire.back);
+    seconds += messages * work_.at(size);
+  };
+  add(machines() - 1, bytes);
+  if (to_next > 0) add(1, to_next);
   sent_[machine] += all;
   received_[machine] += all;
   const int carried = made_.simulation.add(Activity{.name = "exchange",

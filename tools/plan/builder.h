@@ -46,8 +46,9 @@ class Builder {
     int arrived;
   };
   Message post(int actor, int from, int to, const std::string& name, double bytes, const Ids& after);
-  // Messages of these sizes from the actor's machine to each other one, and from each of them to it. Returns the last one's arrival.
-  int exchange(int actor, const std::vector<double>& sizes, const Ids& after);
+  // A message of `bytes` from the actor's machine to each other one, and from each of them to it, and one of `to_next` to a single
+  // one. Returns the last one's arrival.
+  int exchange(int actor, double bytes, const Ids& after, double to_next = 0);
   int join(const Ids& after, double seconds = 0);  // once all of them have ended
 
   Ids last(int actor) const { return last_[actor]; }

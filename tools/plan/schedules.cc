@@ -74,12 +74,11 @@ void update_together(Builder& b, double share) {
 // Every machine reduces chunk after chunk inside, exchanges parts with all others, and shares the result inside. All chunks of an
 // exchange may be under way at the same time: the links carry them one after the other.
 void all_reduce(Builder& b, const Ids& actors, double bytes, const IntVector<Ids>& after) {
-  constexpr double kOneRound = 16.0 * 1024;  // collective/machines/all_reduce.cc: up to here one round between machines
-  constexpr double kSignature = 24;          // bytes: machines compare what they call
+  constexpr double kSignature = 24;  // bytes: neighbours compare what they call
   const int n = b.machines(), inside = b.target.devices;
   const int chunks = number_of_parts(bytes, to_double(chunk_bytes(static_cast<size_t>(bytes))));
   const double size = bytes / chunks;
-  const bool one_round = n == 2 || bytes <= kOneRound;
+  const bool one_round = is_worth_one_round(static_cast<size_t>(bytes), n);
   const double part = one_round ? size : size / n;  // that goes from one machine to another
   IntVector<Ids> ready = after, shared(n);
   for (int m = 0; m < n; ++m) append(ready[m], b.last(actors[m]));
@@ -87,13 +86,12 @@ void all_reduce(Builder& b, const Ids& actors, double bytes, const IntVector<Ids
     Ids arrived, reduced;
     for (int m = 0; m < n; ++m) {
       if (inside > 1) ready[m] = {b.touch(nobody_on(m), "reduce", (inside + 1) * size, ready[m])};
-      const std::vector<double> sizes = c == 0 ? std::vector{part, kSignature} : std::vector{part};
-      arrived.push_back(b.exchange(actors[m], sizes, ready[m]));
+      arrived.push_back(b.exchange(actors[m], part, ready[m], c == 0 ? kSignature : 0));
     }
     const int parts = b.join(arrived);
     for (int m = 0; m < n; ++m) {
       reduced.push_back(b.touch(nobody_on(m), "reduce", (n + 1) * part, {parts}));
-      if (!one_round) reduced.back() = b.exchange(actors[m], {part}, {reduced.back()});
+      if (!one_round) reduced.back() = b.exchange(actors[m], part, {reduced.back()});
     }
     const int result = b.join(reduced);
     for (int m = 0; m < n; ++m)

@@ -25,7 +25,7 @@ class MachineAllGather : private MachineParts {
   // While round c is in steps 1 and 2, what was sent in c-1 is waited for and shared.
   void run() {
     run_pipeline(
-        rounds(),
+        rounds(), [this](size_t round) { receive_from_all(round); },
         [this](size_t round) {
           gather_inside(round);
           if (owns_slice()) send_to_all(round);
@@ -51,9 +51,8 @@ class MachineAllGather : private MachineParts {
   }
 
   // Step 2. A rank that is alone on its machine receives into the array itself.
-  void send_to_all(size_t round) {
+  void receive_from_all(size_t round) {
     ChunkBuffers& buffers = buffers_of(round);
-    const Part own = own_slice(piece(round, machine()));
     buffers.slices.resize(machines());
     std::byte* next =
         alone() ? nullptr : grown(buffers.slice_memory, bytes(packed_counts(round, machine())[local_rank()]));
@@ -62,10 +61,13 @@ class MachineAllGather : private MachineParts {
       const Part theirs = own_slice(piece(round, peer));
       buffers.slices[peer] = alone() ? in_whole(theirs) : std::exchange(next, next + bytes(theirs.count));
     }
-    for (const int peer : link().peers()) {
+    for (const int peer : link().peers())
       link().receive(peer, buffers.slices[peer], bytes(own_slice(piece(round, peer)).count), buffers.receives);
-      link().send(peer, in_whole(own), bytes(own.count), buffers.sends);
-    }
+  }
+
+  void send_to_all(size_t round) {
+    const Part own = own_slice(piece(round, machine()));
+    for (const int peer : link().peers()) link().send(peer, in_whole(own), bytes(own.count), buffers_of(round).sends);
   }
 
   // Step 3.

@@ -13,8 +13,8 @@
 // machines can do. An owner sends the S-th part of that. Messages go straight to their receiver, n-1 at a time: 2a and
 // 2b are one network round each.
 //
-//   one shot   Owners send each other whole slices in 2a, each reduces for itself, and 2b is left out: one round. Two
-//              machines send as many bytes so. More machines do it up to 16 KiB, where rounds cost more than bytes.
+//   one shot   Owners send each other whole slices in 2a, each reduces for itself, and 2b is left out: one round. That
+//              leaves (n-1)(n-2)/n * K more on a machine: nothing for two, and for a small K less than a round costs.
 //   reduce     In 2b parts go to root's machine only, and only that machine does 3: K leave each other machine.
 //   barrier    an all_reduce of a byte
 //   ring       2a and 2b go around the ring of machines, in 2(n-1) rounds of K/n (Patarasuk and Yuan, 2009)
@@ -31,7 +31,7 @@ namespace {
 using shm::Part;
 using shm::Partition;
 
-constexpr size_t kOneShotBytes = 16384;
+constexpr int kResults = 1;  // the lane of step 2b
 
 class MachineAllReduce : private MachineCollective {
  public:
@@ -39,7 +39,7 @@ class MachineAllReduce : private MachineCollective {
   MachineAllReduce(Hierarchy& hierarchy, const Call& call)
       : MachineCollective(hierarchy, call, slices_for(call.count * size_of(call.dtype), hierarchy.smallest_machine)),
         data_(static_cast<std::byte*>(call.output)),
-        one_shot_(machines() == 2 || bytes(call.count) <= kOneShotBytes),
+        one_shot_(is_worth_one_round(bytes(call.count), machines())),
         only_root_(call.operation == Operation::kReduce),
         root_machine_(hierarchy.topology.machine_of[call.root]),
         chunks_{call.count, chunk_bytes(bytes(call.count)) / bytes(1)} {
@@ -50,7 +50,7 @@ class MachineAllReduce : private MachineCollective {
   // network waits for neither.
   void run() {
     run_pipeline(
-        chunks_.size(),
+        chunks_.size(), [this](size_t chunk) { receive_parts(chunk); },
         [this](size_t chunk) {
           reduce_inside(chunk);
           if (owns_slice()) send_parts(chunk);
@@ -65,9 +65,9 @@ class MachineAllReduce : private MachineCollective {
     one_shot_ = false;
     chunks_.most = std::max<size_t>(call_.count, 1);
     run_pipeline(
-        1, [this](size_t) { reduce_inside(0); },
+        1, [](size_t) {}, [this](size_t) { reduce_inside(0); },
         [this](size_t) {
-          if (owns_slice()) go_around(buffers_of(0).slice, slice_count(0));
+          if (owns_slice()) go_around(slice_at(0), slice_count(0));
           share_inside(0);
         });
   }
@@ -86,65 +86,65 @@ class MachineAllReduce : private MachineCollective {
     return Partition::even(slice_count, machines(), kCacheLine / bytes(1))[machine];
   }
 
-  // Step 1. A rank that is alone on its machine works in the array itself.
+  // A rank that is alone on its machine works in the array itself.
+  std::byte* slice_at(size_t chunk) {
+    return alone() ? at(chunk) : grown(buffers_of(chunk).slice_memory, bytes(slice_count(chunk)));
+  }
+
+  // Step 1.
   void reduce_inside(size_t chunk) {
-    ChunkBuffers& buffers = buffers_of(chunk);
-    buffers.slice = at(chunk);
     if (alone()) return;
-    buffers.slice = grown(buffers.slice_memory, bytes(slice_count(chunk)));
     run_inside(chunk, {.operation = Operation::kReduceScatter,
                        .input = at(chunk),
-                       .output = buffers.slice,
+                       .output = slice_at(chunk),
                        .counts = counts_inside(chunk),
                        .dtype = call_.dtype,
                        .op = op_inside()});
   }
 
-  // Step 2a, its messages. sources[m] is where the part from machine m arrives; the own machine's is in the slice.
-  void send_parts(size_t chunk) {
+  // The receives of step 2. sources[m] is where the part from machine m arrives in 2a; the own machine's is in the slice.
+  // In 2b machine m's part arrives where this machine's copy of it leaves from in 2a: it comes once m has that copy.
+  void receive_parts(size_t chunk) {
     ChunkBuffers& buffers = buffers_of(chunk);
     const Part own = part_of(machine(), slice_count(chunk));
     std::byte* arriving = grown(buffers.received_memory, bytes(own.count) * link().peers().size());
-    buffers.sources.assign(machines(), buffers.slice + bytes(own.begin));
+    buffers.sources.assign(machines(), slice_at(chunk) + bytes(own.begin));
     for (const int peer : link().peers()) {
-      const Part theirs = part_of(peer, slice_count(chunk));
       link().receive(peer, arriving, bytes(own.count), buffers.receives);
-      link().send(peer, buffers.slice + bytes(theirs.begin), bytes(theirs.count), buffers.sends);
-      buffers.sources[peer] = arriving;
-      arriving += bytes(own.count);
+      buffers.sources[peer] = std::exchange(arriving, arriving + bytes(own.count));
+      if (one_shot_ || !wanted_by(machine())) continue;
+      const Part theirs = part_of(peer, slice_count(chunk));
+      link().receive(peer, slice_at(chunk) + bytes(theirs.begin), bytes(theirs.count), buffers.results, kResults);
     }
   }
 
-  // Step 2a, its sum. In one shot the whole slice is about to change: what is sent of it must have left.
+  // Step 2a.
+  void send_parts(size_t chunk) {
+    for (const int peer : link().peers()) {
+      const Part theirs = part_of(peer, slice_count(chunk));
+      link().send(peer, slice_at(chunk) + bytes(theirs.begin), bytes(theirs.count), buffers_of(chunk).sends);
+    }
+  }
+
+  // The sum of step 2a, and 2b. In one shot the whole slice is about to change: what is sent of it must have left.
   void reduce_part(size_t chunk) {
     ChunkBuffers& buffers = buffers_of(chunk);
     link().wait(buffers.receives);
     if (one_shot_) link().wait(buffers.sends);
     const Part own = part_of(machine(), slice_count(chunk));
-    reduce(buffers.sources, buffers.slice + bytes(own.begin), own.count, call_.op);
-    if (!one_shot_) send_result(chunk);
-  }
-
-  // Step 2b. The other machines' parts arrive where this one's copies of them left from in 2a: a machine sends its
-  // result only once it has received those, so their places are free.
-  void send_result(size_t chunk) {
-    ChunkBuffers& buffers = buffers_of(chunk);
-    const Part own = part_of(machine(), slice_count(chunk));
-    for (const int peer : link().peers()) {
-      const Part theirs = part_of(peer, slice_count(chunk));
-      std::byte* const place = buffers.slice + bytes(theirs.begin);
-      if (wanted_by(machine())) link().receive(peer, place, bytes(theirs.count), buffers.receives);
-      if (wanted_by(peer)) link().send(peer, buffers.slice + bytes(own.begin), bytes(own.count), buffers.sends);
-    }
+    std::byte* const result = slice_at(chunk) + bytes(own.begin);
+    reduce(buffers.sources, result, own.count, call_.op);
+    if (one_shot_) return;
+    for (const int peer : link().peers())  // step 2b
+      if (wanted_by(peer)) link().send(peer, result, bytes(own.count), buffers.sends, kResults);
   }
 
   // Step 3.
   void share_inside(size_t chunk) {
-    ChunkBuffers& buffers = buffers_of(chunk);
-    if (owns_slice()) wait_for_transfers(buffers);
+    if (owns_slice()) wait_for_transfers(buffers_of(chunk));
     if (alone() || !wanted_by(machine())) return;
     run_inside({.operation = Operation::kAllGather,
-                .input = buffers.slice,
+                .input = slice_at(chunk),
                 .output = at(chunk),
                 .counts = counts_inside(chunk),
                 .dtype = call_.dtype});

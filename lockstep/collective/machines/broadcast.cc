@@ -59,9 +59,9 @@ class MachineBroadcast : private MachineCollective {
       link().receive(route_.from, at(chunk), bytes(chunks_[chunk].count), arriving_[chunk]);
   }
 
-  // Data may be waited for only once it is known that the sender makes the same call.
+  // See Note [Signatures] in link.h. Root waits for no data, and checks when its own has been sent.
   void pass_on(size_t chunk) {
-    if (chunk == 0 && route_.from != kNoMachine) link().check_peer(route_.from);
+    if (chunk == 0 && route_.from != kNoMachine) link().check();
     link().wait(arriving_[chunk]);
     for (const int peer : route_.to) link().send(peer, at(chunk), bytes(chunks_[chunk].count), leaving_);
   }

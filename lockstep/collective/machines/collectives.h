@@ -5,8 +5,8 @@
 //   notation: n machines, p ranks, K bytes per rank (of all parts together, where ranks have parts)
 //
 //                   leaves a machine, in bytes                rounds between machines
-//   all_reduce      2(n-1)/n * K                              2; 1 for two machines; ring: 2(n-1)
-//   reduce          K; (n-1)/n * K from root's                2
+//   all_reduce      2(n-1)/n * K                              2, or 1; ring: 2(n-1)
+//   reduce          K; (n-1)/n * K from root's                2, or 1
 //   barrier         1 byte to each                            1
 //   reduce_scatter  (n-1)/n * K                               1
 //   all_gather      (n-1)/n * K                               1

@@ -15,10 +15,9 @@ namespace {
 
 using PartCounts = IntVector<size_t>;  // elements of each rank's part
 
-// Blocks until it is known that all ranks make this call: no rank may send before. The ranks of a machine compare through
-// shared memory, the first ranks of the machines over their link: 24 bytes between each two machines. The last barrier
-// keeps a rank from sending while its machine has not heard from the others. Throws MismatchError, PeerLost.
-void check_all_ranks(Hierarchy& hierarchy, const Call& call) {
+// Blocks until this machine's ranks make this call, and the machine before. The ranks of a machine compare through shared
+// memory, the first ranks of the machines over their link. Throws MismatchError, PeerLost.
+void check_neighbours(Hierarchy& hierarchy, const Call& call) {
   const Signature mine = signature_of(call);
   hierarchy.inside->run({.operation = Operation::kBarrier}, &mine);
   if (hierarchy.inside->rank() == 0) {
@@ -26,6 +25,7 @@ void check_all_ranks(Hierarchy& hierarchy, const Call& call) {
     hierarchy.between->finish_check();
   }
   hierarchy.inside->barrier();
+  hierarchy.all.begin(mine);
 }
 
 // table[r * p + s]: the elements that rank r sends to rank s.
@@ -68,7 +68,7 @@ void transfer(GlooLink& all, const Call& call, const PartCounts& send, const Par
 }  // namespace
 
 void exchange(Hierarchy& hierarchy, const Call& call) {
-  check_all_ranks(hierarchy, call);
+  check_neighbours(hierarchy, call);
   const int ranks = hierarchy.all.size();
   const PartCounts parts = call.counts.empty() ? PartCounts(ranks, call.count) : PartCounts(call.counts);
   if (call.operation == Operation::kAllToAll) {

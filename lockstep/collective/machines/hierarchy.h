@@ -29,10 +29,10 @@ struct ChunkBuffers {
   shm::Memory packed_memory;
   shm::Memory slice_memory;
   shm::Memory received_memory;
-  std::byte* slice = nullptr;           // all_reduce: this owner's slice of the chunk
   IntVector<std::byte*> slices;         // of the piece of each machine
   IntVector<const std::byte*> sources;  // what is reduced here, by machine
   GlooLink::Transfers receives;
+  GlooLink::Transfers results;  // received, of lane 1
   GlooLink::Transfers sends;
 };
 
@@ -77,7 +77,7 @@ class Hierarchy final : public CpuTransport {
   const int smallest_machine;  // topology.smallest_machine()
   const std::vector<int> ranks_here;
 
-  std::array<ChunkBuffers, 3> buffers;   // of three chunks in turn
+  std::array<ChunkBuffers, 4> buffers;   // of four chunks in turn
   std::unique_ptr<std::byte[]> scratch;  // of the call under way
 
   GlooLink all;

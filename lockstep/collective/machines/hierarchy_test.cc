@@ -41,10 +41,28 @@ torch::Tensor sum_of(int ranks, int64_t size, torch::ScalarType dtype) {
 
 TEST_P(Machines, all_reduce_exactly_in_one_shot_in_one_chunk_and_in_many) {
   run_over_machines(GetParam(), [](World& world) {
-    for (const int64_t size : {0, 1, 7, 4096, 4097, 100003, 1200007}) {
+    for (const int64_t size : {0, 1, 7, 16384, 16385, 32768, 32769, 100003, 1200007}) {
       const torch::Tensor tensor = values_of(world.rank(), {size}, torch::kFloat32);
       world.all_reduce(tensor);
       EXPECT_TRUE(same(tensor, sum_of(world.size(), size, torch::kFloat32))) << size;
+    }
+  });
+}
+
+TEST(Hierarchy, adds_gathers_and_broadcasts_between_seven_machines) {
+  run_over_machines(testing::lonely(7), [](World& world) {
+    for (const int64_t size : {1, 6553, 6554, 262144, 700001}) {  // one shot up to 6553
+      const torch::Tensor own = values_of(world.rank(), {size}, torch::kFloat32);
+      const torch::Tensor sum = sum_of(world.size(), size, torch::kFloat32);
+      const torch::Tensor tensor = own.clone();
+      world.all_reduce(tensor);
+      EXPECT_TRUE(same(tensor, sum)) << size;
+      const torch::Tensor all = world.all_gather(own);
+      for (int rank = 0; rank < world.size(); ++rank)
+        EXPECT_TRUE(same(all[rank], values_of(rank, {size}, torch::kFloat32))) << size;
+      const int root = to_int(size % world.size());
+      world.broadcast(own, root);
+      EXPECT_TRUE(same(own, values_of(root, {size}, torch::kFloat32))) << size;
     }
   });
 }
@@ -265,21 +283,32 @@ TEST(Hierarchy, reports_the_loss_of_a_message_sender) {
   });
 }
 
+// Ranks `first`, `first` + 1, ... of `machines` make the call `other`, those before them `usual`.
+void expect_both_named(int machines, int first, const testing::Body& usual, const testing::Body& other,
+                       const std::string& signature, const std::string& other_signature) {
+  const auto body = [&](World& world) { world.rank() < first ? usual(world) : other(world); };
+  const std::string message =
+      testing::message_of<MismatchError>([&] { run_over_machines(testing::lonely(machines), body); });
+  EXPECT_TRUE(contains(message, signature)) << first << " of " << machines;
+  EXPECT_TRUE(contains(message, other_signature)) << first << " of " << machines;
+}
+
 TEST(Hierarchy, names_both_calls_when_machines_disagree) {
-  std::mutex mutex;
-  std::string messages;
-  const auto body = [&](World& world) {
-    try {
-      world.all_reduce(torch::ones({world.node_rank() == 0 ? 10 : 11}));
-    } catch (const MismatchError& error) {
-      const std::lock_guard lock(mutex);
-      messages += error.what();
-      throw;
-    }
+  const auto all_reduce_of = [](int64_t size) {
+    return [size](World& world) { world.all_reduce(torch::ones({size})); };
   };
-  const std::string first = testing::message_of<MismatchError>([&] { run_over_machines({0, 1}, body); });
-  EXPECT_TRUE(contains(first, "all_reduce of 10 float32"));
-  EXPECT_TRUE(contains(first, "all_reduce of 11 float32"));
+  const auto broadcast_from = [](int root) {
+    return [root](World& world) { world.broadcast(torch::ones({10}), root); };
+  };
+  for (const int machines : {2, 3, 4})
+    for (int first = 1; first < machines; ++first) {
+      expect_both_named(machines, first, all_reduce_of(10), all_reduce_of(11), "all_reduce of 10 float32",
+                        "all_reduce of 11 float32");
+      expect_both_named(machines, first, broadcast_from(0), broadcast_from(first), "with root 0",
+                        concat("with root ", first));
+      expect_both_named(machines, first, broadcast_from(0), all_reduce_of(10), "broadcast of 10 float32",
+                        "all_reduce of 10 float32");
+    }
 }
 
 // Rank 2, alone on machine 1, makes another call than the others. Some rank's MismatchError contains `part`.

@@ -8,7 +8,7 @@ namespace lockstep {
 namespace {
 
 // Gloo keeps the order of transfers with one tag. Users' messages may share the connection: they use other tags
-// (gloo_messages.cc), odd ones and small ones.
+// (gloo_messages.cc), odd ones and small ones. So lane 1, odd as well, is of a connection without them.
 constexpr int kWatchTag = 0x7ffffffe;
 constexpr int kCheckTag = 0x40000000;  // of the signatures themselves
 
@@ -67,9 +67,8 @@ void GlooLink::leave() {
   left_ = true;
   const std::byte goodbye{};
   auto tensors = as_tensor(&goodbye, 1);
-  const int previous = (rank() + size() - 1) % size();
   try {
-    issue_alone([&] { return gloo_->send(tensors, previous, kWatchTag); })->wait(kLongestGoodbye);
+    issue_alone([&] { return gloo_->send(tensors, previous(), kWatchTag); })->wait(kLongestGoodbye);
   } catch (const std::exception&) {  // lost, closed, or gone before
   }
 }
@@ -89,45 +88,42 @@ void GlooLink::set_timeout(milliseconds timeout) {
 
 // ---- Signatures
 
+void GlooLink::begin(const Signature& mine) { tag_ = tag_of(mine); }
+
 void GlooLink::begin_check(const Signature& mine) {
-  signatures_.assign(size(), mine);
-  checks_.resize(size());
+  mine_ = mine;
   tag_ = kCheckTag;
-  for (const int peer : peers_) {
-    receive(peer, reinterpret_cast<std::byte*>(&signatures_[peer]), sizeof mine, checks_[peer]);
-    send(peer, reinterpret_cast<const std::byte*>(&signatures_[rank()]), sizeof mine, checks_[rank()]);
-  }
-  tag_ = tag_of(mine);
+  receive(previous(), reinterpret_cast<std::byte*>(&previous_), sizeof previous_, arriving_);
+  send(next(), reinterpret_cast<const std::byte*>(&mine_), sizeof mine_, leaving_);
+  begin(mine);
 }
 
-void GlooLink::check_peer(int peer) {
-  wait(checks_[peer]);
-  const Signature& mine = signatures_[rank()];
-  const Signature& theirs = signatures_[peer];
-  if (theirs == mine) return;
-  throw MismatchError({.what = concat(wants(rank()), ", ", wants(peer)),
+void GlooLink::check() {
+  wait(arriving_);
+  if (previous_ == mine_) return;
+  const auto wants = [this](int peer, const Signature& call) {
+    return concat(names_[peer], " wants ", to_string(call));
+  };
+  throw MismatchError({.what = concat(wants(rank(), mine_), ", ", wants(previous(), previous_)),
                        .likely = "ranks that do not make the same calls in the same order",
                        .next = "compare the programs and their inputs on both machines"});
 }
 
-std::string GlooLink::wants(int peer) const { return concat(names_[peer], " wants ", to_string(signatures_[peer])); }
-
 void GlooLink::finish_check() {
-  for (int peer = 0; peer < size(); ++peer)
-    if (peer != rank()) check_peer(peer);
-  wait(checks_[rank()]);
+  check();
+  wait(leaving_);
 }
 
 // ---- Transfers
 
-void GlooLink::send(int peer, const std::byte* data, size_t bytes, Transfers& transfers) {
+void GlooLink::send(int peer, const std::byte* data, size_t bytes, Transfers& transfers, int lane) {
   auto tensors = as_tensor(data, bytes);
-  if (bytes > 0) start(peer, transfers, [&] { return gloo_->send(tensors, peer, tag_); });
+  if (bytes > 0) start(peer, transfers, [&] { return gloo_->send(tensors, peer, tag_ + lane); });
 }
 
-void GlooLink::receive(int peer, std::byte* data, size_t bytes, Transfers& transfers) {
+void GlooLink::receive(int peer, std::byte* data, size_t bytes, Transfers& transfers, int lane) {
   auto tensors = as_tensor(data, bytes);
-  if (bytes > 0) start(peer, transfers, [&] { return gloo_->recv(tensors, peer, tag_); });
+  if (bytes > 0) start(peer, transfers, [&] { return gloo_->recv(tensors, peer, tag_ + lane); });
 }
 
 C10dWork GlooLink::issue(int peer, const Issue& transfer) try {

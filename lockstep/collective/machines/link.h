@@ -20,10 +20,15 @@
 // answer. The link tells the two cases apart by the clock: it notes when each wait ends at the latest.
 //
 // Note [Signatures]
-// Peers compare the signatures of their calls: Gloo ends the process when the two sides of a message differ in size.
-// Data does not wait for the comparison: transfers of calls with different signatures have different tags (hashes of
-// them), so they never meet. Only waits for data come after it. The ranks of one machine compare through shared memory
-// (MachineCollective::run_inside).
+// Each machine sends the signature of its call to the next one, whatever the call: Gloo ends the process when the two
+// sides of a message differ in size. Where not all are equal, two neighbours differ, and the second of them gets a
+// MismatchError and closes its connections. Data does not wait for that: transfers of calls with different signatures
+// have different tags (hashes of them), so they never meet. Waits for data come after it, since such data never comes.
+// The ranks of one machine compare through shared memory (MachineCollective::run_inside).
+//
+// Note [Receives first]
+// Gloo sends data once it has word that the receiver is ready, and that word waits behind all that the receiver itself is
+// sending on the connection. So a receive is started before the sends of the chunk before.
 #pragma once
 
 #include <thread>
@@ -63,17 +68,22 @@ class GlooLink {
   const c10::intrusive_ptr<GlooConnection>& connection() const { return gloo_; }
   std::shared_ptr<GlooNetwork> network() const;
 
-  // Begins a call: sends its signature, 24 bytes, to each peer. Transfers that are started afterwards belong to it.
-  // Does not block. See Note [Signatures].
+  // Transfers that are started from now on belong to a call with this signature.
+  void begin(const Signature& mine);
+
+  // begin(), and sends the signature, 24 bytes, to the next machine. Does not block. See Note [Signatures].
   void begin_check(const Signature& mine);
 
-  // Block until the signature of that peer, or of all, has arrived. Throw MismatchError, PeerLost.
-  void check_peer(int peer);
+  // Blocks until the signature of the machine before has arrived. Throws MismatchError, PeerLost.
+  void check();
+
+  // check(), and blocks until the next machine has this one's.
   void finish_check();
 
-  // Start a transfer and add it to `transfers`. Do not block. No bytes: nothing is started.
-  void send(int peer, const std::byte* data, size_t bytes, Transfers& transfers);
-  void receive(int peer, std::byte* data, size_t bytes, Transfers& transfers);
+  // Start a transfer and add it to `transfers`. Do not block. No bytes: nothing is started. The two sides start those of
+  // lane 0 in the same order, and those of lane 1.
+  void send(int peer, const std::byte* data, size_t bytes, Transfers& transfers, int lane = 0);
+  void receive(int peer, std::byte* data, size_t bytes, Transfers& transfers, int lane = 0);
 
   // Blocks until all of them are done, and clears them. Throws PeerLost: a peer is gone, or did not answer before the
   // timeout; or what close() was given.
@@ -98,16 +108,16 @@ class GlooLink {
   void watch_next(const OnLoss& on_loss);
   bool failed_on_purpose();
   int next() const { return (rank() + 1) % size(); }
-  std::string wants(int peer) const;
+  int previous() const { return (rank() + size() - 1) % size(); }
   PeerLost lost(int peer, const std::exception& trouble) const;
 
   TransportOptions options_;
   IntVector<std::string> names_;
   std::vector<int> peers_;
   c10::intrusive_ptr<GlooConnection> gloo_;
-  int tag_;                          // of the call under way
-  IntVector<Signature> signatures_;  // of each peer, and this rank's
-  IntVector<Transfers> checks_;      // the receive of each peer's signature; this rank's: all sends
+  int tag_;                       // of the call under way
+  Signature mine_, previous_;     // of this machine and of the one before
+  Transfers arriving_, leaving_;  // previous_, mine_
   std::atomic<bool> left_ = false;
   std::mutex mutex_;  // guards the next five, and options_.timeout
   bool timed_out_ = false;

@@ -25,6 +25,12 @@ constexpr size_t chunk_bytes(size_t bytes) {
   return std::clamp(bytes / kChunksWanted, kSmallest, kLargest) / kCacheLine * kCacheLine;
 }
 
+// Whether owners send each other whole slices of a reduction: a round less, but (n-1)(n-2)/n of its bytes more.
+inline bool is_worth_one_round(size_t bytes, int machines) {
+  constexpr size_t kWorthARound = size_t{128} << 10;  // a link's bytes in 1 ms at 1 Gb/s
+  return bytes * to_size(machines - 2) <= kWorthARound;
+}
+
 // Slices of `bytes` bytes. A small array is one slice: more owners would only add messages.
 inline int slices_for(size_t bytes, int most) {
   constexpr size_t kWorthDividing = size_t{256} << 10;
@@ -75,12 +81,15 @@ class MachineCollective {
 
   // A software pipeline: every stage works on every chunk, in order. In step t stage k works on chunk t - k, so that
   // what stage k started for a chunk goes on while the stages work on other chunks; stage k+1 of that chunk then waits
-  // for it. A chunk's buffers are free again for the chunk that comes as many chunks later as there are stages. The
-  // check of the signatures is over before any stage but the first begins.
-  template <class... Stages>
-  void run_pipeline(size_t chunks, const Stages&... stages) {
+  // for it. Owners start the receives of a chunk in the step before (Note [Receives first] in link.h). So its buffers are
+  // free again for the chunk that comes one more chunk later than there are stages. The check of the signatures is over
+  // before any stage but the first begins.
+  template <class Receive, class... Stages>
+  void run_pipeline(size_t chunks, const Receive& receive, const Stages&... stages) {
     begin_check();
+    if (owns_slice()) receive(0);
     for (size_t step = 0; step < chunks + sizeof...(stages) - 1; ++step) {
+      if (owns_slice() && step + 1 < chunks) receive(step + 1);
       size_t stage = 0;
       const auto take_turn = [&](const auto& work_on) {
         if (stage <= step && step - stage < chunks) work_on(step - stage);
@@ -110,6 +119,7 @@ class MachineCollective {
 
   void wait_for_transfers(ChunkBuffers& buffers) const {
     link().wait(buffers.receives);
+    link().wait(buffers.results);
     link().wait(buffers.sends);
   }
 

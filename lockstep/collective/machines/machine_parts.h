@@ -72,8 +72,10 @@ class MachineParts : protected MachineCollective {
         parts_(parts),
         rounds_(rounds_of(parts, hierarchy.topology, piece_elements())) {}
 
-  // All pieces of a round together are a chunk.
+  // All pieces of a round together are a chunk. An all_gather of machines with one rank each has nothing else to do while
+  // a chunk is under way: it is one round.
   size_t piece_elements() const {
+    if (call_.operation == Operation::kAllGather && hierarchy_.topology.ranks() == machines()) return parts_.total();
     return chunk_bytes(bytes(parts_.total())) / to_size(machines()) / kCacheLine * kCacheLine / bytes(1);
   }
 

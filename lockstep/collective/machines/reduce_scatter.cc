@@ -28,7 +28,7 @@ class MachineReduceScatter : private MachineParts {
   // While round c is in steps 1 and 2, what c-1 sent is waited for, reduced and delivered.
   void run() {
     run_pipeline(
-        rounds(),
+        rounds(), [this](size_t round) { receive_sums(round); },
         [this](size_t round) {
           reduce_inside(round);
           if (owns_slice()) send_to_owners(round);
@@ -72,17 +72,22 @@ class MachineReduceScatter : private MachineParts {
   }
 
   // Step 2, its messages. sources[m] is where machine m's sum arrives; the own machine's is in the slice.
-  void send_to_owners(size_t round) {
+  void receive_sums(size_t round) {
     ChunkBuffers& buffers = buffers_of(round);
     const size_t own_bytes = bytes(own_slice(piece(round, machine())).count);
     std::byte* arriving = grown(buffers.received_memory, own_bytes * link().peers().size());
-    buffers.sources.assign(machines(), buffers.slices[machine()]);
+    buffers.sources.resize(machines());
     for (const int peer : link().peers()) {
       link().receive(peer, arriving, own_bytes, buffers.receives);
-      link().send(peer, buffers.slices[peer], bytes(own_slice(piece(round, peer)).count), buffers.sends);
-      buffers.sources[peer] = arriving;
-      arriving += own_bytes;
+      buffers.sources[peer] = std::exchange(arriving, arriving + own_bytes);
     }
+  }
+
+  void send_to_owners(size_t round) {
+    ChunkBuffers& buffers = buffers_of(round);
+    buffers.sources[machine()] = buffers.slices[machine()];
+    for (const int peer : link().peers())
+      link().send(peer, buffers.slices[peer], bytes(own_slice(piece(round, peer)).count), buffers.sends);
   }
 
   // Step 2, its sum. A rank that is alone reduces into its output, others into the slice, for step 3.
