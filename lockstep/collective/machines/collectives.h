@@ -9,7 +9,7 @@
 //   reduce          K; (n-1)/n * K from root's                2, or 1
 //   barrier         1 byte to each                            1
 //   reduce_scatter  (n-1)/n * K                               1
-//   all_gather      (n-1)/n * K                               1
+//   all_gather      (n-1)/n * K                               1, or n-1
 //   broadcast       K, but for the last machine               n-1, overlapping; log2 n for a small array
 //   gather, scatter, all_to_all   what other machines get     1
 //

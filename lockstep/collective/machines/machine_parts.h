@@ -25,6 +25,7 @@ class MachineParts : protected MachineCollective {
     own_ = static_cast<std::byte*>(const_cast<void*>(own));
   }
 
+  size_t total() const { return parts_.total(); }
   size_t rounds() const { return rounds_.size(); }
   const shm::Part& piece(size_t round, int machine) const { return rounds_[round][machine]; }
   shm::Part own_part() const { return parts_[hierarchy_.rank]; }
@@ -72,10 +73,8 @@ class MachineParts : protected MachineCollective {
         parts_(parts),
         rounds_(rounds_of(parts, hierarchy.topology, piece_elements())) {}
 
-  // All pieces of a round together are a chunk. An all_gather of machines with one rank each has nothing else to do while
-  // a chunk is under way: it is one round.
+  // All pieces of a round together are a chunk.
   size_t piece_elements() const {
-    if (call_.operation == Operation::kAllGather && hierarchy_.topology.ranks() == machines()) return parts_.total();
     return chunk_bytes(bytes(parts_.total())) / to_size(machines()) / kCacheLine * kCacheLine / bytes(1);
   }
 
