@@ -91,22 +91,33 @@ void GlooLink::set_timeout(milliseconds timeout) {
 void GlooLink::begin(const Signature& mine) { tag_ = tag_of(mine); }
 
 void GlooLink::begin_check(const Signature& mine) {
-  mine_ = mine;
-  tag_ = kCheckTag;
-  receive(previous(), reinterpret_cast<std::byte*>(&previous_), sizeof previous_, arriving_);
-  send(next(), reinterpret_cast<const std::byte*>(&mine_), sizeof mine_, leaving_);
   begin(mine);
+  mine_ = mine;
+  checked_ = false;
+  if (arriving_.empty()) expect_signature();
+  send(next(), reinterpret_cast<const std::byte*>(&mine_), sizeof mine_, leaving_, kCheckTag - tag_);
+}
+
+// For the next call it starts when this one's has come: so the machine before need not wait until this one makes the call.
+void GlooLink::expect_signature() {
+  receive(previous(), reinterpret_cast<std::byte*>(&previous_), sizeof previous_, arriving_, kCheckTag - tag_);
 }
 
 void GlooLink::check() {
+  if (std::exchange(checked_, true)) return;
   wait(arriving_);
-  if (previous_ == mine_) return;
-  const auto wants = [this](int peer, const Signature& call) {
-    return concat(names_[peer], " wants ", to_string(call));
-  };
-  throw MismatchError({.what = concat(wants(rank(), mine_), ", ", wants(previous(), previous_)),
-                       .likely = "ranks that do not make the same calls in the same order",
-                       .next = "compare the programs and their inputs on both machines"});
+  if (previous_ != mine_) {
+    const auto wants = [this](int peer, const Signature& call) {
+      return concat(names_[peer], " wants ", to_string(call));
+    };
+    throw MismatchError({.what = concat(wants(rank(), mine_), ", ", wants(previous(), previous_)),
+                         .likely = "ranks that do not make the same calls in the same order",
+                         .next = "compare the programs and their inputs on both machines"});
+  }
+  try {
+    expect_signature();
+  } catch (const PeerLost&) {  // it may leave after this call
+  }
 }
 
 void GlooLink::finish_check() {

@@ -106,6 +106,7 @@ class GlooLink {
   void start(int peer, Transfers& transfers, const Issue& transfer);
   void wait_for(uint64_t number);
   void watch_next(const OnLoss& on_loss);
+  void expect_signature();
   bool failed_on_purpose();
   int next() const { return (rank() + 1) % size(); }
   int previous() const { return (rank() + size() - 1) % size(); }
@@ -118,6 +119,7 @@ class GlooLink {
   int tag_;                       // of the call under way
   Signature mine_, previous_;     // of this machine and of the one before
   Transfers arriving_, leaving_;  // previous_, mine_
+  bool checked_ = false;          // in the call under way
   std::atomic<bool> left_ = false;
   std::mutex mutex_;  // guards the next five, and options_.timeout
   bool timed_out_ = false;
