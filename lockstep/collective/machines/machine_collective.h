@@ -19,7 +19,7 @@ namespace lockstep {
 
 // Bytes of a chunk of a reduction: an eighth of the array, so that its steps overlap, within limits.
 constexpr size_t chunk_bytes(size_t bytes) {
-  constexpr size_t kSmallest = size_t{512} << 10;
+  constexpr size_t kSmallest = size_t{128} << 10;
   constexpr size_t kLargest = size_t{4} << 20;
   constexpr size_t kChunksWanted = 8;
   return std::clamp(bytes / kChunksWanted, kSmallest, kLargest) / kCacheLine * kCacheLine;
