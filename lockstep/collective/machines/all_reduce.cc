@@ -15,13 +15,13 @@
 //
 //   one shot   Owners send each other whole slices in 2a, each reduces for itself, and 2b is left out: one round. That
 //              leaves (n-1)(n-2)/n * K more on a machine: nothing for two, and for a small K less than a round costs.
-//   reduce     In 2b parts go to root's machine only, and only that machine does 3: K leave each other machine.
+//   reduce     In 2b, or in one shot, only root's machine is sent to, and it alone does 3: K leave each other machine.
 //   barrier    an all_reduce of a byte
 //   ring       2a and 2b go around the ring of machines, in 2(n-1) rounds of K/n (Patarasuk and Yuan, 2009)
 //
-// Invariant: each slice of a chunk is reduced by one rank, in the order of the machines, or by every owner in that same
-// order (one shot). So all ranks have the same bits in every run. (The ring's order starts at another machine for each
-// part, but it is also one rank that adds.)
+// Invariant: each slice of a chunk is reduced by one rank, in the order of the machines, or by each owner that wants it
+// in that same order (one shot). So all ranks have the same bits in every run. (The ring's order starts at another
+// machine for each part, but it is also one rank that adds.)
 #include "lockstep/collective/machines/collectives.h"
 #include "lockstep/collective/machines/machine_collective.h"
 
@@ -105,6 +105,7 @@ class MachineAllReduce : private MachineCollective {
   // The receives of step 2. sources[m] is where the part from machine m arrives in 2a; the own machine's is in the slice.
   // In 2b machine m's part arrives where this machine's copy of it leaves from in 2a: it comes once m has that copy.
   void receive_parts(size_t chunk) {
+    if (!reduces()) return;
     ChunkBuffers& buffers = buffers_of(chunk);
     const Part own = part_of(machine(), slice_count(chunk));
     std::byte* arriving = grown(buffers.received_memory, bytes(own.count) * link().peers().size());
@@ -121,6 +122,7 @@ class MachineAllReduce : private MachineCollective {
   // Step 2a.
   void send_parts(size_t chunk) {
     for (const int peer : link().peers()) {
+      if (one_shot_ && !wanted_by(peer)) continue;
       const Part theirs = part_of(peer, slice_count(chunk));
       link().send(peer, slice_at(chunk) + bytes(theirs.begin), bytes(theirs.count), buffers_of(chunk).sends);
     }
@@ -131,6 +133,7 @@ class MachineAllReduce : private MachineCollective {
     ChunkBuffers& buffers = buffers_of(chunk);
     link().wait(buffers.receives);
     if (one_shot_) link().wait(buffers.sends);
+    if (!reduces()) return;
     const Part own = part_of(machine(), slice_count(chunk));
     std::byte* const result = slice_at(chunk) + bytes(own.begin);
     reduce(buffers.sources, result, own.count, call_.op);
@@ -172,6 +175,7 @@ class MachineAllReduce : private MachineCollective {
   std::byte* at(size_t chunk) const { return data_ + bytes(chunks_[chunk].begin); }
   size_t slice_count(size_t chunk) const { return own_slice(chunks_[chunk]).count; }
   bool wanted_by(int machine) const { return !only_root_ || machine == root_machine_; }
+  bool reduces() const { return !one_shot_ || wanted_by(machine()); }  // a part, or the whole
   int wrapped(int machine) const { return (machine % machines() + machines()) % machines(); }
 
   std::byte* data_;

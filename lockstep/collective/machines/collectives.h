@@ -6,7 +6,7 @@
 //
 //                   leaves a machine, in bytes                rounds between machines
 //   all_reduce      2(n-1)/n * K                              2, or 1; ring: 2(n-1)
-//   reduce          K; (n-1)/n * K from root's                2, or 1
+//   reduce          K; (n-1)/n * K, or 0, from root's          2, or 1
 //   barrier         1 byte to each                            1
 //   reduce_scatter  (n-1)/n * K                               1
 //   all_gather      (n-1)/n * K                               1, or n-1

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <future>
 #include <mutex>
 #include <numeric>
 #include <thread>
@@ -148,6 +149,24 @@ TEST_P(Machines, reduce_to_every_rank_and_change_no_other) {
         world.reduce(tensor, {.root = root});
         EXPECT_TRUE(same(tensor, world.rank() == root ? sum_of(world.size(), size, torch::kFloat32) : before)) << size;
       }
+  });
+}
+
+// Rank 2 comes when rank 1 is done, or has failed.
+TEST(Hierarchy, reduces_a_small_array_without_a_wait_for_ranks_whose_data_go_elsewhere) {
+  std::promise<void> first;
+  std::future<void> first_is_done = first.get_future();
+  run_over_machines(testing::lonely(3), [&](World& world) {
+    world.barrier();
+    std::promise<void> done;
+    if (world.rank() == 1) done = std::move(first);
+    if (world.rank() == 2) first_is_done.get();
+    const torch::Tensor tensor = values_of(world.rank(), {100}, torch::kFloat32);
+    world.reduce(tensor);
+    if (world.rank() == 0) {
+      EXPECT_TRUE(same(tensor, sum_of(3, 100, torch::kFloat32)));
+    }
+    if (world.rank() == 1) done.set_value();
   });
 }
 
