@@ -188,10 +188,11 @@ void GlooLink::forget() {
 }
 
 PeerLost GlooLink::lost(int peer, const std::exception& trouble) const {
-  return PeerLost({.what = concat("lost ", names_[peer], ": ", first_line_of(trouble)),
-                   .here = options_.describe,
-                   .likely = "a rank there died, failed or stopped; the launcher there names it",
-                   .next = "run again with --resume to go on from the last checkpoint"});
+  return PeerLost(
+      {.what = concat("lost ", names_[peer], ": ", first_line_of(trouble)),
+       .here = options_.describe,
+       .likely = "a rank there died, failed or stopped; the launcher there names it; or it waits for others",
+       .next = "run again with --resume to go on from the last checkpoint"});
 }
 
 }  // namespace lockstep
