@@ -469,6 +469,46 @@ TEST(GlooLink, names_the_machine_that_did_not_answer_in_time) {
   EXPECT_EQ(losses, 0) << "of machine 1";
 }
 
+constexpr Signature kFirstCall{.operation = Operation::kBarrier};
+constexpr Signature kSecondCall{.operation = Operation::kAllReduce, .count = 5};
+
+// Machine 1 has only begun the first call when the signatures of both are sent to it.
+TEST(GlooLink, takes_the_signature_of_the_next_call_beside_that_of_this_one) {
+  constexpr std::chrono::seconds kLong{60};
+  const auto links = link_machines({kLong, kLong, kLong});
+  for (const auto& link : links) link->begin_check(kFirstCall);
+  for (const size_t machine : {0U, 2U}) links[machine]->finish_check();
+  for (const size_t machine : {0U, 2U}) links[machine]->begin_check(kSecondCall);
+  EXPECT_NO_THROW(links[0]->finish_check());
+  EXPECT_NO_THROW(links[1]->finish_check());
+  links[1]->begin_check(kSecondCall);
+  EXPECT_NO_THROW(links[1]->finish_check());
+  EXPECT_NO_THROW(links[2]->finish_check());
+}
+
+TEST(GlooLink, may_leave_when_it_has_sent_its_part_of_a_call) {
+  constexpr std::chrono::seconds kLong{60};
+  auto links = link_machines({kLong, kLong, kLong});
+  std::atomic<int> losses{0};
+  links[2]->watch([&](const std::exception_ptr&) { ++losses; });
+  const std::vector<std::byte> sent(size_t{8} << 20, std::byte{5});
+  std::vector<std::byte> received(sent.size());
+  GlooLink::Transfers sending, receiving;
+  for (const auto& link : links) link->begin_check(kFirstCall);
+  links[1]->receive(0, received.data(), received.size(), receiving);
+  links[0]->send(1, sent.data(), sent.size(), sending);
+  links[0]->finish_check();
+  links[0]->wait(sending);
+  links[0]->leave();
+  links[0].reset();
+  EXPECT_NO_THROW(links[1]->finish_check());
+  EXPECT_NO_THROW(links[1]->wait(receiving));
+  EXPECT_EQ(received, sent);
+  EXPECT_NO_THROW(links[2]->finish_check());
+  links.clear();
+  EXPECT_EQ(losses, 0);
+}
+
 // Gloo closes all connections when no peer receives the goodbye.
 TEST(GlooLink, that_leaves_is_not_lost) {
   auto links = link_machines({std::chrono::seconds(60), std::chrono::seconds(60)});

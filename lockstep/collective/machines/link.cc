@@ -94,29 +94,29 @@ void GlooLink::begin_check(const Signature& mine) {
   begin(mine);
   mine_ = mine;
   checked_ = false;
-  if (arriving_.empty()) expect_signature();
-  send(next(), reinterpret_cast<const std::byte*>(&mine_), sizeof mine_, leaving_, kCheckTag - tag_);
+  turn_ ^= 1U;
+  if (arriving_[turn_].empty()) expect_signature(turn_);
+  try {
+    expect_signature(turn_ ^ 1U);
+  } catch (const PeerLost&) {  // it may leave after this call
+  }
+  start_send(next(), reinterpret_cast<const std::byte*>(&mine_), sizeof mine_, leaving_, kCheckTag);
 }
 
-// For the next call it starts when this one's has come: so the machine before need not wait until this one makes the call.
-void GlooLink::expect_signature() {
-  receive(previous(), reinterpret_cast<std::byte*>(&previous_), sizeof previous_, arriving_, kCheckTag - tag_);
+void GlooLink::expect_signature(size_t turn) {
+  start_receive(previous(), reinterpret_cast<std::byte*>(&previous_[turn]), sizeof mine_, arriving_[turn], kCheckTag);
 }
 
 void GlooLink::check() {
   if (std::exchange(checked_, true)) return;
-  wait(arriving_);
-  if (previous_ != mine_) {
+  wait(arriving_[turn_]);
+  if (previous_[turn_] != mine_) {
     const auto wants = [this](int peer, const Signature& call) {
       return concat(names_[peer], " wants ", to_string(call));
     };
-    throw MismatchError({.what = concat(wants(rank(), mine_), ", ", wants(previous(), previous_)),
+    throw MismatchError({.what = concat(wants(rank(), mine_), ", ", wants(previous(), previous_[turn_])),
                          .likely = "ranks that do not make the same calls in the same order",
                          .next = "compare the programs and their inputs on both machines"});
-  }
-  try {
-    expect_signature();
-  } catch (const PeerLost&) {  // it may leave after this call
   }
 }
 
@@ -128,13 +128,21 @@ void GlooLink::finish_check() {
 // ---- Transfers
 
 void GlooLink::send(int peer, const std::byte* data, size_t bytes, Transfers& transfers, int lane) {
-  auto tensors = as_tensor(data, bytes);
-  if (bytes > 0) start(peer, transfers, [&] { return gloo_->send(tensors, peer, tag_ + lane); });
+  if (bytes > 0) start_send(peer, data, bytes, transfers, tag_ + lane);
 }
 
 void GlooLink::receive(int peer, std::byte* data, size_t bytes, Transfers& transfers, int lane) {
+  if (bytes > 0) start_receive(peer, data, bytes, transfers, tag_ + lane);
+}
+
+void GlooLink::start_send(int peer, const std::byte* data, size_t bytes, Transfers& transfers, int tag) {
   auto tensors = as_tensor(data, bytes);
-  if (bytes > 0) start(peer, transfers, [&] { return gloo_->recv(tensors, peer, tag_ + lane); });
+  start(peer, transfers, [&] { return gloo_->send(tensors, peer, tag); });
+}
+
+void GlooLink::start_receive(int peer, std::byte* data, size_t bytes, Transfers& transfers, int tag) {
+  auto tensors = as_tensor(data, bytes);
+  start(peer, transfers, [&] { return gloo_->recv(tensors, peer, tag); });
 }
 
 C10dWork GlooLink::issue(int peer, const Issue& transfer) try {

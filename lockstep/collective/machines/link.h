@@ -24,7 +24,13 @@
 // sides of a message differ in size. Where not all are equal, two neighbours differ, and the second of them gets a
 // MismatchError and closes its connections. Data does not wait for that: transfers of calls with different signatures
 // have different tags (hashes of them), so they never meet. Waits for data come after it, since such data never comes.
+// So a machine may succeed that agrees with the one before and with those whose data it gets, as in a broadcast.
 // The ranks of one machine compare through shared memory (MachineCollective::run_inside).
+//
+// A call starts the receive of the next call's signature before anything else: the machine before need not wait until
+// this one makes that call. It is always pending, also when the machine before leaves; forget() or the destructor drops
+// it. Word of it that reaches a closed connection makes the kernel there drop what it still had to send. So it goes out
+// before word of the receives of data, which that machine needs before it can send and leave.
 //
 // Note [Receives first]
 // Gloo sends data once it has word that the receiver is ready, and that word waits behind all that the receiver itself is
@@ -106,7 +112,9 @@ class GlooLink {
   void start(int peer, Transfers& transfers, const Issue& transfer);
   void wait_for(uint64_t number);
   void watch_next(const OnLoss& on_loss);
-  void expect_signature();
+  void expect_signature(size_t turn);
+  void start_send(int peer, const std::byte* data, size_t bytes, Transfers& transfers, int tag);
+  void start_receive(int peer, std::byte* data, size_t bytes, Transfers& transfers, int tag);
   bool failed_on_purpose();
   int next() const { return (rank() + 1) % size(); }
   int previous() const { return (rank() + size() - 1) % size(); }
@@ -116,10 +124,13 @@ class GlooLink {
   IntVector<std::string> names_;
   std::vector<int> peers_;
   c10::intrusive_ptr<GlooConnection> gloo_;
-  int tag_;                       // of the call under way
-  Signature mine_, previous_;     // of this machine and of the one before
-  Transfers arriving_, leaving_;  // previous_, mine_
-  bool checked_ = false;          // in the call under way
+  int tag_;                            // of the call under way
+  Signature mine_;                     // of this machine
+  Transfers leaving_;                  // mine_
+  std::array<Signature, 2> previous_;  // of the machine before, of calls in turn
+  std::array<Transfers, 2> arriving_;  // previous_
+  size_t turn_ = 0;                    // of the call under way, in these two
+  bool checked_ = false;               // in the call under way
   std::atomic<bool> left_ = false;
   std::mutex mutex_;  // guards the next five, and options_.timeout
   bool timed_out_ = false;
