@@ -16,6 +16,10 @@
 #include "lockstep/collective/shm/memory/control_block.h"
 #include "lockstep/error.h"
 
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // since Linux 5.14
+#endif
+
 namespace lockstep::shm {
 namespace {
 
@@ -76,8 +80,10 @@ void take_own_pages(std::byte* data, size_t bytes, int rank, int ranks) {
   };
   const uintptr_t from = begin_of_share(rank), size = begin_of_share(rank + 1) - from;
   auto* const mine = std::bit_cast<std::byte*>(from);
-  if (::madvise(mine, size, MADV_REMOVE) == 0)
-    std::memset(mine, 0, size);  // where the kernel can't, they stay where they are
+  if (::madvise(mine, size, MADV_REMOVE) != 0) return;  // where the kernel can't, they stay where they are
+  if (::madvise(mine, size, MADV_POPULATE_WRITE) == 0) return;
+  if (errno != EINVAL) throw system_error("take", human_bytes(size) + " of shared memory");
+  std::memset(mine, 0, size);  // an older kernel
 }
 
 Window::Window(UniqueFd fd, size_t first, std::string name)

@@ -33,7 +33,7 @@ UniqueFd make_segment(const std::string& name, size_t bytes);
 void check_segment(int fd, size_t bytes, const std::string& name);
 
 // Moves this rank's equal share of zeroed memory into the NUMA node of the calling thread, which gives its pages back and touches new
-// ones. All ranks call it after all have mapped the memory, and use that after all have returned.
+// ones. All ranks call it after all have mapped the memory, and use that after all have returned. Throws SystemError: no memory left.
 void take_own_pages(std::byte* data, size_t bytes, int rank, int ranks);
 
 class Window {
