@@ -34,10 +34,7 @@ std::shared_ptr<SharedMemory> SharedMemory::alone(std::shared_ptr<shm::Arena> ar
   return std::shared_ptr<SharedMemory>(new SharedMemory(nullptr, std::move(arena)));
 }
 
-bool SharedMemory::machine_has_several_nodes() {
-  static const bool several = has_several_nodes(read_core_places());
-  return several;
-}
+bool SharedMemory::machine_has_several_nodes() { return has_several_nodes(core_places()); }
 
 int SharedMemory::rank() const { return group_ ? group_->rank() : 0; }
 int SharedMemory::size() const { return group_ ? group_->size() : 1; }
@@ -51,10 +48,10 @@ std::shared_ptr<std::byte> SharedMemory::allocate_common(size_t bytes, bool by_s
   constexpr size_t kHeader = sizeof(shm::SharedHeader);
   shm::Memory memory;
   if (rank() == 0) memory = shm::make_shared_memory(*group_, kHeader + bytes, size());
-  uint64_t offset = rank() == 0 ? memory.offset() : 0;
-  group_->broadcast({.output = &offset, .count = sizeof(offset), .dtype = DType::kUInt8});
-  std::byte* const start = rank() == 0 ? memory.data() : group_->peer_memory(0, offset, kHeader + bytes);
-  if (by_shares) {
+  std::array<uint64_t, 2> layout{rank() == 0 ? memory.offset() : 0, by_shares};
+  group_->broadcast({.output = &layout, .count = sizeof layout, .dtype = DType::kUInt8});
+  std::byte* const start = rank() == 0 ? memory.data() : group_->peer_memory(0, layout[0], kHeader + bytes);
+  if (layout[1] != 0) {
     barrier();
     shm::take_own_pages(start + kHeader, bytes, rank(), size());
     barrier();

@@ -40,8 +40,8 @@ class SharedMemory : public std::enable_shared_from_this<SharedMemory> {
   void keep() const;
 
   // Zeroed memory that exists once for all ranks, at a multiple of 64 bytes. Collective, with the same size on every
-  // rank; blocks. It stays valid until the last rank has released it. by_shares: the r-th share is in the NUMA node of rank r, which
-  // updates it. Throws SystemError: no memory left; PeerLost.
+  // rank; blocks. It stays valid until the last rank has released it. by_shares, of rank 0: the r-th share is in the NUMA node of
+  // rank r, which updates it. Throws SystemError: no memory left; PeerLost.
   std::shared_ptr<std::byte> allocate_common(size_t bytes, bool by_shares = machine_has_several_nodes());
 
   // Memory of this rank that the others can read, not zeroed. Throws SystemError.

@@ -27,5 +27,18 @@ TEST(SharedMemory, that_is_placed_by_shares_is_zeroed_and_common) {
   });
 }
 
+// Containers may show ranks different machines.
+TEST(SharedMemory, is_placed_as_rank_0_wants_it) {
+  testing::run_over(testing::Fabric::kSharedMemory, 3, [](World& world) {
+    const auto memory = SharedMemory::of(world);
+    for (const bool by_shares : {true, false}) {
+      const auto block = memory->allocate_common(100'000, (world.rank() == 0) == by_shares);
+      const auto next = memory->allocate_common(sizeof(int), false);
+      EXPECT_EQ(next.get()[0], std::byte{0});
+    }
+    memory->barrier();
+  });
+}
+
 }  // namespace
 }  // namespace lockstep

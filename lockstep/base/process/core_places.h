@@ -25,6 +25,7 @@ constexpr const char* kCoresFolder = "/sys/devices/system/cpu";
 
 // Places by core number.
 std::vector<CorePlace> read_core_places(const std::filesystem::path& folder = kCoresFolder);
+const std::vector<CorePlace>& core_places();  // of this machine, read once
 
 bool has_several_nodes(const std::vector<CorePlace>& places);
 CorePlace place_of(int core, const std::vector<CorePlace>& places);

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "lockstep/base/process/core_places.h"
+#include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 
@@ -24,10 +25,13 @@ int id_in(const fs::path& file) {
 
 // A core's folder has a link to that of its NUMA node.
 int numa_node_of(const fs::path& core) {
-  constexpr int kMostNodes = 1024;
+  constexpr std::string_view kNode = "node";
   std::error_code ignored;
-  for (int node = 0; node < kMostNodes; ++node)
-    if (fs::exists(core / ("node" + std::to_string(node)), ignored)) return node;
+  int node = -1;
+  for (const auto& entry : fs::directory_iterator(core, ignored)) {
+    const std::string name = entry.path().filename();
+    if (name.starts_with(kNode) && parse_int(std::string_view(name).substr(kNode.size()), node)) return node;
+  }
   return -1;
 }
 
@@ -44,6 +48,11 @@ std::vector<CorePlace> read_core_places(const fs::path& folder) {
                      .node = numa_node_of(here),
                      .core = id_in(here / "topology/core_id")};
   }
+  return places;
+}
+
+const std::vector<CorePlace>& core_places() {
+  static const std::vector<CorePlace> places = read_core_places();
   return places;
 }
 
@@ -73,8 +82,7 @@ CoreSet usable_cores() {
 }
 
 CoreSet cores_of_rank(const CoreSet& all, int rank, int ranks) {
-  static const std::vector<CorePlace> places = read_core_places();
-  return share_of(neighbours_first(all, places), rank, ranks);
+  return share_of(neighbours_first(all, core_places()), rank, ranks);
 }
 
 CoreSet share_of(const CoreSet& near, int rank, int ranks) {

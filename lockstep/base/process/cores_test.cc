@@ -103,6 +103,7 @@ TEST_F(LargeMachine, shows_a_rank_in_each_node_where_it_has_cores) {
 
 TEST_F(LargeMachine, has_several_nodes) {
   EXPECT_TRUE(has_several_nodes(places()));
+  EXPECT_EQ(place_of(41, places()).node, 1);
   EXPECT_FALSE(has_several_nodes({{.package = 0, .node = 3}, {}, {.package = 0, .node = 3}}));
 }
 
