@@ -16,6 +16,8 @@
 namespace lockstep {
 namespace {
 
+constexpr int kMostRanksDrawn = 1 << 16;
+
 Setting variable(const std::string& name) {
   const char* value = std::getenv(name.c_str());
   if (value == nullptr) return {.name = name, .value = "", .source = "not set"};
@@ -82,7 +84,8 @@ void print_cmake_prefix() {
 int env_command(int argc, char** argv) {
   const std::string_view option = argc > 1 ? argv[1] : "";
   int ranks = 0;
-  const bool draws_ranks = argc == 3 && option == "--ranks" && parse_int(argv[2], ranks) && ranks > 0;
+  const bool draws_ranks =
+      argc == 3 && option == "--ranks" && parse_int(argv[2], ranks) && ranks > 0 && ranks <= kMostRanksDrawn;
   if (!draws_ranks && (argc > 2 || (argc == 2 && option != "--cmake-prefix" && option != "--help" && option != "-h")))
     throw UsageError({.what = concat("lockstep env takes --ranks N, --cmake-prefix or nothing: ", argv[argc - 1])});
   if (option == "--cmake-prefix")

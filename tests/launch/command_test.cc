@@ -413,7 +413,8 @@ TEST(LockstepEnv, shows_the_machine_and_the_cores_of_ranks) {
   EXPECT_EQ(child.wait(), 0) << child.error();
   for (const char* part : {"machine: ", "NUMA node", "    rank 0: ", "    rank 1: "})
     EXPECT_TRUE(contains(child.output(), part)) << part << " not in\n" << child.output();
-  for (const char* ranks : {"0", "two", "-1"}) EXPECT_EQ(Child({LOCKSTEP_COMMAND, "env", "--ranks", ranks}).wait(), 2);
+  for (const char* ranks : {"0", "two", "-1", "65537"})
+    EXPECT_EQ(Child({LOCKSTEP_COMMAND, "env", "--ranks", ranks}).wait(), 2);
 }
 
 TEST(LockstepEnv, fails_in_a_partial_environment) {
