@@ -177,6 +177,7 @@ class Averaging : public ReplicaStrategy {
   void restored(int64_t) override {
     is_one_model_ = true;
     follow_first(replicas_);
+    if (sums_) sums_->restored();
     for (AveragedPart& part : parts_)
       if (part.outer) part.outer->restart_from(part.blocks.front());
   }

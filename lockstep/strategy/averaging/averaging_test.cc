@@ -6,10 +6,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 #include "lockstep/base/int_vector.h"
 #include "lockstep/sampler.h"
+#include "lockstep/strategy/averaging/background_sum.h"
 #include "lockstep/strategy/averaging/flat_block.h"
 #include "lockstep/strategy/averaging/int8_blocks.h"
 #include "lockstep/strategy/devices/replica.h"
@@ -189,14 +191,15 @@ void set_flat_values(torch::nn::Module& model, const torch::Tensor& values) {
   }
 }
 
-// The same on one thread, with a replica for each of all devices; in int8, each is a machine.
+// The same on one thread, with a replica for each of all devices. In int8, machines[i] is that of replica i.
 class StreamedByHand {
  public:
-  StreamedByHand(StrategyOptions options, int replicas) : options_(options.averaging) {
+  StreamedByHand(StrategyOptions options, const Nodes& machines) : options_(options.averaging), machines_(machines) {
     options.kind = StrategyKind::kSingle;
     options.devices = 1;
     options.places = {};
-    for (int i = 0; i < replicas; ++i) replicas_.push_back(make_strategy(World::single(), small_task(), options));
+    for (size_t i = 0; i < machines.size(); ++i)
+      replicas_.push_back(make_strategy(World::single(), small_task(), options));
     const torch::Tensor first = flat_values(replicas_[0]->model());
     for (int i = 0; i < static_cast<int>(options_.parts); ++i) {
       const Range range = even_part(first.numel() / kUnit, i, static_cast<int>(options_.parts));
@@ -207,8 +210,8 @@ class StreamedByHand {
       part.outer = std::make_unique<SGD>(Tensors{part.anchor}, SGDOptions{.lr = options_.outer_lr,
                                                                           .momentum = options_.outer_momentum,
                                                                           .nesterov = options_.outer_momentum > 0});
-      part.lost.assign(static_cast<size_t>(replicas), torch::zeros_like(first.slice(0, part.begin, part.end)));
-      for (torch::Tensor& lost : part.lost) lost = lost.clone();
+      for (int machine = 0; machine <= machines.back(); ++machine)
+        part.lost.push_back(torch::zeros({part.end - part.begin}, first.options()));
     }
   }
 
@@ -251,14 +254,17 @@ class StreamedByHand {
 
   void send(Part& part, int64_t arrives) {
     part.change = torch::zeros_like(part.anchor);
+    Tensors sums;
+    for (const torch::Tensor& lost : part.lost) sums.push_back(torch::zeros_like(lost));
     for (int i = 0; i < replicas_.size(); ++i) {
       const double weight = static_cast<double>(even_part(kBatch, i, replicas_.size()).size()) / kBatch;
-      const torch::Tensor mine =
+      sums[static_cast<size_t>(machines_[static_cast<size_t>(i)])] +=
           (flat_values(replicas_[i]->model()).slice(0, part.begin, part.end) - part.anchor) * weight;
-      torch::Tensor& lost = part.lost[static_cast<size_t>(i)];
-      part.change +=
-          options_.in == AverageIn::kInt8 ? from_int8(take_int8(lost.add_(mine)), mine.numel(), mine.options()) : mine;
     }
+    for (size_t m = 0; m < sums.size(); ++m)
+      part.change += options_.in == AverageIn::kInt8
+                         ? from_int8(take_int8(part.lost[m].add_(sums[m])), sums[m].numel(), sums[m].options())
+                         : sums[m];
     part.arrives = arrives;
     part.is_fresh = false;
   }
@@ -280,6 +286,7 @@ class StreamedByHand {
   }
 
   AveragingOptions options_;
+  Nodes machines_;
   IntVector<std::unique_ptr<Strategy>> replicas_;
   std::vector<Part> parts_;
 };
@@ -301,39 +308,39 @@ Course train_part_of(World& world, Strategy& strategy, int begin, int end) {
 }
 
 // Every rank has the same bits, and they are those that were found by hand but for rounding.
-void expect_streamed(int ranks, bool over_machines, const StrategyOptions& options) {
+void expect_streamed(int ranks, Fabric fabric, const StrategyOptions& options) {
+  SCOPED_TRACE(concat(name_of(fabric), ", ", options.averaging.parts, " parts, delay ", options.averaging.delay));
   std::mutex mutex;
   std::vector<Course> courses;
-  run_over(over_machines ? Fabric::kLonelyHosts : Fabric::kSharedMemory, ranks, [&](World& world) {
+  run_over(fabric, ranks, [&](World& world) {
     const Course course = train_part_of(world, *make_strategy(world, small_task(), options), 0, kSteps);
     const std::lock_guard lock(mutex);
     courses.push_back(course);
   });
   for (const Course& course : courses) expect_same_bits(course, courses.front());
-  expect_same_course(courses.front(), {StreamedByHand(options, ranks * options.devices).train(kSteps), {}});
+  Nodes machines = fabric == Fabric::kLonelyHosts ? lonely(ranks) : spread(ranks);
+  if (options.devices > 1) machines = Nodes(static_cast<size_t>(ranks * options.devices));  // never in int8
+  expect_same_course(courses.front(), {StreamedByHand(options, machines).train(kSteps), {}});
 }
 
 TEST_P(AveragingOfSize, streams_parts_as_by_hand) {
-  for (const auto& [parts, delay] : {std::pair{1, 0}, {1, 2}, {3, 0}, {3, 2}, {2, 6}}) {
-    SCOPED_TRACE(concat(parts, " parts, delay ", delay));
-    expect_streamed(GetParam(), false, streamed(parts, delay));
-    expect_streamed(GetParam(), true, streamed(parts, delay));
-  }
+  for (const auto& [parts, delay] : {std::pair{1, 0}, {1, 2}, {3, 0}, {3, 2}, {2, 6}})
+    for (const Fabric fabric : {Fabric::kSharedMemory, Fabric::kLonelyHosts, Fabric::kHosts})
+      expect_streamed(GetParam(), fabric, streamed(parts, delay));
 }
 
 TEST_P(AveragingOfSize, streams_int8_between_machines_as_by_hand) {
   if (GetParam() == 1) return;  // nothing is sent
-  for (const auto& [parts, delay] : {std::pair{1, 0}, {3, 2}}) {
-    SCOPED_TRACE(concat(parts, " parts, delay ", delay));
-    expect_streamed(GetParam(), true, streamed(parts, delay, AverageIn::kInt8));
-  }
+  for (const auto& [parts, delay] : {std::pair{1, 0}, {3, 2}})
+    for (const Fabric fabric : {Fabric::kLonelyHosts, Fabric::kHosts})
+      expect_streamed(GetParam(), fabric, streamed(parts, delay, AverageIn::kInt8));
 }
 
 TEST(Averaging, streams_from_several_devices_in_a_rank) {
   StrategyOptions options = streamed(3, 2);
   options.devices = 2;
   options.places = test_places(2);
-  expect_streamed(2, false, options);
+  expect_streamed(2, Fabric::kSharedMemory, options);
 }
 
 // The step by hand is that of one replica: no mean is rounded.
@@ -393,6 +400,53 @@ TEST(Averaging, sends_a_byte_for_a_number_in_int8) {
     EXPECT_EQ(exact, block);
     EXPECT_EQ(bytes(AverageIn::kInt8).first, block / 8 + 4);  // of float64; and a scale
   });
+}
+
+// What all machines of a run have lost reaches the sum of any number of machines that resume it.
+TEST(BackgroundSum, takes_what_was_lost_along_to_other_machines) {
+  const auto options = torch::TensorOptions(torch::kFloat64);
+  const auto sum_of = [](BackgroundSum& sums, const torch::Tensor& mine) {
+    sums.start(0, mine.clone());
+    return sums.finish(0);
+  };
+  const torch::Tensor saved = torch::zeros({9}, options), like = saved.clone();
+  run_over_machines({0, 0, 1}, [&](World& world) {
+    BackgroundSum sums(world, {like}, true);
+    const torch::Tensor sum = sum_of(sums, torch::arange(9, options) + 1);
+    sums.even_out();
+    if (world.rank() == 0) saved.copy_(sums.state().front().tensor);
+    EXPECT_TRUE(torch::allclose(sum + sums.state().front().tensor, 3 * (torch::arange(9, options) + 1)));
+  });
+  EXPECT_GT(saved.norm().item<double>(), 0);
+  for (const Nodes& machines : {Nodes{0}, {0, 0}, {0, 1}, {0, 1, 1, 2}}) {
+    const auto resume = [&](World& world) {
+      BackgroundSum sums(world, {like}, true);
+      const NamedTensors state = sums.state();
+      ASSERT_EQ(state.size(), 1U);
+      torch::Tensor(state.front().tensor).copy_(saved);
+      sums.restored();
+      const torch::Tensor sum = sum_of(sums, like);
+      sums.even_out();
+      EXPECT_GT(sum.norm().item<double>(), 0);
+      EXPECT_TRUE(torch::allclose(sum + state.front().tensor, saved)) << machines.size();
+    };
+    machines.back() == 0 ? run_ranks(static_cast<int>(machines.size()), resume) : run_over_machines(machines, resume);
+  }
+}
+
+// Machine 1 is late for each part, by much less than the timeout, and for all together by more.
+TEST(BackgroundSum, lets_a_machine_wait_longer_than_the_timeout_while_sums_arrive) {
+  constexpr std::chrono::seconds kTimeout{3}, kLate{1};
+  constexpr size_t kParts = 4;
+  const auto work = [&](World& world) {
+    BackgroundSum sums(world, Tensors(kParts, torch::zeros({5})), false);
+    for (size_t i = 0; i < kParts; ++i) {
+      if (world.node_rank() == 1) std::this_thread::sleep_for(kLate);
+      sums.start(i, torch::full({5}, static_cast<float>(world.rank() + 1)));
+    }
+    for (size_t i = kParts; i-- > 0;) EXPECT_TRUE(sums.finish(i).eq(6).all().item<bool>());
+  };
+  run_over_machines({0, 0, 1}, work, {.timeout = kTimeout});
 }
 
 TEST(Averaging, ends_all_threads_with_the_exception_of_one) {

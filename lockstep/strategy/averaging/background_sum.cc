@@ -4,9 +4,23 @@
 #include <utility>
 
 #include "lockstep/base/text.h"
+#include "lockstep/error.h"
 #include "lockstep/strategy/averaging/int8_blocks.h"
 
 namespace lockstep {
+namespace {
+
+bool is_done_within(Work& work, milliseconds longest) {
+  try {
+    work.wait(longest);
+  } catch (const PeerLost&) {
+    if (!work.done()) return false;
+    work.wait();
+  }
+  return true;
+}
+
+}  // namespace
 
 BackgroundSum::BackgroundSum(const World& world, const Tensors& parts, bool in_int8)
     : machine_(world.split(world.node_rank()).value()),
@@ -15,7 +29,7 @@ BackgroundSum::BackgroundSum(const World& world, const Tensors& parts, bool in_i
   const torch::Tensor firsts = torch::tensor({firsts_ ? 1 : 0}, torch::kInt64);
   world.all_reduce(firsts);
   machines_ = firsts.item<int64_t>();
-  if (!in_int8 || machines_ == 1) return;
+  if (!in_int8) return;
   for (const torch::Tensor& part : parts)
     lost_.push_back(torch::zeros({part.numel()}, torch::TensorOptions(part.scalar_type())));
 }
@@ -23,8 +37,14 @@ BackgroundSum::BackgroundSum(const World& world, const Tensors& parts, bool in_i
 void BackgroundSum::start(size_t part, const Tensor& mine) {
   const torch::NoGradGuard no_grad;
   machine_.reduce(mine);
+  if (std::exchange(lost_is_sum_, false))
+    for (const torch::Tensor& lost : lost_) lost.div_(machines_);
   UnderWay& now = under_way_[part];
-  if (lost_.empty()) {
+  if (!sends_int8()) {
+    if (!lost_.empty()) {  // by a run on several machines
+      mine.add_(lost_[part]);
+      lost_[part].zero_();
+    }
     now.tensor = mine;
     if (firsts_) now.work = firsts_->all_reduce_async(mine);
     bytes_per_machine_ += static_cast<int64_t>(mine.nbytes());
@@ -38,20 +58,31 @@ void BackgroundSum::start(size_t part, const Tensor& mine) {
 
 Tensor BackgroundSum::finish(size_t part) {
   const torch::NoGradGuard no_grad;
-  auto [arrived, work] = std::exchange(under_way_[part], {});
-  if (work) work->wait();
-  machine_.broadcast(arrived);
-  if (lost_.empty()) return arrived;
+  const auto [arrived, work] = std::exchange(under_way_[part], {});
+  share(arrived, work);
+  if (!sends_int8()) return arrived;
   torch::Tensor sum = torch::zeros_like(lost_[part]);
   for (const torch::Tensor& bytes : arrived.unbind()) sum.add_(from_int8(bytes, sum.numel(), sum.options()));
   return sum;
 }
 
+// The first rank tells the others now and then that it still waits: so each of their waits is short, however slow the links.
+void BackgroundSum::share(const Tensor& tensor, std::optional<Work> work) {
+  const torch::Tensor has_come = torch::zeros({1}, torch::kBool);
+  while (!has_come.item<bool>()) {
+    if (work) has_come.fill_(is_done_within(*work, machine_.timeout() / 4));
+    machine_.broadcast(has_come);
+  }
+  machine_.broadcast(tensor);
+}
+
 void BackgroundSum::even_out() {
+  if (std::exchange(lost_is_sum_, true)) return;
   const torch::NoGradGuard no_grad;
   for (const torch::Tensor& lost : lost_) {
-    if (firsts_) firsts_->all_reduce(lost, ReduceOp::kMean);
-    machine_.broadcast(lost);
+    std::optional<Work> work;
+    if (firsts_) work = firsts_->all_reduce_async(lost);
+    share(lost, work);
   }
 }
 

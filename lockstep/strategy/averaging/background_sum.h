@@ -30,17 +30,23 @@ class BackgroundSum {
   // Returns the sum, after start(). Blocks. Throws PeerLost.
   Tensor finish(size_t part);
 
-  // Shares out what was lost, so that it is the same everywhere, as a checkpoint needs it. Blocks. Throws PeerLost.
+  // Adds up what was lost, so that it is the same everywhere, as a checkpoint needs it; each machine goes on with an
+  // equal share. Blocks. Throws PeerLost.
   void even_out();
 
-  NamedTensors state() const;                           // what was lost, after even_out(); restored in place
+  NamedTensors state() const;                           // what all lost, after even_out(); restored in place
+  void restored() { lost_is_sum_ = true; }              // state()
   int64_t bytes() const { return bytes_per_machine_; }  // of the sums that each machine has given so far
 
  private:
+  bool sends_int8() const { return machines_ > 1 && !lost_.empty(); }
+  void share(const Tensor& tensor, std::optional<Work> work);  // with the machine, once the first rank's work is done
+
   World machine_;
   std::optional<World> firsts_;  // of the machines; none: this rank is not the first of its own
   int64_t machines_ = 1;
-  Tensors lost_;  // of each part; none in float32
+  Tensors lost_;             // of each part; none in float32
+  bool lost_is_sum_ = true;  // over all machines, not this machine's alone
   struct UnderWay {
     Tensor tensor;  // the sum, or all machines' bytes
     std::optional<Work> work{};
