@@ -19,7 +19,7 @@
 // checkpoint has the same bits as one that went on.
 //
 // Owns:    the devices' threads; per device a replica and one flat block of its parameters; with an outer step or in the
-//          background one more block
+//          background its anchor and momentum; in int8 what was lost
 // Threads: one scheduling thread
 // Ranks:   every rank has its own devices; all ranks make the same calls. Sends 2(R-1)/R K every h batches over R ranks,
 //          and 32 bytes for the loss of each batch
@@ -82,6 +82,7 @@ class OuterStep {
   void step(const torch::Tensor& gradient) {
     anchor_.mutable_grad() = gradient;
     sgd_.step();
+    anchor_.mutable_grad() = torch::Tensor();
   }
 
   torch::Tensor result() const { return anchor_.detach(); }
@@ -315,11 +316,13 @@ class Averaging : public ReplicaStrategy {
     });
   }
 
-  // Afterwards nothing is under way, and every replica has the results of the outer steps.
+  // Afterwards nothing is under way, and every replica has the results of the outer steps. All parts go on their way at once.
   void settle() {
     for (size_t i = 0; i < parts_.size(); ++i) {
       mix_in(i, 1 - options_.mix);
       send(i);
+    }
+    for (size_t i = 0; i < parts_.size(); ++i) {
       take_outer_step(i);
       follow_outer(parts_[i], 1);
     }
@@ -340,7 +343,7 @@ class Averaging : public ReplicaStrategy {
   torch::Tensor host_;  // of several ranks with GPUs: block 0 on its way
   std::deque<AveragedPart> parts_;
   std::optional<BackgroundSum> sums_;
-  int64_t batches_ = 0;  // since the last part was averaged
+  int64_t batches_ = 0;  // in this round of `every`
   int64_t averages_ = 0;
   int64_t bytes_at_once_ = 0;
 };
