@@ -17,6 +17,14 @@ int64_t place_after(int64_t offset, const torch::Tensor& parameter) {
   return round_up<int64_t>(offset + parameter.numel(), kCacheLine / parameter.element_size());
 }
 
+// The stride of a dimension of size 1 places nothing.
+bool lie_alike(const torch::Tensor& one, const torch::Tensor& other) {
+  if (one.sizes() != other.sizes()) return false;
+  for (int64_t i = 0; i < one.dim(); ++i)
+    if (one.size(i) != 1 && one.stride(i) != other.stride(i)) return false;
+  return true;
+}
+
 }  // namespace
 
 void refuse_16_bit_parameters(const NamedTensors& parameters) {
@@ -61,10 +69,8 @@ torch::Tensor make_flat_block(const NamedTensors& all, const World& world) {
 Tensors make_flat_blocks(const std::vector<NamedTensors>& nets) {
   Tensors blocks;
   for (const NamedTensors& net : nets) {
-    const auto is_like = [](const auto& a, const auto& b) {
-      return a.tensor.sizes() == b.tensor.sizes() && a.tensor.strides() == b.tensor.strides();
-    };
-    if (!std::ranges::equal(trainable(net), trainable(nets.front()), is_like))
+    const auto are_alike = [](const auto& a, const auto& b) { return lie_alike(a.tensor, b.tensor); };
+    if (!std::ranges::equal(trainable(net), trainable(nets.front()), are_alike))
       throw UsageError({.what = "flat_blocks() of nets whose shapes or strides differ",
                         .next = "give all nets the same memory_format"});
     blocks.push_back(make_flat_block(net, World::single()));

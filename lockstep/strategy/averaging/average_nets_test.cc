@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/average_nets.h"
 
+#include <torch/nn/modules/conv.h>
+
 #include "tests/strategies.h"
 #include "tests/support.h"
 
@@ -44,6 +46,16 @@ TEST(AverageNets, weighs_them_by_samples) {
   expect_all(nets, 1 * 0.5 + 3 * 0.25 + 4 * 0.25);
   average(devices, blocks);
   expect_all(nets, 2.25);
+}
+
+TEST(AverageNets, takes_strides_that_place_values_alike) {
+  const torch::nn::Conv2d one(3, 2, 1), other(3, 2, 1);
+  for (size_t i = 0; i < one->parameters().size(); ++i)
+    other->parameters()[i].set_data(one->parameters()[i].detach().clone());
+  other->weight.set_data(one->weight.detach().clone(torch::MemoryFormat::ChannelsLast));
+  ASSERT_NE(one->weight.strides(), other->weight.strides());
+  const Tensors blocks = flat_blocks({one.ptr(), other.ptr()});
+  EXPECT_TRUE(torch::equal(blocks[0], blocks[1]));
 }
 
 TEST(AverageNets, refuses_nets_that_have_no_blocks_of_one_layout) {
