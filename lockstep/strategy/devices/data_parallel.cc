@@ -69,7 +69,8 @@ class DataParallelStrategy : public ReplicaStrategy {
       gathered_bytes_ = std::max(gathered_bytes_, gathered.nbytes());
       return loss_on_device_0(*devices_, task_, gathered, batch);
     });
-    in_phase(Phase::kBackward, [&] { scatter_and_run_backward(*devices_, outputs, gathered.grad()); });
+    gathered = gathered.grad();  // frees the outputs
+    in_phase(Phase::kBackward, [&] { scatter_and_run_backward(*devices_, outputs, gathered); });
     return {.samples = samples, .mean_loss = loss, .examples = batch.size()};
   }
 

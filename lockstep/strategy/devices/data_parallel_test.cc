@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy.h"
 
+#include <atomic>
 #include <map>
+#include <optional>
 
 #include "tests/strategies.h"
 #include "tests/support.h"
@@ -53,6 +55,28 @@ TEST(DataParallel, reports_how_much_more_device_0_holds) {
             3 * parameters + 2 * 8.0 * 4 * kBatch);  // gradients, parameters, momentum; outputs
   EXPECT_GT(numbers["device_0_busy_seconds"], 0);
   EXPECT_GT(numbers["other_device_busy_seconds"], 0);
+}
+
+TEST(DataParallel, frees_the_gathered_outputs_before_backward) {
+  std::atomic<int> hooks{0}, kept{0};
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> gathered;
+  Task task = small_task();
+  task.forward = [&](torch::nn::Module& model, const torch::Tensor& data) {
+    const torch::Tensor output = dynamic_cast<torch::nn::SequentialImpl&>(model).forward(data);
+    output.register_hook([&](const torch::Tensor&) {
+      ++hooks;
+      kept += gathered->expired() ? 0 : 1;
+    });
+    return output;
+  };
+  task.loss = [&](const torch::Tensor& output, const torch::Tensor& target) {
+    gathered.emplace(output.getIntrusivePtr());
+    return torch::cross_entropy_loss(output, target);
+  };
+  const auto strategy = strategy_of(task, data_parallel(2));
+  strategy->forward_backward(batch_of(0));
+  EXPECT_EQ(hooks, 2);
+  EXPECT_EQ(kept, 0);
 }
 
 TEST(DataParallel, passes_on_what_the_loss_throws) {
