@@ -458,9 +458,9 @@ class OnEvent(unittest.TestCase):
 
 
 class SlowLinks(unittest.TestCase):
-    """20 steps: losses as given, down to the last."""
+    """20 steps: losses as given, down to the last. others: what differs in the case of a run."""
 
-    def table(self, target_loss=0, **losses):
+    def table(self, target_loss=0, others={}, **losses):
         cases = []
         with tempfile.TemporaryDirectory() as folder:
             for name, values in losses.items():
@@ -469,13 +469,14 @@ class SlowLinks(unittest.TestCase):
                     {"event": "step", "step": i, "seconds": seconds, "samples": 8, "loss": values[min(i, len(values) - 1)]}
                     for i in range(20)
                 ]
-                events.append({"event": "run", "forward_seconds": 1, "backward_seconds": 2, "update_seconds": 1})
+                case = {"name": name, "group": name, "contender": name, "strategy": "ddp", "devices": 4, "seed": 1}
+                link = 5e6 if name == "ddp" else 1e6
+                case |= {"folder": name, "state": "finished", "varied": {}} | others.get(name, {})
+                forward = 4 / case["devices"]
+                events.append({"event": "run", "forward_seconds": forward, "backward_seconds": 2, "update_seconds": 1})
                 Path(folder, name).mkdir()
                 lines = "".join(json.dumps(event) + "\n" for event in events)
                 Path(folder, name, "metrics.jsonl").write_text(lines)
-                case = {"name": name, "group": name, "contender": name, "strategy": "ddp", "devices": 4, "seed": 1}
-                link = 5e6 if name == "ddp" else 1e6
-                case |= {"folder": name, "state": "finished", "varied": {}}
                 cases.append(case | {"busiest_link_bytes_per_step": {"sent": link, "received": link / 2}})
             settings = {"experiment": "slow-links", "model": "mlp", "threads": 1, "ranks_per_host": 2}
             settings |= {"megabits_per_second": 100, "target_loss": target_loss}
@@ -488,6 +489,17 @@ class SlowLinks(unittest.TestCase):
         self.assertEqual(rows["ddp"], ["500.0", "5.000", "400.0", "80", "1.000", "2.5 |"])
         self.assertEqual(rows["diloco"], ["250.0", "1.000", "200.0", "80", "1.000", "1.5 |"])
         self.assertEqual(rows["topk"][-1], "never |")
+
+    def test_compare_runs_of_one_size(self):
+        others = {"more": {"devices": 8}, "larger": {"varied": {"batch_size": "64"}}}
+        rows = self.table(others=others, ddp=[4, 3, 2, 1], diloco=[5, 4, 3, 2, 1], more=[1], larger=[1])
+        self.assertEqual([rows[name][2] for name in ("ddp", "diloco", "more", "larger")], ["400.0", "200.0", "175.0", "200.0"])
+        self.assertEqual([rows[name][-1] for name in ("diloco", "more", "larger")], ["1.5 |", " |", " |"])
+
+    def test_leave_out_the_seeds_whose_ddp_has_failed(self):
+        others = {"diloco_2": {"group": "diloco", "seed": 2}}
+        rows = self.table(others=others, ddp=[4, 3, 2, 1], diloco=[5, 4, 3, 2, 1], diloco_2=[1])
+        self.assertEqual(rows["diloco"][-1], "1.5 |")
 
     def test_take_the_loss_that_is_asked_for(self):
         rows = self.table(target_loss=4.5, diloco=[5, 4, 3], topk=[6])

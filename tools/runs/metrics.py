@@ -176,7 +176,7 @@ class Metrics:
         return None
 
     def computing(self):
-        """Seconds of rank 0, with what of the exchange runs behind backward."""
+        """Seconds of rank 0, with the warm-up and what of the exchange runs behind backward."""
         parts = [self.total(f"{phase}_seconds") for phase in ("forward", "backward", "update")]
         return None if None in parts else quotient(sum(parts), len(self.steps))
 

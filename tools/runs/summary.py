@@ -40,6 +40,11 @@ def cell(values, unit, digits):
     return f"{median(values) * unit:.{digits}f}{spread}"
 
 
+def alike(case, other):
+    """Both have the same model and batch."""
+    return all(case["varied"].get(key) == other["varied"].get(key) for key in ("model", "batch_size"))
+
+
 def on_one_device(runs, run, name):
     """This result of `single` with the same model and batch; without it, of the run's own contender on one device."""
     case = run["case"]
@@ -48,7 +53,7 @@ def on_one_device(runs, run, name):
         for other in runs
         if other["case"]["devices"] == 1
         and other["results"].get(name) is not None
-        and all(other["case"]["varied"].get(key) == case["varied"].get(key) for key in ("model", "batch_size"))
+        and alike(other["case"], case)
     ]
     of_single = [other for other in alone if other["case"]["contender"] == "single"]
     own = [other for other in alone if all(other["case"][key] == case[key] for key in ("contender", "varied"))]
@@ -115,19 +120,20 @@ bytes at the link's rate, both directions at once.
 
 def seconds_to_loss(settings, runs, group):
     """Of each run that gets there: to --target-loss, or to what `ddp` ends with for the same seed and options."""
-    seconds, same = [], ("seed", "varied")
+    seconds, same = [], ("seed", "devices", "varied")
     for run in group:
         case = run["case"]
-        alike = [
+        ends = [
             other["results"]["training loss"]
             for other in runs
             if other["case"]["contender"] == "ddp" and all(other["case"][key] == case[key] for key in same)
         ]
-        target = settings["target_loss"] or next(iter(alike), None)
-        if target is None:
-            return ""
-        seconds.append(run["metrics"].seconds_to(target))
+        target = settings["target_loss"] or next(iter(ends), None)
+        if target is not None:
+            seconds.append(run["metrics"].seconds_to(target))
     reached = [each for each in seconds if each is not None]
+    if not seconds:
+        return ""
     if not reached:
         return "never"
     return cell(reached, 1, 1) + (f" ({len(reached)} of {len(seconds)})" if len(reached) < len(seconds) else "")
@@ -136,11 +142,13 @@ def seconds_to_loss(settings, runs, group):
 def slow_links(settings, runs, groups):
     """The least: a step computes, or its bytes go over the link, whichever takes longer."""
     megabits = settings["megabits_per_second"]
-    computing = min(values_of(runs, "computing, per step"), default=None)
     rows = []
     for group in groups:
+        case = group[0]["case"]
+        like = [run for run in runs if run["case"]["devices"] == case["devices"] and alike(run["case"], case)]
+        computing = min(values_of(like, "computing, per step"), default=None)
         step, link = values_of(group, "step, mean"), values_of(group, "busiest link, per step")
-        row = [group[0]["case"]["group"], cell(step, 1e3, 1), cell(link, 1e-6, 3), "", ""]
+        row = [case["group"], cell(step, 1e3, 1), cell(link, 1e-6, 3), "", ""]
         if megabits and link and computing:
             least = max(computing, median(link) * 8e-6 / megabits)
             row[3:] = [f"{least * 1e3:.1f}", f"{100 * least / median(step):.0f}"]
@@ -148,8 +156,8 @@ def slow_links(settings, runs, groups):
     links = f"links of {megabits:.0f} Mb/s" if megabits else "the loopback device"
     target = settings["target_loss"] or "ddp's at its end"
     return f"""
-Hosts of {count(settings["ranks_per_host"], "rank")}, {links}. least: the longer of computing, as in the row that \
-computes least, and the bytes at the link's rate. s to loss: training time until the loss is {target}.
+Hosts of {count(settings["ranks_per_host"], "rank")}, {links}. least: the longer of computing, as in the row of this \
+size that computes least, and the bytes at the link's rate. s to loss: training time until the loss is {target}.
 
 {table(["", "mean step ms", "link MB/step", "least ms", "reached %", "loss", "s to loss"], rows)}"""
 
