@@ -163,13 +163,12 @@ void ddp_between_machines(Builder& b, const Ids& networks) {
 
 // Every device trains a replica; every h steps the replicas become one.
 void averaging(Builder& b, const Ids& networks, int step) {
-  constexpr double kLoss = 24, kSamples = 8;  // bytes that are summed up
+  constexpr double kLoss = 24;  // bytes that are summed up
   b.forward_and_backward();
   sum_up(b, kLoss);
   for (const int device : b.all_devices()) b.update(device, 1);
   meet_on_machines(b);
   if ((step + 1) % b.choice.average_every != 0) return;
-  sum_up(b, kSamples);
   const double bytes = b.profile.parameter_bytes;
   for (const int device : b.all_devices()) b.touch(device, "collect", 3 * bytes + bytes / b.target.devices);
   meet_on_machines(b);
