@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools/runs"))
@@ -25,6 +26,7 @@ del sys.path[0], sys.modules["common"]  # that of tools/runs
 from common import LOCKSTEP, ROOT, machine, python_with, save  # noqa: E402
 
 HOSTS, EACH, WARM_UP = 2, 2, 3
+DEADLINE = 3600  # seconds of a run, as of lockstep compare
 
 
 def text_of_repository(file):
@@ -44,7 +46,9 @@ def compare(options, rate, seed, text, folder):
     command += ["--steps", options.steps, "--target-loss", options.target_loss]
     command += ["--strategies", options.strategies] if options.strategies else []
     command += ["--vary", f"average-every={options.every}"] if options.every else []
-    subprocess.run(list(map(str, command)), stdout=subprocess.DEVNULL)
+    done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"slow_links: lockstep compare ended with {done.returncode}:\n{done.stdout}")
     about = json.loads((folder / "comparison.json").read_text())
     return about["settings"], [{**run, "folder": str(folder / run["folder"])} for run in about["runs"]]
 
@@ -61,6 +65,8 @@ def peer(options, rate, seed, text, folder):
     arguments = [options.model, text, options.block, options.batch_size, options.steps, seed, folder / "metrics.jsonl"]
     script = [sys.executable, ROOT / "bench/peers/slow_link_ddp.py", *arguments]
     started = []
+    deadline = threading.Timer(DEADLINE, lambda: [process.kill() for process in started])
+    deadline.start()
     try:
         for rank in range(HOSTS * EACH):
             host, local_rank = divmod(rank, EACH)
@@ -77,6 +83,7 @@ def peer(options, rate, seed, text, folder):
             sys.exit(f"slow_links: PyTorch's ranks ended with {failed}")
         link = busiest(before, network.bytes(), options.steps - WARM_UP)
     finally:
+        deadline.cancel()
         for process in started:
             process.kill()
             process.wait()

@@ -134,11 +134,13 @@ def watch(process, count):
     go_on(ranks)
     until_stopped(process, count)
     go_on(ranks)
-    samples = []
+    samples, end = [], time.monotonic() + PATIENCE
     while not all(map(is_stopped, ranks)):
         samples.append(mebibytes(ranks) - idle)
-        if process.poll() is not None:
-            raise RuntimeError(f"{process.args} ended early")
+        if process.poll() is not None or time.monotonic() > end:
+            raise RuntimeError(f"{process.args} ended early, or takes more than {PATIENCE} s")
+    if not samples:
+        raise RuntimeError(f"{process.args} was too fast for a sample: give more --steps")
     return {"steady": common.median(samples), "peak": max(samples), "samples": len(samples)}
 
 

@@ -224,10 +224,12 @@ Limits measure_limits() {
   return limits;
 }
 
+// NaN, if one is.
+double larger(double one, double other) { return one >= other || std::isnan(one) ? one : other; }
+
 double largest_difference(const Run& left, const Run& right) {
   double largest = 0;
-  for (size_t i = 0; i < left.losses.size(); ++i)
-    largest = std::max(largest, std::abs(left.losses[i] - right.losses[i]));
+  for (size_t i = 0; i < left.losses.size(); ++i) largest = larger(largest, std::abs(left.losses[i] - right.losses[i]));
   return largest;
 }
 
@@ -264,8 +266,7 @@ double compare(int rounds, int64_t rows) {
       const Run mine = measure(rank);
       if (index == 0) once = mine;
     });
-    const double difference = std::max(largest_difference(one, once), largest_difference(kept, once));
-    worst = std::max(worst, difference);
+    worst = larger(worst, larger(largest_difference(one, once), largest_difference(kept, once)));
     ratios.push_back(kept.milliseconds / once.milliseconds);
     std::printf("round %d: one process %.1f ms, keeping memory %.1f ms, layers once %.1f ms: %.2f x, %.2f x\n", round,
                 one.milliseconds, kept.milliseconds, once.milliseconds, one.milliseconds / once.milliseconds,
