@@ -377,6 +377,11 @@ def another_parameter(net):
     net[0].weight = nn.Parameter(net[0].weight.detach().clone())
 
 
+def deleted_and_appended(net, _):
+    del net[len(net) :]  # nothing, but makes a new dict of modules
+    net.append(nn.Linear(2, 2).double())
+
+
 def other_modules(group):
     """What is put into any of the modules is seen, also where nothing that was there has changed."""
 
@@ -391,6 +396,9 @@ def other_modules(group):
     error_of(lambda net, _: delattr(net[0], "weight"), "parameter 0.weight is another one than")
     error_of(lambda net, _: net[0].register_buffer("more", torch.ones(2)), "buffer 0.more is another tensor")
     error_of(lambda _, model: setattr(model, "module", make_model()), "is another one than")
+    error_of(lambda net, _: net[0].__init__(4, 8, dtype=torch.float64), "parameter 0.weight is another one than")
+    error_of(lambda net, _: net[0].__setstate__(make_model()[0].__dict__), "parameter 0.weight is another one than")
+    error_of(deleted_and_appended, "the module has other parameters than")
     net, optimizer, model = wrapped(group)
     for step in range(2):
         train(model, optimizer, [parts_of(global_batch(step), group)])

@@ -28,6 +28,7 @@ __all__ = ["DistributedDataParallel"]
 
 _connected = weakref.WeakSet()
 _kind_of = operator.attrgetter("dtype", "device", "requires_grad")
+_dicts_of = operator.attrgetter("_parameters", "_buffers", "_modules")
 _CHANGE_FIRST = "change the model first, then make optimizer and DistributedDataParallel"
 
 
@@ -238,15 +239,20 @@ class DistributedDataParallel(nn.Module):
 
     @never_compiled
     def _note_contents(self):
-        self._views = [each.values() for it in self.modules() for each in (it._parameters, it._buffers, it._modules)]
-        self._held = [*itertools.chain(*self._views)], [*self.module.parameters()]  # keeps their ids
-        scripted = any(isinstance(each, list) for each in self._views)
+        self._modules_known = [*self.module.modules()]
+        self._held = [*itertools.chain(*self._views())], [*self.module.parameters()]  # keeps their ids
+        scripted = any(isinstance(each, list) for each in self._views())
         self._noted = not scripted and self._contents()
 
     @never_compiled
     def _contents(self):
         """Without names: those take longer than a small forward()."""
-        return [*map(id, itertools.chain(*self._views)), *map(_kind_of, self._held[1])]
+        return [*map(id, itertools.chain(*self._views())), *map(_kind_of, self._held[1])]
+
+    @never_compiled
+    def _views(self):
+        """Of the dicts that the modules have now: __init__() and __setstate__() make new ones."""
+        return [each.values() for it in (self, *self._modules_known) for each in _dicts_of(it)]
 
     @never_compiled
     def _require_same_parameters(self):
@@ -454,7 +460,7 @@ class DistributedDataParallel(nn.Module):
 
 _numbers = itertools.count()
 _CONNECTIONS = """_world _replica _optimizer _looks_for_optimizer _buffers_known _parameters_known _clipping
-    _views _held _noted""".split()
+    _modules_known _held _noted""".split()
 
 
 def _check_arguments_of_pytorch(module, given):
