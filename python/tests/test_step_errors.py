@@ -286,6 +286,11 @@ def options_that_torch_has(group):
     optimizer = lockstep.AdamW([{"params": net.parameters(), "amsgrad": True}])
     error = expect_error(lockstep.UsageError, "AdamW with amsgrad=True", optimizer.step)
     assert "torch's optimizer" in error.next
+    for name in ("lr", "weight_decay", "betas"):  # as in torch, no default comes in its place
+        optimizer = lockstep.AdamW(net.parameters())
+        train(net, optimizer, [global_batch(0)])
+        del optimizer.param_groups[0][name]
+        expect_error(KeyError, name, optimizer.step)
     part = DTensor.from_local(torch.ones(4), DeviceMesh.from_group(group, "cpu"), [Shard(0)], run_check=False)
     parts = lockstep.AdamW([nn.Parameter(part)])
     error = expect_error(lockstep.UsageError, "AdamW of parameters that are DTensors", parts.step)

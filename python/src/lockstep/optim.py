@@ -266,8 +266,8 @@ class _Optimizer:
                     next="leave it out, or use torch's optimizer with lockstep.DistributedDataParallel(model)",
                 )
         names = ("lr", "weight_decay", "eps", "momentum", "nesterov", "alpha", "lr_decay", "trust")
-        values = {name: float(group[name]) for name in names if name in group}
-        if "betas" in group:
+        values = {name: float(group[name]) for name in names if name in self.defaults}
+        if "betas" in self.defaults:
             values["beta1"], values["beta2"] = map(float, group["betas"])
         return values
 
