@@ -3,8 +3,10 @@
 
 import copy
 import itertools
+import tempfile
 import unittest
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -653,8 +655,16 @@ def closures_and_hooks(group):
         optimizer.step(closure)
     handle.remove()
     assert calls == [1, 2, 1]
+    expected = {"Optimizer.step#SGD.step", "Optimizer.zero_grad#SGD.zero_grad"}
     spans = {event.name for event in profile.function_events}
-    assert {"Optimizer.step#SGD.step", "Optimizer.zero_grad#SGD.zero_grad"} <= spans, spans
+    assert expected <= spans, spans
+    with tempfile.TemporaryDirectory() as folder:  # of an observer of all threads
+        observer = torch.profiler.ExecutionTraceObserver().register_callback(f"{folder}/trace.json")
+        observer.start()
+        optimizer.step(closure)
+        observer.unregister_callback()
+        trace = Path(folder, "trace.json").read_text()
+    assert all(span in trace for span in expected)
 
 
 def half_precision(group):

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
-from torch.autograd import _profiler_enabled
 from torch.optim import optimizer as torchs
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -171,7 +170,7 @@ class _Optimizer:
         def either(self, *args, **kwargs):
             hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
             hooks = hooks or torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks
-            return (hooked if hooks or _profiler_enabled() else step)(self, *args, **kwargs)
+            return (hooked if hooks or _C.has_profilers() else step)(self, *args, **kwargs)
 
         return either
 
@@ -248,7 +247,7 @@ class _Optimizer:
     @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer."""
-        if not set_to_none or _profiler_enabled():
+        if not set_to_none or _C.has_profilers():
             return optimizer_method("zero_grad")(self, set_to_none)
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/optimizers.h"
 
+#include <ATen/record_function.h>
+
 #include "bindings.h"
 
 namespace lockstep::python {
@@ -36,6 +38,7 @@ void set_clipping(Optimizer& optimizer, double max_norm, double max_value) {
 }  // namespace
 
 void bind_optimizers(py::module_& module) {
+  module.def("has_profilers", &at::hasCallbacks);  // of this thread or of all
   py::class_<Optimizer, std::shared_ptr<Optimizer>>(module, "Optimizer")
       .def(py::init(&make))
       .def("set_options", &set_options)
