@@ -362,16 +362,17 @@ class Published : public Exchange {
     return bytes;
   }
 
-  // Returns where the other ranks find the gradient: where autograd wrote it, if in shared memory and the parameter's memory
-  // order, else in a copy.
+  // Returns where the other ranks find the gradient: where autograd wrote it, if in shared memory and laid out as the
+  // parameter, else in a copy.
   uint64_t place_for_peers(size_t source, size_t i) {
     const torch::Tensor& parameter = parameters_[i].tensor;
     const torch::Tensor& gradient = sources_[source].gradients[i];
-    const bool in_order = gradient.layout() == torch::kStrided && gradient.strides() == parameter.strides();
-    if (const auto place = in_order ? gradient_memory_->place_of(gradient) : std::nullopt) return *place;
+    const bool is_alike = gradient.key_set() == parameter.key_set() && gradient.dtype() == parameter.dtype() &&
+                          gradient.sizes() == parameter.sizes() && gradient.strides() == parameter.strides();
+    if (const auto place = is_alike ? gradient_memory_->place_of(gradient) : std::nullopt) return *place;
     SharedMemory::Own& copy = copies_[source * parameters_.size() + i];
     if (copy.data == nullptr) copy = memory_->allocate(parameter.nbytes());
-    if (in_order && gradient.key_set() == parameter.key_set() && gradient.dtype() == parameter.dtype()) {
+    if (is_alike) {
       std::memcpy(copy.data.get(), gradient.const_data_ptr(), parameter.nbytes());
     } else {
       const torch::NoGradGuard no_grad;
