@@ -54,7 +54,7 @@ Builder::Builder(const Profile& measured, const Target& wanted, const Choice& ch
 }
 
 // Measured are one thread, and one for each core; between the two it is taken evenly in logarithms. Beyond, each doubling gains as much,
-// at worst by Amdahl's law, and no device is faster than the memory.
+// at worst by Amdahl's law, and no device is faster than the memory; where that is not known, more threads gain nothing.
 StepTimes Builder::alone(double samples) const {
   const auto threads_alone = [](const Curve& curve) { return curve.at_once == 1 ? curve.threads : 0; };
   const Curve& all = *std::ranges::max_element(profile.curves, {}, threads_alone);
@@ -65,7 +65,7 @@ StepTimes Builder::alone(double samples) const {
   const double of_memory = target.memory_rate > 0 ? profile.copy_speed / target.memory_rate : 0;
   const auto between = [&](double from, double to, double least) {
     if (from <= 0) return to;
-    if (threads_ <= n) return from * std::pow(to / from, share);
+    if (threads_ <= n || target.memory_rate <= 0) return from * std::pow(to / from, std::min(1.0, share));
     const double left = std::max(to / from, 1 / n), serial = std::min(1.0, (left * n - 1) / (n - 1));
     return from * std::max({std::pow(left, share), target.at_worst ? serial + (1 - serial) / threads_ : 0, least});
   };

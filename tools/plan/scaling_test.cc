@@ -61,6 +61,12 @@ TEST(Scaling, ThreadsGainAtMostTheirNumber) {
   EXPECT_NEAR(forecast(profile, target, {.kind = StrategyKind::kSingle}).step, 48e-3 / 16 + 16e-3 * 0.1296, 1e-9);
 }
 
+TEST(Scaling, MoreThreadsThanMeasuredGainNothingWhereTheMemoryIsNotKnown) {
+  const Target target{.cores = 16, .batch = 16};
+  EXPECT_NEAR(forecast(profile_of_two_cores(), target, {.kind = StrategyKind::kSingle}).step, (48e-3 + 16e-3) * 0.6,
+              1e-9);
+}
+
 TEST(Scaling, OfOtherStrategiesTheFastestDivisionIsShown) {
   for (const StrategyKind kind : {StrategyKind::kDataParallel, StrategyKind::kKVStore, StrategyKind::kTowers}) {
     double fastest = std::numeric_limits<double>::infinity();
