@@ -110,20 +110,25 @@ TEST(NamedTensors, that_count_nothing_delay_no_other_worker) {
   });
 }
 
-TEST(NamedTensors, are_counted_once_for_each_micro_batch_of_a_pipeline) {
+TEST(NamedTensors, are_counted_once_for_each_part) {
   Task task = counted_task();
   const auto counted = std::make_shared<std::atomic<int>>(0);
   task.samples = [counted, count = task.samples](const Batch& batch) {
     ++*counted;
     return count(batch);
   };
-  const auto strategy = make_strategy(World::single(), task,
-                                      {.kind = StrategyKind::kPipeline,
-                                       .devices = 4,
-                                       .places = test_places(4),
-                                       .pipeline = {.stages = "2", .micro_batches = 3}});
-  strategy->forward_backward(counted_batch(0));
-  EXPECT_EQ(*counted, 2 * 3);
+  const auto counts = [&](const StrategyOptions& options) {
+    const auto strategy = make_strategy(World::single(), task, options);
+    *counted = 0;
+    strategy->forward_backward(counted_batch(0));
+    return counted->load();
+  };
+  EXPECT_EQ(counts({.kind = StrategyKind::kPipeline,
+                    .devices = 4,
+                    .places = test_places(4),
+                    .pipeline = {.stages = "2", .micro_batches = 3}}),
+            2 * 3);
+  EXPECT_EQ(counts({.kind = StrategyKind::kSingle, .accumulate = 4}), 4);
 }
 
 TEST(NamedTensors, are_exchanged_by_a_part_that_counts) {

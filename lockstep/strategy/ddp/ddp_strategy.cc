@@ -103,6 +103,17 @@ class DdpStrategy : public ReplicaStrategy {
     std::memcpy(scaler_state_.mutable_data_ptr(), state.data(), state.size());
   }
 
+  struct Part {
+    Batch batch;
+    int64_t samples;
+  };
+
+  // Once: on a GPU it waits.
+  Part counted(Batch batch) const {
+    const int64_t samples = samples_of(task_, batch);
+    return {std::move(batch), samples};
+  }
+
   // This rank's shards one after another, each with random numbers that depend on nothing but seed, step and shard.
   void compute_shards(const Batch& batch) {
     const int64_t all = sum_over(world_, batch.size());
@@ -113,18 +124,18 @@ class DdpStrategy : public ReplicaStrategy {
       const uint64_t seed = mix_seed(mix_seed(options_.seed, step_), shard);
       const ThreadGenerator generator(seed);  // no longer than that: between steps, torch::manual_seed() decides
       if (!world_.device().is_cpu()) seed_gpu(world_.device(), seed);
-      forward_and_backward(batch.rows(part.begin - before_mine, part.end - before_mine));
+      forward_and_backward(counted(batch.rows(part.begin - before_mine, part.end - before_mine)));
     }
   }
 
   // First a part that counts: DistributedDataParallel counts backward() from the first with samples on. Then those that
   // don't: the last backward() exchanges, and has gradients to send.
   void compute_parts(const Batch& batch) {
-    if (options_.accumulate == 1 || batch.size() == 0) return forward_and_backward(batch);
-    std::vector<Batch> parts = parts_of(batch, options_.accumulate);
+    if (options_.accumulate == 1 || batch.size() == 0) return forward_and_backward(counted(batch));
+    std::vector<Part> parts;
+    for (Batch& part : parts_of(batch, options_.accumulate)) parts.push_back(counted(std::move(part)));
     std::ranges::reverse(parts);
-    const auto nothing =
-        std::ranges::stable_partition(parts, [this](const Batch& part) { return samples_of(task_, part) > 0; });
+    const auto nothing = std::ranges::stable_partition(parts, [](const Part& part) { return part.samples > 0; });
     if (nothing.begin() != parts.begin()) std::rotate(parts.begin() + 1, nothing.begin(), parts.end());
     {
       const auto only_add = ddp_.no_sync();
@@ -133,13 +144,13 @@ class DdpStrategy : public ReplicaStrategy {
     forward_and_backward(parts.back());
   }
 
-  void forward_and_backward(const Batch& batch) {
-    BatchWeight weight = samples_of(task_, batch);
-    if (task_.samples) weight.size = static_cast<double>(batch.size());
+  void forward_and_backward(const Part& part) {
+    BatchWeight weight = part.samples;
+    if (task_.samples) weight.size = static_cast<double>(part.batch.size());
     torch::Tensor loss;
-    if (weight.samples > 0) {
-      require_device(batch, world_.device());
-      loss = in_phase(Phase::kForward, [&] { return task_.loss(forward(batch), batch); });
+    if (part.samples > 0) {
+      require_device(part.batch, world_.device());
+      loss = in_phase(Phase::kForward, [&] { return task_.loss(forward(part.batch), part.batch); });
     }
     const Stopwatch watch;
     ddp_.backward(loss, weight, (scaler_ ? scaler_->current_scale() : 1) / options_.accumulate);
