@@ -61,9 +61,9 @@ bool send_packet(int socket, const Packet& packet, Deadline deadline, const std:
   return send_with_descriptors(socket, std::as_bytes(std::span(message)), descriptors, deadline);
 }
 
-Incoming receive_packet(int socket, Packet& packet, std::vector<UniqueFd>& descriptors) {
+Incoming receive_packet(int socket, Packet& packet, std::vector<UniqueFd>& descriptors, size_t expected) {
   std::array<char, kLongestMessage> room;
-  const auto bytes = receive_with_descriptors(socket, std::as_writable_bytes(std::span(room)), descriptors, 0);
+  const auto bytes = receive_with_descriptors(socket, std::as_writable_bytes(std::span(room)), descriptors, expected);
   if (bytes < 0) return Incoming::kNothingYet;
   std::string_view message(room.data(), std::min(static_cast<size_t>(bytes), room.size()));
   const auto length = take_number<Length>(message);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// agent/meet/packet_stream.h: what processes of a job say to one another: to a store, to a launcher's keeper, and a launcher to
-// its contact.
+// agent/meet/packet_stream.h: what processes of a job say to one another: to a store, to a launcher's keeper, a launcher to its
+// contact, and the ranks of a machine while they connect.
 //
-// Flow:    meeting_client.h, store_server.h, machines.cc -> here -> channel.h; agent/recover/ -> here -> a local socket
+// Flow:    meeting_client.h, store_server.h, machines.cc -> here -> channel.h
+//          agent/recover/, collective/shm/connect/ -> here -> a local socket
 // Owns:    the channel, and what has been read or is still to be written
 // Threads: one at a time
 #pragma once
@@ -53,9 +54,14 @@ struct Packet {
 std::string encode(const Packet& packet);
 std::optional<Packet> decode(std::string_view body);  // without the length; nothing: malformed
 
-// As one message of a local socket. As send_message() and receive_message().
+// As one message of a local socket. False: the other end is gone, or did not take it before the deadline.
 bool send_packet(int socket, const Packet& packet, Deadline deadline, const std::vector<int>& descriptors = {});
-Incoming receive_packet(int socket, Packet& packet, std::vector<UniqueFd>& descriptors);
+
+enum class Incoming { kMessage, kNothingYet, kNoMessage };
+
+// Does not block. kNoMessage: the other end is gone, or has sent something else. Throws SystemError: fewer descriptors than
+// `expected` came, because this process can have no more.
+Incoming receive_packet(int socket, Packet& packet, std::vector<UniqueFd>& descriptors, size_t expected = 0);
 
 class PacketStream {
  public:

@@ -51,28 +51,4 @@ bool send_with_descriptors(int socket, std::span<const std::byte> message, const
 ptrdiff_t receive_with_descriptors(int socket, std::span<std::byte> message, std::vector<UniqueFd>& descriptors,
                                    size_t expected);
 
-// ---- Messages of fixed size. Each has a `magic` and a `version`, whose defaults are those of this version
-
-// False: the other end is gone, or did not take it before the deadline.
-template <class Message>
-bool send_message(int socket, const Message& message, Deadline deadline, const std::vector<int>& descriptors = {}) {
-  return send_with_descriptors(socket, std::as_bytes(std::span(&message, 1)), descriptors, deadline);
-}
-
-enum class Incoming { kMessage, kNothingYet, kNoMessage };
-
-// Does not block. kNoMessage: the other end is gone, or has sent something else, or not exactly `expected` descriptors.
-// Throws SystemError: no descriptors left to receive them with.
-template <class Message>
-Incoming receive_message(int socket, Message& message, std::vector<UniqueFd>& descriptors,
-                         std::optional<size_t> expected = {}) {
-  const auto bytes = receive_with_descriptors(socket, std::as_writable_bytes(std::span(&message, 1)), descriptors,
-                                              expected.value_or(0));
-  if (bytes < 0) return Incoming::kNothingYet;
-  const Message own;
-  const bool is_own = bytes == ptrdiff_t{sizeof message} && message.magic == own.magic &&
-                      message.version == own.version && descriptors.size() == expected.value_or(descriptors.size());
-  return is_own ? Incoming::kMessage : Incoming::kNoMessage;
-}
-
 }  // namespace lockstep

@@ -3,7 +3,7 @@
 
 #include <sys/syscall.h>
 
-#include "lockstep/base/sockets/local_socket.h"
+#include "agent/meet/packet_stream.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/thresholds.h"
@@ -23,12 +23,19 @@ std::string memory_name(int rank) { return concat("the memory of rank ", rank); 
 
 UniqueFd make_memory(int rank) { return make_segment(memory_name(rank), 0); }  // an empty arena
 
-Message message_of(Message::Kind kind, int rank, int size) {
-  return {.kind = kind, .rank = rank, .size = size, .layout = control_bytes(size)};
+using Kind = Packet::Kind;
+
+// 4: the version of the handshake. Another build has another layout.
+Packet packet_of(Kind kind, int rank, int size) {
+  return {.kind = kind, .number = rank, .texts = {concat("4 ", size, " ", control_bytes(size))}};
 }
 
-bool agrees(const Message& message, Message::Kind kind, int size) {
-  return message.kind == kind && message.size == size && message.layout == control_bytes(size);
+// kNoMessage also if it is not of this kind and size, or has not this many descriptors.
+Incoming receive(int socket, Kind kind, int size, Packet& packet, std::vector<UniqueFd>& descriptors, size_t expected) {
+  const Incoming incoming = receive_packet(socket, packet, descriptors, expected);
+  const bool agrees =
+      packet.kind == kind && packet.texts == packet_of(kind, 0, size).texts && descriptors.size() == expected;
+  return incoming == Incoming::kMessage && !agrees ? Incoming::kNoMessage : incoming;
 }
 
 UniqueFd own_pidfd() {
@@ -68,16 +75,16 @@ class ServerHandshake {
   void wait_until_ready() {
     for (int rank = 1; rank < size_; ++rank) {
       const int socket = peers_[rank].get();
-      Message ready;
+      Packet ready;
       std::vector<UniqueFd> none;
-      if (!wait_for(POLLIN, socket, deadline_) || receive_message(socket, ready, none, 0) != Incoming::kMessage ||
-          ready.kind != Message::kReady)
+      if (!wait_for(POLLIN, socket, deadline_) ||
+          receive(socket, Kind::kMet, size_, ready, none, 0) != Incoming::kMessage)
         lost(rank);
     }
   }
 
   void go() {
-    for (int rank = 1; rank < size_; ++rank) send_to(rank, Message::kGo, rank, {});
+    for (int rank = 1; rank < size_; ++rank) send_to(rank, Kind::kDone, rank, {});
   }
 
  private:
@@ -116,18 +123,17 @@ class ServerHandshake {
 
   // True once there is nothing more to hear: it became a peer, or is disconnected.
   bool hear(UniqueFd& newcomer) {
-    Message hello;
+    Packet hello;
     std::vector<UniqueFd> descriptors;
-    const Incoming incoming = receive_message(newcomer.get(), hello, descriptors, 2);
+    const Incoming incoming = receive(newcomer.get(), Kind::kHello, size_, hello, descriptors, 2);
     if (incoming == Incoming::kNothingYet) return false;
-    if (incoming != Incoming::kMessage || !agrees(hello, Message::kHello, size_) || hello.rank < 1 ||
-        hello.rank >= size_)
-      return true;
+    if (incoming != Incoming::kMessage || hello.number < 1 || hello.number >= size_) return true;
+    const int rank = static_cast<int>(hello.number);
     drop_lost_peers();  // a rank that came, died and was started again may have left two hellos here
-    if (peers_[hello.rank]) return true;
-    peers_[hello.rank] = std::move(newcomer);
-    parts_.memories[hello.rank] = std::move(descriptors[0]);
-    parts_.pidfds[hello.rank] = std::move(descriptors[1]);
+    if (peers_[rank]) return true;
+    peers_[rank] = std::move(newcomer);
+    parts_.memories[rank] = std::move(descriptors[0]);
+    parts_.pidfds[rank] = std::move(descriptors[1]);
     return true;
   }
 
@@ -140,14 +146,13 @@ class ServerHandshake {
   }
 
   void welcome(int rank) {
-    send_to(rank, Message::kWelcome, rank, {parts_.control.get()});
+    send_to(rank, Kind::kKeep, rank, {parts_.control.get()});
     for (int other = 0; other < size_; ++other)
-      if (other != rank)
-        send_to(rank, Message::kRank, other, {parts_.memories[other].get(), parts_.pidfds[other].get()});
+      if (other != rank) send_to(rank, Kind::kKeep, other, {parts_.memories[other].get(), parts_.pidfds[other].get()});
   }
 
-  void send_to(int rank, Message::Kind kind, int about, const std::vector<int>& descriptors) {
-    if (!send_message(peers_[rank].get(), message_of(kind, about, size_), deadline_, descriptors)) lost(rank);
+  void send_to(int rank, Kind kind, int about, const std::vector<int>& descriptors) {
+    if (!send_packet(peers_[rank].get(), packet_of(kind, about, size_), deadline_, descriptors)) lost(rank);
   }
 
   [[noreturn]] static void lost(int rank) {
@@ -187,16 +192,17 @@ class ClientHandshake {
   PeerHandles exchange() {
     if (rank_ < 1 || rank_ >= size_) refused();  // as rank 0 would, which is the server's
     PeerHandles parts = own_parts(rank_, size_);
-    send(Message::kHello, {parts.memories[rank_].get(), parts.pidfds[rank_].get()});
+    send(Kind::kHello, {parts.memories[rank_].get(), parts.pidfds[rank_].get()});
     parts.pidfds[rank_].reset();
     std::vector<UniqueFd> control;
-    receive(Message::kWelcome, control, 1);
+    receive(Kind::kKeep, control, 1);
     check_segment(control[0].get(), control_bytes(size_), "the control segment");
     parts.control = std::move(control[0]);
     for (int i = 1; i < size_; ++i) {
       std::vector<UniqueFd> handles;
-      const int other = receive(Message::kRank, handles, 2).rank;
-      if (other < 0 || other >= size_ || other == rank_) refused();
+      const int64_t number = receive(Kind::kKeep, handles, 2).number;
+      if (number < 0 || number >= size_ || number == rank_) refused();
+      const int other = static_cast<int>(number);
       check_segment(handles[0].get(), 0, memory_name(other));
       parts.memories[other] = std::move(handles[0]);
       parts.pidfds[other] = std::move(handles[1]);
@@ -205,26 +211,24 @@ class ClientHandshake {
   }
 
   void finish() {
-    send(Message::kReady, {});
+    send(Kind::kMet, {});
     std::vector<UniqueFd> none;
-    receive(Message::kGo, none, 0);
+    receive(Kind::kDone, none, 0);
   }
 
  private:
-  void send(Message::Kind kind, const std::vector<int>& descriptors) const {
-    if (!send_message(socket_.get(), message_of(kind, rank_, size_), deadline_, descriptors)) refused();
+  void send(Kind kind, const std::vector<int>& descriptors) const {
+    if (!send_packet(socket_.get(), packet_of(kind, rank_, size_), deadline_, descriptors)) refused();
   }
 
-  Message receive(Message::Kind kind, std::vector<UniqueFd>& descriptors, size_t expected) const {
-    Message message;
+  Packet receive(Kind kind, std::vector<UniqueFd>& descriptors, size_t expected) const {
+    Packet message;
     if (!wait_for(POLLIN, socket_.get(), deadline_))
       throw RendezvousError({.what = "not all ranks of this machine came before the deadline",
                              .here = concat("rank ", rank_, " of ", size_),
                              .likely = "a rank that did not start",
                              .next = "rank 0's error names it"});
-    if (receive_message(socket_.get(), message, descriptors, expected) != Incoming::kMessage ||
-        !agrees(message, kind, size_))
-      refused();
+    if (shm::receive(socket_.get(), kind, size_, message, descriptors, expected) != Incoming::kMessage) refused();
     return message;
   }
 

@@ -4,11 +4,10 @@
 // Ranks as processes. Local rank 0 makes a RendezvousServer: a Unix socket with a random name. Its address reaches the
 // others by whatever store the job has. Then:
 //
-//   peer -> server   hello: magic, version, its rank, the size it believes in; with it the descriptors of its memory and
-//                    of its own process
-//   server -> peer   when all have said hello: welcome, with the control segment; then for each rank its two descriptors
-//   peer -> server   ready: everything is mapped
-//   server -> peer   go: everybody is ready. The server closes the socket
+//   peer -> server   kHello: its rank, the size it believes in; with it the descriptors of its memory and of its own process
+//   server -> peer   when all have said kHello: kKeep, with the control segment; then for each rank, with its two descriptors
+//   peer -> server   kMet: everything is mapped
+//   server -> peer   kDone: everybody is ready. The server closes the socket
 //
 // Both sides ask the kernel for the other's user and go on only if it is their own. Whoever says anything but a valid
 // hello is disconnected and learns nothing; the server goes on waiting for the others. Only open descriptors keep the
@@ -24,19 +23,6 @@
 #include "lockstep/collective/shm/group.h"
 
 namespace lockstep::shm {
-
-// A message between ranks while they connect.
-struct Message {
-  enum class Kind : uint32_t { kHello = 1, kWelcome, kRank, kReady, kGo };
-  using enum Kind;
-
-  std::array<char, 8> magic{'l', 'o', 'c', 'k', 's', 't', 'e', 'p'};
-  uint32_t version = 3;
-  Kind kind = Kind::kHello;
-  int32_t rank = -1;
-  int32_t size = 0;
-  uint64_t layout = 0;  // bytes of the control segment: another build has another one
-};
 
 struct Options {
   milliseconds timeout = kDefaultTimeout;  // of every wait in a collective; each rank's own

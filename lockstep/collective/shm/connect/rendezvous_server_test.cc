@@ -10,7 +10,7 @@
 #include <random>
 #include <thread>
 
-#include "lockstep/base/sockets/local_socket.h"
+#include "agent/meet/packet_stream.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/observe/rank_progress.h"
 #include "tests/shm/support.h"
@@ -104,9 +104,12 @@ TEST_F(Rendezvous, garbage_on_the_socket_disturbs_nobody) {
       const UniqueFd socket = connect_locally(server.address());
       std::vector<char> noise(random() % 300 + 1);
       for (char& one : noise) one = static_cast<char>(random());
-      Message almost{.rank = static_cast<int>(random() % 4), .size = 2, .layout = 12345};
+      const bool whole = i % 2 == 0;  // or it says what it should, and lacks a descriptor
+      const Packet almost{.kind = Packet::Kind::kHello,
+                          .number = static_cast<int64_t>(random() % 4),
+                          .texts = {concat("4 2 ", whole ? 12345 : control_bytes(2))}};
       if (i % 3 == 0)
-        send_message(socket.get(), almost, soon(), {socket.get(), socket.get()});
+        send_packet(socket.get(), almost, soon(), std::vector<int>(whole ? 2 : 1, socket.get()));
       else if (i % 3 == 1)
         (void)!::write(socket.get(), noise.data(), noise.size());
       if (i % 3 == 2) continue;  // says nothing, goes
