@@ -188,6 +188,10 @@ def comparison(folder):
     expect_error(folder, "is in format 2", folder / "later")
     (folder / "later/comparison.json").write_text(file.read_text()[:99])
     expect_error(folder, "does not describe a comparison", folder / "later")
+    for lost in ("contender", "devices", "varied"):
+        older = [{key: value for key, value in run.items() if key != lost} for run in runs]
+        write(folder / "older/comparison.json", description | {"runs": older})
+        expect_error(folder, "does not describe a comparison", folder / "older")
     expect_error(folder, "neither metrics.jsonl nor comparison.json", folder, code=2)
 
 

@@ -146,6 +146,12 @@ TEST_F(Comparison, goes_on_where_it_was_stopped) {
   }
   for (const auto& run : runs_in(folder_ / "out")) EXPECT_GT(run["peak_memory_bytes"], 1e6) << run;
 
+  auto older = comparison_in(folder_ / "out");  // a run of which less is said than today is made again
+  older["runs"][0].erase("varied");
+  write_file(folder_ / "out" / "comparison.json", older.dump());
+  EXPECT_TRUE(contains(run(two, kLong).error, "3 of 4 runs are in"));
+  EXPECT_TRUE(runs_in(folder_ / "out")[0].contains("varied"));
+
   const auto before = read_file(folder_ / "out" / "comparison.json");
   const Ended other = run(two + Words{"--threads", "2"});
   EXPECT_EQ(other.exit_code, 2);

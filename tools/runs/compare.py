@@ -102,7 +102,8 @@ class Folder:
         self.about["command"] = before.get("command", "")
         for entry in before["runs"]:
             ours = self.entries.get(entry.get("name"), {})
-            if entry.get("state") == "finished" and entry.get("arguments") == ours.get("arguments"):
+            known = ours and ours.keys() <= entry.keys()  # an older lockstep's may lack some
+            if known and entry["state"] == "finished" and entry["arguments"] == ours["arguments"]:
                 self.entries[entry["name"]] = entry
 
     def save(self):

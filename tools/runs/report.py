@@ -21,6 +21,7 @@ from traces import is_trace, read_trace
 
 HERE = Path(__file__).resolve().parent
 COMPARISON_FORMAT = 1
+COMPARED = {"contender", "devices", "varied"}  # what is said of each run
 
 
 # ---- One run
@@ -77,15 +78,17 @@ def read_word(word):
 
 def read_comparison(file):
     found = parse(read(file))
-    known = isinstance(found, dict) and number(found.get("lockstep_comparison")) is not None
-    if not known or not isinstance(found.get("runs"), list):
+    found = found if isinstance(found, dict) else {}
+    require_format(found.get("lockstep_comparison"), COMPARISON_FORMAT, file)
+    runs = found.pop("runs", None)
+    known = number(found.get("lockstep_comparison")) is not None and isinstance(runs, list)
+    if not known or not all(isinstance(about, dict) and COMPARED <= about.keys() for about in runs):
         raise DataError(
             f"{file} does not describe a comparison",
-            likely="it is cut off, or another kind of file",
+            likely="it is cut off, an older lockstep's, or another kind of file",
             next="run `lockstep compare` again with the same folder: it goes on where it was",
         )
-    require_format(found["lockstep_comparison"], COMPARISON_FORMAT, file)
-    runs = sorted(found.pop("runs"), key=lambda about: about.get("number", 0))  # as in the tables, not as made
+    runs = sorted(runs, key=lambda about: about.get("number", 0))  # as in the tables, not as made
     runs = [read_case(file.parent, about) for about in runs]
     add_speed_ups([run for run in runs if run["case"].get("state") == "finished"])
     return found, runs
