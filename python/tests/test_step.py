@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
@@ -650,7 +651,7 @@ def closures_and_hooks(group):
     assert optimizer.step(closure).item() > 0 and calls == [1]
     train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), [global_batch(0)])
     expect_equal(net, alone)
-    handle = torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: calls.append(2))
+    handle = register_optimizer_step_pre_hook(lambda *_: calls.append(2))
     with torch.autograd.profiler.profile() as profile:
         optimizer.step(closure)
     handle.remove()
