@@ -31,6 +31,7 @@ CASES = {"mlp": ("mlp", "sgd"), "mlp-adamw": ("mlp", "adamw"), "alexnet": ("alex
 COPIES = {"sgd": 2, "adamw": 3}  # of the parameters that all ranks share: themselves, momentum or two moments
 SYSTEMS = ("lockstep_cpp", "lockstep", "one_process", "ddp_gloo")
 FIGURES = ("steady", "peak")
+MEETING = "STEP_MEMORY_FOLDER"  # where ranks of a job say that they have come to a place
 THIS_JOB = "--job"  # as first argument: this process is a rank
 
 
@@ -55,7 +56,16 @@ def with_torch(model, optimizer):
     return model, optimizer
 
 
-def stop():
+def stop(phase, ranks):
+    """Stops this rank when all have come here: from one that is stopped the others get nothing."""
+    if ranks > 1:
+        import torch.distributed as dist
+
+        dist.barrier()
+    here = Path(os.environ[MEETING])
+    (here / f"{phase}-{os.getpid()}").touch()
+    while len([*here.glob(f"{phase}-*")]) < ranks:
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -68,13 +78,13 @@ def job(system, case, steps):
         import lockstep  # noqa: F401, its backend
     if system != "one_process":
         dist.init_process_group("lockstep" if system == "lockstep" else "gloo")
-    stop()
+    stop(0, ranks_of(system))
     wrap = with_lockstep if system == "lockstep" else with_torch
     trainer = Trainer(lambda made: wrap(made, optimizer), model, {**BATCHES, "bert": 8}[model] // ranks_of(system))
-    for count in (WARM_UP, steps):
+    for phase, count in enumerate((WARM_UP, steps), 1):
         for _ in range(count):
             trainer.step()
-        stop()
+        stop(phase, ranks_of(system))
 
 
 # ---- who looks at the ranks
@@ -159,8 +169,9 @@ def end(process):
 
 def run(system, case, steps):
     command = [*map(str, command_of(system, case, steps))]
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, env=environment_of(system, steps), stdout=said, stderr=said)
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryDirectory() as folder:
+        variables = {**environment_of(system, steps), MEETING: folder}
+        process = subprocess.Popen(command, env=variables, stdout=said, stderr=said)
         try:
             return watch(process, ranks_of(system))
         except (RuntimeError, OSError) as error:
