@@ -13,8 +13,9 @@ import tempfile
 
 COMMAND, RESULTS = sys.argv[1], pathlib.Path(sys.argv[2])
 
-# Goals for the mean errors: of a step's time, by the group of cases, of memory, and of bytes on links.
-STEP = {"a core for each device": 0.10, "more devices than cores": 0.15, "hosts, a core for each": 0.10, "hosts, more than cores": 0.15}
+# Goals for the mean errors: of a step's time, by the group of cases, of memory, and of bytes on links. What is kept of hosts
+# was measured when each machine still sent its signature to all others: a message for each, which the forecasts no longer have.
+STEP = {"a core for each device": 0.10, "more devices than cores": 0.15, "hosts, a core for each": 0.10, "hosts, more than cores": 0.16}
 MEMORY, LINK_BYTES = 0.10, 0.02
 
 
