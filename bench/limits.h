@@ -19,7 +19,7 @@
 
 namespace lockstep::bench {
 
-// Of an operator on CPUs: matrix products, convolutions and attention; 0 for all others.
+// The operations of an operator on CPUs: a matrix product, convolution or attention. 0 for all others.
 inline int64_t operations_of(std::string_view name, c10::ArrayRef<const c10::IValue> inputs) {
   const auto tensor = [&](size_t i) -> const at::Tensor& { return inputs[i].toTensor(); };
   const auto product = [&](size_t left) { return 2 * tensor(left).numel() * tensor(left + 1).size(-1); };

@@ -16,6 +16,8 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
+from step import GPT
+
 WARM_UP = 3
 DROPOUT = 0.1
 SHAPES = {  # layers, heads, width, vocabulary, context
@@ -25,38 +27,15 @@ SHAPES = {  # layers, heads, width, vocabulary, context
 }
 
 
-class Block(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.c_attn, self.attn_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.c_fc, self.mlp_proj = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.c_attn(self.ln_1(x)).chunk(3, 2))
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=DROPOUT, is_causal=True)
-        x = x + F.dropout(self.attn_proj(mixed.transpose(1, 2).flatten(2)), DROPOUT)
-        return x + F.dropout(self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh")), DROPOUT)
-
-
-class GPT(nn.Module):
-    def __init__(self, layers, heads, width, vocabulary, context):
-        super().__init__()
-        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.h = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.ln_f = nn.LayerNorm(width)
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if name.endswith("proj.weight") else 0.02)
-
-    def forward(self, tokens):
-        x = F.dropout(self.wte(tokens) + self.wpe(torch.arange(tokens.size(1))), DROPOUT)
-        for block in self.h:
-            x = block(x)
-        return F.linear(self.ln_f(x), self.wte.weight)
+def gpt(layers, *shape):
+    """With the first weights of GPT-2."""
+    net = GPT(layers, *shape, dropout=DROPOUT)
+    for name, parameter in net.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if name.endswith("proj.weight") else 0.02)
+    return net
 
 
 def batches(file, block, batch, steps, seed):
@@ -82,7 +61,7 @@ def main():
     if batch % dist.get_world_size():
         sys.exit(f"slow_link_ddp.py: {batch} samples do not divide evenly: DDP's mean would be another")
     torch.manual_seed(seed)
-    net = GPT(*SHAPES[model])
+    net = gpt(*SHAPES[model])
     torch.manual_seed(1000 * seed + dist.get_rank())
     net = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.01, foreach=True)

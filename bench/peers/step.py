@@ -77,29 +77,30 @@ def resnet18():
 
 
 class Block(nn.Module):
-    def __init__(self, width, heads):
+    def __init__(self, width, heads, dropout):
         super().__init__()
-        self.heads = heads
+        self.heads, self.dropout = heads, dropout
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.c_attn, self.attn_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.c_fc, self.mlp_proj = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x):
         q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.c_attn(self.ln_1(x)).chunk(3, 2))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attn_proj(mixed.transpose(1, 2).flatten(2))
-        return x + self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
+        x = x + F.dropout(self.attn_proj(mixed.transpose(1, 2).flatten(2)), self.dropout)
+        return x + F.dropout(self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh")), self.dropout)
 
 
 class GPT(nn.Module):
-    def __init__(self, layers=6, heads=6, width=384):
+    def __init__(self, layers=6, heads=6, width=384, vocabulary=VOCABULARY, context=TOKENS, dropout=0.0):
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(VOCABULARY, width), nn.Embedding(TOKENS, width)
-        self.h = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.dropout = dropout
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.h = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.ln_f = nn.LayerNorm(width)
 
     def forward(self, tokens):
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.size(1), device=tokens.device))
+        x = F.dropout(self.wte(tokens) + self.wpe(torch.arange(tokens.size(1), device=tokens.device)), self.dropout)
         for block in self.h:
             x = block(x)
         return F.linear(self.ln_f(x), self.wte.weight)

@@ -106,7 +106,7 @@ class OneProcess {
   Model model_;
 };
 
-// Of bench/limits.h: bytes or operations per second, at best.
+// The yardsticks of bench/limits.h: bytes or operations per second, at best.
 template <class Yardstick>
 double best_speed(Yardstick yardstick) {
   double least = 0;

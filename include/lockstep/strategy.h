@@ -49,7 +49,7 @@ struct TowersOptions {
   bool refuse_uneven = false;  // a batch that the devices do not divide is an error
 };
 
-// In what the change since the last average goes between machines. kInt8: what is lost is added to the next one.
+// The format in which a change of parameters goes between machines. kInt8 adds its rounding errors to the next change.
 enum class AverageIn { kFloat32, kInt8 };
 
 struct AveragingOptions {

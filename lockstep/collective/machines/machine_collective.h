@@ -25,7 +25,7 @@ constexpr size_t chunk_bytes(size_t bytes) {
   return std::clamp(bytes / kChunksWanted, kSmallest, kLargest) / kCacheLine * kCacheLine;
 }
 
-// Whether owners send each other whole slices of a reduction: a round less, but (n-1)(n-2)/n of its bytes more.
+// Tells whether owners send each other whole slices of a reduction. That saves a round and costs (n-1)(n-2)/n of its bytes.
 inline bool is_worth_one_round(size_t bytes, int machines) {
   constexpr size_t kWorthARound = size_t{128} << 10;  // a link's bytes in 1 ms at 1 Gb/s
   return bytes * to_size(machines - 2) <= kWorthARound;

@@ -402,7 +402,7 @@ TEST(Averaging, sends_a_byte_for_a_number_in_int8) {
   });
 }
 
-// What all machines of a run have lost reaches the sum of any number of machines that resume it.
+// The rounding errors of all machines of a run reach the sum of any number of machines that resume it.
 TEST(BackgroundSum, takes_what_was_lost_along_to_other_machines) {
   const auto options = torch::TensorOptions(torch::kFloat64);
   const auto sum_of = [](BackgroundSum& sums, const torch::Tensor& mine) {
