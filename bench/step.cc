@@ -157,9 +157,11 @@ int bench_step(int argc, const char* const* argv) {
     const std::string missing = why_no_python("torch, torchvision");
     if (!missing.empty()) std::cout << "PyTorch is not measured: " << missing << "\n";
     std::vector<Compared> all;
-    for (const StepCase& one : chosen(step_cases(), models)) all.push_back(compare(program, one, run, missing.empty()));
+    for (const StepCase& one : chosen(step_cases(), models)) {
+      all.push_back(compare(program, one, run, missing.empty()));
+      program.save(to_json(all, run, program.turns()));
+    }
     print(all, run, program.turns());
-    program.save(to_json(all, run, program.turns()));
   });
 }
 

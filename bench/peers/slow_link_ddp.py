@@ -64,7 +64,7 @@ def main():
     net = gpt(*SHAPES[model])
     torch.manual_seed(1000 * seed + dist.get_rank())
     net = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.01, foreach=True)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
     events, start = [], time.perf_counter()
     for step, (tokens, targets) in enumerate(batches(file, block, batch, steps, seed)):
         optimizer.zero_grad()
