@@ -36,20 +36,19 @@ struct DevicesOptions {
   int count = 1;
   CoreSet cores = {};  // to be divided among the devices; empty: all cores that this process may use
   milliseconds timeout = kDefaultTimeout;
-  int teams = 1;  // collectives are between the devices of a team: device i belongs to team i % teams
   std::vector<DevicePlace> places{};  // one for each of `count`; empty: cores
 };
 
-// The device that a function runs on. Collectives are called by all devices of a team, in the same
+// The device that a function runs on. Collectives are called by all devices, in the same
 // order, with dense tensors of the same shape, strides and dtype, which are read and written in place. They block until
-// the team is done, and throw PeerLost (another device failed or is late) or MismatchError (different calls).
+// all are done, and throw PeerLost (another device failed or is late) or MismatchError (different calls).
 class Device {
  public:
   int index() const { return index_; }
   std::string name() const;     // "cpu:1", "cuda:1"
   torch::Device where() const;  // what its tensors belong to: cpu, or a GPU, which is the thread's current device
 
-  // The sum over the team, on all of its devices. `root` counts within the team.
+  // The sum over the devices, on all of them.
   void all_reduce(const torch::Tensor& tensor, Algorithm algorithm = Algorithm::kDirect);
   void reduce(const torch::Tensor& tensor, int root = 0);  // the sum on `root`; the others keep their values
   void broadcast(const torch::Tensor& tensor, int root = 0);

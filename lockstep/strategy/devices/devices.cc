@@ -56,14 +56,14 @@ void Device::run(Call call, const torch::Tensor& tensor) {
     throw UsageError({.what = concat("tensors of ", c10::toString(tensor.scalar_type()), " can't be exchanged"),
                       .next = "convert them to another dtype"});
   const torch::Tensor flat = dense_view(tensor);
-  shm::Group& team = state_.group(index_);
+  shm::Group& group = state_.group(index_);
   call.count = to_size(flat.numel());
   call.dtype = *dtype;
   const Waiting waiting(state_.seat(index_));
-  if (state_.on_gpus()) return run_between_gpus(team, state_.table(index_), call, flat);
+  if (state_.on_gpus()) return run_between_gpus(group, state_.table(), call, flat);
   call.input = flat.const_data_ptr();
-  if (call.operation != Operation::kReduce || team.rank() == call.root) call.output = flat.mutable_data_ptr();
-  team.run(call);
+  if (call.operation != Operation::kReduce || group.rank() == call.root) call.output = flat.mutable_data_ptr();
+  group.run(call);
 }
 
 void Device::barrier() {
@@ -73,9 +73,6 @@ void Device::barrier() {
 
 Devices::Devices(const DevicesOptions& options) {
   if (options.count < 1) throw UsageError({.what = concat(options.count, " devices"), .next = "give at least 1"});
-  if (options.teams < 1 || options.count % options.teams != 0)
-    throw UsageError(
-        {.what = concat(options.count, " devices in ", options.teams, " teams"), .next = "give teams of equal size"});
   if (!options.places.empty() && std::ssize(options.places) != options.count)
     throw UsageError({.what = concat(options.count, " devices at ", options.places.size(), " places"),
                       .next = "give one place per device"});
@@ -162,14 +159,14 @@ void spin_until(int spins, const Done& done) {
 int Devices::left_behind() { return threads_left_behind.load(); }
 
 DevicesState::DevicesState(const DevicesOptions& options)
-    : options_(options), most_threads_(at::get_num_threads()), seats_(to_size(options.count)) {
+    : options_(options),
+      most_threads_(at::get_num_threads()),
+      seats_(to_size(options.count)),
+      groups_(shm::make_thread_group(options.count, {.timeout = options.timeout})),
+      table_(to_size(options.count)) {
   if (options_.cores.empty()) options_.cores = usable_cores();
   if (options_.places.empty()) options_.places = even_places(torch::kCPU, count());
   for (std::string& each : names_of(options_.places)) names_.push_back(std::move(each));
-  for (int team = 0; team < options.teams; ++team) {
-    teams_.push_back(shm::make_thread_group(count() / options.teams, {.timeout = options.timeout}));
-    tables_.emplace_back(to_size(count() / options.teams));
-  }
   stoppable_.emplace([this](const std::string& reason) {
     fail("stop()", std::make_exception_ptr(PeerLost({.what = concat("the devices were stopped: ", reason)})));
     const std::lock_guard lock(mutex_);
@@ -287,7 +284,7 @@ void DevicesState::wait_on(Device& device, const std::string& what, const std::f
   throw late_error(who_is_late(), concat(device.name(), ", which waits for ", what));
 }
 
-// The first error counts. Poisoning the groups makes devices that wait in a collective give up.
+// The first error counts. Poisoning the group makes devices that wait in a collective give up.
 void DevicesState::fail(const std::string& who, std::exception_ptr error) {
   {
     const std::lock_guard lock(mutex_);
@@ -295,7 +292,7 @@ void DevicesState::fail(const std::string& who, std::exception_ptr error) {
     error_ = std::move(error);
   }
   changed_.notify_all();
-  for (auto& team : teams_) team.front()->poison(concat(who, " failed"));
+  groups_.front()->poison(concat(who, " failed"));
 }
 
 bool DevicesState::failed() {

@@ -52,9 +52,8 @@ class DevicesState {
   bool on_gpus() const { return !where(0).is_cpu(); }
   double busy_seconds(int index);
 
-  // The tensors that the GPUs of a team show each other (gpu_team.h).
-  Tensors& table(int index) { return tables_[index % tables_.size()]; }
-  shm::Group& group(int index) { return *teams_[index % teams_.size()][index / teams_.size()]; }
+  Tensors& table() { return table_; }  // the tensors that GPUs show each other (gpu_team.h)
+  shm::Group& group(int index) { return *groups_[index]; }
   DeviceSeat& seat(int index) { return seats_[to_size(index)]; }
 
   // The body of a device's thread.
@@ -92,8 +91,8 @@ class DevicesState {
   int most_threads_;  // of each device
   std::vector<DeviceSeat> seats_;
   IntVector<std::string> names_;
-  IntVector<IntVector<shm::GroupPtr>> teams_;
-  IntVector<Tensors> tables_;  // of each team
+  IntVector<shm::GroupPtr> groups_;  // each device's side
+  Tensors table_;
 
   std::mutex mutex_;  // of what follows, and of the seats
   std::condition_variable posted_, done_, changed_;

@@ -22,13 +22,12 @@
 
 namespace lockstep {
 
-inline std::unique_ptr<Devices> make_devices(const World& world, const StrategyOptions& options, int teams = 1) {
+inline std::unique_ptr<Devices> make_devices(const World& world, const StrategyOptions& options) {
   const bool on_gpus = !options.places.empty() && !options.places.front().device.is_cpu();
   return std::make_unique<Devices>(
       DevicesOptions{.count = options.devices,
                      .cores = world.cores(),
                      .timeout = world.size() > 1 && on_gpus ? own_share(options.timeout) : options.timeout,
-                     .teams = teams,
                      .places = options.places});
 }
 

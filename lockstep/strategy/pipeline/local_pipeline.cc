@@ -51,7 +51,7 @@ class LocalPipeline : public Pipeline {
   LocalPipeline(const World& world, const Task& task, const StrategyOptions& options) : Pipeline(world, task, options) {
     replicas_ = {make_replica(task_, options_)};
     read_stages(options_.devices, pieces_of(task_, model()));
-    devices_ = make_devices(world, options_, stages_);
+    devices_ = make_devices(world, options_);
     Replica& whole = replicas_.front();
     whole.layout = options_.layout.value_or(preferred_layout(model(), devices_->where(0)));
     set_layout(model(), whole.layout);
