@@ -2,6 +2,7 @@
 #include "lockstep/strategy.h"
 
 #include "lockstep/activation_checkpoint.h"
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/strategy/autograd.h"
@@ -13,9 +14,9 @@ namespace lockstep {
 namespace {
 
 std::unique_ptr<Strategy> make_single(const World& world, const Task& task, const StrategyOptions& options) {
-  if (world.size() == 1) return make_ddp(world, task, options);
-  throw UsageError({.what = concat("strategy single trains on one rank, but there are ", world.size()),
-                    .next = "leave out --ranks, or choose --strategy ddp"});
+  require(world.size() == 1, concat("strategy single trains on one rank, but there are ", world.size()),
+          "leave out --ranks, or choose --strategy ddp");
+  return make_ddp(world, task, options);
 }
 
 HeldBytes bytes_of_single(const PlannedRun& run) {
@@ -57,27 +58,25 @@ const Entry& entry_of(StrategyKind kind) {
   throw UsageError({.what = "StrategyOptions::kind is not a strategy", .next = "take one of StrategyKind"});
 }
 
-void require_parts_possible(const StrategyOptions& options) {
+void require_possible(const StrategyOptions& options) {
+  using enum StrategyKind;
+  const StrategyKind kind = options.kind;
+  const bool is_ddp = kind == kSingle || kind == kDdp;
+  const std::string with = concat(" with strategy ", strategy_info(kind).name);
   const int parts = options.accumulate;
-  if (parts < 1) throw UsageError({.what = concat("--accumulate ", parts), .next = "give at least 1"});
-  if (parts == 1) return;
-  if (options.kind == StrategyKind::kPipeline || options.kind == StrategyKind::kDataParallel)
-    throw UsageError({.what = concat("--accumulate with strategy ", strategy_info(options.kind).name),
-                      .next = "single, ddp, towers, kvstore and averaging have it; a pipeline has --micro-batches"});
-  if (options.ddp.virtual_shards > 0)
-    throw UsageError(
-        {.what = "--accumulate with --virtual-shards",
-         .next = "give more shards and a larger --batch-size: a rank's shards are computed one after another"});
-}
-
-void require_groups_possible(const StrategyOptions& options) {
-  const bool on_each = options.kind == StrategyKind::kTowers && options.towers.update == UpdateOn::kDevice;
-  const bool has_groups = on_each || options.kind == StrategyKind::kSingle || options.kind == StrategyKind::kDdp ||
-                          options.kind == StrategyKind::kAveraging;
-  if (!options.no_decay.empty() && !has_groups)
-    throw UsageError({.what = concat("--no-decay with strategy ", strategy_info(options.kind).name),
-                      .likely = "an optimizer that has one group of parameters",
-                      .next = "single, ddp, averaging, and towers with --update device have it"});
+  require(parts >= 1, concat("--accumulate ", parts), "give at least 1");
+  require(parts == 1 || (kind != kPipeline && kind != kDataParallel), "--accumulate" + with,
+          "single, ddp, towers, kvstore and averaging have it; a pipeline has --micro-batches");
+  require(parts == 1 || options.ddp.virtual_shards == 0, "--accumulate with --virtual-shards",
+          "give more shards and a larger --batch-size: a rank's shards are computed one after another");
+  const bool towers_have_groups = kind == kTowers && options.towers.update == UpdateOn::kDevice;
+  require(options.no_decay.empty() || is_ddp || towers_have_groups || kind == kAveraging, "--no-decay" + with,
+          "single, ddp, averaging, and towers with --update device have it");
+  require(options.precision == Precision::kFloat32 || kind != kPipeline,
+          "strategy pipeline runs the pieces of a model, which compute in the precision of their parameters",
+          "leave precision float32, or choose another strategy");
+  require(options.precision != Precision::kFloat16 || is_ddp, "--precision float16" + with,
+          "single and ddp scale the loss, as it needs; bfloat16 needs no scale");
 }
 
 // Runs the model piece by piece, and each one again in backward.
@@ -105,15 +104,6 @@ Task recomputed(Task task, const StrategyOptions& options) {
 // bfloat16 has float32's range and needs no loss scaling (Kalamkar et al., 2019). With float16 the strategy scales the loss.
 Task in_precision(Task task, const StrategyOptions& options) {
   if (options.precision == Precision::kFloat32) return task;
-  if (options.kind == StrategyKind::kPipeline)
-    throw UsageError(
-        {.what = "strategy pipeline runs the pieces of a model, which compute in the precision of their parameters",
-         .next = "leave precision float32, or choose another strategy"});
-  if (options.precision == Precision::kFloat16 && options.kind != StrategyKind::kSingle &&
-      options.kind != StrategyKind::kDdp)
-    throw UsageError({.what = concat("--precision float16 with strategy ", strategy_info(options.kind).name),
-                      .likely = "it does not scale the loss, without which small gradients vanish",
-                      .next = "single and ddp do; bfloat16 needs no scale"});
   const at::ScalarType dtype = options.precision == Precision::kFloat16 ? at::kHalf : at::kBFloat16;
   task.forward = [forward = task.forward, dtype](torch::nn::Module& model, const Batch& batch) {
     AutocastSetting setting = AutocastSetting::now();
@@ -140,8 +130,7 @@ const StrategyInfo& strategy_info(StrategyKind kind) { return entry_of(kind).inf
 HeldBytes held_bytes(const PlannedRun& run) { return entry_of(run.options.kind).bytes(run); }
 
 std::unique_ptr<Strategy> make_strategy(const World& world, const Task& task, const StrategyOptions& options) {
-  require_parts_possible(options);
-  require_groups_possible(options);
+  require_possible(options);
   return entry_of(options.kind).make(world, in_precision(recomputed(task, options), options), options);
 }
 

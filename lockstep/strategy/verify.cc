@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
-#include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy/devices/replica.h"
 
@@ -70,9 +70,8 @@ VerifyReport verify(const Task& task, const BatchOf& batch_of, const VerifyOptio
 
 VerifyReport verify(const Task& task, const VerifyOptions& options) {
   const SampleShape& sample = task.sample;
-  if (sample.sizes.empty())
-    throw UsageError({.what = concat("verify(", task.name, "): the shape of a sample is unknown"),
-                      .next = "give the Task its `sample`, or verify() a function that makes batches"});
+  require(!sample.sizes.empty(), concat("verify(", task.name, "): the shape of a sample is unknown"),
+          "give the Task its `sample`, or verify() a function that makes batches");
   const auto random_batch = [&](int step) -> Batch {
     const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(step));
     std::vector<int64_t> shape = sample.sizes;

@@ -15,6 +15,7 @@
 
 #include "agent/clusters/environment.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/checkpoint/safetensors.h"
 #include "lockstep/datasets.h"
@@ -44,9 +45,9 @@ Datasets synthetic_tokens(const SampleShape& sample) {
 // Random samples of the shape that the task takes.
 Datasets synthetic(DataSource source, const Task& task) {
   const SampleShape& sample = task.sample;
-  if (sample.sizes.empty())
-    throw UsageError({.what = concat("--data synthetic, but ", task.name, " does not say what its samples look like"),
-                      .next = "set Task::sample, or give the shape: --data synthetic:1024x3x32x32"});
+  require(!sample.sizes.empty(),
+          concat("--data synthetic, but ", task.name, " does not say what its samples look like"),
+          "set Task::sample, or give the shape: --data synthetic:1024x3x32x32");
   if (sample.tokens) return synthetic_tokens(sample);
   source.data = concat("synthetic:", kSyntheticSamples, "x", join(sample.sizes, "x"), "?classes=", sample.classes);
   return open_dataset(source);
@@ -137,18 +138,17 @@ Fit fit_of(const std::string& text) {
 }
 
 Task fitted(const Task& task, const Datasets& datasets, int64_t classes) {
-  if (classes > 0 && !task.fit)
-    throw UsageError(
-        {.what = concat("--classes with ", task.name, ", whose program sets its outputs"), .next = "leave it out"});
+  require(classes == 0 || task.fit, concat("--classes with ", task.name, ", whose program sets its outputs"),
+          "leave it out");
   if (task.make_data || (task.sample.sizes.empty() && !task.fit)) return task;
   SampleShape found = shape_of(datasets, task);
   if (classes > 0) found.classes = classes;
   if (task.fit) return fitted_as(task, found);
-  if (found.sizes == task.sample.sizes) return task;
-  throw UsageError(
-      {.what = concat(task.name, " takes samples of shape ", torch::IntArrayRef(task.sample.sizes), ", but those of ",
-                      datasets.train->name(), " have ", torch::IntArrayRef(found.sizes)),
-       .next = "--data synthetic makes samples that fit"});
+  require(found.sizes == task.sample.sizes,
+          concat(task.name, " takes samples of shape ", torch::IntArrayRef(task.sample.sizes), ", but those of ",
+                 datasets.train->name(), " have ", torch::IntArrayRef(found.sizes)),
+          "--data synthetic makes samples that fit");
+  return task;
 }
 
 Task with_named_targets(Task task) {
@@ -166,10 +166,8 @@ Task with_named_targets(Task task) {
 Task smoothed(Task task, double label_smoothing) {
   if (label_smoothing == 0) return task;
   auto* const loss = task.loss.target<CrossEntropy>();
-  if (loss == nullptr)
-    throw UsageError({.what = concat("--label-smoothing with ", task.name, ", whose loss is not CrossEntropy"),
-                      .likely = "targets that are not classes, or a program with its own loss",
-                      .next = "leave it out, or set Task::loss to lockstep::CrossEntropy"});
+  require(loss != nullptr, concat("--label-smoothing with ", task.name, ", whose loss is not CrossEntropy"),
+          "leave it out, or set Task::loss to lockstep::CrossEntropy");
   loss->label_smoothing = label_smoothing;
   return task;
 }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "lockstep/base/log.h"
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/operator_spans.h"
 #include "lockstep/error.h"
@@ -99,9 +100,9 @@ TrainingLoop::TrainingLoop(const World& world, const Task& task, const Datasets&
       keeper_(world, step_world_, strategy, options_, metrics_, task.on_checkpoint),
       progress_(world.rank() == 0 && !options.quiet),
       last_epoch_{{"train_loss", kNaN}, {"val_accuracy", kNaN}} {
-  if (!validation_ && (options.keep_best || options.patience > 0))
-    throw UsageError({.what = "--keep-best and --patience compare validation losses, but there is no validation set",
-                      .next = "give the data one, such as ?val=0.1 (docs/data.md), or leave the option out"});
+  require(validation_ || (!options.keep_best && options.patience == 0),
+          "--keep-best and --patience compare validation losses, but there is no validation set",
+          "give the data one, such as ?val=0.1 (docs/data.md), or leave the option out");
   if (world.rank() == 0 && !options.metrics.empty())  // after the keeper has looked for checkpoints of another run
     metrics_ = MetricsFile(options.metrics, options.resume);
   if (world.rank() == 0 && !options.on_event.empty()) metrics_.pass_on_to(options.on_event);

@@ -21,6 +21,7 @@
 #include "lockstep/base/command_line.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/process/process_title.h"
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/collective/world/world_state.h"
@@ -244,10 +245,8 @@ void say(const std::string& text) { log_info(concat("--strategy auto is ", text)
 // and why. Before ranks are started, and before this process has threads: it forks. Blocks for 20 to 30 s where there is a
 // choice.
 void choose_strategy(TrainOptions& options, const Task& task) {
-  if (options.launcher != "none")
-    throw UsageError({.what = concat("--strategy auto in ranks that ", options.launcher, " has started"),
-                      .likely = "it measures on a whole machine before there are ranks",
-                      .next = "ask lockstep plan, and give --strategy what it recommends"});
+  require(options.launcher == "none", concat("--strategy auto in ranks that ", options.launcher, " has started"),
+          "ask lockstep plan, and give --strategy what it recommends");
   options.strategy.kind = StrategyKind::kDdp;
   const int devices = ranks_to_start(options);
   if (devices == 1) {
@@ -256,9 +255,9 @@ void choose_strategy(TrainOptions& options, const Task& task) {
   }
   if (const auto why = why_ddp(options)) return say(concat("ddp: ", *why));
   const auto wanted = wanted_kind(options);  // unless told: GPUs if there are enough
-  if (wanted ? *wanted == torch::kCUDA : cuda_device_count_before_fork() >= devices)
-    throw UsageError({.what = "--strategy auto with GPUs, of which it has no measurements",
-                      .next = "choose a --strategy (ddp suits nearly always), or train on cores: --device cpu"});
+  require(wanted ? *wanted != torch::kCUDA : cuda_device_count_before_fork() < devices,
+          "--strategy auto with GPUs, of which it has no measurements",
+          "choose a --strategy (ddp suits nearly always), or train on cores: --device cpu");
   require_batch_for_ranks(options.loader.batch_size, devices);
   log_info(concat("--strategy auto measures ", task.name, " on this machine, 20 to 30 s"));
   plan::Subject subject{.task = fitted_before_fork(task, options.source, options.classes),

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "lockstep/base/files/file.h"
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
@@ -190,9 +191,8 @@ void PredictionFile::add_array(const torch::Tensor& outputs) {
 
 // The class and its probability, or the numbers.
 void PredictionFile::add_lines(const torch::Tensor& outputs) {
-  if (outputs.dim() != 2)
-    throw UsageError({.what = concat("outputs of shape ", outputs.sizes().slice(1), " for each sample in a .csv file"),
-                      .next = "give --output a name that ends in .npy"});
+  require(outputs.dim() == 2, concat("outputs of shape ", outputs.sizes().slice(1), " for each sample in a .csv file"),
+          "give --output a name that ends in .npy");
   std::string text;
   if (written_ == 0) {
     text = "sample";
@@ -252,12 +252,10 @@ void predict(const World& world, const TrainOptions& options, const Task& task, 
 
 void require_output(const TrainOptions& options) {
   if (options.use != Use::kPredict) return;
-  if (!options.output.ends_with(".csv") && !options.output.ends_with(".npy"))
-    throw UsageError(
-        {.what = concat("--output ", options.output), .next = "give a file name that ends in .csv or .npy"});
-  if (std::filesystem::exists(std::filesystem::symlink_status(options.output)))
-    throw UsageError(
-        {.what = concat(options.output, " already exists"), .next = "remove it, or name another --output"});
+  require(options.output.ends_with(".csv") || options.output.ends_with(".npy"), concat("--output ", options.output),
+          "give a file name that ends in .csv or .npy");
+  require(!std::filesystem::exists(std::filesystem::symlink_status(options.output)),
+          concat(options.output, " already exists"), "remove it, or name another --output");
 }
 
 void use_model(const World& world, TrainOptions options, const std::function<Task(const TrainOptions&)>& make_task) {

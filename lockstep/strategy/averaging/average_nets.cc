@@ -5,8 +5,8 @@
 #include <numeric>
 
 #include "lockstep/base/cache_line.h"
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
-#include "lockstep/error.h"
 #include "lockstep/strategy/averaging/flat_block.h"
 #include "lockstep/strategy/devices/replica.h"
 
@@ -29,26 +29,23 @@ bool lie_alike(const torch::Tensor& one, const torch::Tensor& other) {
 
 void refuse_16_bit_parameters(const NamedTensors& parameters) {
   for (const auto& [name, parameter] : parameters)
-    if (parameter.element_size() == 2)
-      throw UsageError(
-          {.what = concat("parameters of ", c10::toString(parameter.scalar_type()), " can't be averaged: ", name),
-           .likely = "the whole model was converted to 16 bits: its optimizer updates a float32 copy of the parameters",
-           .next = "keep parameters in float32, and compute in 16 bits: --precision bfloat16"});
+    require(parameter.element_size() != 2,
+            concat("parameters of ", c10::toString(parameter.scalar_type()), " can't be averaged: ", name),
+            "keep parameters in float32, and compute in 16 bits: --precision bfloat16");
 }
 
 torch::Tensor make_flat_block(const NamedTensors& all, const World& world) {
   const torch::NoGradGuard no_grad;
   const NamedTensors parameters = trainable(all);
-  if (parameters.empty())
-    throw UsageError({.what = "a model without parameters to train", .next = "leave requires_grad set on some"});
+  require(!parameters.empty(), "a model without parameters to train", "leave requires_grad set on some");
   const torch::ScalarType dtype = parameters.front().tensor.scalar_type();
   refuse_16_bit_parameters(parameters);
   int64_t values = 0;
   for (const auto& [name, tensor] : parameters) {
-    if (tensor.scalar_type() != dtype)
-      throw UsageError({.what = concat(name, " is ", c10::toString(tensor.scalar_type()), ", but other parameters are ",
-                                       c10::toString(dtype), ": they can't be one block"),
-                        .next = "give all parameters one dtype"});
+    require(
+        tensor.scalar_type() == dtype,
+        concat(name, " is ", c10::toString(tensor.scalar_type()), ", but other parameters are ", c10::toString(dtype)),
+        "give all parameters one dtype");
     static_cast<void>(dense_view(tensor));  // throws if it has gaps
     values = place_after(values, tensor);
   }
@@ -70,9 +67,8 @@ Tensors make_flat_blocks(const std::vector<NamedTensors>& nets) {
   Tensors blocks;
   for (const NamedTensors& net : nets) {
     const auto are_alike = [](const auto& a, const auto& b) { return lie_alike(a.tensor, b.tensor); };
-    if (!std::ranges::equal(trainable(net), trainable(nets.front()), are_alike))
-      throw UsageError({.what = "flat_blocks() of nets whose shapes or strides differ",
-                        .next = "give all nets the same memory_format"});
+    require(std::ranges::equal(trainable(net), trainable(nets.front()), are_alike),
+            "flat_blocks() of nets whose shapes or strides differ", "give all nets the same memory_format");
     blocks.push_back(make_flat_block(net, World::single()));
   }
   return blocks;
@@ -101,13 +97,12 @@ void copy_from_first(Devices& devices, const Tensors& blocks) {
 void average(Devices& devices, const Tensors& blocks, const std::vector<int64_t>& samples) {
   const std::vector<int64_t> counts = samples.empty() ? std::vector<int64_t>(blocks.size(), 1) : samples;
   const int64_t all = std::accumulate(counts.begin(), counts.end(), int64_t{0});
-  if (std::ssize(blocks) != devices.size() || counts.size() != blocks.size())
-    throw UsageError({.what = concat("average() of ", blocks.size(), " nets with ", counts.size(), " weights on ",
-                                     devices.size(), " devices"),
-                      .next = "give one net and one weight for each device"});
-  if (all <= 0 || std::ranges::min(counts) < 0)
-    throw UsageError(
-        {.what = "average() with weights that are negative or all 0", .next = "give the samples of each net"});
+  require(
+      std::ssize(blocks) == devices.size() && counts.size() == blocks.size(),
+      concat("average() of ", blocks.size(), " nets with ", counts.size(), " weights on ", devices.size(), " devices"),
+      "give one net and one weight for each device");
+  require(all > 0 && std::ranges::min(counts) >= 0, "average() with weights that are negative or all 0",
+          "give the samples of each net");
   mean_onto_first(devices, blocks, counts, all);
   copy_from_first(devices, blocks);
 }

@@ -30,9 +30,9 @@
 #include <utility>
 
 #include "lockstep/base/cache_line.h"
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/sampler.h"
 #include "lockstep/strategy/averaging/background_sum.h"
@@ -44,18 +44,14 @@ namespace lockstep {
 namespace {
 
 void require_sensible(const AveragingOptions& options) {
-  if (options.every < 1)
-    throw UsageError({.what = concat("--average-every ", options.every), .next = "give at least 1 batch"});
-  if (options.outer_lr <= 0 || options.outer_momentum < 0)
-    throw UsageError({.what = concat("--outer-lr ", options.outer_lr, ", --outer-momentum ", options.outer_momentum),
-                      .next = "give a positive rate and a momentum of at least 0"});
-  if (options.parts < 1 || options.parts > options.every || options.delay < 0 || options.delay > options.every)
-    throw UsageError({.what = concat("--average-parts ", options.parts, ", --average-delay ", options.delay,
-                                     ", --average-every ", options.every),
-                      .likely = "each part is averaged once in so many batches, and arrives before it is sent again",
-                      .next = "give at least 1 part, and no more parts or delay than batches between averages"});
-  if (options.mix < 0 || options.mix >= 1)
-    throw UsageError({.what = concat("--average-mix ", options.mix), .next = "give a share from 0 to below 1"});
+  const auto [every, outer_lr, outer_momentum, parts, delay, mix, in] = options;
+  require(every >= 1, concat("--average-every ", every), "give at least 1 batch");
+  require(outer_lr > 0 && outer_momentum >= 0, concat("--outer-lr ", outer_lr, ", --outer-momentum ", outer_momentum),
+          "give a positive rate and a momentum of at least 0");
+  require(parts >= 1 && parts <= every && delay >= 0 && delay <= every,
+          concat("--average-parts ", parts, ", --average-delay ", delay, ", --average-every ", every),
+          "give at least 1 part, and no more parts or delay than batches between averages");
+  require(mix >= 0 && mix < 1, concat("--average-mix ", mix), "give a share from 0 to below 1");
 }
 
 // DiLoCo's outer optimizer: takes a step of Nesterov's SGD towards the average.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/periodic_average.h"
 
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
-#include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/strategy/averaging/flat_block.h"
 
@@ -10,9 +10,9 @@ namespace lockstep {
 
 PeriodicAverage::PeriodicAverage(World world, const torch::nn::Module& module, const PeriodicAverageOptions& options)
     : world_(std::move(world)), options_(options) {
-  if (options.first_steps < 0 || options.every < 1)
-    throw UsageError({.what = concat("averages every ", options.every, " steps after the first ", options.first_steps),
-                      .next = "give every >= 1 and first_steps >= 0"});
+  require(options.first_steps >= 0 && options.every >= 1,
+          concat("averages every ", options.every, " steps after the first ", options.first_steps),
+          "give every >= 1 and first_steps >= 0");
   const auto parameters = named_parameters(module);
   refuse_16_bit_parameters(parameters);
   parameters_ = tensors_of(parameters);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/collective/gpus.h"
@@ -13,8 +14,7 @@ namespace {
 
 UsageError no_device(const std::string& text) {
   return UsageError({.what = concat("--devices: \"", text, "\" names no device"),
-                     .next = "give auto, cuda, cpu, a list of GPUs such as cuda:0,cuda:1, or of cores such as "
-                             "cpu:0-3,cpu:4-7"});
+                     .next = "give auto, cuda, cpu, GPUs such as cuda:0,cuda:1, or cores such as cpu:0-3,cpu:4-7"});
 }
 
 // "4" or "0-3"
@@ -44,9 +44,8 @@ std::vector<DevicePlace> parse_device_places(const std::string& text) {
   for (const std::string& each : split(text, ',')) places.push_back(place_named(each));
   if (places.empty()) throw no_device(text);
   for (const DevicePlace& place : places)
-    if (place.device.type() != places.front().device.type())
-      throw UsageError(
-          {.what = concat("--devices ", text, " has GPUs beside cores"), .next = "give devices of one kind"});
+    require(place.device.type() == places.front().device.type(), concat("--devices ", text, " has GPUs beside cores"),
+            "give devices of one kind");
   return places;
 }
 

@@ -9,6 +9,7 @@
 #include <shared_mutex>
 
 #include "lockstep/base/log.h"
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/collective/calls/tensor_call.h"
@@ -72,10 +73,9 @@ void Device::barrier() {
 }
 
 Devices::Devices(const DevicesOptions& options) {
-  if (options.count < 1) throw UsageError({.what = concat(options.count, " devices"), .next = "give at least 1"});
-  if (!options.places.empty() && std::ssize(options.places) != options.count)
-    throw UsageError({.what = concat(options.count, " devices at ", options.places.size(), " places"),
-                      .next = "give one place per device"});
+  require(options.count >= 1, concat(options.count, " devices"), "give at least 1");
+  require(options.places.empty() || std::ssize(options.places) == options.count,
+          concat(options.count, " devices at ", options.places.size(), " places"), "give one place per device");
   for (const DevicePlace& place : options.places)
     if (!place.device.is_cpu()) require_gpus(place.device.index());
   state_ = std::make_shared<DevicesState>(options);

@@ -7,6 +7,7 @@
 #include <utility>
 #include <variant>
 
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/collective/operator_spans.h"
@@ -138,8 +139,8 @@ void share_memory(const Replicas& replicas) {
 }
 
 void share_parameters(Devices& devices, Replicas& replicas) {
-  if (replicas.front().optimizer->param_groups().size() > 1)  // LocalGradients has the model's order
-    throw UsageError({.what = "shared variables with no_decay", .next = "give every device its own: get_params()"});
+  require(replicas.front().optimizer->param_groups().size() == 1,  // LocalGradients has the model's order
+          "shared variables with no_decay", "give every device its own: get_params()");
   share_memory(replicas);
   replicas.front().combined = std::make_shared<LocalGradients>(on_all(devices));
   replicas.front().optimizer->attach(replicas.front().combined);
@@ -161,10 +162,10 @@ void follow_first(const Replicas& replicas) {
 }
 
 void require_one_process(const World& world, const StrategyOptions& options) {
-  if (world.size() == 1) return;
-  throw UsageError({.what = concat("strategy ", strategy_info(options.kind).name,
-                                   " has its devices in one process, but there are ", world.size(), " ranks"),
-                    .next = "give --ranks without a launcher, or choose --strategy ddp or averaging"});
+  require(world.size() == 1,
+          concat("strategy ", strategy_info(options.kind).name, " has its devices in one process, but there are ",
+                 world.size(), " ranks"),
+          "give --ranks without a launcher, or choose --strategy ddp or averaging");
 }
 
 int64_t samples_of(const Task& task, const Batch& batch) {

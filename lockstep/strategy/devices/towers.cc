@@ -13,6 +13,7 @@
 
 #include <algorithm>
 
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
@@ -30,10 +31,10 @@ void require_same_structure(const torch::nn::Module& made, const torch::nn::Modu
       return a.name == b.name && a.tensor.sizes() == b.tensor.sizes() &&
              a.tensor.scalar_type() == b.tensor.scalar_type();
     });
-    if (!same)
-      throw UsageError({.what = concat("get_params() of a ", given.name(), " that is not like the ", made.name(),
-                                       " that the task makes: names, shapes and dtypes differ"),
-                        .next = "give a task whose make_model() makes this model"});
+    require(same,
+            concat("get_params() of a ", given.name(), " that is not like the ", made.name(),
+                   " that the task makes: names, shapes and dtypes differ"),
+            "give a task whose make_model() makes this model");
   }
 }
 
@@ -58,9 +59,8 @@ Replicas get_params(const Devices& devices, const Task& task, const torch::nn::M
 }
 
 Replicas share_variables(Devices& devices, const Task& task, const StrategyOptions& options) {
-  if (devices.on_gpus())
-    throw UsageError({.what = "shared variables on the CPU with GPUs",
-                      .next = "take KVStore::create(\"local_update_cpu\"), or a copy on every GPU: get_params()"});
+  require(!devices.on_gpus(), "shared variables on the CPU with GPUs",
+          "take KVStore::create(\"local_update_cpu\"), or a copy on every GPU: get_params()");
   Replicas replicas = get_params(devices, task, options);
   share_parameters(devices, replicas);
   return replicas;
@@ -138,9 +138,9 @@ void all_reduce_gradients(Devices& devices, const Replicas& replicas, Algorithm 
 }
 
 void all_reduce(Devices& devices, const Tensors& tensors, Algorithm algorithm) {
-  if (std::ssize(tensors) != devices.size())
-    throw UsageError({.what = concat("all_reduce of ", tensors.size(), " tensors over ", devices.size(), " devices"),
-                      .next = "give one tensor for each device, on it"});
+  require(std::ssize(tensors) == devices.size(),
+          concat("all_reduce of ", tensors.size(), " tensors over ", devices.size(), " devices"),
+          "give one tensor for each device, on it");
   devices.run([tensors, algorithm](Device& device) {
     const torch::NoGradGuard no_grad;
     device.all_reduce(for_device(tensors, device), algorithm);

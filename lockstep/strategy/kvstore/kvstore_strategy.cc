@@ -13,6 +13,7 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/base/process/stop.h"
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
@@ -25,10 +26,6 @@
 
 namespace lockstep {
 namespace {
-
-void require(bool good, const std::string& what, const std::string& next) {
-  if (!good) throw UsageError({.what = what, .next = next});
-}
 
 void check(const StrategyOptions& options) {
   const KVStoreOptions& store = options.kvstore;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/world/world_state.h"
 #include "lockstep/error.h"
@@ -87,9 +88,9 @@ void say_goodbye(const std::vector<StoreLink>& to_servers) {
 DistSetting connect_store(const World& world, const StrategyOptions& options) {
   DistSetting setting{.world = world, .options = options};
   find_roles(setting);
-  if (options.clipping.max_norm > 0 && setting.servers.size() > 1 && options.kvstore.update_on_kvstore)
-    throw UsageError({.what = "--clip-norm where several servers update: none of them knows the norm of all gradients",
-                      .next = "take one server, or dist_sync with --update-on-kvstore false"});
+  require(options.clipping.max_norm == 0 || setting.servers.size() == 1 || !options.kvstore.update_on_kvstore,
+          "--clip-norm where several servers update: none of them knows the norm of all gradients",
+          "take one server, or dist_sync with --update-on-kvstore false");
   connect_pairs(setting);
   setting.alike = world.split(setting.serves() ? 0 : 1);
   return setting;

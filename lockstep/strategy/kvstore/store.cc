@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <span>
 
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/collective/gpus.h"
@@ -43,13 +44,12 @@ std::vector<Key> keys_of(const NamedTensors& values, const NamedTensors& buffers
 }
 
 void Store::init(const NamedTensors& values, const NamedTensors& buffers) {
-  if (!keys_.empty())
-    throw UsageError({.what = "init() of a store that has its keys", .next = "give all keys at once"});
+  require(keys_.empty(), "init() of a store that has its keys", "give all keys at once");
   Tensors tensors;
   for (const auto* const list : {&values, &buffers})
     for (const auto& [name, tensor] : *list) {
-      if (!numbers_.emplace(name, names_.size()).second)
-        throw UsageError({.what = concat("two values for the key ", name), .next = "give each key once"});
+      require(numbers_.emplace(name, names_.size()).second, concat("two values for the key ", name),
+              "give each key once");
       names_.push_back(name);
       sizes_.push_back(tensor.sizes().vec());
       tensors.push_back(tensor.detach());

@@ -10,6 +10,7 @@
 #include <exception>
 
 #include "lockstep/base/process/stop.h"
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/step/two_bit.h"
@@ -141,16 +142,15 @@ class KVWorker : public Store {
 
   // A server knows only its own slices.
   void require_possible(const UpdateOptions& options) const {
-    if (options.clipping.max_norm > 0 && servers_.size() > 1)
-      throw UsageError({.what = "clipping by norm on several servers: none of them knows the norm of all gradients",
-                        .next = "use one server"});
+    require(options.clipping.max_norm == 0 || servers_.size() == 1,
+            "clipping by norm on several servers: none of them knows the norm of all gradients", "use one server");
     if (!layerwise(options.optimizer)) return;
     for (const Server& server : servers_)
       for (const KeySlice& slice : server.layout.slices())
-        if (slice.trained && slice.count < keys()[slice.key].elements)
-          throw UsageError({.what = concat(name_of(options.optimizer), " takes norms over whole keys, but ",
-                                           key_name(slice.key), " is split"),
-                            .next = "make the store with a larger split_above"});
+        require(
+            !slice.trained || slice.count == keys()[slice.key].elements,
+            concat(name_of(options.optimizer), " takes norms over whole keys, but ", key_name(slice.key), " is split"),
+            "make the store with a larger split_above");
   }
 
   // ---- Pushes

@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "lockstep/base/median.h"
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/deadline.h"
@@ -114,9 +115,8 @@ StagesOption parse_stages(const std::string& text, int devices, int pieces) {
 // max(best[s-1][begin], cost of the pieces begin ... end-1). O(stages * pieces^2).
 Cut balanced_cut(const std::vector<double>& costs, int stages) {
   const auto pieces = to_int(costs.size());
-  if (stages < 1 || stages > pieces)
-    throw UsageError(
-        {.what = concat(stages, " stages of ", pieces, " pieces"), .next = "give a stage at least one piece"});
+  require(stages >= 1 && stages <= pieces, concat(stages, " stages of ", pieces, " pieces"),
+          "give a stage at least one piece");
   IntVector<double> before(pieces + 1);  // cost of the pieces before
   std::partial_sum(costs.begin(), costs.end(), before.begin() + 1);
   const IntVector<double> impossible(pieces + 1, std::numeric_limits<double>::infinity());

@@ -4,9 +4,9 @@
 #include <algorithm>
 
 #include "lockstep/base/log.h"
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/data/loader/random.h"
-#include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/model/partial_model.h"
 #include "lockstep/strategy/devices/thread_generator.h"
@@ -26,8 +26,7 @@ Pipeline::Pipeline(const World& all, const Task& task, const StrategyOptions& op
       all_(all),
       of_stage_(all),
       micro_batches_(micro_batches_in(options.pipeline)) {
-  if (micro_batches_ < 1)
-    throw UsageError({.what = concat("--micro-batches ", micro_batches_), .next = "give at least 1"});
+  require(micro_batches_ >= 1, concat("--micro-batches ", micro_batches_), "give at least 1");
 }
 
 void Pipeline::read_stages(int devices, const std::vector<Piece>& pieces) {

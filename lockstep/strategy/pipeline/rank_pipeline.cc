@@ -12,10 +12,10 @@
 #include <map>
 
 #include "lockstep/base/process/stop.h"
+#include "lockstep/base/require.h"
 #include "lockstep/base/sockets/received.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
-#include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/model/partial_model.h"
 #include "lockstep/strategy/devices/thread_generator.h"
@@ -26,16 +26,6 @@ namespace lockstep {
 namespace {
 
 constexpr int kMoveTag = 2;  // besides those of message_links()
-
-void require_possible(const StrategyOptions& options) {
-  if (options.devices != 1)
-    throw UsageError({.what = concat("a pipeline of ranks with ", options.devices, " devices each"),
-                      .next = "give --devices-per-worker 1, or one rank with all devices"});
-  if (options.clipping.max_norm > 0)
-    throw UsageError({.what = "clipping by norm with stages that are processes",
-                      .likely = "each stage has the norm of its own gradients only",
-                      .next = "leave out --devices-per-worker, so that stages are threads, or clip by value"});
-}
 
 NamedTensors named(const StagedTensors& tensors) {
   NamedTensors all;
@@ -59,7 +49,11 @@ class RankPipeline : public Pipeline {
  public:
   RankPipeline(const World& world, const Task& task, const StrategyOptions& options)
       : Pipeline(world, task, options), of_replica_(world), back_(world) {
-    require_possible(options);
+    require(options.devices == 1, concat("a pipeline of ranks with ", options.devices, " devices each"),
+            "give --devices-per-worker 1, or one rank with all devices");
+    require(options.clipping.max_norm == 0,
+            "clipping by norm with stages that are processes: each has the norm of its own gradients only",
+            "leave out --devices-per-worker, so that stages are threads, or clip by value");
     const ModulePtr own = make_own_part();
     const int replica = world.rank() / stages_;
     of_stage_ = *world.split(stage(), world.rank());

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/observe/timeline_file.h"
@@ -20,10 +21,6 @@
 namespace lockstep {
 
 namespace {
-
-void require(bool good, const std::string& what, const std::string& next) {
-  if (!good) throw UsageError({.what = what, .next = next});
-}
 
 Option unless(bool left_out, Option option) {
   option.offered = !left_out;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/error.h"
@@ -19,10 +20,10 @@ int devices_of_worker(const TrainOptions& options, int worker) {
   const auto& devices = options.devices_per_worker;
   if (devices.empty()) return 0;
   if (devices.size() == 1) return devices.front();
-  if (worker < std::ssize(devices)) return *std::next(devices.begin(), worker);
-  throw UsageError(
-      {.what = concat("--devices-per-worker has ", devices.size(), " numbers, but there is a worker ", worker),
-       .next = "give one number for all workers, or one for each"});
+  require(worker < std::ssize(devices),
+          concat("--devices-per-worker has ", devices.size(), " numbers, but there is a worker ", worker),
+          "give one number for all workers, or one for each");
+  return *std::next(devices.begin(), worker);
 }
 
 // Tells whether --ranks counts devices that are threads of one process.
@@ -37,9 +38,8 @@ bool one_device_per_rank(const TrainOptions& options) {
 }
 
 void require_same_kind(const TrainOptions& options, torch::DeviceType kind) {
-  if (options.device && *options.device != kind)
-    throw UsageError(
-        {.what = concat("--devices ", options.devices, " with another --device"), .next = "leave out --device"});
+  require(!options.device || *options.device == kind, concat("--devices ", options.devices, " with another --device"),
+          "leave out --device");
 }
 
 // The list of --devices; empty where it names a kind.
@@ -88,13 +88,12 @@ int rank_count(const TrainOptions& options) {
   if (options.ranks == "auto") return all_devices(options);
   if (options.ranks.empty()) return default_ranks(options);
   int ranks = 0;
-  if (!parse_int(options.ranks, ranks) || ranks <= 0)
-    throw UsageError({.what = concat("--ranks ", options.ranks, " is not a number of ranks"),
-                      .next = "give a positive number, or auto for one per core or GPU"});
+  require(parse_int(options.ranks, ranks) && ranks > 0, concat("--ranks ", options.ranks, " is not a number of ranks"),
+          "give a positive number, or auto for one per core or GPU");
   const Places list = listed(options);
-  if (!list.empty() && one_device_per_rank(options) && std::ssize(list) != ranks)
-    throw UsageError({.what = concat("--ranks ", ranks, " with ", list.size(), " devices: --devices ", options.devices),
-                      .next = "leave out --ranks, or name as many devices"});
+  require(list.empty() || !one_device_per_rank(options) || std::ssize(list) == ranks,
+          concat("--ranks ", ranks, " with ", list.size(), " devices: --devices ", options.devices),
+          "leave out --ranks, or name as many devices");
   return ranks;
 }
 
@@ -199,10 +198,10 @@ std::vector<DevicePlace> places_of_rank(const TrainOptions& options, const JobEn
   const Places list = listed(options);
   if (list.empty())
     return takes_gpus(options, share) ? share_of_gpus(options, share) : even_places(torch::kCPU, share.mine);
-  if (std::ssize(list) != share.all)
-    throw UsageError({.what = concat("--devices ", options.devices, " has ", list.size(),
-                                     " devices, but the ranks of this machine have ", share.all),
-                      .next = "name one for each of them; strategy single has one, ddp one in each rank"});
+  require(std::ssize(list) == share.all,
+          concat("--devices ", options.devices, " has ", list.size(), " devices, but the ranks of this machine have ",
+                 share.all),
+          "name one for each of them; strategy single has one, ddp one in each rank");
   if (job.world_size > 1) require_a_gpu_for_each_rank(options, list);
   return {list.begin() + share.before, list.begin() + share.before + share.mine};
 }

@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include "agent/recover/job_memory.h"
+#include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
@@ -208,9 +209,8 @@ struct Recovery::State {
   }
 
   const SafetensorsReader* add(Item item) {
-    if (begun)
-      throw UsageError({.what = concat("Recovery::keep(\"", item.name, "\") after the first step or batch"),
-                        .next = "call it right after Recovery is made"});
+    require(!begun, concat("Recovery::keep(\"", item.name, "\") after the first step or batch"),
+            "call it right after Recovery is made");
     items.push_back(std::move(item));
     return kept && kept->found() != nullptr ? &kept->found()->own : nullptr;
   }
@@ -260,8 +260,7 @@ int64_t Recovery::steps() const { return state_->steps; }
 
 Loader::Epoch Recovery::batches(int64_t epoch) {
   const LoaderPosition& at = state_->position;
-  if (state_->loader == nullptr)
-    throw UsageError({.what = "Recovery::batches() without a loader", .next = "Recovery(ddp, optimizer, loader)"});
+  require(state_->loader != nullptr, "Recovery::batches() without a loader", "Recovery(ddp, optimizer, loader)");
   if (epoch < at.epoch)
     throw UsageError({.what = concat("epoch ", epoch, " again: the training has been in epoch ", at.epoch),
                       .here = state_->world.describe(),
