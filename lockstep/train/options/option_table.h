@@ -33,14 +33,13 @@ inline constexpr OnResume kMayChange{false, true};  // where, how fast or how lo
 inline constexpr OnResume kSame{true, true};
 constexpr OnResume same_if(bool used) { return {true, used}; }
 
-// The numbers that an option may be; and what to tell who gives another one.
+// The numbers that an option may be. Who gives another one is shown the option's help.
 struct Limits {
   double at_least = -std::numeric_limits<double>::infinity();
   double below = std::numeric_limits<double>::infinity();
-  const char* next = "give at least 1";
 };
 inline constexpr Limits kFromOne{.at_least = 1};
-constexpr Limits from_zero(const char* next) { return {.at_least = 0, .next = next}; }
+inline constexpr Limits kFromZero{.at_least = 0};
 
 struct Option {
   std::string name;  // "--batch-size"
@@ -106,14 +105,14 @@ requires(!HasNames<Value>) Option
 inline Option seconds(const std::string& name, std::chrono::milliseconds& field, OnResume on_resume,
                       const std::string& help, double at_least = std::numeric_limits<double>::min()) {
   using Seconds = std::chrono::duration<double>;
-  const Limits limits{.at_least = at_least, .next = "give seconds, such as 300"};
   const auto get = [&field] { return Seconds(field).count(); };
   const auto set = [&field](double value) {
     field =
         std::chrono::duration_cast<std::chrono::milliseconds>(std::min(Seconds(value), Seconds(Deadline::kLongest)));
   };
-  return typed<double>({.name = name, .help = help, .on_resume = on_resume, .value = get, .limits = limits}, set,
-                       concat(get()));
+  return typed<double>(
+      {.name = name, .help = help, .on_resume = on_resume, .value = get, .limits = {.at_least = at_least}}, set,
+      concat(get()));
 }
 
 // Giving it sets the field to `on`.

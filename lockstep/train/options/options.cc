@@ -32,7 +32,7 @@ Option common(Option option) {
   return option;
 }
 
-constexpr Limits kBelowOne{.at_least = 0, .below = 1, .next = "such as 0.9"};
+constexpr Limits kBelowOnekBelowOne;
 
 bool depends_on_epochs(ScheduleKind schedule) {
   return schedule == ScheduleKind::kLinear || schedule == ScheduleKind::kCosine;
@@ -50,25 +50,22 @@ std::vector<Option> data_table(TrainOptions& o, const Choices& choices) {
       option("--freeze", o.freeze, kSame, "regular expression for names of parameters that are not trained"),
       common(unless(own_data, option("--data", o.source.data, kSame,
                                      concat("dataset, KIND[:PATH][?OPTIONS]: ", join(choices.datasets, ", "))))),
-      unless(own_model,
-             option("--classes", o.classes, kMayChange, "outputs of the model; 0: as many classes as the data has",
-                    from_zero("0: as many as the data has"))),
+      unless(own_model, option("--classes", o.classes, kMayChange,
+                               "outputs of the model; 0: as many classes as the data has", kFromZero)),
       common(option("--data-dir", o.source.folder, kMayChange, "folder that holds the dataset")),
       common(unless(own_data, option("--augment", o.source.augment, kSame,
                                      "transforms of training images, such as crop:4,flip; docs/data.md lists them"))),
-      option("--workers", o.loader.workers, kMayChange, "threads per rank that load batches ahead; 0: none",
-             from_zero("0: the step waits while a batch is loaded")),
+      option("--workers", o.loader.workers, kMayChange, "threads per rank that load batches ahead; 0: none", kFromZero),
       option("--prefetch", o.loader.prefetch, kMayChange, "most batches loaded ahead per rank", kFromOne),
       option("--skip-bad", o.loader.skip_bad, kMayChange, "unreadable samples that each rank may skip per epoch",
-             from_zero("0: a bad sample is an error")),
+             kFromZero),
       common(option("--epochs", o.epochs, same_if(depends_on_epochs(o.learning_rate.schedule)),
                     "passes over the dataset", kFromOne)),
       common(option("--batch-size", o.loader.batch_size, kSame, "global batch, over all ranks", kFromOne)),
       option("--accumulate", o.strategy.accumulate, kSame,
              "gradient accumulation: batches of --batch-size per step, one after another", kFromOne),
       option("--label-smoothing", o.label_smoothing, kSame,
-             "share of each target spread over all classes, in training and validation",
-             {.at_least = 0, .below = 1, .next = "such as 0.1"}),
+             "share of each target spread over all classes, in training and validation", kBelowOne),
       common(option("--seed", o.strategy.seed, kSame, "of the initial weights and the order of the data")),
   };
 }
@@ -103,8 +100,7 @@ std::vector<Option> device_table(TrainOptions& o) {
       option("--devices-per-worker", o.devices_per_worker, kMayChange,
              "devices in each rank, where devices are threads; 2,1,4: in the first, the second ..."),
       option("--threads", o.threads, kMayChange,
-             "threads per rank, or per device where devices are threads; 0: one per core",
-             from_zero("give 0 for one per core")),
+             "threads per rank, or per device where devices are threads; 0: one per core", kFromZero),
       common(option("--devices", o.devices, kMayChange,
                     "of this machine: auto, cpu, cuda (all GPUs), cuda:0,cuda:1 or cores: cpu:0-3,cpu:4-7")),
       option("--device", o.device, kMayChange, "the kind of device, where --devices does not say it"),
@@ -136,8 +132,7 @@ std::vector<Option> strategy_table(TrainOptions& o) {
       option("--average-parts", s.averaging.parts, kSame, "averaging: parts of the parameters, averaged in turn",
              kFromOne),
       option("--average-delay", s.averaging.delay, kSame,
-             "averaging: batches that go on while a part is exchanged; 0: none",
-             from_zero("0: the exchange is waited for")),
+             "averaging: batches that go on while a part is exchanged; 0: none", kFromZero),
       option("--average-mix", s.averaging.mix, kSame,
              "averaging with a delay: share of a replica's own parameters when the average comes", kBelowOne),
       option("--average-in", s.averaging.in, kSame, "averaging: what the change is sent in, between machines"),
@@ -163,7 +158,7 @@ std::vector<Option> strategy_table(TrainOptions& o) {
       option("--compression-amount", s.compression.amount, kSame,
              "powersgd: rank, 2bit: threshold, topk: share; 0: its default"),
       option("--virtual-shards", s.ddp.virtual_shards, kSame,
-             "the same bits on any number of ranks that divides this; 0: off", from_zero("0: off")),
+             "the same bits on any number of ranks that divides this; 0: off", kFromZero),
   };
 }
 
@@ -218,20 +213,17 @@ std::vector<Option> update_table(TrainOptions& o) {
       common(choice(
           "--optimizer", optimizer_names(), [&optimizer] { return name_of(optimizer); }, choose, kSame, "update rule")),
       common(of_optimizer<double>("--lr", "lr", optimizer, "learning rate; each optimizer has a default of its own",
-                                  from_zero("give one such as 0.05"))),
+                                  kFromZero)),
       common(of_optimizer<double>("--momentum", "momentum", optimizer, "sgd, lars and rmsprop")),
       of_optimizer<bool>("--nesterov", "nesterov", optimizer, "sgd only"),
       of_optimizer<double>("--beta1", "beta1", optimizer, "adam, adamw and lamb: of the mean gradient", kBelowOne),
       of_optimizer<double>("--beta2", "beta2", optimizer, "adam, adamw and lamb: of its square", kBelowOne),
-      of_optimizer<double>("--eps", "eps", optimizer, "added to a root: all but sgd and lars",
-                           from_zero("give one such as 1e-8")),
+      of_optimizer<double>("--eps", "eps", optimizer, "added to a root: all but sgd and lars", kFromZero),
       common(of_optimizer<double>("--weight-decay", "weight_decay", optimizer, "shrinks the weights in each step")),
       option("--no-decay", s.no_decay, kSame, "norm,bias: no weight decay for these parameters"),
-      option("--clip-norm", s.clipping.max_norm, kSame, "largest 2-norm of all gradients together; 0: off",
-             from_zero("0: off")),
-      option("--clip-value", s.clipping.max_value, kSame, "largest element of a gradient; 0: off", from_zero("0: off")),
-      option("--ema-decay", s.ema_decay, kSame, "also keep a moving average of the weights; 0: off",
-             {.at_least = 0, .below = 1, .next = "such as 0.999"}),
+      option("--clip-norm", s.clipping.max_norm, kSame, "largest 2-norm of all gradients together; 0: off", kFromZero),
+      option("--clip-value", s.clipping.max_value, kSame, "largest element of a gradient; 0: off", kFromZero),
+      option("--ema-decay", s.ema_decay, kSame, "also keep a moving average of the weights; 0: off", kBelowOne),
       option("--lr-scaling", rate.scaling, kSame, "how --lr grows with the batch"),
       needs(
           "--lr-scaling", [&rate] { return rate.scaling != LrScaling::kNone; },
@@ -240,11 +232,11 @@ std::vector<Option> update_table(TrainOptions& o) {
       needs(
           "--schedule linear or cosine", [&rate] { return depends_on_epochs(rate.schedule); },
           option("--lr-floor", rate.floor, kSame, "schedules linear and cosine: the share of --lr at which they end",
-                 {.at_least = 0, .below = 1, .next = "such as 0.01"})),
+                 kBelowOne)),
       common(option("--warmup-epochs", rate.warmup_epochs, kSame, "linear rise of --lr at the start")),
       needs("--schedule step", drops,
             option("--drop-every-epochs", rate.drop_every_epochs, kSame, "schedule step only",
-                   {.at_least = std::numeric_limits<double>::min(), .next = "give epochs, such as 30"})),
+                   {.at_least = std::numeric_limits<double>::min()})),
       needs("--schedule step", drops, option("--drop-factor", rate.drop_factor, kSame, "schedule step only")),
   };
 }
@@ -256,19 +248,17 @@ std::vector<Option> output_table(TrainOptions& o) {
       option("--trace", o.trace, kMayChange, "file (.json) for a timeline of all ranks, for ui.perfetto.dev"),
       option("--trace-steps", o.trace_steps, kMayChange, "with --trace: steps to record, such as 100:120"),
       common(option("--checkpoint-dir", o.checkpoint_dir, kMayChange, "folder for checkpoints (safetensors)")),
-      option("--checkpoint-every", o.checkpoint_every, kMayChange, "steps; 0: each epoch", from_zero("0: each epoch")),
+      option("--checkpoint-every", o.checkpoint_every, kMayChange, "steps; 0: each epoch", kFromZero),
       option("--checkpoint-shard-bytes", o.checkpoint_shard_bytes, kMayChange,
-             "larger checkpoints become several files with an index, each of at most this or one tensor",
-             {.at_least = 1, .next = "the default is 5000000000"}),
+             "larger checkpoints become several files with an index, each of at most this or one tensor", kFromOne),
       common(flag("--resume", o.resume, kMayChange, "go on from the newest whole checkpoint of --checkpoint-dir")),
       flag("--keep-best", o.keep_best, kMayChange,
            "also keep the checkpoint of the epoch with the lowest validation loss; eval and predict then take it"),
       option("--patience", o.patience, kMayChange,
-             "end after this many epochs without a lower validation loss; 0: train all epochs",
-             from_zero("0: train all epochs")),
+             "end after this many epochs without a lower validation loss; 0: train all epochs", kFromZero),
       option("--from-step", o.from_step, kMayChange,
              "with --resume: go back to the checkpoint of this step, also with another --lr; later ones are renamed",
-             from_zero("0: the newest")),
+             kFromZero),
       option("--preempt-signal", o.preemption.signals, kMayChange,
              "signals after which the run finishes its step, saves and stops: SIGTERM, SIGUSR1, SIGUSR2"),
       option("--on-stop", o.preemption.then, kMayChange,
@@ -276,12 +266,11 @@ std::vector<Option> output_table(TrainOptions& o) {
       common(option(
           "--max-restarts", o.max_restarts, kMayChange,
           "how often a lost rank is replaced by a new process, which goes on at the same step; 0: it ends the job",
-          from_zero("0: a lost rank ends the job"))),
+          kFromZero)),
       option("--min-ranks", o.min_ranks, kMayChange,
-             "with no restart left, go on without lost ranks while at least this many remain; 0: end",
-             from_zero("0: a lost rank ends the job")),
-      common(option("--max-steps", o.max_steps, kMayChange, "stop after this many steps; 0: after the epochs",
-                    from_zero("0: after the epochs"))),
+             "with no restart left, go on without lost ranks while at least this many remain; 0: end", kFromZero),
+      common(
+          option("--max-steps", o.max_steps, kMayChange, "stop after this many steps; 0: after the epochs", kFromZero)),
       flag("--quiet", o.quiet, kMayChange, "no progress and no table"),
       flag("--insecure-network", o.insecure_network, kMayChange, "between machines: no job secret, no encryption"),
   };
@@ -330,12 +319,13 @@ Json fingerprint_of(const Option& option) {
   return value.is_string() ? Json("") : Json(0);
 }
 
-void check_limits(const std::string& name, double value, const Limits& limits) {
-  if (value >= limits.at_least && value < limits.below) return;
+void check_limits(const Option& option, double value) {
+  const Limits& limits = option.limits;
   const std::string trouble = value >= limits.below ? concat(" is not below ", limits.below)
                               : limits.at_least > 0 ? " is not positive"
                                                     : " is negative";
-  throw UsageError({.what = concat(name, ' ', value, trouble), .next = limits.next});
+  require(value >= limits.at_least && value < limits.below, concat(option.name, ' ', value, trouble),
+          concat(option.name, " is: ", option.help));
 }
 
 }  // namespace
@@ -404,7 +394,7 @@ Json resume_fingerprint(const TrainOptions& options) {
 void check_options(const TrainOptions& options) {
   TrainOptions copy = options;
   for (const Option& option : option_table(copy, {}))
-    if (const Json value = option.value(); value.is_number()) check_limits(option.name, value, option.limits);
+    if (const Json value = option.value(); value.is_number()) check_limits(option, value);
   const StrategyInfo& strategy = strategy_info(options.strategy.kind);
   require(std::ranges::all_of(options.devices_per_worker, [](int devices) { return devices >= 1; }),
           "--devices-per-worker with a number below 1", "leave it out: --ranks counts the devices");
