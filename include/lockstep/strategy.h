@@ -91,7 +91,7 @@ enum class PipelineSchedule {
 };
 
 struct PipelineOptions {
-  std::string stages{};       // how many: "4"; or the pieces of each: "0-3,4-9", "1,4,2"; empty: one per device
+  std::string stages{};       // how many: "4"; or the pieces of each: "0-3,4-9"; empty: one per device
   int64_t micro_batches = 4;  // parts of each batch
   PipelineSchedule schedule = PipelineSchedule::k1F1B;
 };

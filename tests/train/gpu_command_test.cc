@@ -428,7 +428,7 @@ TEST(GpuCommand, trains_a_model_above_the_memory_of_a_gpu_in_four_stages) {
   EXPECT_EQ(run(pipeline + Words{folder / "core", "--devices", "cpu", "--ranks", "1"}).exit_code, 0);
   const auto core = losses_in(folder / "core");
   ASSERT_EQ(core.size(), 3U);
-  const Words in_one_process = {"--devices", "cuda", "--ranks", "4", "--stages", "2,1,1,2"};
+  const Words in_one_process = {"--devices", "cuda", "--ranks", "4", "--stages", "0-1,2,3,4-5"};
   for (const Words& arrangement : {in_one_process, in_one_process + Words{"--devices-per-worker", "1"}}) {
     const Ended four = with_12_mib(pipeline + Words{folder / "gpus"} + arrangement);
     EXPECT_EQ(four.exit_code, 0) << four.error;

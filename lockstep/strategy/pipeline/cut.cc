@@ -37,9 +37,8 @@ struct StagesText {
     return number;
   }
 
-  // "3-5" or "4" out of a list of ranges, or "2" out of a list of counts.
-  Range range(const std::string& word, int64_t begin) const {
-    if (text.find('-') == std::string::npos) return {begin, begin + number(word)};
+  // "3-5" or "4"
+  Range range(const std::string& word) const {
     const auto ends = split(word, '-');
     if (ends.size() > 2) throw error(concat("\"", word, "\" is not a range"));
     return {number(ends.front()), number(ends.back()) + 1};
@@ -49,7 +48,7 @@ struct StagesText {
     Cut cut;
     int64_t next = 0;
     for (const std::string& word : split(text, ',')) {
-      cut.push_back(range(word, next));
+      cut.push_back(range(word));
       if (cut.back().begin != next || cut.back().size() < 1)
         throw error(concat("stage ", cut.size() - 1, " does not begin with piece ", next, ", or has none"));
       next = cut.back().end;

@@ -25,7 +25,7 @@ struct StagesOption {
   int stages = 0;
   Cut cut;  // empty: to be balanced
 };
-// "" is one stage per device; "3" is three; "0-3,4-9" names the pieces of each; "4,6" counts them.
+// "" is one stage per device; "3" is three; "0-3,4-9" names the pieces of each.
 // Throws UsageError: pieces left out, named twice or not there, or a number of stages that does not divide the devices.
 StagesOption parse_stages(const std::string& text, int devices, int pieces);
 
