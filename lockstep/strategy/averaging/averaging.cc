@@ -188,11 +188,10 @@ class Averaging : public ReplicaStrategy {
   }
 
   Report report() const override {
-    const int64_t exchanged = bytes_at_once_ + (sums_ ? sums_->bytes() : 0);
     return {{"average_every", options_.every},
             {"averages", averages_},
             {"block_bytes", blocks_.front().nbytes()},
-            {"exchanged_bytes", world_.size() > 1 ? to_double(exchanged) : 0.0}};
+            {"exchanged_bytes", world_.size() > 1 ? exchanged_bytes_ : 0}};
   }
 
  private:
@@ -250,7 +249,7 @@ class Averaging : public ReplicaStrategy {
     if (part.outer) part.outer->apply(block);
     copy_from_first(*devices_, part.blocks);
     std::ranges::fill(part.samples, 0);
-    bytes_at_once_ += to_int64(block.nbytes());
+    exchanged_bytes_ += to_int64(block.nbytes());
     ++averages_;
   }
 
@@ -276,9 +275,9 @@ class Averaging : public ReplicaStrategy {
     const Tensors copies = copies_of(part.blocks);
     mean_onto_first(*devices_, copies, part.samples, all);
     const int64_t mine = std::accumulate(part.samples.begin(), part.samples.end(), int64_t{0});
-    sums_->start(i, on_device(copies.front().device(), [&] {
-                   return copies.front().sub_(part.outer->result(), fraction(mine, all)).to(torch::kCPU);
-                 }));
+    exchanged_bytes_ += sums_->start(
+        i, on_device(copies.front().device(),
+                     [&] { return copies.front().sub_(part.outer->result(), fraction(mine, all)).to(torch::kCPU); }));
     part.batches_left = options_.delay;
     std::ranges::fill(part.samples, 0);
     ++averages_;
@@ -341,7 +340,7 @@ class Averaging : public ReplicaStrategy {
   std::optional<BackgroundSum> sums_;
   int64_t batches_ = 0;  // in this round of `every`
   int64_t averages_ = 0;
-  int64_t bytes_at_once_ = 0;
+  int64_t exchanged_bytes_ = 0;  // if there are other ranks
 };
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 #include "lockstep/strategy/averaging/int8_blocks.h"
 
@@ -34,7 +35,7 @@ BackgroundSum::BackgroundSum(const World& world, const Tensors& parts, bool in_i
     lost_.push_back(torch::zeros({part.numel()}, torch::TensorOptions(part.scalar_type())));
 }
 
-void BackgroundSum::start(size_t part, const Tensor& mine) {
+int64_t BackgroundSum::start(size_t part, const Tensor& mine) {
   const torch::NoGradGuard no_grad;
   machine_.reduce(mine);
   if (std::exchange(lost_is_sum_, false))
@@ -47,13 +48,11 @@ void BackgroundSum::start(size_t part, const Tensor& mine) {
     }
     now.tensor = mine;
     if (firsts_) now.work = firsts_->all_reduce_async(mine);
-    bytes_per_machine_ += static_cast<int64_t>(mine.nbytes());
-    return;
+    return to_int64(mine.nbytes());
   }
-  const int64_t bytes = int8_bytes(mine.numel());
-  now.tensor = torch::empty({machines_, bytes}, torch::kUInt8);
+  now.tensor = torch::empty({machines_, int8_bytes(mine.numel())}, torch::kUInt8);
   if (firsts_) now.work = firsts_->all_gather_async(take_int8(lost_[part].add_(mine)), {.output = now.tensor});
-  bytes_per_machine_ += bytes;
+  return now.tensor.size(1);
 }
 
 Tensor BackgroundSum::finish(size_t part) {

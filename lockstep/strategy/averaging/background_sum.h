@@ -24,8 +24,8 @@ class BackgroundSum {
   // parts: tensors like those to be summed, (n) each. Blocks until all ranks have made it.
   BackgroundSum(const World& world, const Tensors& parts, bool in_int8);
 
-  // mine: on the CPU, overwritten. Blocks for the ranks of this machine alone. Throws PeerLost.
-  void start(size_t part, const Tensor& mine);
+  // mine: on the CPU, overwritten. Returns the bytes that this machine gives. Blocks for its ranks alone. Throws PeerLost.
+  int64_t start(size_t part, const Tensor& mine);
 
   // Returns the sum, after start(). Blocks. Throws PeerLost.
   Tensor finish(size_t part);
@@ -34,9 +34,8 @@ class BackgroundSum {
   // equal share. Blocks. Throws PeerLost.
   void even_out();
 
-  NamedTensors state() const;                           // what all lost, after even_out(); restored in place
-  void restored() { lost_is_sum_ = true; }              // state()
-  int64_t bytes() const { return bytes_per_machine_; }  // of the sums that each machine has given so far
+  NamedTensors state() const;               // what all lost, after even_out(); restored in place
+  void restored() { lost_is_sum_ = true; }  // state()
 
  private:
   bool sends_int8() const { return machines_ > 1 && !lost_.empty(); }
@@ -52,7 +51,6 @@ class BackgroundSum {
     std::optional<Work> work{};
   };
   std::vector<UnderWay> under_way_;
-  int64_t bytes_per_machine_ = 0;
 };
 
 }  // namespace lockstep
