@@ -8,7 +8,6 @@
 #include <filesystem>
 #include <functional>
 #include <iostream>
-#include <optional>
 #include <set>
 
 #include <ATen/Parallel.h>
@@ -226,17 +225,12 @@ void check_before_start(const TrainOptions& options, const Program& program, int
 
 // ---- --strategy auto
 
-// The reason why no other strategy can do what was asked for.
-std::optional<std::string> why_ddp(const TrainOptions& options) {
-  if (options.max_restarts > 0 || options.min_ranks > 0) return "lost ranks are to be replaced, so ranks are processes";
-  if (options.strategy.precision == Precision::kFloat16) return "not every strategy has --precision float16";
-  if (options.strategy.ddp.virtual_shards > 0) return "--virtual-shards is an option of ddp";
-  if (options.strategy.accumulate > 1 || !options.strategy.no_decay.empty())
-    return "not every strategy has --accumulate and --no-decay";
-  if (!options.strategy.ddp.share_parameters) return "--separate-parameters is an option of ddp";
-  if (options.strategy.compression.kind != Compression::kNone)
-    return "--compression goes between ranks that are processes";
-  return {};
+// Tells whether options were given that not every other strategy has.
+bool needs_ddp(const TrainOptions& options) {
+  const StrategyOptions& strategy = options.strategy;
+  return options.max_restarts > 0 || options.min_ranks > 0 || strategy.precision == Precision::kFloat16 ||
+         strategy.ddp.virtual_shards > 0 || strategy.accumulate > 1 || !strategy.no_decay.empty() ||
+         !strategy.ddp.share_parameters || strategy.compression.kind != Compression::kNone;
 }
 
 void say(const std::string& text) { log_info(concat("--strategy auto is ", text)); }
@@ -253,7 +247,7 @@ void choose_strategy(TrainOptions& options, const Task& task) {
     options.strategy.kind = StrategyKind::kSingle;
     return say("single: there is one device");
   }
-  if (const auto why = why_ddp(options)) return say(concat("ddp: ", *why));
+  if (needs_ddp(options)) return say("ddp, because not every other strategy has all of these options");
   const auto wanted = wanted_kind(options);  // unless told: GPUs if there are enough
   require(wanted ? *wanted != torch::kCUDA : cuda_device_count_before_fork() < devices,
           "--strategy auto with GPUs, of which it has no measurements",
