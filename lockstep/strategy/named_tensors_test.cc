@@ -162,7 +162,7 @@ TEST(NamedTensors, are_not_left_out_where_a_sequential_is_cut) {
   task.stages = nullptr;
   const StrategyOptions options{.kind = StrategyKind::kPipeline, .devices = 2};
   EXPECT_TRUE(contains(message_of<UsageError>([&] { make_strategy(World::single(), task, options); }),
-                       "whose forward() takes the batch"));
+                       "Task::forward takes the batch"));
 }
 
 TEST(NamedTensors, are_cut_with_their_samples) {

@@ -18,7 +18,6 @@
 #include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/checkpoint/safetensors.h"
-#include "lockstep/datasets.h"
 #include "lockstep/error.h"
 #include "lockstep/memory.h"
 #include "lockstep/model/parameters.h"
@@ -97,7 +96,6 @@ void require_classes(const torch::Tensor& output, const torch::Tensor& target) {
   const auto sample = is_wrong.nonzero()[0][0].item<int64_t>();
   throw DataError({.what = concat("target ", label, " is not one of the model's ", classes, " classes"),
                    .here = concat("sample ", sample, " of the ", target.size(0), " of this rank's batch"),
-                   .likely = "a model with fewer outputs than the data has classes, or a wrong label",
                    .next = concat("give the model more outputs, or the data targets from 0 to ", classes - 1)});
 }
 
@@ -224,7 +222,6 @@ void report(const std::string& file, size_t all, const std::vector<std::string>&
   constexpr size_t kMostNames = 8;
   if (left.size() == all)
     throw UsageError({.what = concat(file, " has none of the model's ", all, " tensors in its shape"),
-                      .likely = "weights of another model",
                       .next = "choose the --model that the file is for"});
   std::vector<std::string> names = left;
   if (names.size() > kMostNames) names.resize(kMostNames);

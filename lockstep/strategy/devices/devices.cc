@@ -17,7 +17,6 @@
 #include "lockstep/collective/shm/connect/rendezvous_server.h"
 #include "lockstep/collective/shm/memory/flag.h"
 #include "lockstep/data/loader/random.h"
-#include "lockstep/deadline.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/observe/trace.h"
@@ -233,7 +232,6 @@ void DevicesState::run(Devices::Body body) {
   if (stopped_) std::rethrow_exception(error_);
   if (error_)
     throw UsageError({.what = "devices were used after one of them failed",
-                      .likely = "an exception of an earlier step was caught and training went on",
                       .next = "make new devices, or resume from a checkpoint"});
   body_ = std::move(body);
   at_work_ = count();

@@ -14,8 +14,6 @@
 
 #include <torch/types.h>
 
-#include <vector>
-
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/named_tensor.h"
 

@@ -2,8 +2,6 @@
 #include "lockstep/strategy/devices/replica.h"
 
 #include <algorithm>
-#include <functional>
-#include <mutex>
 #include <utility>
 #include <variant>
 

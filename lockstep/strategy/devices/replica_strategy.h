@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <deque>
 #include <memory>
-#include <string>
 #include <utility>
 #include <vector>
 

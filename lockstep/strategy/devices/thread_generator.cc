@@ -6,7 +6,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <optional>
 
 #include "lockstep/base/process/environment_switch.h"
 

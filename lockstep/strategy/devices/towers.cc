@@ -91,7 +91,6 @@ void require_even(int64_t samples, const Devices& devices, Uneven uneven) {
   if (uneven == Uneven::kRefuse && samples % devices.size() != 0)
     throw UsageError(
         {.what = concat("a batch of ", samples, " samples does not divide evenly over ", devices.size(), " devices"),
-         .likely = "the last batch of an epoch, or a --batch-size that the devices do not divide",
          .next = "leave out --refuse-uneven: an uneven split is exact"});
 }
 

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/kvstore/link.h"
 
-#include <algorithm>
-
 #include "lockstep/base/require.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/world/world_state.h"

@@ -176,7 +176,6 @@ class ThreadedServer final : public KVServer {
     if (!table_.created()) table_.create(layout, workers());
     if (layout.slices() != table_.layout().slices()) {
       fail(MismatchError({.what = concat(name_of(worker), " has other keys than the workers before it"),
-                          .likely = "a model that differs between the workers",
                           .next = "make the same model everywhere"}));
       std::rethrow_exception(failure_);
     }

@@ -132,8 +132,7 @@ class ServerTable {
   void set_states(const std::vector<SliceState>& states) {
     if (!std::ranges::equal(states, slices_, {}, &SliceState::place, &Slice::place))
       throw MismatchError({.what = "the checkpoint splits its tensors differently from this server",
-                           .likely = "workers and servers were started with different --split-above",
-                           .next = "start all of them with the same options"});
+                           .next = "start workers and servers with the same --split-above"});
     for (size_t i = 0; i < states.size(); ++i) {
       torch::Tensor& value = slices_[i].value;
       value.copy_(states[i].value);

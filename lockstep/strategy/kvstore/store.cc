@@ -91,7 +91,6 @@ void Store::require_fitting(const Names& names, const DeviceTensors& tensors) co
   const auto has_all = [&](const auto& of_device) { return of_device.size() == names.size(); };
   if (tensors.empty() || !is_for_all || !std::ranges::all_of(tensors, has_all))
     throw UsageError({.what = concat("tensors for ", tensors.size(), " devices in a call of a store with ", most),
-                      .likely = "a list for a key is too short or too long",
                       .next = "give each of the keys one tensor, or one for each device"});
   for (int device = 0; device < std::ssize(tensors); ++device)
     for (size_t i = 0; i < names.size(); ++i)

@@ -24,11 +24,9 @@ struct StagesText {
   int pieces;
 
   UsageError error(const std::string& why) const {
-    const int half = (pieces - 1) / 2;
     return UsageError({.what = concat("--stages ", text, ": ", why),
                        .next = concat("the model has the pieces 0-", pieces - 1,
-                                      ": give a number of stages, or the pieces of each, such as 0-", half, ",",
-                                      half + 1, "-", pieces - 1)});
+                                      ": give a number of stages, or the pieces of each, such as 0-1,2-3")});
   }
 
   int number(const std::string& word) const {
@@ -88,9 +86,7 @@ std::vector<Piece> pieces_of(const Task& task, torch::nn::Module& model) {
   auto* const sequential = dynamic_cast<torch::nn::SequentialImpl*>(&model);
   if (sequential != nullptr && !task.forward.takes_batch()) return pieces_of(*sequential);
   throw UsageError({.what = concat("the model of ", task.name, " can't be cut into pieces"),
-                    .likely = sequential != nullptr
-                                  ? "a task without stages() whose forward() takes the batch, not its data alone"
-                                  : "a model that is not a torch::nn::Sequential, and a task without stages()",
+                    .likely = "it is no torch::nn::Sequential, or Task::forward takes the batch, not its data alone",
                     .next = "set Task::stages, or do without --strategy pipeline and --checkpoint-activations"});
 }
 

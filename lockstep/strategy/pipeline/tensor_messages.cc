@@ -28,7 +28,6 @@ torch::Tensor header_of(const Tensors& tensors) {
   }
   if (std::ssize(words) > kHeaderWords)
     throw UsageError({.what = concat(tensors.size(), " tensors in one message between stages"),
-                      .likely = "a piece that returns very many tensors",
                       .next = "cut the model elsewhere, or stack them"});
   words.resize(kHeaderWords);
   return torch::tensor(words, torch::kInt64);

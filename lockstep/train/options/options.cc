@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/train/options/options.h"
 
-#include <signal.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <iomanip>

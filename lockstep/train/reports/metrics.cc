@@ -152,7 +152,7 @@ void MetricsFile::require_written() {
     throw SystemError({.what = concat("the metrics in ", path_, " lack events, which could not be written"),
                        .here = path_,
                        .likely = "a full disk, or one that does not answer",
-                       .next = "make room before the next run; the training itself came to its end"});
+                       .next = "make room before the next run; the training itself is complete"});
 }
 
 std::string command_of(int argc, const char* const* argv) {

@@ -8,10 +8,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <cstring>
 #include <utility>
 
-#include "lockstep/base/files/unique_fd.h"
 #include "lockstep/base/process/cgroup.h"
 #include "lockstep/base/process/program_identity.h"
 #include "lockstep/base/text.h"

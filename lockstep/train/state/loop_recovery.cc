@@ -49,8 +49,7 @@ std::string text_in(const torch::Tensor& bytes) {
 
 CheckpointError not_kept(const std::string& name, const std::string& looks) {
   return CheckpointError({.what = concat("the kept state has no ", name, looks),
-                          .likely = "a program that makes another model, optimizer or item after the loss of a rank",
-                          .next = "make the same ones each time that the function is called"});
+                          .next = "make the same model, optimizer and items each time that the function is called"});
 }
 
 torch::Tensor read(const SafetensorsReader& from, const std::string& name, const torch::Tensor& like = {}) {
@@ -164,7 +163,7 @@ struct Recovery::State {
                         ", but the training has been at sample ", position.samples, " of epoch ", position.epoch),
          .here = world.describe(),
          .likely = "a loop that starts over, or two calls of Recovery::step() for one batch",
-         .next = "for (auto epoch = recovery.epoch(); ...) and for (auto& batch : recovery.batches(epoch))"});
+         .next = "loop from recovery.epoch() on, over recovery.batches(epoch)"});
   }
 
   void require_scaler() const {
@@ -264,7 +263,7 @@ Loader::Epoch Recovery::batches(int64_t epoch) {
   if (epoch < at.epoch)
     throw UsageError({.what = concat("epoch ", epoch, " again: the training has been in epoch ", at.epoch),
                       .here = state_->world.describe(),
-                      .next = "for (auto epoch = recovery.epoch(); ...)"});
+                      .next = "begin with recovery.epoch()"});
   state_->begin();
   return state_->loader->resume(epoch == at.epoch ? at : LoaderPosition{.epoch = epoch, .samples = 0});
 }

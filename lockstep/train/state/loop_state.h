@@ -19,7 +19,6 @@
 // says whether it had begun: then it is finished and the images of s hold; else those of s-1, which are still there.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <vector>

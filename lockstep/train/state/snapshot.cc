@@ -46,7 +46,6 @@ void require_same_fingerprint(const Json& saved, const TrainOptions& options) {
     throw CheckpointError(
         {.what = concat("the checkpoint was made with ", option, " = ", value.dump(), ", now it is ",
                         now.contains(option) ? now[option].dump() : "unknown"),
-         .likely = "--resume with other options than the run was started with",
          .next = "give the same options, or start a new run in another --checkpoint-dir; --lr may change with "
                  "--from-step"});
   }
@@ -138,7 +137,6 @@ void require_tensors(const TensorsByName& places, const TensorsByName& shapes) {
     if (found == shapes.end() || found->second.sizes() != tensor.sizes() || found->second.dtype() != tensor.dtype())
       throw CheckpointError(
           {.what = concat("the checkpoint has no tensor ", name, " of ", tensor.dtype().name(), tensor.sizes()),
-           .likely = "a checkpoint of another model",
            .next = "resume with the model that the run was started with"});
   }
 }

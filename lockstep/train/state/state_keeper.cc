@@ -34,7 +34,6 @@ StateKeeper::StateKeeper(const World& world, const World& step_world, Strategy& 
   checkpoints_.emplace(CheckpointFolder(options.checkpoint_dir, /*keep=*/2, to_size(options.checkpoint_shard_bytes)));
   if (!options.resume && !checkpoints_->folder().empty())
     throw CheckpointError({.what = concat(options.checkpoint_dir, " holds checkpoints of another run"),
-                           .likely = "the same command as before, without --resume",
                            .next = "give --resume to go on with that run, or name another --checkpoint-dir"});
 }
 
@@ -71,12 +70,11 @@ std::optional<Position> StateKeeper::restore_from_memory() {
 
 void StateKeeper::require_checkpoint_folder() const {
   if (!options_.checkpoint_dir.empty()) return;
-  throw UsageError({.what = "a part of the model was lost with its machine, and there is no checkpoint",
-                    .here = world_.describe(),
-                    .likely = "a pipeline: each machine keeps the stages of its own ranks in memory, and no others",
-                    .next =
-                        "give --checkpoint-dir, on a disk that all machines see: then the job goes on from its last "
-                        "checkpoint"});
+  throw UsageError(
+      {.what = "a part of the model was lost with its machine, and there is no checkpoint",
+       .here = world_.describe(),
+       .likely = "a pipeline: each machine keeps the stages of its own ranks alone",
+       .next = "give --checkpoint-dir, on a disk that all machines see, to go on from its last checkpoint"});
 }
 
 // Rank 0 finds and verifies the newest file.
@@ -173,7 +171,6 @@ void StateKeeper::require_saved(const Position& now, bool saved) const {
   throw SystemError(
       {.what = concat("the checkpoint of the last step, ", now.step, ", is not saved: ", checkpoints_->trouble()),
        .here = options_.checkpoint_dir,
-       .likely = "a full disk, or one that does not answer",
        .next = "fix that; --resume goes on from the newest checkpoint there"});
 }
 
