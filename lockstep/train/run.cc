@@ -8,7 +8,6 @@
 #include <filesystem>
 #include <functional>
 #include <iostream>
-#include <set>
 
 #include <ATen/Parallel.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -100,13 +99,6 @@ void catch_signals(const PreemptionOptions& options) {
   ::sigprocmask(SIG_UNBLOCK, &waiting, nullptr);
 }
 
-// Names of the devices, for an error of a GPU that does not say which.
-std::string one_of(const std::vector<DevicePlace>& places) {
-  std::set<std::string> names;
-  for (const DevicePlace& place : places) names.insert(place.device.str());
-  return join(names, " or ");
-}
-
 // scontrol has deadlines of its own (Slurm's MessageTimeout).
 void requeue(const World& world) {
   const torch::Tensor done = torch::ones({1});
@@ -139,7 +131,7 @@ int with_world(const TrainOptions& options, const Program& program, const Body& 
   const JobEnvironment job = read_job_environment();
   show_rank(program.argc, program.argv, job.rank, job.world_size);
   const auto places = places_of_rank(options, job);
-  return on_gpus(one_of(places), [&] {
+  return on_gpus(join(names_of(places), " or "), [&] {
     const World world = WorldState::from_env_on(settle(options, places, job), options.strategy.timeout);
     use_threads(options, world, job);
     return body(world, places);

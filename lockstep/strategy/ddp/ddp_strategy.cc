@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // `ddp` and `single`: a replica of the model in every rank, kept equal by DistributedDataParallel (lockstep/ddp.h).
 #include <algorithm>
-#include <cstring>
 #include <optional>
 
 #include "lockstep/base/text.h"
@@ -13,6 +12,7 @@
 #include "lockstep/sampler.h"
 #include "lockstep/strategy/devices/replica_strategy.h"
 #include "lockstep/strategy/devices/thread_generator.h"
+#include "lockstep/strategy/pipeline/tensor_messages.h"
 #include "lockstep/strategy/strategies.h"
 #include "lockstep/sync_batch_norm.h"
 
@@ -39,8 +39,7 @@ class DdpStrategy : public ReplicaStrategy {
     if (options.precision != Precision::kFloat16) return;
     scaler_.emplace();
     optimizer().set_loss_scale(scaler_->current_scale());  // now, for its error
-    scaler_state_ = torch::empty({std::ssize(scaler_->state())}, torch::kUInt8);
-    save_scaler();
+    scaler_state_ = bytes_of_text(scaler_->state());
   }
 
   BatchTotals forward_backward(const Batch& batch) override {
@@ -62,14 +61,14 @@ class DdpStrategy : public ReplicaStrategy {
       else
         scaler_->step(optimizer());
     });
-    save_scaler();
+    if (scaler_) scaler_state_.copy_(bytes_of_text(scaler_->state()));
     ++step_;
   }
 
   void restored(int64_t step) override {
     ddp_.parameters_written();
     step_ = step;
-    if (scaler_) scaler_->set_state({static_cast<const char*>(scaler_state_.const_data_ptr()), scaler_state_.nbytes()});
+    if (scaler_) scaler_->set_state(text_in(scaler_state_));
   }
 
   NamedTensors state() override { return scaler_ ? NamedTensors{{"gradient_scaler", scaler_state_}} : NamedTensors(); }
@@ -95,12 +94,6 @@ class DdpStrategy : public ReplicaStrategy {
       if (dynamic_cast<const SyncBatchNormImpl*>(module.get()) != nullptr)
         throw UsageError({.what = concat("Task::samples of ", task_.name, ", whose model has a SyncBatchNorm"),
                           .next = "take another normalisation, such as GroupNorm, or leave one of the two out"});
-  }
-
-  void save_scaler() {
-    if (!scaler_) return;
-    const std::string state = scaler_->state();
-    std::memcpy(scaler_state_.mutable_data_ptr(), state.data(), state.size());
   }
 
   struct Part {
@@ -171,13 +164,10 @@ class DdpStrategy : public ReplicaStrategy {
 
 // The ranks of a machine share parameters and state. Between machines each has buckets.
 HeldBytes bytes_of_ddp(const PlannedRun& run) {
-  const double ranks = run.devices;
-  return {.processes = ranks * run.process,
-          .parameters = run.parameters,
-          .state = run.state,
-          .gradients = ranks * run.parameters,
-          .activations = run.activations,
-          .buckets = run.machines > 1 ? ranks * run.parameters : 0};
+  HeldBytes bytes = bytes_of_data_parallel(run);
+  bytes.processes *= run.devices;
+  if (run.machines > 1) bytes.buckets = bytes.gradients;
+  return bytes;
 }
 
 std::unique_ptr<Strategy> make_ddp(const World& world, const Task& task, const StrategyOptions& options) {

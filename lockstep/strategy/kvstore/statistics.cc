@@ -15,16 +15,9 @@ namespace {
 constexpr int64_t kLines = 16;
 constexpr int64_t kBarWidth = 40;
 
-std::string number(double value) {
-  return value == static_cast<double>(static_cast<int64_t>(value)) ? concat(static_cast<int64_t>(value))
-                                                                   : fixed(value, 1);
-}
-
 }  // namespace
 
-std::string Extremes::text() const {
-  return least_ >= most_ ? number(most_) : concat(number(least_), "-", number(most_));
-}
+std::string Extremes::text() const { return least_ >= most_ ? concat(most_) : concat(least_, "-", most_); }
 
 std::string DelayHistogram::text() const {
   const int64_t width = max() / kLines + 1;  // delays in a line

@@ -126,10 +126,18 @@ bool is_dtype(int64_t number) {
   return c10::isFloatingType(dtype) || c10::isComplexType(dtype) || c10::isIntegralType(dtype, /*includeBool=*/true);
 }
 
+torch::Tensor bytes_of_text(const std::string& text) {
+  return torch::tensor(std::vector<uint8_t>(text.begin(), text.end()), torch::kUInt8);
+}
+
+std::string text_in(const torch::Tensor& bytes) {
+  return {static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()};
+}
+
 Tensors message_of(const Optimizer::StateTensors& state) {
   Tensors message;
   for (const auto& [name, tensor] : state) {
-    message.push_back(torch::tensor(std::vector<uint8_t>(name.begin(), name.end()), torch::kUInt8));
+    message.push_back(bytes_of_text(name));
     message.push_back(tensor);
   }
   return message;
@@ -144,8 +152,7 @@ Optimizer::StateTensors state_in(const Tensors& message) {
     sender.require(text.defined() && text.scalar_type() == torch::kUInt8 && text.is_cpu() && text.is_contiguous() &&
                        message[i + 1].defined(),
                    "a name that is not text, or has no value");
-    const auto* name = text.const_data_ptr<uint8_t>();
-    state[std::string(name, name + text.numel())] = message[i + 1];
+    state[text_in(text)] = message[i + 1];
   }
   return state;
 }

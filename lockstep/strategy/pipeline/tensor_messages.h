@@ -45,6 +45,10 @@ Tensors receive_tensors(const World& world, int from, int tag);
 // Tells whether a received number stands for a dtype that tensors of a message can have.
 bool is_dtype(int64_t number);
 
+// Text as a tensor, uint8 (length), and back.
+torch::Tensor bytes_of_text(const std::string& text);
+std::string text_in(const torch::Tensor& bytes);
+
 // An optimizer's state of one parameter as a message: names and values in turn, a name as its bytes.
 Tensors message_of(const Optimizer::StateTensors& state);
 Optimizer::StateTensors state_in(const Tensors& message);  // throws MismatchError

@@ -79,8 +79,7 @@ std::vector<std::string> strategy_names() {
 void set_strategy(TrainOptions& options, const std::string& name) {
   options.chooses_strategy = name == kAuto;
   if (options.chooses_strategy) return;
-  const auto& all = strategies();
-  options.strategy.kind = std::ranges::find(all, name, &StrategyInfo::name)->kind;  // the parser has let it through
+  options.strategy.kind = row_named(strategies(), name, "--strategy").kind;
 }
 
 // Which ranks and devices there are, and what they compute in.

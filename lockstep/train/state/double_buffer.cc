@@ -22,6 +22,7 @@ namespace {
 constexpr uint64_t kMagic = 0x3165746174736b6c;  // "lkstate1"
 constexpr size_t kHeadBytes = 4096;
 constexpr const char* kProgram = "lockstep.program";
+constexpr const char* kState = "the state that the launcher keeps";  // in errors
 
 // The first page of a slot.
 struct SlotHead {
@@ -43,11 +44,11 @@ std::string slot_name(const std::string& name, size_t index) { return concat(nam
 
 MappedMemory map_memory(const UniqueFd& fd) {
   struct stat status {};
-  if (::fstat(fd.get(), &status) != 0) throw system_error("look at", "the state that the launcher keeps");
+  if (::fstat(fd.get(), &status) != 0) throw system_error("look at", kState);
   const size_t bytes = to_size(status.st_size);
   if (bytes == 0) return {};
   void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
-  if (memory == MAP_FAILED) throw system_error("map", "the state that the launcher keeps");
+  if (memory == MAP_FAILED) throw system_error("map", kState);
   return {{static_cast<std::byte*>(memory), [bytes](std::byte* mapped) { ::munmap(mapped, bytes); }}, bytes};
 }
 
@@ -82,10 +83,10 @@ void DoubleBuffer::resize(size_t index, size_t bytes) {
   require_memory_room(bytes - memory.size, memory_room());
   const bool is_new = !fd;
   if (is_new) fd = UniqueFd(::memfd_create("lockstep state", MFD_CLOEXEC));
-  if (!fd) throw system_error("take memory for", "the state that the launcher keeps");
+  if (!fd) throw system_error("take memory for", kState);
   memory = {};
   while (::fallocate(fd.get(), 0, 0, static_cast<off_t>(bytes)) != 0)  // or a later write might end in SIGBUS
-    if (errno != EINTR) throw system_error("take memory for", "the state that the launcher keeps");
+    if (errno != EINTR) throw system_error("take memory for", kState);
   memory = map_memory(fd);
   ::madvise(memory.begin.get(), bytes, MADV_POPULATE_WRITE);  // an older kernel has none: the first copy is slower
   head_of(memory).magic = kMagic;
@@ -134,8 +135,7 @@ const StateImage* image_of(const std::vector<StateImage>& images, int64_t step, 
 }
 
 SafetensorsReader reader_of(const MappedMemory& image) {
-  SafetensorsReader reader({.size = image.size, .mapped = image.begin}, "the state that the launcher keeps",
-                           Checksum::kTrusted);
+  SafetensorsReader reader({.size = image.size, .mapped = image.begin}, kState, Checksum::kTrusted);
   auto metadata = reader.metadata();
   require_same_program(metadata[kProgram]);
   return reader;

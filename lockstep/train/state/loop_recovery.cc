@@ -4,7 +4,6 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
-#include <cstring>
 #include <sstream>
 #include <utility>
 #include <vector>
@@ -20,6 +19,7 @@
 #include "lockstep/optimizer.h"
 #include "lockstep/step/guards/guards.h"
 #include "lockstep/step/update/rule.h"
+#include "lockstep/strategy/pipeline/tensor_messages.h"
 #include "lockstep/train/state/generators.h"
 #include "lockstep/train/state/loop_state.h"
 
@@ -36,16 +36,6 @@ const std::string kParameter = "model.", kBuffer = "buffer.", kItem = "item.";
 constexpr const char* kStates = "optimizer.";
 
 std::string states_name(size_t parameter) { return concat(kStates, parameter, "."); }
-
-torch::Tensor bytes_of_text(const std::string& text) {
-  torch::Tensor bytes = torch::empty({static_cast<int64_t>(text.size())}, torch::kUInt8);
-  std::memcpy(bytes.data_ptr(), text.data(), text.size());
-  return bytes;
-}
-
-std::string text_in(const torch::Tensor& bytes) {
-  return {static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()};
-}
 
 CheckpointError not_kept(const std::string& name, const std::string& looks) {
   return CheckpointError({.what = concat("the kept state has no ", name, looks),
