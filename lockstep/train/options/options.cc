@@ -30,7 +30,7 @@ Option common(Option option) {
   return option;
 }
 
-constexpr Limits kBelowOnekBelowOne;
+constexpr Limits kBelowOne{.at_least = 0, .below = 1};
 
 bool depends_on_epochs(ScheduleKind schedule) {
   return schedule == ScheduleKind::kLinear || schedule == ScheduleKind::kCosine;
