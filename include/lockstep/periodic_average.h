@@ -40,7 +40,7 @@ class PeriodicAverage {
 
  private:
   World world_;
-  std::vector<torch::Tensor> parameters_;
+  Tensors parameters_;
   PeriodicAverageOptions options_;
   int64_t steps_ = 0;
 };

@@ -16,7 +16,7 @@ namespace lockstep {
 // The same values without the graph that made them. They require gradients as before.
 inline Tensors as_leaves(const Tensors& tensors) {
   Tensors leaves;
-  for (const torch::Tensor& each : tensors)
+  for (const Tensor& each : tensors)
     leaves.push_back(each.defined() ? each.detach().requires_grad_(each.requires_grad()) : each);
   return leaves;
 }

@@ -17,9 +17,7 @@ namespace {
 
 using BatchOf = std::function<Batch(int step)>;
 
-torch::Tensor in_float64(const torch::Tensor& tensor) {
-  return tensor.is_floating_point() ? tensor.to(torch::kFloat64) : tensor;
-}
+Tensor in_float64(const Tensor& tensor) { return tensor.is_floating_point() ? tensor.to(torch::kFloat64) : tensor; }
 
 // Rank 0's parameters after training on `ranks` ranks with one thread each.
 NamedTensors trained(int ranks, Task task, const BatchOf& batch_of, const VerifyOptions& options) {
@@ -47,7 +45,7 @@ NamedTensors trained(int ranks, Task task, const BatchOf& batch_of, const Verify
   return parameters;
 }
 
-double relative_difference(const torch::Tensor& a, const torch::Tensor& b) {
+double relative_difference(const Tensor& a, const Tensor& b) {
   const double norm = b.to(torch::kFloat64).norm().item<double>();
   const double difference = (a.to(torch::kFloat64) - b.to(torch::kFloat64)).norm().item<double>();
   return difference == 0 ? 0 : difference / std::max(norm, std::numeric_limits<double>::min());

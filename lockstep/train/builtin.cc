@@ -35,9 +35,9 @@ bool takes_fashion_mnist(const SampleShape& sample) {
 Datasets synthetic_tokens(const SampleShape& sample) {
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(1);
   const std::vector<int64_t> shape = {kSyntheticSamples, sample.sizes.front() + 1};
-  const torch::Tensor tokens = torch::randint(0, sample.classes, shape, generator, torch::kInt64);
-  const torch::Tensor data = tokens.slice(1, 0, -1).contiguous();
-  const torch::Tensor next = tokens.slice(1, 1).contiguous();
+  const Tensor tokens = torch::randint(0, sample.classes, shape, generator, torch::kInt64);
+  const Tensor data = tokens.slice(1, 0, -1).contiguous();
+  const Tensor next = tokens.slice(1, 1).contiguous();
   return {.train = std::make_shared<TensorDataset>("synthetic", data, next), .validation = nullptr};
 }
 
@@ -85,12 +85,12 @@ Datasets load_datasets(DataSource source, const Task& task) {
 namespace {
 
 // Throws DataError where a target is no class of the model; what libtorch then says names no sample.
-void require_classes(const torch::Tensor& output, const torch::Tensor& target) {
+void require_classes(const Tensor& output, const Tensor& target) {
   if (output.dim() != target.dim() + 1 || !torch::isIntegralType(target.scalar_type(), false)) return;
   const bool classes_last = output.sizes().slice(0, target.dim()) == target.sizes();
   const int64_t classes = output.size(classes_last ? -1 : 1);
   constexpr int64_t kIgnored = -100;  // by torch's losses
-  const torch::Tensor is_wrong = (target != kIgnored).logical_and((target < 0).logical_or(target >= classes));
+  const Tensor is_wrong = (target != kIgnored).logical_and((target < 0).logical_or(target >= classes));
   if (!is_wrong.any().item<bool>()) return;
   const auto label = target.masked_select(is_wrong)[0].item<int64_t>();
   const auto sample = is_wrong.nonzero()[0][0].item<int64_t>();
@@ -150,7 +150,7 @@ Task fitted(const Task& task, const Datasets& datasets, int64_t classes) {
 }
 
 Task with_named_targets(Task task) {
-  task.loss = [loss = std::move(task.loss)](const torch::Tensor& output, const Batch& batch) {
+  task.loss = [loss = std::move(task.loss)](const Tensor& output, const Batch& batch) {
     try {
       return loss(output, batch);
     } catch (const c10::Error&) {
@@ -188,13 +188,13 @@ constexpr std::pair<std::string_view, std::string_view> kConv1D[] = {{".c_attn."
                                                                      {".mlp_proj.", ".mlp.c_proj."}};
 
 // The tensor of the file that has this name there, perhaps within a model of its own name; nothing: there is none.
-std::optional<torch::Tensor> tensor_in(const CheckpointReader& file, const std::string& name) {
+std::optional<Tensor> tensor_in(const CheckpointReader& file, const std::string& name) {
   for (const char* prefix : {"", "model.", "module.", "transformer."})
     if (file.entries().contains(prefix + name)) return file.read(prefix + name);
   return std::nullopt;
 }
 
-std::optional<torch::Tensor> find_tensor(const CheckpointReader& file, const std::string& name) {
+std::optional<Tensor> find_tensor(const CheckpointReader& file, const std::string& name) {
   for (const auto& [here, there] : kConv1D) {
     const size_t at = name.find(here);
     if (at == std::string::npos) continue;
@@ -205,13 +205,13 @@ std::optional<torch::Tensor> find_tensor(const CheckpointReader& file, const std
 }
 
 // Returns the names of those that the file has not, or in another shape.
-std::vector<std::string> load(const CheckpointReader& file, const std::vector<NamedTensor>& tensors) {
+std::vector<std::string> load(const CheckpointReader& file, const NamedTensors& tensors) {
   const torch::NoGradGuard no_grad;
   std::vector<std::string> left;
   for (const auto& [name, tensor] : tensors) {
     const auto found = find_tensor(file, name);
     if (found && found->sizes() == tensor.sizes())
-      torch::Tensor(tensor).copy_(*found);
+      Tensor(tensor).copy_(*found);
     else
       left.push_back(name);
   }
@@ -259,7 +259,7 @@ Task with_frozen(Task task, const std::string& pattern) {
     size_t frozen = 0;
     for (const auto& [name, tensor] : parameters) {
       if (!std::regex_search(name, names)) continue;
-      torch::Tensor(tensor).set_requires_grad(false);
+      Tensor(tensor).set_requires_grad(false);
       ++frozen;
     }
     if (frozen > 0 && frozen < parameters.size()) return model;

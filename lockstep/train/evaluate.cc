@@ -27,19 +27,19 @@ class EvaluationMode {
   std::vector<bool> trained_;
 };
 
-using Forward = std::function<torch::Tensor(const Batch& batch)>;
+using Forward = std::function<Tensor(const Batch& batch)>;
 
 constexpr int64_t kTotals = 4;
 
 // Sums of the loss, of what is correct, of the samples and of the rows (kTotals), and of each metric. float64 holds
 // every count exactly.
-torch::Tensor evaluate_part(const Task& task, const Forward& forward, Loader& loader) {
+Tensor evaluate_part(const Task& task, const Forward& forward, Loader& loader) {
   int64_t numbers = kTotals;
   for (const Metric& metric : task.metrics) numbers += c10::multiply_integers(metric.sizes);
-  torch::Tensor sums = torch::zeros(numbers, torch::kFloat64);
+  Tensor sums = torch::zeros(numbers, torch::kFloat64);
   for (const Batch& batch : loader.epoch(0)) {
     if (batch.size() == 0) continue;
-    const torch::Tensor output = forward(batch);
+    const Tensor output = forward(batch);
     if (!output.defined()) continue;  // another rank has it
     const Batch judged = judged_on(output.device(), batch);
     const int64_t samples = samples_of(task, judged);
@@ -58,13 +58,13 @@ torch::Tensor evaluate_part(const Task& task, const Forward& forward, Loader& lo
 
 // sharing: the ranks that share the samples out among them; world: those that get the result.
 Evaluation evaluate_on(const World& sharing, const World& world, const Task& task, const Forward& forward,
-                       torch::nn::Module& model, const std::shared_ptr<const Dataset>& dataset, LoaderOptions options) {
+                       torch::nn::Module& model, const DatasetPtr& dataset, LoaderOptions options) {
   const torch::NoGradGuard no_grad;
   const EvaluationMode mode(model);
   options.batch_size *= sharing.size();
   options.shuffle = false;
   Loader loader(sharing, dataset, options);
-  const torch::Tensor sums = evaluate_part(task, forward, loader);
+  const Tensor sums = evaluate_part(task, forward, loader);
   world.all_reduce(sums);
   const auto* total = sums.const_data_ptr<double>();
   Evaluation found{
@@ -73,7 +73,7 @@ Evaluation evaluate_on(const World& sharing, const World& world, const Task& tas
   int64_t place = kTotals;
   for (const Metric& metric : task.metrics) {
     const int64_t numbers = c10::multiply_integers(metric.sizes);
-    const torch::Tensor sum = sums.narrow(0, place, numbers).view(metric.sizes);
+    const Tensor sum = sums.narrow(0, place, numbers).view(metric.sizes);
     found.metrics[metric.name] = metric.value ? metric.value(sum, rows) : sum / rows;
     place += numbers;
   }
@@ -82,16 +82,16 @@ Evaluation evaluate_on(const World& sharing, const World& world, const Task& tas
 
 }  // namespace
 
-Evaluation evaluate(const World& world, const Task& task, torch::nn::Module& model,
-                    const std::shared_ptr<const Dataset>& dataset, LoaderOptions options) {
+Evaluation evaluate(const World& world, const Task& task, torch::nn::Module& model, const DatasetPtr& dataset,
+                    LoaderOptions options) {
   const auto parameters = model.parameters();
   const torch::Device device = parameters.empty() ? world.device() : parameters.front().device();
   const auto forward = [&](const Batch& batch) { return task.forward(model, batch.to(device)); };
   return evaluate_on(world, world, task, forward, model, dataset, std::move(options));
 }
 
-Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
-                    const std::shared_ptr<const Dataset>& dataset, LoaderOptions options) {
+Evaluation evaluate(const World& world, const Task& task, Strategy& strategy, const DatasetPtr& dataset,
+                    LoaderOptions options) {
   const PhaseScope validating(Phase::kValidating);
   strategy.synchronise();
   const auto forward = [&](const Batch& batch) { return strategy.forward(batch); };
@@ -101,7 +101,7 @@ Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
 
 namespace {
 
-Json to_json(const torch::Tensor& tensor) {
+Json to_json(const Tensor& tensor) {
   if (tensor.dim() == 0) return tensor.item<double>();
   Json list = Json::array();
   for (int64_t i = 0; i < tensor.size(0); ++i) list.push_back(to_json(tensor[i]));

@@ -12,8 +12,8 @@
 
 namespace lockstep {
 
-Evaluation evaluate(const World& world, const Task& task, Strategy& strategy,
-                    const std::shared_ptr<const Dataset>& dataset, LoaderOptions options);
+Evaluation evaluate(const World& world, const Task& task, Strategy& strategy, const DatasetPtr& dataset,
+                    LoaderOptions options);
 
 // Adds loss, accuracy and metrics to an event of the metrics file, with this before their names. A table of many numbers is left out.
 void add_evaluation(Json& event, const std::string& prefix, const Evaluation& evaluation);

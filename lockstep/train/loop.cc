@@ -68,8 +68,8 @@ std::vector<std::string> device_names(const Strategy& strategy) {
   return strategy.devices() == nullptr ? std::vector<std::string>() : strategy.devices()->names();
 }
 
-std::vector<NamedTensor> gradients_of(const torch::nn::Module& model) {
-  std::vector<NamedTensor> gradients;
+NamedTensors gradients_of(const torch::nn::Module& model) {
+  NamedTensors gradients;
   for (const auto& [name, parameter] : named_parameters(model))
     if (parameter.grad().defined()) gradients.push_back({name, parameter.grad()});
   return gradients;

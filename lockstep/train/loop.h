@@ -62,7 +62,7 @@ class TrainingLoop {
   World world_;
   World step_world_;  // the ranks that take each step at the same time
   Task task_;
-  std::shared_ptr<const Dataset> validation_;
+  DatasetPtr validation_;
   Strategy& strategy_;
   TrainOptions options_;
   Loader loader_;

@@ -101,7 +101,7 @@ void catch_signals(const PreemptionOptions& options) {
 
 // scontrol has deadlines of its own (Slurm's MessageTimeout).
 void requeue(const World& world) {
-  const torch::Tensor done = torch::ones({1});
+  const Tensor done = torch::ones({1});
   if (world.rank() == 0 && std::system("scontrol requeue \"$SLURM_JOB_ID\"") != 0) done.zero_();
   world.broadcast(done);
   if (done.item<float>() == 0)

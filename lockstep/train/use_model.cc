@@ -73,20 +73,20 @@ std::string name_of_class(const DataFacts& facts, int64_t i) {
 }
 
 // "-": no sample was taken for the class, or it has none.
-std::string share(const torch::Tensor& part, const torch::Tensor& whole) {
+std::string share(const Tensor& part, const Tensor& whole) {
   const double all = whole.item<double>();
   return all == 0 ? "-" : concat(std::fixed, std::setprecision(4), part.item<double>() / all);
 }
 
 // Samples, precision and recall of each class.
-std::string class_table(const torch::Tensor& matrix, const DataFacts& facts) {
+std::string class_table(const Tensor& matrix, const DataFacts& facts) {
   const auto row = [](const std::string& name, const auto& samples, const std::string& precision,
                       const std::string& recall) {
     return concat("  ", std::left, std::setw(24), name, std::right, std::setw(10), samples, std::setw(12), precision,
                   std::setw(10), recall, '\n');
   };
   std::string table = row("class", "samples", "precision", "recall");
-  const torch::Tensor samples = matrix.sum(1), taken = matrix.sum(0), right = matrix.diag();
+  const Tensor samples = matrix.sum(1), taken = matrix.sum(0), right = matrix.diag();
   for (int64_t i = 0; i < matrix.size(0); ++i)
     table +=
         row(name_of_class(facts, i), samples[i].item<double>(), share(right[i], taken[i]), share(right[i], samples[i]));
@@ -111,7 +111,7 @@ void print(const Evaluation& found, const DataFacts& facts, bool tokens) {
 }
 
 void evaluate_model(const World& world, const TrainOptions& options, const Task& task, torch::nn::Module& model,
-                    const std::shared_ptr<const Dataset>& dataset, const SavedRun& run, const DataFacts& facts) {
+                    const DatasetPtr& dataset, const SavedRun& run, const DataFacts& facts) {
   LoaderOptions loading = options.loader;
   loading.batch_size = std::max(loading.batch_size / world.size(), int64_t{1});
   const Evaluation found = evaluate(world, task, model, dataset, loading);
@@ -160,16 +160,16 @@ class PredictionFile {
         names_(std::move(names)) {}
 
   // The outputs (B, ...) of the next samples, on the CPU. Throws UsageError: outputs that a table can't have; SystemError.
-  void add(const torch::Tensor& outputs) {
-    const torch::Tensor rows = outputs.to(torch::kFloat32).contiguous();
+  void add(const Tensor& outputs) {
+    const Tensor rows = outputs.to(torch::kFloat32).contiguous();
     is_array_ ? add_array(rows) : add_lines(rows.dim() == 1 ? rows.unsqueeze(1) : rows);
     written_ += rows.size(0);
   }
   void finish() { file_.commit(); }
 
  private:
-  void add_array(const torch::Tensor& outputs);
-  void add_lines(const torch::Tensor& outputs);
+  void add_array(const Tensor& outputs);
+  void add_lines(const Tensor& outputs);
 
   AtomicFile file_;
   bool is_array_;
@@ -179,7 +179,7 @@ class PredictionFile {
   int64_t written_ = 0;
 };
 
-void PredictionFile::add_array(const torch::Tensor& outputs) {
+void PredictionFile::add_array(const Tensor& outputs) {
   if (written_ == 0) {
     std::vector<int64_t> shape = outputs.sizes().vec();
     shape.front() = samples_;
@@ -190,7 +190,7 @@ void PredictionFile::add_array(const torch::Tensor& outputs) {
 }
 
 // The class and its probability, or the numbers.
-void PredictionFile::add_lines(const torch::Tensor& outputs) {
+void PredictionFile::add_lines(const Tensor& outputs) {
   require(outputs.dim() == 2, concat("outputs of shape ", outputs.sizes().slice(1), " for each sample in a .csv file"),
           "give --output a name that ends in .npy");
   std::string text;
@@ -216,9 +216,9 @@ void PredictionFile::add_lines(const torch::Tensor& outputs) {
 }
 
 // Returns no outputs, but in the right shape, where a rank has no samples of a batch.
-torch::Tensor outputs_of(const Task& task, torch::nn::Module& model, const Batch& batch) {
+Tensor outputs_of(const Task& task, torch::nn::Module& model, const Batch& batch) {
   if (batch.size() > 0) return task.forward(model, batch).contiguous();
-  const Batch one = batch.map([](const torch::Tensor& none) {
+  const Batch one = batch.map([](const Tensor& none) {
     std::vector<int64_t> sizes = none.sizes().vec();
     sizes[0] = 1;
     return torch::zeros(sizes, none.options());
@@ -227,7 +227,7 @@ torch::Tensor outputs_of(const Task& task, torch::nn::Module& model, const Batch
 }
 
 void predict(const World& world, const TrainOptions& options, const Task& task, torch::nn::Module& model,
-             const std::shared_ptr<const Dataset>& dataset, const DataFacts& facts) {
+             const DatasetPtr& dataset, const DataFacts& facts) {
   const torch::NoGradGuard no_grad;
   model.eval();
   LoaderOptions loading = options.loader;
@@ -240,7 +240,7 @@ void predict(const World& world, const TrainOptions& options, const Task& task, 
   if (world.rank() == 0)
     file.emplace(options.output, dataset->size(), in_classes ? task.sample.classes : 0, facts.classes);
   for (const Batch& batch : loader.epoch(0)) {
-    const torch::Tensor all = world.all_gather_rows(outputs_of(task, model, batch));
+    const Tensor all = world.all_gather_rows(outputs_of(task, model, batch));
     if (file) file->add(all.to(torch::kCPU));
   }
   if (!file) return;

@@ -13,12 +13,12 @@
 namespace lockstep {
 namespace {
 
-int64_t place_after(int64_t offset, const torch::Tensor& parameter) {
+int64_t place_after(int64_t offset, const Tensor& parameter) {
   return round_up<int64_t>(offset + parameter.numel(), kCacheLine / parameter.element_size());
 }
 
 // The stride of a dimension of size 1 places nothing.
-bool lie_alike(const torch::Tensor& one, const torch::Tensor& other) {
+bool lie_alike(const Tensor& one, const Tensor& other) {
   if (one.sizes() != other.sizes()) return false;
   for (int64_t i = 0; i < one.dim(); ++i)
     if (one.size(i) != 1 && one.stride(i) != other.stride(i)) return false;
@@ -34,7 +34,7 @@ void refuse_16_bit_parameters(const NamedTensors& parameters) {
             "keep parameters in float32, and compute in 16 bits: --precision bfloat16");
 }
 
-torch::Tensor make_flat_block(const NamedTensors& all, const World& world) {
+Tensor make_flat_block(const NamedTensors& all, const World& world) {
   const torch::NoGradGuard no_grad;
   const NamedTensors parameters = trainable(all);
   require(!parameters.empty(), "a model without parameters to train", "leave requires_grad set on some");
@@ -50,12 +50,12 @@ torch::Tensor make_flat_block(const NamedTensors& all, const World& world) {
     values = place_after(values, tensor);
   }
   const torch::Device device = parameters.front().tensor.device();
-  const torch::Tensor block = device.is_cpu() ? world.allocate({values}, dtype)
-                                              : torch::empty({values}, torch::TensorOptions(dtype).device(device));
+  const Tensor block = device.is_cpu() ? world.allocate({values}, dtype)
+                                       : torch::empty({values}, torch::TensorOptions(dtype).device(device));
   block.zero_();
   int64_t offset = 0;
   for (auto [name, tensor] : parameters) {
-    const torch::Tensor place = block.as_strided(tensor.sizes(), tensor.strides(), offset);
+    const Tensor place = block.as_strided(tensor.sizes(), tensor.strides(), offset);
     place.copy_(tensor);
     tensor.set_data(place);
     offset = place_after(offset, tensor);
@@ -84,7 +84,7 @@ Tensors flat_blocks(const std::vector<ModulePtr>& nets) {
 void mean_onto_first(Devices& devices, const Tensors& blocks, const std::vector<int64_t>& samples, int64_t all) {
   devices.run([blocks, samples, all](Device& device) {
     const torch::NoGradGuard no_grad;
-    torch::Tensor block = for_device(blocks, device);
+    Tensor block = for_device(blocks, device);
     block.mul_(fraction(for_device(samples, device), all));
     device.reduce(block);
   });

@@ -57,7 +57,7 @@ void require_sensible(const AveragingOptions& options) {
 // DiLoCo's outer optimizer: takes a step of Nesterov's SGD towards the average.
 class OuterStep {
  public:
-  OuterStep(const torch::Tensor& block, const AveragingOptions& options)
+  OuterStep(const Tensor& block, const AveragingOptions& options)
       : anchor_(block.clone().requires_grad_()),
         sgd_({anchor_},
              {.lr = options.outer_lr, .momentum = options.outer_momentum, .nesterov = options.outer_momentum > 0}) {
@@ -69,21 +69,21 @@ class OuterStep {
 
   // Replaces the average by the result of the outer step. Its gradient is anchor - average, where the anchor is the
   // result of the last step.
-  void apply(const torch::Tensor& average) {
+  void apply(const Tensor& average) {
     const torch::NoGradGuard no_grad;
     step(anchor_.detach() - average);
     average.copy_(anchor_);
   }
 
-  void step(const torch::Tensor& gradient) {
+  void step(const Tensor& gradient) {
     anchor_.mutable_grad() = gradient;
     sgd_.step();
-    anchor_.mutable_grad() = torch::Tensor();
+    anchor_.mutable_grad() = Tensor();
   }
 
-  torch::Tensor result() const { return anchor_.detach(); }
+  Tensor result() const { return anchor_.detach(); }
 
-  void restart_from(const torch::Tensor& block) {
+  void restart_from(const Tensor& block) {
     const torch::NoGradGuard no_grad;
     anchor_.copy_(block);
   }
@@ -94,7 +94,7 @@ class OuterStep {
   }
 
  private:
-  torch::Tensor anchor_;
+  Tensor anchor_;
   SGD sgd_;
 };
 
@@ -130,12 +130,12 @@ class Averaging : public ReplicaStrategy {
       return run_replicas(*devices_, replicas_, parts,
                           [task = task_, most = int64_t{accumulate_}](const Replica& replica, const Batch& mine) {
                             const int64_t samples = samples_of(task, mine);
-                            if (samples == 0) return torch::Tensor();
-                            torch::Tensor mean = torch::zeros({}, replica.device);
+                            if (samples == 0) return Tensor();
+                            Tensor mean = torch::zeros({}, replica.device);
                             for (const Batch& part : parts_of(mine, to_int(std::min(most, mine.size())))) {
                               const double share = fraction(samples_of(task, part), samples);
                               if (share == 0) continue;
-                              const torch::Tensor loss = task.loss(replica.forward(task, part), part) * share;
+                              const Tensor loss = task.loss(replica.forward(task, part), part) * share;
                               loss.backward();
                               mean = mean + loss.detach();
                             }
@@ -202,8 +202,7 @@ class Averaging : public ReplicaStrategy {
     for (int64_t i = 0; i < options_.parts; ++i) {
       const Range range = even_part(blocks_.front().numel() / unit, to_int(i), to_int(options_.parts));
       AveragedPart& part = parts_.emplace_back();
-      for (const torch::Tensor& block : blocks_)
-        part.blocks.push_back(block.slice(0, range.begin * unit, range.end * unit));
+      for (const Tensor& block : blocks_) part.blocks.push_back(block.slice(0, range.begin * unit, range.end * unit));
       part.samples.resize(blocks_.size());
       if (has_outer_step) part.outer.emplace(part.blocks.front(), options_);
       first.push_back(part.blocks.front());
@@ -244,7 +243,7 @@ class Averaging : public ReplicaStrategy {
     const int64_t all = std::exchange(part.all_samples, 0);
     if (all == 0) return;
     mean_onto_first(*devices_, part.blocks, part.samples, all);
-    const torch::Tensor& block = part.blocks.front();
+    const Tensor& block = part.blocks.front();
     all_reduce_first(block);
     if (part.outer) part.outer->apply(block);
     copy_from_first(*devices_, part.blocks);
@@ -254,11 +253,11 @@ class Averaging : public ReplicaStrategy {
   }
 
   // Ranks exchange blocks of GPUs over the host.
-  void all_reduce_first(const torch::Tensor& block) {
+  void all_reduce_first(const Tensor& block) {
     if (world_.size() == 1) return;
     if (block.is_cpu()) return world_.all_reduce(block);
     if (!host_.defined()) host_ = world_.allocate({blocks_.front().numel()}, block.scalar_type());
-    const torch::Tensor host = host_.slice(0, 0, block.numel());
+    const Tensor host = host_.slice(0, 0, block.numel());
     on_device(block.device(), [&] { host.copy_(block); });
     world_.all_reduce(host);
     on_device(block.device(), [&] { block.copy_(host, /*non_blocking=*/true); });
@@ -295,7 +294,7 @@ class Averaging : public ReplicaStrategy {
     part.batches_left.reset();
     const torch::NoGradGuard no_grad;
     const torch::Device device = part.blocks.front().device();
-    const torch::Tensor change = sums_->finish(i);
+    const Tensor change = sums_->finish(i);
     on_device(device, [&] { part.outer->step(change.to(device).neg_()); });
     return true;
   }
@@ -306,7 +305,7 @@ class Averaging : public ReplicaStrategy {
     copy_from_first(*devices_, results);
     devices_->run([results, blocks = part.blocks, weight](Device& device) {
       const torch::NoGradGuard no_grad;
-      const torch::Tensor& block = for_device(blocks, device);
+      const Tensor& block = for_device(blocks, device);
       weight == 1 ? block.copy_(for_device(results, device)) : block.lerp_(for_device(results, device), weight);
     });
   }
@@ -326,7 +325,7 @@ class Averaging : public ReplicaStrategy {
 
   Tensors copies_of(const Tensors& blocks) {
     Tensors copies;
-    for (const torch::Tensor& block : blocks) copies.push_back(torch::empty_like(block));
+    for (const Tensor& block : blocks) copies.push_back(torch::empty_like(block));
     devices_->run([=](Device& device) { for_device(copies, device).copy_(for_device(blocks, device)); });
     return copies;
   }
@@ -334,8 +333,8 @@ class Averaging : public ReplicaStrategy {
   World world_;
   AveragingOptions options_;
   bool in_background_;
-  Tensors blocks_;      // of each replica's parameters
-  torch::Tensor host_;  // of several ranks with GPUs: block 0 on its way
+  Tensors blocks_;  // of each replica's parameters
+  Tensor host_;     // of several ranks with GPUs: block 0 on its way
   std::deque<AveragedPart> parts_;
   std::optional<BackgroundSum> sums_;
   int64_t batches_ = 0;  // in this round of `every`

@@ -27,11 +27,11 @@ BackgroundSum::BackgroundSum(const World& world, const Tensors& parts, bool in_i
     : machine_(world.split(world.node_rank()).value()),
       firsts_(world.split(world.local_rank() == 0 ? 0 : -1)),
       under_way_(parts.size()) {
-  const torch::Tensor firsts = torch::tensor({firsts_ ? 1 : 0}, torch::kInt64);
+  const Tensor firsts = torch::tensor({firsts_ ? 1 : 0}, torch::kInt64);
   world.all_reduce(firsts);
   machines_ = firsts.item<int64_t>();
   if (!in_int8) return;
-  for (const torch::Tensor& part : parts)
+  for (const Tensor& part : parts)
     lost_.push_back(torch::zeros({part.numel()}, torch::TensorOptions(part.scalar_type())));
 }
 
@@ -39,7 +39,7 @@ int64_t BackgroundSum::start(size_t part, const Tensor& mine) {
   const torch::NoGradGuard no_grad;
   machine_.reduce(mine);
   if (std::exchange(lost_is_sum_, false))
-    for (const torch::Tensor& lost : lost_) lost.div_(machines_);
+    for (const Tensor& lost : lost_) lost.div_(machines_);
   UnderWay& now = under_way_[part];
   if (!sends_int8()) {
     if (!lost_.empty()) {  // by a run on several machines
@@ -60,14 +60,14 @@ Tensor BackgroundSum::finish(size_t part) {
   const auto [arrived, work] = std::exchange(under_way_[part], {});
   share(arrived, work);
   if (!sends_int8()) return arrived;
-  torch::Tensor sum = torch::zeros_like(lost_[part]);
-  for (const torch::Tensor& bytes : arrived.unbind()) sum.add_(from_int8(bytes, sum.numel(), sum.options()));
+  Tensor sum = torch::zeros_like(lost_[part]);
+  for (const Tensor& bytes : arrived.unbind()) sum.add_(from_int8(bytes, sum.numel(), sum.options()));
   return sum;
 }
 
 // The first rank tells the others now and then that it still waits: so each of their waits is short, however slow the links.
 void BackgroundSum::share(const Tensor& tensor, std::optional<Work> work) {
-  const torch::Tensor has_come = torch::zeros({1}, torch::kBool);
+  const Tensor has_come = torch::zeros({1}, torch::kBool);
   while (!has_come.item<bool>()) {
     if (work) has_come.fill_(is_done_within(*work, machine_.timeout() / 4));
     machine_.broadcast(has_come);
@@ -78,7 +78,7 @@ void BackgroundSum::share(const Tensor& tensor, std::optional<Work> work) {
 void BackgroundSum::even_out() {
   if (std::exchange(lost_is_sum_, true)) return;
   const torch::NoGradGuard no_grad;
-  for (const torch::Tensor& lost : lost_) {
+  for (const Tensor& lost : lost_) {
     std::optional<Work> work;
     if (firsts_) work = firsts_->all_reduce_async(lost);
     share(lost, work);

@@ -7,8 +7,6 @@
 // Ranks:   models with the same parameters have the same block
 #pragma once
 
-#include <torch/types.h>
-
 #include <vector>
 
 #include "lockstep/devices.h"
@@ -19,7 +17,7 @@ namespace lockstep {
 // Moves every trained parameter into one new block of shape (values), on the CPU from world.allocate(), and returns it.
 // Names, shapes, strides and values stay; each parameter begins on a cache line. Throws UsageError: parameters of several
 // dtypes, of 16 bits, or with gaps in memory.
-torch::Tensor make_flat_block(const NamedTensors& parameters, const World& world);
+Tensor make_flat_block(const NamedTensors& parameters, const World& world);
 
 // As flat_blocks().
 Tensors make_flat_blocks(const std::vector<NamedTensors>& nets);

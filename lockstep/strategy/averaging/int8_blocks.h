@@ -6,16 +6,16 @@
 // Ranks:   no communication
 #pragma once
 
-#include <torch/types.h>
+#include "lockstep/named_tensor.h"
 
 namespace lockstep {
 
 // Codes the elements of `left`, (n) of floating point on the CPU, and subtracts the coded values from it: what remains was
 // lost. Returns uint8 (int8_bytes(n)): the scales, then the integers.
-torch::Tensor take_int8(const torch::Tensor& left);
+Tensor take_int8(const Tensor& left);
 
 // The coded values: (count) of the options' dtype. bytes: as take_int8() returns them.
-torch::Tensor from_int8(const torch::Tensor& bytes, int64_t count, const torch::TensorOptions& options);
+Tensor from_int8(const Tensor& bytes, int64_t count, const torch::TensorOptions& options);
 
 inline constexpr int64_t kInt8Block = 4096;
 constexpr int64_t int8_blocks(int64_t count) { return (count + kInt8Block - 1) / kInt8Block; }

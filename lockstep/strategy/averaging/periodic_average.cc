@@ -23,7 +23,7 @@ void PeriodicAverage::after_step() {
   ++steps_;
   if (!was_local || (steps_ - options_.first_steps) % options_.every != 0) return;
   const torch::NoGradGuard no_grad;
-  for (const torch::Tensor& parameter : parameters_) world_.all_reduce(dense_view(parameter), ReduceOp::kMean);
+  for (const Tensor& parameter : parameters_) world_.all_reduce(dense_view(parameter), ReduceOp::kMean);
 }
 
 }  // namespace lockstep

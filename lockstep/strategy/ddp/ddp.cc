@@ -29,7 +29,7 @@ NamedTensors without(const std::set<std::string>& names, NamedTensors tensors) {
 
 NamedTensors held_by(const torch::optim::Optimizer& optimizer, NamedTensors tensors) {
   std::unordered_set<const void*> held;
-  for (const torch::Tensor& parameter : parameters_of(optimizer)) held.insert(parameter.unsafeGetTensorImpl());
+  for (const Tensor& parameter : parameters_of(optimizer)) held.insert(parameter.unsafeGetTensorImpl());
   std::erase_if(tensors, [&](const NamedTensor& t) { return !held.contains(t.tensor.unsafeGetTensorImpl()); });
   return tensors;
 }
@@ -154,13 +154,13 @@ class DistributedDataParallel::Impl {
   //               then the all-gather of parameters. Own parameters: nothing.
   //
   // After a plain loss.backward() on published gradients, step() begins with the waits of backward().
-  void backward(const torch::Tensor& loss, const BatchWeight& batch, double scale) {
+  void backward(const Tensor& loss, const BatchWeight& batch, double scale) {
     const double factor = begin_backward(batch, loss);
     if (batch.samples > 0) run_begun_backward(loss, factor * scale);
     end_backward();
   }
 
-  double begin_backward(const BatchWeight& batch, const torch::Tensor& loss = {}) try {
+  double begin_backward(const BatchWeight& batch, const Tensor& loss = {}) try {
     exchange_seconds_ = 0;
     begun_ = {batch.samples, !no_sync_};
     size_ += batch.size;
@@ -248,7 +248,7 @@ class DistributedDataParallel::Impl {
  private:
   friend class DistributedDataParallel;
 
-  void run_begun_backward(const torch::Tensor& loss, double factor) try { run_backward(loss, factor); } catch (...) {
+  void run_begun_backward(const Tensor& loss, double factor) try { run_backward(loss, factor); } catch (...) {
     fail();
   }
 
@@ -350,7 +350,7 @@ DistributedDataParallel::DistributedDataParallel(World world, torch::nn::Module&
 
 DistributedDataParallel::~DistributedDataParallel() = default;
 
-void DistributedDataParallel::backward(const torch::Tensor& loss, const BatchWeight& samples, double scale) {
+void DistributedDataParallel::backward(const Tensor& loss, const BatchWeight& samples, double scale) {
   impl_->backward(loss, samples, scale);
 }
 double DistributedDataParallel::begin_backward(const BatchWeight& batch) { return impl_->begin_backward(batch); }

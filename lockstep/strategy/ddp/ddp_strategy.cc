@@ -140,7 +140,7 @@ class DdpStrategy : public ReplicaStrategy {
   void forward_and_backward(const Part& part) {
     BatchWeight weight = part.samples;
     if (task_.samples) weight.size = static_cast<double>(part.batch.size());
-    torch::Tensor loss;
+    Tensor loss;
     if (part.samples > 0) {
       require_device(part.batch, world_.device());
       loss = in_phase(Phase::kForward, [&] { return task_.loss(forward(part.batch), part.batch); });
@@ -156,7 +156,7 @@ class DdpStrategy : public ReplicaStrategy {
   std::shared_ptr<CommunicationHook> hook_;  // null: gradients are not compressed
   DistributedDataParallel ddp_;
   std::optional<GradientScaler> scaler_;  // with float16
-  torch::Tensor scaler_state_;            // of which checkpoints keep this
+  Tensor scaler_state_;                   // of which checkpoints keep this
   int64_t step_ = 0;
 };
 

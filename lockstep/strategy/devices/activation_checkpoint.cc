@@ -33,7 +33,7 @@ class RandomStates {
  public:
   explicit RandomStates(const Tensors& inputs) {
     add(ThreadGenerator::current().value_or(at::globalContext().defaultGenerator(torch::kCPU)));
-    for (const torch::Tensor& input : inputs)
+    for (const Tensor& input : inputs)
       if (input.defined() && input.is_cuda()) add(at::globalContext().defaultGenerator(input.device()));
   }
 
@@ -41,7 +41,7 @@ class RandomStates {
   void swap() {
     for (auto& [generator, state] : states_) {
       const std::lock_guard lock(generator.mutex());
-      torch::Tensor now = generator.get_state();
+      Tensor now = generator.get_state();
       generator.set_state(std::exchange(state, now));
     }
   }
@@ -53,7 +53,7 @@ class RandomStates {
     const std::lock_guard lock(generator.mutex());
     states_.emplace_back(generator, generator.get_state());
   }
-  std::vector<std::pair<at::Generator, torch::Tensor>> states_;
+  std::vector<std::pair<at::Generator, Tensor>> states_;
 };
 
 struct CheckpointedCall : torch::CustomClassHolder {
@@ -87,7 +87,7 @@ UsageError changed(const std::string& what) {
                      .next = "make it return the same for the same inputs, or leave out checkpoint()"});
 }
 
-bool needs_gradient(const torch::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
+bool needs_gradient(const Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
 
 void require_same(const Tensors& outputs, const Tensors& gradients) {
   if (outputs.size() != gradients.size())
@@ -106,7 +106,7 @@ class Recomputed : public torch::autograd::Function<Recomputed> {
     context->saved_data["call"] = c10::IValue::make_capsule(call);
     context->set_materialize_grads(false);
     Tensors outputs, constant;
-    for (const torch::Tensor& output : std::exchange(call->outputs, {})) {
+    for (const Tensor& output : std::exchange(call->outputs, {})) {
       outputs.push_back(output.detach());
       if (!output.requires_grad()) constant.push_back(outputs.back());
     }
@@ -138,7 +138,7 @@ class Recomputed : public torch::autograd::Function<Recomputed> {
         roots.push_back(outputs[i]);
         seeds.push_back(gradients[i]);
       }
-    for (const torch::Tensor& variable : variables)
+    for (const Tensor& variable : variables)
       if (needs_gradient(variable)) sources.push_back(variable);
     Tensors found(sources.size());
     if (!roots.empty())
@@ -158,16 +158,16 @@ Tensors leaves_of(const Tensors& outputs, uint64_t begin, const Tensors& inputs)
   Tensors leaves;
   std::unordered_set<const Node*> seen;
   std::vector<torch::autograd::Edge> held;  // a leaf's node lives as long as somebody holds it
-  const auto node_of = [&](const torch::Tensor& tensor) {
+  const auto node_of = [&](const Tensor& tensor) {
     return held.emplace_back(torch::autograd::impl::gradient_edge(tensor)).function.get();
   };
-  for (const torch::Tensor& input : inputs)
+  for (const Tensor& input : inputs)
     if (needs_gradient(input)) seen.insert(node_of(input));
   std::vector<Node*> to_do;
   const auto visit = [&](Node* node) {
     if (node != nullptr && seen.insert(node).second) to_do.push_back(node);
   };
-  for (const torch::Tensor& output : outputs)
+  for (const Tensor& output : outputs)
     if (output.requires_grad()) visit(node_of(output));
   while (!to_do.empty()) {
     Node* node = to_do.back();
@@ -188,7 +188,7 @@ Tensors leaves_of(const Tensors& outputs, uint64_t begin, const Tensors& inputs)
 
 std::vector<uint32_t> versions_of(const Tensors& tensors) {
   std::vector<uint32_t> versions;
-  for (const torch::Tensor& tensor : tensors)
+  for (const Tensor& tensor : tensors)
     versions.push_back(tensor.defined() && !tensor.is_inference() ? tensor._version() : 0);
   return versions;
 }
@@ -222,8 +222,7 @@ Tensors checkpoint(const ListFunction& function, const Tensors& inputs) {
   return Recomputed::apply(call, at::TensorList(variables));  // in a vector autograd would not look for tensors
 }
 
-torch::Tensor checkpoint(const std::function<torch::Tensor(const torch::Tensor&)>& function,
-                         const torch::Tensor& input) {
+Tensor checkpoint(const std::function<Tensor(const Tensor&)>& function, const Tensor& input) {
   const auto one = [function](const Tensors& inputs) { return Tensors{function(inputs[0])}; };
   return checkpoint(ListFunction(one), Tensors{input}).front();
 }

@@ -34,11 +34,11 @@ namespace lockstep {
 namespace {
 
 // Leaves the gradient of the gathered outputs in their .grad.
-double loss_on_device_0(Devices& devices, const Task& task, const torch::Tensor& gathered, const Batch& batch) {
+double loss_on_device_0(Devices& devices, const Task& task, const Tensor& gathered, const Batch& batch) {
   const auto value = std::make_shared<double>();
   devices.run([value, task, gathered, batch](Device& device) {
     if (device.index() != 0) return;
-    const torch::Tensor loss = task.loss(gathered, judged_on(device.where(), batch));
+    const Tensor loss = task.loss(gathered, judged_on(device.where(), batch));
     loss.backward();
     *value = loss.item<double>();
   });
@@ -60,7 +60,7 @@ class DataParallelStrategy : public ReplicaStrategy {
       return {.examples = batch.size()};
     }
     Tensors outputs;
-    torch::Tensor gathered;
+    Tensor gathered;
     const double loss = in_phase(Phase::kForward, [&] {
       outputs = run_replicas(
           *devices_, replicas_, parts_for_devices(batch),
@@ -109,9 +109,9 @@ class DataParallelStrategy : public ReplicaStrategy {
   void update_on_gpus() {
     const DeviceTensors updated = with_gradients(parameters_of(replicas_));
     devices_->run([updated, replicas = replicas_](Device& device) {
-      for (const torch::Tensor& parameter : for_device(updated, device)) device.reduce(parameter.grad());
+      for (const Tensor& parameter : for_device(updated, device)) device.reduce(parameter.grad());
       if (device.index() == 0) replicas.front().optimizer->step();
-      for (const torch::Tensor& parameter : for_device(updated, device)) device.broadcast(parameter.detach());
+      for (const Tensor& parameter : for_device(updated, device)) device.broadcast(parameter.detach());
     });
   }
 
@@ -145,7 +145,7 @@ class DataParallel::Impl {
 
   torch::nn::Module& module() const { return *replicas_.front().model; }
 
-  torch::Tensor forward(const Batch& batch) {
+  Tensor forward(const Batch& batch) {
     if (batch.size() == 0)
       throw UsageError({.what = "DataParallel::forward() of no samples", .next = "skip the batch"});
     replicate();
@@ -156,21 +156,21 @@ class DataParallel::Impl {
     };
     const Tensors outputs = run_replicas(devices_, replicas_, split_and_load(batch, devices_), forward_as_caller,
                                          /*clears_gradients=*/false);
-    torch::Tensor gathered = gather(outputs, devices_.where(0));
+    Tensor gathered = gather(outputs, devices_.where(0));
     if (!at::GradMode::is_enabled()) return gathered;
     gathered.requires_grad_();
-    gathered.register_hook([in_backward = in_backward_](const torch::Tensor&) {
+    gathered.register_hook([in_backward = in_backward_](const Tensor&) {
       if (!*in_backward)
         throw UsageError({.what = "loss.backward() of what a DataParallel has computed",
                           .likely = "a loop for one module: the gradient would end at the gathered outputs",
                           .next = "call DataParallel::backward(loss)"});
     });
-    const auto is_trained = [](const torch::Tensor& output) { return output.defined() && output.requires_grad(); };
+    const auto is_trained = [](const Tensor& output) { return output.defined() && output.requires_grad(); };
     if (std::ranges::any_of(outputs, is_trained)) passes_.push_back({outputs, gathered});
     return gathered;
   }
 
-  void backward(const torch::Tensor& loss) {
+  void backward(const Tensor& loss) {
     const std::vector<Pass> passes = std::exchange(passes_, {});
     {
       *in_backward_ = true;
@@ -184,8 +184,8 @@ class DataParallel::Impl {
 
  private:
   struct Pass {
-    Tensors outputs;         // [device]: undefined where a device had no samples
-    torch::Tensor gathered;  // a leaf: each device's graph ends at its own outputs
+    Tensors outputs;  // [device]: undefined where a device had no samples
+    Tensor gathered;  // a leaf: each device's graph ends at its own outputs
   };
 
   // Makes the copy train what the module trains, in the modes that its modules are in.
@@ -213,7 +213,7 @@ class DataParallel::Impl {
     if (replicas_.size() == 1) return;
     devices_.run([parameters = with_gradients(parameters_of(replicas_)), replicas = replicas_](Device& device) {
       const torch::NoGradGuard no_grad;
-      for (const torch::Tensor& parameter : for_device(parameters, device)) device.reduce(parameter.grad());
+      for (const Tensor& parameter : for_device(parameters, device)) device.reduce(parameter.grad());
       if (device.index() > 0) for_device(replicas, device).model->zero_grad();
     });
   }
@@ -229,7 +229,7 @@ DataParallel::DataParallel(const Task& task, Devices& devices, uint64_t seed)
     : impl_(std::make_unique<Impl>(task, devices, seed)) {}
 DataParallel::~DataParallel() = default;
 torch::nn::Module& DataParallel::module() const { return impl_->module(); }
-torch::Tensor DataParallel::forward(const Batch& batch) { return impl_->forward(batch); }
-void DataParallel::backward(const torch::Tensor& loss) { impl_->backward(loss); }
+Tensor DataParallel::forward(const Batch& batch) { return impl_->forward(batch); }
+void DataParallel::backward(const Tensor& loss) { impl_->backward(loss); }
 
 }  // namespace lockstep

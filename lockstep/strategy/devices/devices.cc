@@ -37,25 +37,23 @@ void Device::seed(uint64_t seed) {
   if (!where().is_cpu()) seed_gpu(where(), seed);
 }
 
-void Device::all_reduce(const torch::Tensor& tensor, Algorithm algorithm) {
+void Device::all_reduce(const Tensor& tensor, Algorithm algorithm) {
   run({.operation = Operation::kAllReduce, .algorithm = algorithm}, tensor);
 }
 
-void Device::reduce(const torch::Tensor& tensor, int root) {
-  run({.operation = Operation::kReduce, .root = root}, tensor);
-}
+void Device::reduce(const Tensor& tensor, int root) { run({.operation = Operation::kReduce, .root = root}, tensor); }
 
-void Device::broadcast(const torch::Tensor& tensor, int root) {
+void Device::broadcast(const Tensor& tensor, int root) {
   run({.operation = Operation::kBroadcast, .root = root}, tensor);
 }
 
-void Device::run(Call call, const torch::Tensor& tensor) {
+void Device::run(Call call, const Tensor& tensor) {
   require_device(tensor, where(), concat("the tensor given to a collective on ", name()));
   const auto dtype = to_dtype(tensor.scalar_type());
   if (!dtype)
     throw UsageError({.what = concat("tensors of ", c10::toString(tensor.scalar_type()), " can't be exchanged"),
                       .next = "convert them to another dtype"});
-  const torch::Tensor flat = dense_view(tensor);
+  const Tensor flat = dense_view(tensor);
   shm::Group& group = state_.group(index_);
   call.count = to_size(flat.numel());
   call.dtype = *dtype;

@@ -12,8 +12,6 @@
 // Ranks:   inside one process: all devices of a team make the same calls
 #pragma once
 
-#include <torch/types.h>
-
 #include "lockstep/collective/shm/group.h"
 #include "lockstep/named_tensor.h"
 
@@ -21,10 +19,10 @@ namespace lockstep {
 
 // A copy of a dense tensor on the GPU, in the order of both devices' current streams; the tensor itself if it is there.
 // Between GPUs that don't reach each other it goes through pinned memory. Does not block.
-torch::Tensor brought_to(torch::Device gpu, const torch::Tensor& tensor);
+Tensor brought_to(torch::Device gpu, const Tensor& tensor);
 
 // An all_reduce, reduce or broadcast of `flat`, one-dimensional on this device's GPU, with call.count and call.dtype.
 // table: of the team, with a place for each device. Throws PeerLost, MismatchError.
-void run_between_gpus(shm::Group& group, Tensors& table, const Call& call, const torch::Tensor& flat);
+void run_between_gpus(shm::Group& group, Tensors& table, const Call& call, const Tensor& flat);
 
 }  // namespace lockstep

@@ -47,8 +47,8 @@ namespace {
 std::shared_ptr<Optimizer> make_optimizer_of(const torch::nn::Module& model, const StrategyOptions& options) {
   Tensors parameters = model.parameters(), spared;
   if (!options.no_decay.empty()) spared = norms_and_biases(model, options.no_decay);
-  const auto is_spared = [&](const torch::Tensor& parameter) {
-    return std::ranges::any_of(spared, [&](const torch::Tensor& each) { return each.is_same(parameter); });
+  const auto is_spared = [&](const Tensor& parameter) {
+    return std::ranges::any_of(spared, [&](const Tensor& each) { return each.is_same(parameter); });
   };
   const auto rest = std::ranges::stable_partition(parameters, std::not_fn(is_spared));
   spared.assign(rest.begin(), rest.end());
@@ -98,7 +98,7 @@ void seed_steps(uint64_t seed, int rank) {
   torch::manual_seed(seed + static_cast<uint64_t>(rank) + 1);
 }
 
-torch::Tensor dense_gradient(torch::Tensor& parameter) {
+Tensor dense_gradient(Tensor& parameter) {
   parameter.mutable_grad() = parameter.grad().defined()
                                  ? gradient_like(parameter)
                                  : torch::zeros_like(parameter, parameter.options().requires_grad(false));
@@ -111,7 +111,7 @@ DeviceTensors with_gradients(const DeviceTensors& all) {
     if (std::none_of(all.begin(), all.end(), [i](const auto& parameters) { return parameters[i].grad().defined(); }))
       continue;
     for (size_t replica = 0; replica < all.size(); ++replica) {
-      torch::Tensor parameter = all[replica][i];
+      Tensor parameter = all[replica][i];
       dense_gradient(parameter);
       found[replica].push_back(parameter);
     }
@@ -123,7 +123,7 @@ DeviceTensors gradients_of(const DeviceTensors& all) {
   DeviceTensors gradients;
   for (const auto& parameters : all) {
     gradients.emplace_back();
-    for (const torch::Tensor& parameter : parameters) gradients.back().push_back(parameter.grad());
+    for (const Tensor& parameter : parameters) gradients.back().push_back(parameter.grad());
   }
   return gradients;
 }
@@ -188,7 +188,7 @@ Batch judged_on(torch::Device device, const Batch& batch) {
   return judged;
 }
 
-torch::Tensor part_of(const torch::Tensor& tensor, int index, int parts) {
+Tensor part_of(const Tensor& tensor, int index, int parts) {
   const Range part = even_part(tensor.size(0), index, parts);
   return tensor.slice(0, part.begin, part.end);
 }
@@ -235,16 +235,16 @@ Tensors run_replicas(Devices& devices, const Replicas& replicas, const std::vect
   return *results;
 }
 
-torch::Tensor gather(const Tensors& outputs, torch::Device device) {
+Tensor gather(const Tensors& outputs, torch::Device device) {
   Tensors defined;
-  for (const torch::Tensor& output : outputs)
+  for (const Tensor& output : outputs)
     if (output.defined()) defined.push_back(output.detach().to(device));
   return torch::cat(defined);
 }
 
-void scatter_and_run_backward(Devices& devices, const Tensors& outputs, const torch::Tensor& gradient) {
+void scatter_and_run_backward(Devices& devices, const Tensors& outputs, const Tensor& gradient) {
   devices.run([outputs, gradient, parts = devices.size()](Device& device) {
-    const torch::Tensor& output = for_device(outputs, device);
+    const Tensor& output = for_device(outputs, device);
     if (output.defined()) output.backward(part_of(gradient, device.index(), parts).to(device.where()));
   });
 }

@@ -71,7 +71,7 @@ void follow_first(const Replicas& replicas);
 DeviceTensors parameters_of(const Replicas& replicas);
 
 // The parameter's gradient, which becomes dense and in the parameter's memory order; zeros where there was none.
-torch::Tensor dense_gradient(torch::Tensor& parameter);
+Tensor dense_gradient(Tensor& parameter);
 
 // The parameters that have a gradient on some replica. Afterwards they have one on all replicas, as dense_gradient()
 // makes it, so that they agree element by element.
@@ -99,7 +99,7 @@ void require_device(const Batch& batch, torch::Device device);
 Batch judged_on(torch::Device device, const Batch& batch);
 
 // Part `index` of `parts`: contiguous in dimension 0, as even as possible, maybe empty; a view.
-torch::Tensor part_of(const torch::Tensor& tensor, int index, int parts);
+Tensor part_of(const Tensor& tensor, int index, int parts);
 Batch part_of(const Batch& batch, int index, int parts);
 std::vector<Batch> parts_of(const Batch& batch, int parts);
 
@@ -112,15 +112,15 @@ decltype(auto) for_device(Vector& per_device, const Device& device) {
 // Runs work on every device whose part is not empty, after it has cleared the gradients and begun a new sequence of
 // random numbers. Returns what each device's work returned; undefined where a part is empty. Blocks. Throws as
 // Devices::run does.
-using ReplicaWork = std::function<torch::Tensor(const Replica& replica, const Batch& part)>;
+using ReplicaWork = std::function<Tensor(const Replica& replica, const Batch& part)>;
 Tensors run_replicas(Devices& devices, const Replicas& replicas, const std::vector<Batch>& parts,
                      const ReplicaWork& work, bool clears_gradients = true);
 
 // The defined outputs of all devices as one tensor on `device`, without their graphs.
-torch::Tensor gather(const Tensors& outputs, torch::Device device);
+Tensor gather(const Tensors& outputs, torch::Device device);
 
 // gradient: of the gathered outputs; each device takes its part. Blocks.
-void scatter_and_run_backward(Devices& devices, const Tensors& outputs, const torch::Tensor& gradient);
+void scatter_and_run_backward(Devices& devices, const Tensors& outputs, const Tensor& gradient);
 
 // The totals of all parts. losses: undefined where a part counts 0.
 BatchTotals mean_of(const Tensors& losses, const std::vector<Batch>& parts, const Task& task = {});

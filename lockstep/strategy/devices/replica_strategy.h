@@ -32,7 +32,7 @@ inline std::unique_ptr<Devices> make_devices(const World& world, const StrategyO
 
 class ReplicaStrategy : public Strategy {
  public:
-  torch::Tensor forward(const Batch& batch) override { return replicas_.front().forward(task_, batch); }
+  Tensor forward(const Batch& batch) override { return replicas_.front().forward(task_, batch); }
   torch::nn::Module& model() override { return *replicas_.front().model; }
   Optimizer& optimizer() override { return *replicas_.front().optimizer; }
   const PhaseTimes& phases() const override { return phases_; }
@@ -127,7 +127,7 @@ class ReplicaStrategy : public Strategy {
 // The sum over all ranks of `world`.
 template <class Number>
 Number sum_over(const World& world, Number number) {
-  const torch::Tensor sum = torch::full({1}, number, c10::CppTypeToScalarType<Number>::value);
+  const Tensor sum = torch::full({1}, number, c10::CppTypeToScalarType<Number>::value);
   world.all_reduce(sum);
   return sum.item<Number>();
 }
@@ -144,7 +144,7 @@ inline BatchTotals sum_totals(const World& world, const BatchTotals& own, std::v
   std::vector<double> values{samples, own.mean_loss * samples, wants_to_stop() ? 1.0 : 0.0,
                              static_cast<double>(own.examples)};
   if (more != nullptr) values.insert(values.end(), more->begin(), more->end());
-  const torch::Tensor sums = torch::tensor(values, torch::kFloat64);
+  const Tensor sums = torch::tensor(values, torch::kFloat64);
   world.all_reduce(sums);
   const auto* sum = sums.const_data_ptr<double>();
   if (sum[2] > 0) agree_to_stop();

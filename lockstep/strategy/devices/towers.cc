@@ -79,7 +79,7 @@ std::vector<CombinedGradient> combined_gradients(const Replicas& replicas) {
   const DeviceTensors parameters = parameters_of(replicas), gradients = gradients_of(parameters);
   std::vector<CombinedGradient> combined;
   for (size_t i = 0; i < parameters[0].size(); ++i) {
-    torch::Tensor sum;
+    Tensor sum;
     for (const auto& of_device : gradients)
       if (of_device[i].defined()) sum = sum.defined() ? sum + of_device[i].to(sum.device()) : of_device[i];
     if (sum.defined()) combined.push_back({sum, parameters[0][i]});
@@ -99,7 +99,7 @@ std::vector<Batch> split_and_load(const Batch& batch, const Devices& devices, Un
   return receive_parts(start_parts(devices, batch));
 }
 
-Tensors split_and_load(const torch::Tensor& data, const Devices& devices, Uneven uneven) {
+Tensors split_and_load(const Tensor& data, const Devices& devices, Uneven uneven) {
   Tensors parts;
   for (const Batch& part : split_and_load(Batch{data}, devices, uneven)) parts.push_back(part.data);
   return parts;
@@ -108,7 +108,7 @@ Tensors split_and_load(const torch::Tensor& data, const Devices& devices, Uneven
 Tensors tower_losses(Devices& devices, const Task& task, const Replicas& replicas, const std::vector<Batch>& shards,
                      bool clears_gradients) {
   const auto loss = [task](const Replica& replica, const Batch& shard) {
-    return samples_of(task, shard) > 0 ? task.loss(replica.forward(task, shard), shard) : torch::Tensor();
+    return samples_of(task, shard) > 0 ? task.loss(replica.forward(task, shard), shard) : Tensor();
   };
   return run_replicas(devices, replicas, shards, loss, clears_gradients);
 }
@@ -118,7 +118,7 @@ void backward(Devices& devices, const Task& task, const Tensors& losses, const s
   if (samples == 0)
     for (const Batch& shard : shards) samples += samples_of(task, shard);
   devices.run([losses, shards, samples, task](Device& device) {
-    const torch::Tensor& loss = for_device(losses, device);
+    const Tensor& loss = for_device(losses, device);
     if (!loss.defined()) return;
     loss.backward(torch::full_like(loss, fraction(samples_of(task, for_device(shards, device)), samples)));
   });
@@ -131,8 +131,7 @@ void backward(Devices& devices, const Task& task, const Tensors& losses, const s
 void all_reduce_gradients(Devices& devices, const Replicas& replicas, Algorithm algorithm) {
   if (replicas.size() == 1) return;
   devices.run([parameters = with_gradients(parameters_of(replicas)), algorithm](Device& device) {
-    for (const torch::Tensor& parameter : for_device(parameters, device))
-      device.all_reduce(parameter.grad(), algorithm);
+    for (const Tensor& parameter : for_device(parameters, device)) device.all_reduce(parameter.grad(), algorithm);
   });
 }
 

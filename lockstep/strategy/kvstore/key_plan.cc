@@ -30,13 +30,9 @@ void split_over_all(const Key& key, size_t number, std::vector<BlockLayout>& blo
 
 }  // namespace
 
-torch::Tensor KeySlice::in_block(const torch::Tensor& block) const {
-  return block.narrow(0, offset, bytes()).view(dtype);
-}
+Tensor KeySlice::in_block(const Tensor& block) const { return block.narrow(0, offset, bytes()).view(dtype); }
 
-torch::Tensor KeySlice::in_value(const torch::Tensor& value) const {
-  return dense_view(value.detach()).narrow(0, begin, count);
-}
+Tensor KeySlice::in_value(const Tensor& value) const { return dense_view(value.detach()).narrow(0, begin, count); }
 
 int64_t BlockLayout::bytes() const {
   return slices_.empty() ? 0 : round_up(slices_.back().offset + slices_.back().bytes(), kAlignment);
@@ -73,7 +69,7 @@ std::vector<SliceRange> BlockLayout::parts_of(SliceRange range) const {
   return parts;
 }
 
-torch::Tensor BlockLayout::region_of(SliceRange range, const torch::Tensor& block) const {
+Tensor BlockLayout::region_of(SliceRange range, const Tensor& block) const {
   const auto slices = slices_of(range);
   if (slices.empty()) return block.narrow(0, 0, 0);
   return block.narrow(0, slices.front().offset, slices.back().offset + slices.back().bytes() - slices.front().offset);

@@ -10,13 +10,12 @@
 // merged while others are still being sent.
 #pragma once
 
-#include <torch/types.h>
-
 #include <cstdint>
 #include <span>
 #include <vector>
 
 #include "lockstep/base/int_vector.h"
+#include "lockstep/named_tensor.h"
 
 namespace lockstep {
 
@@ -52,8 +51,8 @@ struct KeySlice {
   bool trained = false;
 
   int64_t bytes() const { return count * to_int64(c10::elementSize(dtype)); }
-  torch::Tensor in_block(const torch::Tensor& block) const;  // this slice, (count), as a view of the server's block
-  torch::Tensor in_value(const torch::Tensor& value) const;  // the same as a view of the whole value, in memory order
+  Tensor in_block(const Tensor& block) const;  // this slice, (count), as a view of the server's block
+  Tensor in_value(const Tensor& value) const;  // the same as a view of the whole value, in memory order
   bool operator==(const KeySlice&) const = default;
 };
 
@@ -66,7 +65,7 @@ class BlockLayout {
   int64_t bytes() const;
   SliceRange range_of(KeyRange keys) const;
   std::span<const KeySlice> slices_of(SliceRange range) const;
-  torch::Tensor region_of(SliceRange range, const torch::Tensor& block) const;  // its run of bytes in `block`
+  Tensor region_of(SliceRange range, const Tensor& block) const;  // its run of bytes in `block`
 
   // Cuts a range into the parts that kPushPull sends one by one: each about a sixteenth of the block, at least 256 KiB.
   // At least one part, which may be empty.

@@ -129,7 +129,7 @@ class LocalStrategy : public StoreStrategy {
     if (!update_in_store_) return follow_first(replicas_);
     const torch::NoGradGuard no_grad;
     for (size_t i = 0; i < local_->values().size(); ++i) {
-      const torch::Tensor &value = local_->values()[i], &parameter = parameters_.front()[i];
+      const Tensor &value = local_->values()[i], &parameter = parameters_.front()[i];
       if (!value.is_alias_of(parameter)) value.copy_(parameter);
       local_->optimizer()->set_state(value, optimizer().state_of(parameter));
     }
@@ -148,7 +148,7 @@ class LocalStrategy : public StoreStrategy {
   // Devices are cores: they read the weights where the store updates them, and a pull copies nothing.
   void share_values() {
     for (const auto& device : parameters_)
-      for (size_t i = 0; i < device.size(); ++i) torch::Tensor(device[i]).set_data(local_->values()[i]);
+      for (size_t i = 0; i < device.size(); ++i) Tensor(device[i]).set_data(local_->values()[i]);
   }
 
   BatchTotals over_workers(const BatchTotals& totals) override {
@@ -182,7 +182,7 @@ class WorkerStrategy : public StoreStrategy {
     broadcast_model(setting_.world, model(), update_in_store_ ? 0 : setting_.workers.front());
     if (update_in_store_ || workers_.rank() > 0) return;
     TensorSender sender(setting_.world, 0, /*tag=*/0);
-    for (const torch::Tensor& parameter : parameters_.front()) {
+    for (const Tensor& parameter : parameters_.front()) {
       auto state = optimizer().state_of(parameter);
       for (auto& [name, tensor] : state) tensor = tensor.cpu();
       sender.send(message_of(state));
@@ -239,7 +239,7 @@ class WorkerStrategy : public StoreStrategy {
   // the first device's buffers.
   void before_push(const PushOptions& options) override {
     for (size_t i = 0; i < with_gradient_.size(); ++i) {
-      torch::Tensor parameter = parameters_.front()[i];
+      Tensor parameter = parameters_.front()[i];
       if (with_gradient_[i] > 0 && !parameter.grad().defined())
         parameter.mutable_grad() = torch::zeros_like(parameter).detach();
     }

@@ -16,7 +16,7 @@ void find_roles(DistSetting& setting) {
   const KVStoreOptions& store = setting.options.kvstore;
   const std::optional<bool> told = store.serves ? store.serves : WorldState::of(world).serves;
   const bool serves = told.value_or(world.rank() < store.servers);
-  const torch::Tensor all = world.all_gather(torch::tensor({serves ? 1 : 0}));
+  const Tensor all = world.all_gather(torch::tensor({serves ? 1 : 0}));
   for (int rank = 0; rank < world.size(); ++rank)
     (all[rank].item<int64_t>() == 1 ? setting.servers : setting.workers).push_back(rank);
   if (setting.workers.empty() || setting.servers.empty() || setting.servers.front() != 0)

@@ -58,13 +58,13 @@ class StoreLink {
   void receive_all(std::span<T> values) const {
     receive_bytes(bytes_of(values.data(), values.size()));
   }
-  void send_bytes(const torch::Tensor& bytes) const {
+  void send_bytes(const Tensor& bytes) const {
     if (bytes.numel() > 0) pair_.send(bytes, peer(), next(tags_->sent));
   }
-  void receive_bytes(const torch::Tensor& bytes) const {
+  void receive_bytes(const Tensor& bytes) const {
     if (bytes.numel() > 0) pair_.receive(bytes, {.from = peer(), .tag = next(tags_->received)});
   }
-  [[nodiscard]] Pending start_sending(const torch::Tensor& bytes) const {
+  [[nodiscard]] Pending start_sending(const Tensor& bytes) const {
     if (bytes.numel() == 0) return {};
     return pair_.send_async(bytes, peer(), next(tags_->sent));
   }
@@ -72,13 +72,13 @@ class StoreLink {
   [[nodiscard]] Pending start_sending_copy(std::span<const T> values) const {
     return start_sending(bytes_of(const_cast<T*>(values.data()), values.size()).clone());
   }
-  [[nodiscard]] Pending start_receiving(const torch::Tensor& bytes) const {
+  [[nodiscard]] Pending start_receiving(const Tensor& bytes) const {
     if (bytes.numel() == 0) return {};
     return pair_.receive_async(bytes, {.from = peer(), .tag = next(tags_->received)});
   }
 
   // Zeros, where the other side can read them.
-  torch::Tensor allocate(int64_t bytes) const { return pair_.allocate({bytes}, torch::kUInt8).zero_(); }
+  Tensor allocate(int64_t bytes) const { return pair_.allocate({bytes}, torch::kUInt8).zero_(); }
   const World& world() const { return pair_; }
   int peer() const { return 1 - pair_.rank(); }
   int peer_in_job() const { return peer_in_job_; }  // its rank among all servers and workers
@@ -88,7 +88,7 @@ class StoreLink {
 
  private:
   template <class T>
-  static torch::Tensor bytes_of(T* data, size_t count) {
+  static Tensor bytes_of(T* data, size_t count) {
     static_assert(std::is_trivially_copyable_v<T>);
     return torch::from_blob(data, {static_cast<int64_t>(count * sizeof(T))}, torch::kUInt8);
   }

@@ -11,12 +11,12 @@
 namespace lockstep {
 namespace {
 
-int64_t bytes_of(const torch::Tensor& value) { return to_int64(value.nbytes()); }
+int64_t bytes_of(const Tensor& value) { return to_int64(value.nbytes()); }
 
 }  // namespace
 
 void LocalStore::create(const Tensors& values) {
-  for (const torch::Tensor& value : values) {
+  for (const Tensor& value : values) {
     if (sums_on_device() || value.is_cpu())
       values_.push_back(value.clone());
     else
@@ -35,7 +35,7 @@ void LocalStore::set_optimizer(const UpdateOptions& options) {
 void LocalStore::push(KeyRange range, const DeviceTensors& values, const PushOptions& options) {
   const torch::NoGradGuard no_grad;
   for (const auto& device : values)
-    for (const torch::Tensor& value : device) bytes_pushed_ += value.defined() ? bytes_of(value) : 0;
+    for (const Tensor& value : device) bytes_pushed_ += value.defined() ? bytes_of(value) : 0;
   DeviceTensors left = on_host(values, range.first);
   if (optimizer_ != nullptr) update(range, left, options.learning_rate);
   const Tensors sums = sum(left, range.first);
@@ -52,7 +52,7 @@ void LocalStore::update(KeyRange range, DeviceTensors& values, double learning_r
     if (!keys()[key].trained) continue;
     const bool given = range.first <= key && key < range.last;
     for (size_t device = 0; device < values.size(); ++device)
-      gradients[device].push_back(given ? std::exchange(values[device][key - range.first], {}) : torch::Tensor());
+      gradients[device].push_back(given ? std::exchange(values[device][key - range.first], {}) : Tensor());
   }
   gradients_->set(std::move(gradients));
   if (!std::isnan(learning_rate)) set_learning_rate(*optimizer_, learning_rate);
@@ -67,7 +67,7 @@ void LocalStore::pull(KeyRange range, const DeviceTensors& into) {
   on_every_device(into.size(), [values = values_, range, into](size_t device) {
     const torch::NoGradGuard no_grad;
     for (size_t key = range.first; key < range.last; ++key)
-      if (torch::Tensor to = into[device][key - range.first]; to.defined() && !to.is_alias_of(values[key]))
+      if (Tensor to = into[device][key - range.first]; to.defined() && !to.is_alias_of(values[key]))
         copy_between(to, values[key]);
   });
 }

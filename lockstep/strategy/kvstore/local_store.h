@@ -36,7 +36,7 @@ class LocalStore : public Store {
 
  protected:
   void create(const Tensors& values) override;
-  torch::Tensor pull_rows(size_t key, const torch::Tensor& rows) override { return values_[key].index_select(0, rows); }
+  Tensor pull_rows(size_t key, const Tensor& rows) override { return values_[key].index_select(0, rows); }
 
  private:
   void update(KeyRange keys, DeviceTensors& values, double learning_rate);

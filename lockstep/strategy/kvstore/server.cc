@@ -106,7 +106,7 @@ class ThreadedServer final : public KVServer {
   struct Client {
     StoreLink link;
     std::thread thread{};
-    torch::Tensor outbox{};
+    Tensor outbox{};
     bool here = true;
     bool has_keys = false;
     int pending = 0;            // pushes of trained keys that are complete and not applied
@@ -169,7 +169,7 @@ class ThreadedServer final : public KVServer {
     check(sender, keys);
     const BlockLayout layout = plan_keys(keys, setting_.servers.size(), request.bytes)[setting_.number];
     sender.bytes(layout.bytes(), 1, "a server's block");
-    const torch::Tensor inbox = link.allocate(layout.bytes());
+    const Tensor inbox = link.allocate(layout.bytes());
     clients_[worker].outbox = link.allocate(layout.bytes());
     if (worker == 0) link.receive_bytes(inbox);
     Lock lock(mutex_);
@@ -180,7 +180,7 @@ class ThreadedServer final : public KVServer {
       std::rethrow_exception(failure_);
     }
     table_.set_inbox(worker, inbox);
-    if (worker == 0) torch::Tensor(table_.values()).copy_(inbox);
+    if (worker == 0) Tensor(table_.values()).copy_(inbox);
     has_values_ = has_values_ || worker == 0;
     clients_[worker].has_keys = true;
     changed_.notify_all();
@@ -253,32 +253,32 @@ class ThreadedServer final : public KVServer {
       Lock lock(mutex_);
       if (!all && table_.has_unmerged(worker, part)) return;
       wait_until_merged(lock, worker, part);
-      const torch::Tensor values = read(worker, part);
+      const Tensor values = read(worker, part);
       lock.unlock();
       replies.push_back(clients_[worker].link.start_sending(values));
     }
   }
 
   // Memory to receive pushed values in: the worker's inbox, or, compressed, memory of their own.
-  torch::Tensor place_for(int worker, const RequestHeader& request, SliceRange slices) const {
+  Tensor place_for(int worker, const RequestHeader& request, SliceRange slices) const {
     if (request.threshold == 0) return table_.layout().region_of(slices, table_.inbox(worker));
     int64_t words = 0;
     for (const KeySlice& slice : table_.layout().slices_of(slices)) words += two_bit_words(slice.count);
     return torch::empty({words * 4}, torch::kUInt8);
   }
 
-  void unpack(int worker, const RequestHeader& request, SliceRange slices, const torch::Tensor& words) const {
+  void unpack(int worker, const RequestHeader& request, SliceRange slices, const Tensor& words) const {
     int64_t first = 0;
     for (const KeySlice& slice : table_.layout().slices_of(slices)) {
       const int64_t count = two_bit_words(slice.count);
-      const torch::Tensor into = slice.in_block(table_.inbox(worker));
+      const Tensor into = slice.in_block(table_.inbox(worker));
       into.copy_(from_two_bits(words.narrow(0, first, count), slice.count, request.threshold, into.options()));
       first += count;
     }
   }
 
   // Values of `slices`, a part of the request's, have been received. The gradient is complete with the last part.
-  void add_push(int worker, const RequestHeader& request, SliceRange slices, const torch::Tensor& values,
+  void add_push(int worker, const RequestHeader& request, SliceRange slices, const Tensor& values,
                 std::span<const uint8_t> has_value) {
     if (request.threshold > 0) unpack(worker, request, slices, values.view(torch::kInt32));
     Lock lock(mutex_);
@@ -359,9 +359,9 @@ class ThreadedServer final : public KVServer {
   // ---- Pulls
 
   // Copies the slices, with the lock held, into the client's outbox, which is sent without it.
-  torch::Tensor read(int worker, SliceRange slices) {
-    const torch::Tensor region = table_.layout().region_of(slices, clients_[worker].outbox);
-    torch::Tensor(region).copy_(table_.layout().region_of(slices, table_.values()));
+  Tensor read(int worker, SliceRange slices) {
+    const Tensor region = table_.layout().region_of(slices, clients_[worker].outbox);
+    Tensor(region).copy_(table_.layout().region_of(slices, table_.values()));
     table_.mark_read(worker, slices);
     statistics_.pulled_bytes += to_int64(region.nbytes());
     return region;
@@ -376,7 +376,7 @@ class ThreadedServer final : public KVServer {
       changed_.notify_all();  // every server has applied its update now: others may be let through
       wait(lock, "its turn to read", [&] { return gate_.may_read(worker); });
     }
-    const torch::Tensor region = read(worker, request.slices);
+    const Tensor region = read(worker, request.slices);
     if (gated) gate_.read(worker);
     changed_.notify_all();
     lock.unlock();
@@ -386,7 +386,7 @@ class ThreadedServer final : public KVServer {
 
   void pull_rows(int worker, const RequestHeader& request) {
     const StoreLink& link = clients_[worker].link;
-    const torch::Tensor rows = torch::empty({request.count}, torch::kInt64);
+    const Tensor rows = torch::empty({request.count}, torch::kInt64);
     link.receive_bytes(rows.view(torch::kUInt8));
     const auto have = table_.layout().region_of(request.slices, table_.values()).numel() / request.bytes;
     if (rows.numel() > 0) {
@@ -396,8 +396,8 @@ class ThreadedServer final : public KVServer {
     }
     Lock lock(mutex_);
     wait_until_merged(lock, worker, request.slices);
-    const torch::Tensor region = table_.layout().region_of(request.slices, table_.values());
-    const torch::Tensor values = region.view({-1, request.bytes}).index_select(0, rows);
+    const Tensor region = table_.layout().region_of(request.slices, table_.values());
+    const Tensor values = region.view({-1, request.bytes}).index_select(0, rows);
     lock.unlock();
     link.send_bytes(values.flatten());
   }

@@ -144,7 +144,7 @@ class ServerStrategy : public ReplicaStrategy {
   // Checks what another server has sent.
   void check(const Received& sender, const SliceState& found) const {
     const KeySlice& slice = found.place;
-    const auto is_slice = [&slice](const torch::Tensor& part) {
+    const auto is_slice = [&slice](const Tensor& part) {
       return part.defined() && part.dim() == 1 && part.numel() == slice.count;
     };
     sender.require(is_slice(found.value) && found.value.scalar_type() == slice.dtype,
@@ -157,10 +157,10 @@ class ServerStrategy : public ReplicaStrategy {
   // Into the model, and into `states`, where the parts of a split key come together.
   void place(const SliceState& found, States& states) const {
     const KeySlice& slice = found.place;
-    const torch::Tensor& value = values_[slice.key];
+    const Tensor& value = values_[slice.key];
     slice.in_value(value).copy_(found.value);
     for (const auto& [name, part] : found.state) {
-      torch::Tensor& whole = states[slice.key][name];
+      Tensor& whole = states[slice.key][name];
       if (!whole.defined()) whole = part.dim() == 0 ? part : torch::empty_like(value.detach(), part.scalar_type());
       if (part.dim() > 0) slice.in_value(whole).copy_(part);
     }
@@ -169,7 +169,7 @@ class ServerStrategy : public ReplicaStrategy {
   std::vector<SliceState> states_of_model() const {
     std::vector<SliceState> slices;
     for (const KeySlice& slice : layouts_[setting_.number].slices()) {
-      const torch::Tensor& value = values_[slice.key];
+      const Tensor& value = values_[slice.key];
       slices.push_back({.place = slice, .value = slice.in_value(value)});
       if (!slice.trained) continue;
       for (const auto& [name, whole] : replicas_.front().optimizer->state_of(value))

@@ -28,7 +28,7 @@ namespace lockstep {
 // A slice in a checkpoint: its value and the optimizer's state, which may be empty.
 struct SliceState {
   KeySlice place;
-  torch::Tensor value;
+  Tensor value;
   Optimizer::StateTensors state{};
 };
 
@@ -54,7 +54,7 @@ class ServerTable {
   }
 
   bool created() const { return values_.defined(); }
-  void set_inbox(int worker, torch::Tensor block) { inboxes_[worker] = std::move(block); }
+  void set_inbox(int worker, Tensor block) { inboxes_[worker] = std::move(block); }
   // own_state: each worker's gradients have an optimizer's state of their own. Where values are 16-bit, the optimizer keeps their
   // float32 originals: there is only one.
   void set_optimizer(const UpdateOptions& options, bool own_state) {
@@ -73,8 +73,8 @@ class ServerTable {
   bool has_optimizer() const { return !optimizers_.empty(); }
 
   const BlockLayout& layout() const { return layout_; }
-  const torch::Tensor& values() const { return values_; }
-  const torch::Tensor& inbox(int worker) const { return inboxes_[worker]; }
+  const Tensor& values() const { return values_; }
+  const Tensor& inbox(int worker) const { return inboxes_[worker]; }
 
   // ---- Pushes
 
@@ -134,7 +134,7 @@ class ServerTable {
       throw MismatchError({.what = "the checkpoint splits its tensors differently from this server",
                            .next = "start workers and servers with the same --split-above"});
     for (size_t i = 0; i < states.size(); ++i) {
-      torch::Tensor& value = slices_[i].value;
+      Tensor& value = slices_[i].value;
       value.copy_(states[i].value);
       if (!slices_[i].place.trained) continue;
       for (const auto& optimizer : optimizers_) optimizer->set_state(value, states[i].state);
@@ -149,7 +149,7 @@ class ServerTable {
   };
   struct Slice {
     KeySlice place;
-    torch::Tensor value;     // in values_
+    Tensor value;            // in values_
     IntVector<Push> pushes;  // [worker]
     int64_t updates = 0;
     IntVector<int64_t> read_at;  // [worker] `updates` when it read
@@ -158,7 +158,7 @@ class ServerTable {
   std::span<Slice> in(SliceRange range) { return std::span(slices_).subspan(range.first, range.size()); }
   std::span<const Slice> in(SliceRange range) const { return std::span(slices_).subspan(range.first, range.size()); }
 
-  Optimizer& most_advanced(const torch::Tensor& value) const {
+  Optimizer& most_advanced(const Tensor& value) const {
     return **std::ranges::max_element(optimizers_, {}, [&value](const auto& optimizer) {
       const auto state = optimizer->state_of(value);
       return state.empty() ? 0 : state.at("step").template item<double>();
@@ -168,7 +168,7 @@ class ServerTable {
   // The mean over `workers`, weighted by samples: sum of m_j v_j / sum of m_j, where a worker without a value counts as
   // zero. Undefined if no worker has one. Integers, such as counters of batches, are the first worker's. A value that has
   // all the weight is taken from its inbox as it is: no pass over memory.
-  torch::Tensor merged(Slice& slice, Workers workers) {
+  Tensor merged(Slice& slice, Workers workers) {
     std::vector<Term> terms;
     Tensors values;
     int64_t samples = 0;
@@ -184,13 +184,13 @@ class ServerTable {
     const auto all = static_cast<double>(samples);
     if (terms.size() == 1 && terms.front().weight == all) return values.front();
     for (Term& term : terms) term.weight /= all;
-    const torch::Tensor sum = slice.place.in_block(sums_);
+    const Tensor sum = slice.place.in_block(sums_);
     weighted_sum_into(sum, terms);
     return sum;
   }
 
   // A gradient waits for update(); another value is stored at once.
-  void apply(Slice& slice, const torch::Tensor& value) {
+  void apply(Slice& slice, const Tensor& value) {
     if (!value.defined()) return;
     if (slice.place.trained && has_optimizer())
       slice.value.mutable_grad() = value;
@@ -209,16 +209,16 @@ class ServerTable {
       optimizer.step();
     }
     for (Slice* const slice : changed_) {
-      slice->value.mutable_grad() = torch::Tensor();
+      slice->value.mutable_grad() = Tensor();
       ++slice->updates;
     }
     changed_.clear();
   }
 
   BlockLayout layout_;
-  torch::Tensor values_;
-  torch::Tensor sums_;  // where values of several workers are added up
-  IntVector<torch::Tensor> inboxes_;
+  Tensor values_;
+  Tensor sums_;  // where values of several workers are added up
+  IntVector<Tensor> inboxes_;
   std::vector<Slice> slices_;
   IntVector<std::shared_ptr<Optimizer>> optimizers_;  // one; with own_state [worker]
   double learning_rate_ = 0;

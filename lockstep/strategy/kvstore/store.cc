@@ -94,11 +94,11 @@ void Store::require_fitting(const Names& names, const DeviceTensors& tensors) co
                       .next = "give each of the keys one tensor, or one for each device"});
   for (int device = 0; device < std::ssize(tensors); ++device)
     for (size_t i = 0; i < names.size(); ++i)
-      if (const torch::Tensor& tensor = tensors[device].at(i); tensor.defined())
+      if (const Tensor& tensor = tensors[device].at(i); tensor.defined())
         require_fitting(number_of(names[i]), tensor, device);
 }
 
-void Store::require_fitting(size_t key, const torch::Tensor& tensor, int device) const {
+void Store::require_fitting(size_t key, const Tensor& tensor, int device) const {
   if (tensor.sizes() != sizes_[key] || tensor.scalar_type() != keys_[key].dtype)
     throw UsageError({.what = concat("a tensor of shape ", tensor.sizes(), " ", c10::toString(tensor.scalar_type()),
                                      " for the key ", names_[key], ", whose value has shape ",
@@ -128,7 +128,7 @@ void Store::push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTe
   pull(keys, into);
 }
 
-torch::Tensor Store::row_sparse_pull(const std::string& name, const torch::Tensor& rows) {
+Tensor Store::row_sparse_pull(const std::string& name, const Tensor& rows) {
   const size_t key = number_of(name);
   const int64_t all = keys_[key].rows;
   if (rows.scalar_type() != torch::kInt64 || rows.dim() != 1 || rows.lt(0).logical_or(rows.ge(all)).any().item<bool>())
@@ -142,12 +142,12 @@ torch::Tensor Store::row_sparse_pull(const std::string& name, const torch::Tenso
 
 // ---- Sums over devices
 
-void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms, const ParallelFor& parallel_for) {
+void weighted_sum_into(const Tensor& into, std::span<const Term> terms, const ParallelFor& parallel_for) {
   const torch::ScalarType dtype = into.scalar_type();
   const auto run = [&](auto* sum) { sum_chunks(sum, terms, dtype, into.numel(), parallel_for); };
   if (dtype == torch::kFloat32) return run(into.mutable_data_ptr<float>());
   if (dtype == torch::kFloat64) return run(into.mutable_data_ptr<double>());
-  const torch::Tensor wide = torch::empty({into.numel()}, torch::kFloat32);
+  const Tensor wide = torch::empty({into.numel()}, torch::kFloat32);
   run(wide.mutable_data_ptr<float>());
   into.copy_(wide);
 }
@@ -162,7 +162,7 @@ DeviceTensors Store::on_host(const DeviceTensors& values, size_t first_key) {
     auto& buffers = host_[device];
     buffers.resize(std::max(buffers.size(), first_key + values[device].size()));
     for (size_t i = 0; i < values[device].size(); ++i) {
-      torch::Tensor &copy = (*copies)[device][i], &buffer = buffers[first_key + i];
+      Tensor &copy = (*copies)[device][i], &buffer = buffers[first_key + i];
       if (!copy.defined()) continue;
       if (on_gpus && !buffer.defined()) buffer = pinned_like(copy);
       copy = on_gpus ? buffer : copy.cpu();
@@ -183,7 +183,7 @@ Tensors Store::sum(const DeviceTensors& values, size_t first_key) {
   if (values.size() == 1) return values.front();
   if (!sums_on_device_) return sum_on_cpu(values, first_key);
   devices_->run([values](Device& device) {
-    for (const torch::Tensor& value : values[device.index()])
+    for (const Tensor& value : values[device.index()])
       if (value.defined()) device.reduce(value);
   });
   return values.front();
@@ -195,7 +195,7 @@ Tensors Store::sum_on_cpu(const DeviceTensors& values, size_t first_key) {
   Tensors sums(keys);
   for (size_t key = 0; key < keys; ++key) {
     if (!values.front()[key].defined()) continue;
-    torch::Tensor& buffer = buffers_[first_key + key];
+    Tensor& buffer = buffers_[first_key + key];
     if (!buffer.defined()) buffer = torch::empty_like(values.front()[key]).detach();
     std::vector<Term> terms;
     for (const auto& device : values) terms.push_back({dense_view(device[key]).const_data_ptr(), 1.0});

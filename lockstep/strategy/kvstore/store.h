@@ -23,8 +23,7 @@ struct DistSetting;
 std::vector<Key> keys_of(const NamedTensors& values, const NamedTensors& buffers);
 
 // into = sum of the terms, in one pass over memory. `into`: dense; the terms have its dtype and number of elements.
-void weighted_sum_into(const torch::Tensor& into, std::span<const Term> terms,
-                       const ParallelFor& parallel_for = on_own_cores);
+void weighted_sum_into(const Tensor& into, std::span<const Term> terms, const ParallelFor& parallel_for = on_own_cores);
 
 class Store : public KVStore {
  public:
@@ -33,7 +32,7 @@ class Store : public KVStore {
   void pull(const Names& names, const DeviceTensors& into) final;
   void push_pull(const Names& names, const DeviceTensors& values, const DeviceTensors& into,
                  const PushOptions& options = {}) final;
-  torch::Tensor row_sparse_pull(const std::string& name, const torch::Tensor& rows) final;
+  Tensor row_sparse_pull(const std::string& name, const Tensor& rows) final;
 
   // The same for neighbouring keys: what a strategy calls in each step.
   virtual void push(KeyRange keys, const DeviceTensors& values, const PushOptions& options) = 0;
@@ -73,14 +72,14 @@ class Store : public KVStore {
   int64_t bytes_pushed_ = 0;
   int64_t bytes_pulled_ = 0;
 
-  virtual void create(const Tensors& values) = 0;                              // keys() are known
-  virtual torch::Tensor pull_rows(size_t key, const torch::Tensor& rows) = 0;  // (rows, elements of a row)
+  virtual void create(const Tensors& values) = 0;                // keys() are known
+  virtual Tensor pull_rows(size_t key, const Tensor& rows) = 0;  // (rows, elements of a row)
 
  private:
   Tensors sum_on_cpu(const DeviceTensors& values, size_t first_key);
   size_t number_of(const std::string& name) const;
   void require_fitting(const Names& names, const DeviceTensors& tensors) const;
-  void require_fitting(size_t key, const torch::Tensor& tensor, int device) const;
+  void require_fitting(size_t key, const Tensor& tensor, int device) const;
   template <class Call>
   void for_each_range(const Names& names, std::initializer_list<const DeviceTensors*> tensors, const Call& call) const;
 

@@ -56,8 +56,8 @@ class KVWorker : public Store {
   struct Server {
     StoreLink link;
     BlockLayout layout{};
-    torch::Tensor outbox{};
-    torch::Tensor inbox{};
+    Tensor outbox{};
+    Tensor inbox{};
     Tensors residuals{};           // [slice] what compression has left out so far
     std::vector<Pending> sends{};  // in flight
     std::vector<Pending> receives{};
@@ -66,7 +66,7 @@ class KVWorker : public Store {
     KeyRange keys;
     Tensors values;  // [key - keys.first] summed over the devices; undefined: none
     RequestHeader header{};
-    const torch::Tensor& of(const KeySlice& slice) const { return values[slice.key - keys.first]; }
+    const Tensor& of(const KeySlice& slice) const { return values[slice.key - keys.first]; }
   };
 
   // ---- Requests
@@ -186,7 +186,7 @@ class KVWorker : public Store {
     server.sends.push_back(server.link.start_sending_copy(std::span<const RequestHeader>(&header, 1)));
     server.sends.push_back(server.link.start_sending_copy(std::span<const uint8_t>(has_value)));
     for (const SliceRange part : parts) {
-      torch::Tensor payload;
+      Tensor payload;
       if (header.threshold > 0) {
         payload = compress(server, part, push);
       } else {
@@ -199,7 +199,7 @@ class KVWorker : public Store {
   }
 
   void start_pull(Server& server, SliceRange slices) {
-    const torch::Tensor region = server.layout.region_of(slices, server.inbox);
+    const Tensor region = server.layout.region_of(slices, server.inbox);
     server.receives.push_back(server.link.start_receiving(region));
     bytes_pulled_ += region.numel();
   }
@@ -236,19 +236,19 @@ class KVWorker : public Store {
 
   void pack(const Server& server, SliceRange slices, const Push& push) {
     for (const KeySlice& slice : server.layout.slices_of(slices))
-      if (const torch::Tensor& value = push.of(slice); value.defined())
+      if (const Tensor& value = push.of(slice); value.defined())
         slice.in_block(server.outbox).copy_(slice.in_value(value));
   }
 
   // The 2-bit codes of all slices, one after the other, as bytes. What they leave out stays in the residuals, and is added
   // to the next push. A gradient of no samples, which the server ignores, leaves the residuals as they are.
-  torch::Tensor compress(Server& server, SliceRange range, const Push& push) {
+  Tensor compress(Server& server, SliceRange range, const Push& push) {
     Tensors words{torch::empty({0}, torch::kInt32)};
     for (size_t i = range.first; i < range.last; ++i) {
       const KeySlice& slice = server.layout.slices()[i];
-      torch::Tensor& residual = server.residuals[i];
+      Tensor& residual = server.residuals[i];
       if (!residual.defined()) residual = torch::zeros({slice.count}, slice.dtype);
-      const torch::Tensor& value = push.of(slice);
+      const Tensor& value = push.of(slice);
       const bool counts = value.defined() && push.header.push.samples > 0;
       if (counts) residual.add_(slice.in_value(value));
       words.push_back(counts ? take_two_bits(residual, push.header.threshold)
@@ -279,18 +279,18 @@ class KVWorker : public Store {
       const torch::NoGradGuard no_grad;
       for (const Server& server : servers_)
         for (const KeySlice& slice : server.layout.slices_of(server.layout.range_of(range)))
-          if (const torch::Tensor& value = into[device][slice.key - range.first]; value.defined())
+          if (const Tensor& value = into[device][slice.key - range.first]; value.defined())
             slice.in_value(value).copy_(slice.in_block(server.inbox));
     });
   }
 
   // Asks each server for those of the rows that it has, by their number among its own rows of the key.
-  torch::Tensor pull_rows(size_t number, const torch::Tensor& rows) override {
+  Tensor pull_rows(size_t number, const Tensor& rows) override {
     const Key& key = keys()[number];
     const int64_t row = key.elements / key.rows;
-    torch::Tensor result = torch::empty({rows.numel(), row}, key.dtype);
+    Tensor result = torch::empty({rows.numel(), row}, key.dtype);
     Tensors places(servers_.size());  // [server] in `rows`, of those that it has
-    const auto places_of = [&](const Server& server) -> torch::Tensor& { return places[&server - servers_.data()]; };
+    const auto places_of = [&](const Server& server) -> Tensor& { return places[&server - servers_.data()]; };
     exchange(
         [&](Server& server) {
           const SliceRange range = server.layout.range_of({number, number + 1});
@@ -299,7 +299,7 @@ class KVWorker : public Store {
           const int64_t first = slices.front().begin / row;
           const int64_t last = (slices.back().begin + slices.back().count) / row;
           places_of(server) = rows.ge(first).logical_and(rows.lt(last)).nonzero().flatten();
-          const torch::Tensor wanted = rows.index_select(0, places_of(server)) - first;
+          const Tensor wanted = rows.index_select(0, places_of(server)) - first;
           server.link.send(RequestHeader{.request = Request::kPullRows,
                                          .slices = range,
                                          .count = wanted.numel(),
@@ -307,9 +307,9 @@ class KVWorker : public Store {
           server.link.send_bytes(wanted.view(torch::kUInt8));
         },
         [&](Server& server) {
-          const torch::Tensor& found = places_of(server);
+          const Tensor& found = places_of(server);
           if (!found.defined()) return;
-          const torch::Tensor values = torch::empty({found.numel(), row}, key.dtype);
+          const Tensor values = torch::empty({found.numel(), row}, key.dtype);
           server.link.receive_bytes(values.view({-1}).view(torch::kUInt8));
           result.index_copy_(0, found, values);
           bytes_pulled_ += to_int64(values.nbytes());

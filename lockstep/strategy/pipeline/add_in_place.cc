@@ -17,15 +17,15 @@ using torch::autograd::variable_list;
 using ConvolutionSizes = std::array<std::vector<int64_t>, 3>;  // by dimension
 constexpr std::array kSizes = {"stride", "padding", "dilation"};
 
-bool can_add_to(const torch::Tensor& gradient, const torch::Tensor& weight) {
+bool can_add_to(const Tensor& gradient, const Tensor& weight) {
   return gradient.defined() && gradient.layout() == torch::kStrided && gradient.strides() == weight.strides();
 }
 
-bool are_indices(const torch::Tensor& input) { return c10::isIntegralType(input.scalar_type(), /*includeBool=*/false); }
+bool are_indices(const Tensor& input) { return c10::isIntegralType(input.scalar_type(), /*includeBool=*/false); }
 
 // Returns how many output channels have about `elements` of the weight, or an eighth of it: a multiple of 16, as the
 // vectors of its kernels are.
-int64_t channels_with(int64_t elements, const torch::Tensor& weight) {
+int64_t channels_with(int64_t elements, const Tensor& weight) {
   constexpr int64_t kVector = 16, kParts = 8;
   const int64_t of_channel = weight.numel() / weight.size(0);
   return std::max(kVector, std::max(elements, weight.numel() / kParts) / of_channel / kVector * kVector);
@@ -34,9 +34,8 @@ int64_t channels_with(int64_t elements, const torch::Tensor& weight) {
 // An embedding, whose input are indices; a linear layer, with a weight of two dimensions; or a convolution, of four.
 class LargeOperator : public torch::autograd::Function<LargeOperator> {
  public:
-  static torch::Tensor forward(AutogradContext* context, const torch::Tensor& input, const torch::Tensor& weight,
-                               const std::optional<torch::Tensor>& bias, const ConvolutionSizes& sizes,
-                               int64_t elements) {
+  static Tensor forward(AutogradContext* context, const Tensor& input, const Tensor& weight,
+                        const std::optional<Tensor>& bias, const ConvolutionSizes& sizes, int64_t elements) {
     context->save_for_backward({input, weight});
     context->saved_data["has_bias"] = bias.has_value();
     context->saved_data["elements"] = elements;
@@ -48,13 +47,13 @@ class LargeOperator : public torch::autograd::Function<LargeOperator> {
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const variable_list saved = context->get_saved_variables();
-    const torch::Tensor &input = saved[0], &weight = saved[1], &gradient = gradients[0];
+    const Tensor &input = saved[0], &weight = saved[1], &gradient = gradients[0];
     const bool is_convolution = weight.dim() == 4;
     variable_list result(5);
     if (context->saved_data["has_bias"].toBool() && context->needs_input_grad(2))
       result[2] = is_convolution ? gradient.sum({0, 2, 3}) : gradient.reshape({-1, weight.size(0)}).sum(0);
     const bool in_place = can_add_to(weight.grad(), weight);
-    const torch::Tensor sum = in_place ? weight.grad() : torch::zeros_like(weight.detach());
+    const Tensor sum = in_place ? weight.grad() : torch::zeros_like(weight.detach());
     is_convolution ? add_of_convolution(context, sum, input, weight, gradient) : add(sum, input, gradient);
     if (!in_place) result[1] = sum;
     if (context->needs_input_grad(0))
@@ -65,8 +64,8 @@ class LargeOperator : public torch::autograd::Function<LargeOperator> {
 
  private:
   // sum += the gradient of the weight.
-  static void add(const torch::Tensor& sum, const torch::Tensor& input, const torch::Tensor& gradient) {
-    const torch::Tensor rows = gradient.reshape({-1, gradient.size(-1)});
+  static void add(const Tensor& sum, const Tensor& input, const Tensor& gradient) {
+    const Tensor rows = gradient.reshape({-1, gradient.size(-1)});
     if (are_indices(input))
       sum.index_add_(0, input.reshape({-1}), rows);
     else
@@ -75,8 +74,8 @@ class LargeOperator : public torch::autograd::Function<LargeOperator> {
 
   // A few output channels at a time: the kernels of a convolution can't add, and make two more copies of the weight's
   // gradient in layouts of their own.
-  static void add_of_convolution(AutogradContext* context, const torch::Tensor& sum, const torch::Tensor& input,
-                                 const torch::Tensor& weight, const torch::Tensor& gradient) {
+  static void add_of_convolution(AutogradContext* context, const Tensor& sum, const Tensor& input, const Tensor& weight,
+                                 const Tensor& gradient) {
     const int64_t step = channels_with(context->saved_data["elements"].toInt(), weight);
     for (int64_t begin = 0; begin < weight.size(0); begin += step) {
       const int64_t count = std::min(step, weight.size(0) - begin);
@@ -86,11 +85,9 @@ class LargeOperator : public torch::autograd::Function<LargeOperator> {
     }
   }
 
-  static std::tuple<torch::Tensor, torch::Tensor, torch::Tensor> of_convolution(AutogradContext* context,
-                                                                                const torch::Tensor& input,
-                                                                                const torch::Tensor& weight,
-                                                                                const torch::Tensor& gradient,
-                                                                                std::array<bool, 3> wanted) {
+  static std::tuple<Tensor, Tensor, Tensor> of_convolution(AutogradContext* context, const Tensor& input,
+                                                           const Tensor& weight, const Tensor& gradient,
+                                                           std::array<bool, 3> wanted) {
     const auto sizes = [&](size_t i) { return context->saved_data[kSizes[i]].toIntVector(); };
     return at::convolution_backward(gradient, input, weight, std::nullopt, sizes(0), sizes(1), sizes(2), false, {0, 0},
                                     1, wanted);

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "lockstep/model/operator_handler.h"
+#include "lockstep/named_tensor.h"
 
 namespace lockstep {
 

@@ -61,10 +61,10 @@ double seconds_of(const Piece& piece, Tensors& tensors) {
   const Stopwatch watch;
   const Tensors outputs = piece.forward(tensors);
   Tensors gradients;
-  for (const torch::Tensor& output : outputs)
-    gradients.push_back(output.requires_grad() ? torch::ones_like(output) : torch::Tensor());
+  for (const Tensor& output : outputs)
+    gradients.push_back(output.requires_grad() ? torch::ones_like(output) : Tensor());
   backward_from(edges_of(outputs), gradients);
-  for (const torch::Tensor& output : outputs)
+  for (const Tensor& output : outputs)
     if (output.defined()) wait_for_device(output.device());
   const double seconds = watch.seconds();
   tensors = as_leaves(outputs);
@@ -172,7 +172,7 @@ StagedTensors stage_tensors(const torch::nn::Module& model, const std::vector<Pi
   std::map<const void*, std::vector<int>> users;
   for (int stage = 0; stage < cut.size(); ++stage)
     for (const Piece& piece : pieces_in(pieces, cut[stage]))
-      for (const torch::Tensor& tensor : tensors_in(piece)) {
+      for (const Tensor& tensor : tensors_in(piece)) {
         auto& stages = users[tensor.unsafeGetTensorImpl()];
         if (stages.empty() || stages.back() != stage) stages.push_back(stage);
       }
@@ -194,7 +194,7 @@ std::vector<double> bytes_of(const std::vector<Piece>& pieces) {
   std::vector<double> bytes;
   for (const Piece& piece : pieces) {
     bytes.push_back(1);
-    for (const torch::Tensor& each : tensors_in(piece)) bytes.back() += static_cast<double>(each.nbytes());
+    for (const Tensor& each : tensors_in(piece)) bytes.back() += static_cast<double>(each.nbytes());
   }
   return bytes;
 }

@@ -54,7 +54,7 @@ class Channel {
  private:
   static int64_t bytes_of(const Tensors& tensors) {
     size_t bytes = 0;
-    for (const torch::Tensor& each : tensors) bytes += each.defined() ? each.nbytes() : 0;
+    for (const Tensor& each : tensors) bytes += each.defined() ? each.nbytes() : 0;
     return to_int64(bytes);
   }
 
@@ -109,7 +109,7 @@ StageLink message_link(int peer, const MessageStream& out, const MessageStream& 
 Tensors received_on(torch::Device device, const Tensors& tensors) {
   if (device.is_cpu()) return tensors;
   Tensors received;
-  for (const torch::Tensor& each : tensors)
+  for (const Tensor& each : tensors)
     received.push_back(!each.defined() || each.is_cpu()
                            ? each
                            : brought_to(device, each.detach()).requires_grad_(each.requires_grad()));

@@ -29,14 +29,14 @@ namespace {
 
 struct Holder {
   int device = 0;
-  torch::Tensor tensor;
+  Tensor tensor;
 };
 
 struct PlacedTensor {
-  torch::Tensor whole;
+  Tensor whole;
   std::vector<Holder> holders;  // never empty
 
-  const torch::Tensor& first() const { return holders.front().tensor; }
+  const Tensor& first() const { return holders.front().tensor; }
 };
 using PlacedTensors = std::vector<PlacedTensor>;
 
@@ -77,7 +77,7 @@ class LocalPipeline : public Pipeline {
   }
 
   // No GPU has the whole model: through all stages of the first replica.
-  torch::Tensor forward(const Batch& batch) override {
+  Tensor forward(const Batch& batch) override {
     if (!on_gpus()) return ReplicaStrategy::forward(batch);
     follow_mode();
     Tensors outputs;
@@ -155,7 +155,7 @@ class LocalPipeline : public Pipeline {
   void exchange(BatchTotals&) override {
     run_on_copied(copied_parameters_, [](const PlacedTensor& parameter, Device& device) {
       if (parameter.holders.front().device != device.index()) return;
-      torch::Tensor first = parameter.first();
+      Tensor first = parameter.first();
       for (const Holder& each : parameter.holders)
         if (each.tensor.grad().defined() && !each.tensor.is_same(first))
           dense_gradient(first).add_(brought_to(first.device(), each.tensor.grad()));
@@ -196,25 +196,25 @@ class LocalPipeline : public Pipeline {
   PlacedTensor place(const StagedTensor& staged, size_t index) {
     PlacedTensor placed{.whole = staged.named.tensor, .holders = {}};
     for (int device = 0; device < parts_.size(); ++device) {
-      const torch::Tensor& tensor = parts_[device].tensors[index];
+      const Tensor& tensor = parts_[device].tensors[index];
       if (staged.is_used_by(device % stages_))
         placed.holders.push_back({device, tensor});
       else if (is_held(tensor))
         put_data(tensor, on_meta(tensor));
     }
-    const torch::Tensor source = placed.whole.detach();
+    const Tensor source = placed.whole.detach();
     for (Holder& each : placed.holders) {
       const torch::Device where = devices_->where(each.device);
       const bool is_first = each.device == placed.holders.front().device;
       const bool has_own = !is_first && (staged.is_buffer || !where.is_cpu());
       put_data(each.tensor, on_device(where, [&] {
-                 const torch::Tensor there = brought_to(where, source);
+                 const Tensor there = brought_to(where, source);
                  return has_own && there.is_alias_of(source) ? there.clone() : there;
                }));
-      each.tensor.mutable_grad() = torch::Tensor();
+      each.tensor.mutable_grad() = Tensor();
     }
     put_data(placed.whole, placed.first());
-    placed.whole.mutable_grad() = torch::Tensor();
+    placed.whole.mutable_grad() = Tensor();
     return placed;
   }
 

@@ -92,7 +92,7 @@ void Pipeline::renew_optimizer(const OptimizerStates& states, const std::shared_
   const Tensors parameters = tensors_of(held(named_parameters(model())));
   replicas_.front().optimizer = make_optimizer(parameters, update_options(options_));
   if (gradients) optimizer().attach(gradients);
-  for (const torch::Tensor& parameter : parameters)
+  for (const Tensor& parameter : parameters)
     if (const auto found = states.find(parameter.unsafeGetTensorImpl()); found != states.end())
       if (!found->second.empty()) optimizer().set_state(parameter, found->second);
 }
@@ -121,14 +121,14 @@ void Pipeline::record(const IntVector<StageResult>& results, double seconds) {
 // bubble: the share of the devices' time in forward and backward that they waited; beside it what it would be if all
 // p stages took the same time for each of m micro-batches, and nothing else any: (p-1)/(m+p-1).
 Report Pipeline::report() const {
-  const torch::Tensor of_devices = all_.all_gather(usage_).flatten(0, 1);
-  const torch::Tensor seconds = of_devices.sum(0);
+  const Tensor of_devices = all_.all_gather(usage_).flatten(0, 1);
+  const Tensor seconds = of_devices.sum(0);
   Report report = {{"stages", stages_},
                    {"replicas", replica_count_},
                    {"micro_batches", micro_batches_},
                    {"bubble", 1 - (seconds[kBusy] / seconds[kWall]).item<double>()},
                    {"ideal_bubble", (stages_ - 1) / static_cast<double>(micro_batches_ + stages_ - 1)}};
-  const torch::Tensor of_stages = of_devices.view({replica_count_, stages_, kUsages}).amax(0);
+  const Tensor of_stages = of_devices.view({replica_count_, stages_, kUsages}).amax(0);
   for (int stage = 0; stage < stages_; ++stage) {
     report.emplace_back(concat("stage_", stage, "_in_flight"), of_stages[stage][kInFlight].item<double>());
     report.emplace_back(concat("stage_", stage, "_bytes"), of_stages[stage][kBytes].item<double>());

@@ -86,7 +86,7 @@ class Pipeline : public ReplicaStrategy {
 
   bool cut_is_final_ = false;  // named, or the first batch has been measured
   int64_t step_ = 0;           // of the next batch: its random numbers depend on it
-  torch::Tensor usage_;        // [device of this process][Usage]
+  Tensor usage_;               // [device of this process][Usage]
 };
 
 MakeStrategy make_local_pipeline, make_rank_pipeline;

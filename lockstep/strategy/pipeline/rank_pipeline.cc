@@ -38,7 +38,7 @@ void sum_gradients_over(const World& world, const NamedTensors& parameters) {
   if (world.size() == 1 || parameters.empty()) return;
   std::vector<int64_t> has_gradient;
   for (const auto& [name, parameter] : parameters) has_gradient.push_back(parameter.grad().defined() ? 1 : 0);
-  const torch::Tensor ranks_with_gradient = torch::tensor(has_gradient, torch::kInt64);
+  const Tensor ranks_with_gradient = torch::tensor(has_gradient, torch::kInt64);
   world.all_reduce(ranks_with_gradient);
   const auto* with_gradient = ranks_with_gradient.const_data_ptr<int64_t>();
   for (auto [name, parameter] : parameters)
@@ -81,7 +81,7 @@ class RankPipeline : public Pipeline {
   void synchronise() override { broadcast_tensors(of_stage_, buffers_); }
 
   // All ranks of a replica call it with the same batch. The last stage returns the output.
-  torch::Tensor forward(const Batch& batch) override {
+  Tensor forward(const Batch& batch) override {
     const StageLinks links = message_links(of_replica_, back_);
     const auto pieces = own_pieces();
     Tensors outputs;
@@ -90,13 +90,13 @@ class RankPipeline : public Pipeline {
       links.behind ? links.behind->send(tensors) : outputs.push_back(tensors.at(0));
     }
     if (links.behind) links.behind->finish();
-    return outputs.empty() ? torch::Tensor() : torch::cat(outputs);
+    return outputs.empty() ? Tensor() : torch::cat(outputs);
   }
 
  protected:
   // The stages of the first replica measure their pieces one after the other.
   std::vector<double> seconds_of_pieces(const Batch& first) override {
-    const torch::Tensor seconds = torch::zeros({std::ssize(pieces_)}, torch::kFloat64);
+    const Tensor seconds = torch::zeros({std::ssize(pieces_)}, torch::kFloat64);
     if (of_stage_.rank() == 0) {
       const StageLinks links = message_links(of_replica_, back_);
       Tensors tensors = links.before ? links.before->receive() : inputs_of(first);
@@ -120,7 +120,7 @@ class RankPipeline : public Pipeline {
     const StagedTensors before = staged(cut_), after = staged(cut);
     OptimizerStates states;
     for (size_t i = 0; i < before.size(); ++i) {
-      const torch::Tensor& tensor = before[i].named.tensor;
+      const Tensor& tensor = before[i].named.tensor;
       if (before[i].is_used_by(stage()) && after[i].is_used_by(stage()))
         for (const auto& [name, value] : state_of(before[i]))
           states[tensor.unsafeGetTensorImpl()][name] = value.clone();
@@ -153,7 +153,7 @@ class RankPipeline : public Pipeline {
   // One all_reduce per parameter.
   void exchange(BatchTotals& totals) override {
     for (const Group& group : groups_) sum_gradients_over(group.world, group.parameters);
-    const torch::Tensor sums = torch::tensor({totals.mean_loss, wants_to_stop() ? 1.0 : 0.0}, torch::kFloat64);
+    const Tensor sums = torch::tensor({totals.mean_loss, wants_to_stop() ? 1.0 : 0.0}, torch::kFloat64);
     all_.all_reduce(sums);
     totals.mean_loss = sums[0].item<double>();
     if (sums[1].item<double>() > 0) agree_to_stop();
@@ -217,7 +217,7 @@ class RankPipeline : public Pipeline {
   // Returns the optimizer's state.
   Optimizer::StateTensors receive(const StagedTensor& each) {
     const int from = each.stages.front();
-    const torch::Tensor& tensor = each.named.tensor;
+    const Tensor& tensor = each.named.tensor;
     Tensors message = receive_tensors(of_replica_, from, kMoveTag);
     Received(concat("stage ", from))
         .require(!message.empty() && message.front().defined() && message.front().sizes() == tensor.sizes(),

@@ -42,7 +42,7 @@ std::vector<PipelineStep> steps_of_stage(PipelineSchedule schedule, int stage, i
 
 Edges edges_of(const Tensors& outputs) {
   Edges edges;
-  for (const torch::Tensor& each : outputs)
+  for (const Tensor& each : outputs)
     edges.push_back(each.defined() ? torch::autograd::impl::gradient_edge(each) : torch::autograd::Edge());
   return edges;
 }
@@ -63,7 +63,7 @@ struct Handover : torch::autograd::Node {
 }  // namespace
 
 void backward_from(Edges outputs, Tensors gradients) {
-  const auto first = std::ranges::find_if(gradients, [](const torch::Tensor& each) { return each.defined(); });
+  const auto first = std::ranges::find_if(gradients, [](const Tensor& each) { return each.defined(); });
   if (first == gradients.end()) return;
   for (size_t i = 0; i < outputs.size(); ++i) {
     if (!gradients[i].defined()) outputs[i] = {};
@@ -73,7 +73,7 @@ void backward_from(Edges outputs, Tensors gradients) {
            .likely = "it was detached, or all parameters are frozen",
            .next = "compute the loss from what the model returns, and leave a parameter with requires_grad"});
   }
-  torch::Tensor root = torch::empty({}, first->options());
+  Tensor root = torch::empty({}, first->options());
   torch::autograd::create_gradient_edge(root, make_node<Handover>(std::move(outputs), std::move(gradients)));
   torch::autograd::backward({root}, {torch::empty_like(root)});
 }
@@ -82,8 +82,8 @@ namespace {
 
 Tensors input_gradients(const Tensors& inputs) {
   Tensors gradients;
-  for (const torch::Tensor& input : inputs)
-    gradients.push_back(input.defined() && input.requires_grad() ? input.grad() : torch::Tensor());
+  for (const Tensor& input : inputs)
+    gradients.push_back(input.defined() && input.requires_grad() ? input.grad() : Tensor());
   return gradients;
 }
 
@@ -156,9 +156,9 @@ class StageRun {
   }
 
   // The mean loss of the micro-batch, times its share of the whole batch.
-  torch::Tensor loss_of(const Tensors& outputs, int micro_batch) {
+  Tensor loss_of(const Tensors& outputs, int micro_batch) {
     const double share = fraction(work_.counts[micro_batch], work_.samples);
-    const torch::Tensor loss = task_.loss(outputs.at(0), batch(micro_batch)) * share;
+    const Tensor loss = task_.loss(outputs.at(0), batch(micro_batch)) * share;
     if (work_.waits)  // Devices::run has the deadline, and names the stage that all others wait for
       wait_for_device(work_.device);
     else

@@ -17,9 +17,9 @@ constexpr int64_t kHeaderWords = 96;
 constexpr int64_t kUndefined = -1;
 
 // count; then dtype, whether it is on the host, requires_grad, memory format, dimensions and sizes of each
-torch::Tensor header_of(const Tensors& tensors) {
+Tensor header_of(const Tensors& tensors) {
   std::vector<int64_t> words = {to_int64(tensors.size())};
-  for (const torch::Tensor& tensor : tensors) {
+  for (const Tensor& tensor : tensors) {
     words.push_back(tensor.defined() ? static_cast<int64_t>(tensor.scalar_type()) : kUndefined);
     if (!tensor.defined()) continue;
     const auto format = static_cast<int64_t>(tensor.suggest_memory_format());
@@ -36,7 +36,7 @@ torch::Tensor header_of(const Tensors& tensors) {
 // Reads a header, of which every number is checked before it is used: it comes from another process.
 class HeaderReader {
  public:
-  HeaderReader(const torch::Tensor& header, int from)
+  HeaderReader(const Tensor& header, int from)
       : words_(header.const_data_ptr<int64_t>(), kHeaderWords), sender_(concat("rank ", from)) {}
 
   int64_t next(const std::string& name, int64_t least, int64_t most) {
@@ -45,7 +45,7 @@ class HeaderReader {
   }
 
   // An empty tensor as the header describes it.
-  torch::Tensor next_tensor(torch::Device device) {
+  Tensor next_tensor(torch::Device device) {
     const int64_t dtype = next("dtype", kUndefined, std::numeric_limits<int8_t>::max());
     if (dtype == kUndefined) return {};
     sender_.require(is_dtype(dtype), concat("unknown dtype ", dtype));
@@ -91,7 +91,7 @@ class HeaderReader {
 void TensorSender::send(const Tensors& tensors) {
   forget_received();
   under_way_.push_back(world_.send_async(header_of(tensors), to_, tag_));
-  for (const torch::Tensor& tensor : tensors)
+  for (const Tensor& tensor : tensors)
     if (tensor.defined() && tensor.numel() > 0)
       under_way_.push_back(world_.send_async(tensor.detach().contiguous(tensor.suggest_memory_format()), to_, tag_));
 }
@@ -110,12 +110,12 @@ void TensorSender::finish() {
 }
 
 Tensors receive_tensors(const World& world, int from, int tag) {
-  const torch::Tensor header = torch::empty({kHeaderWords}, torch::kInt64);
+  const Tensor header = torch::empty({kHeaderWords}, torch::kInt64);
   world.receive(header, {.from = from, .tag = tag});
   HeaderReader reader(header, from);
   Tensors tensors(to_size(reader.next("number of tensors", 0, kHeaderWords)));
-  for (torch::Tensor& tensor : tensors) tensor = reader.next_tensor(world.device());
-  for (const torch::Tensor& tensor : tensors)
+  for (Tensor& tensor : tensors) tensor = reader.next_tensor(world.device());
+  for (const Tensor& tensor : tensors)
     if (tensor.defined() && tensor.numel() > 0) world.receive(tensor.detach(), {.from = from, .tag = tag});
   return tensors;
 }
@@ -126,13 +126,11 @@ bool is_dtype(int64_t number) {
   return c10::isFloatingType(dtype) || c10::isComplexType(dtype) || c10::isIntegralType(dtype, /*includeBool=*/true);
 }
 
-torch::Tensor bytes_of_text(const std::string& text) {
+Tensor bytes_of_text(const std::string& text) {
   return torch::tensor(std::vector<uint8_t>(text.begin(), text.end()), torch::kUInt8);
 }
 
-std::string text_in(const torch::Tensor& bytes) {
-  return {static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()};
-}
+std::string text_in(const Tensor& bytes) { return {static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()}; }
 
 Tensors message_of(const Optimizer::StateTensors& state) {
   Tensors message;
@@ -148,7 +146,7 @@ Optimizer::StateTensors state_in(const Tensors& message) {
   sender.require(message.size() % 2 == 0, concat("names and values, ", message.size(), " of them"));
   Optimizer::StateTensors state;
   for (size_t i = 0; i < message.size(); i += 2) {
-    const torch::Tensor& text = message[i];
+    const Tensor& text = message[i];
     sender.require(text.defined() && text.scalar_type() == torch::kUInt8 && text.is_cpu() && text.is_contiguous() &&
                        message[i + 1].defined(),
                    "a name that is not text, or has no value");

@@ -46,8 +46,8 @@ Tensors receive_tensors(const World& world, int from, int tag);
 bool is_dtype(int64_t number);
 
 // Text as a tensor, uint8 (length), and back.
-torch::Tensor bytes_of_text(const std::string& text);
-std::string text_in(const torch::Tensor& bytes);
+Tensor bytes_of_text(const std::string& text);
+std::string text_in(const Tensor& bytes);
 
 // An optimizer's state of one parameter as a message: names and values in turn, a name as its bytes.
 Tensors message_of(const Optimizer::StateTensors& state);

@@ -29,18 +29,16 @@ inline std::string generator_name(torch::Device device, int rank) {
   return concat(kGenerator, c10::DeviceTypeName(device.type(), /*lower_case=*/true), ".", rank);
 }
 
-inline torch::Tensor generator_state(torch::Device device) {
-  return at::globalContext().defaultGenerator(device).get_state();
-}
+inline Tensor generator_state(torch::Device device) { return at::globalContext().defaultGenerator(device).get_state(); }
 
-inline std::map<std::string, torch::Tensor> generators_of(const World& world) {
-  std::map<std::string, torch::Tensor> states;
+inline std::map<std::string, Tensor> generators_of(const World& world) {
+  std::map<std::string, Tensor> states;
   for (const torch::Device device : devices_with_generators(world))
     states[generator_name(device, world.rank())] = generator_state(device);
   return states;
 }
 
-inline void set_generator_state(torch::Device device, const torch::Tensor& state) {
+inline void set_generator_state(torch::Device device, const Tensor& state) {
   at::Generator generator = at::globalContext().defaultGenerator(device);
   const std::lock_guard lock(generator.mutex());
   generator.set_state(state);

@@ -42,7 +42,7 @@ CheckpointError not_kept(const std::string& name, const std::string& looks) {
                           .next = "make the same model, optimizer and items each time that the function is called"});
 }
 
-torch::Tensor read(const SafetensorsReader& from, const std::string& name, const torch::Tensor& like = {}) {
+Tensor read(const SafetensorsReader& from, const std::string& name, const Tensor& like = {}) {
   const auto entry = from.entries().find(name);
   const bool fits =
       entry != from.entries().end() && (!like.defined() || (like.sizes() == torch::IntArrayRef(entry->second.shape) &&
@@ -108,7 +108,7 @@ struct Recovery::State {
   struct Item {
     std::string name;
     std::function<std::string()> save;  // null: value
-    torch::Tensor value;
+    Tensor value;
   };
 
   State(DistributedDataParallel& trained, torch::optim::Optimizer& by, Loader* from, const Options& options)
@@ -127,9 +127,8 @@ struct Recovery::State {
   // Every rank writes the same values into what they share.
   void restore(const LoopState::Found& found) {
     ddp.write_parameters([&] {
-      for (const auto& [name, tensor] : parameters)
-        torch::Tensor(tensor).copy_(read(found.common, kParameter + name, tensor));
-      for (const auto& [name, tensor] : buffers) torch::Tensor(tensor).copy_(read(found.own, kBuffer + name, tensor));
+      for (const auto& [name, tensor] : parameters) Tensor(tensor).copy_(read(found.common, kParameter + name, tensor));
+      for (const auto& [name, tensor] : buffers) Tensor(tensor).copy_(read(found.own, kBuffer + name, tensor));
       restore_optimizer(found.common, optimizer);
     });
     world.barrier();  // the optimizer's state is what every rank has written
@@ -208,8 +207,8 @@ struct Recovery::State {
   torch::optim::Optimizer& optimizer;
   Loader* const loader;
   const World world;
-  const std::vector<NamedTensor> parameters;
-  const std::vector<NamedTensor> buffers;
+  const NamedTensors parameters;
+  const NamedTensors buffers;
   std::vector<Item> items;
   std::optional<LoopState> kept;  // by a launcher that replaces ranks
   bool begun = false;
@@ -225,11 +224,11 @@ Recovery::Recovery(DistributedDataParallel& ddp, torch::optim::Optimizer& optimi
     : state_(std::make_unique<State>(ddp, optimizer, &loader, options)) {}
 Recovery::~Recovery() = default;
 
-void Recovery::keep(const std::string& name, const torch::Tensor& value) {
+void Recovery::keep(const std::string& name, const Tensor& value) {
   const SafetensorsReader* const found = state_->add({.name = name, .save = nullptr, .value = value});
   if (found == nullptr) return;
   const torch::NoGradGuard no_grad;
-  torch::Tensor(value).copy_(read(*found, kItem + name, value));
+  Tensor(value).copy_(read(*found, kItem + name, value));
 }
 
 void Recovery::keep(const std::string& name, std::function<std::string()> save,

@@ -70,7 +70,7 @@ std::pair<int64_t, int> newest_in(const std::vector<std::string>& of_ranks) {
 MappedMemory mine_or_sent(const World& world, const StateImage* mine, int source) {
   const auto sizes = world.exchange_texts(mine != nullptr ? concat(mine->bytes.size) : "");
   if (std::ranges::count(sizes, "") == 0) return mine->bytes;
-  torch::Tensor sent = torch::empty({std::stoll(sizes[to_size(source)])}, torch::kUInt8);
+  Tensor sent = torch::empty({std::stoll(sizes[to_size(source)])}, torch::kUInt8);
   if (world.rank() == source) std::memcpy(sent.data_ptr(), mine->bytes.begin.get(), sent.nbytes());
   world.broadcast(sent, source);
   if (mine != nullptr) return mine->bytes;
@@ -132,7 +132,7 @@ void LoopState::find(bool in_parts) {
   const StateImage* const rest = mine == nullptr && world_.rank() == source ? image_of(own, newest) : mine;
   SafetensorsReader common_state = reader_of(mine_or_sent(world_, all, source));
   SafetensorsReader own_state = reader_of(mine_or_sent(world_, rest, source));
-  const torch::Tensor ranks = torch::tensor({all != nullptr ? all->owner.ranks : 0});
+  const Tensor ranks = torch::tensor({all != nullptr ? all->owner.ranks : 0});
   world_.broadcast(ranks, source);
   found_ = Found{.in_place = in_place(),
                  .common = std::move(common_state),
@@ -183,7 +183,7 @@ void LoopState::keep(int64_t step, const TensorFile& common, const TensorFile& o
     if (keeps_common()) common_.write(step, common);
     own_.write(step, own);
   }
-  const torch::Tensor between = torch::full({1}, steps_between(cost_.seconds()), torch::kInt64).to(world_.device());
+  const Tensor between = torch::full({1}, steps_between(cost_.seconds()), torch::kInt64).to(world_.device());
   world_.all_reduce(between, ReduceOp::kMax);
   between_ = kept_ < 3 ? 1 : between.item<int64_t>();
   if (!is_whole_ && world_.local_rank() == 0) memory_.complete();

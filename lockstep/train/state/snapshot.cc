@@ -35,7 +35,7 @@ const std::string kOptimizer = "optimizer.";
 const std::string kOwnPart = "own.";
 constexpr int kTag = 0;  // no other messages are under way between two steps
 
-using TensorsByName = std::map<std::string, torch::Tensor>;
+using TensorsByName = std::map<std::string, Tensor>;
 
 // A value that is null on either side belongs to an option that the chosen optimizer does not have.
 void require_same_fingerprint(const Json& saved, const TrainOptions& options) {
@@ -52,7 +52,7 @@ void require_same_fingerprint(const Json& saved, const TrainOptions& options) {
 }
 
 // The same memory, to be sent: collectives do not have every dtype.
-torch::Tensor bytes_of(const torch::Tensor& contiguous) { return contiguous.reshape({-1}).view(torch::kUInt8); }
+Tensor bytes_of(const Tensor& contiguous) { return contiguous.reshape({-1}).view(torch::kUInt8); }
 
 std::map<std::string, std::string> metadata_of(const Position& position, const TrainOptions& options) {
   return {{kPosition, nlohmann::json(position).dump()},
@@ -62,7 +62,7 @@ std::map<std::string, std::string> metadata_of(const Position& position, const T
 
 // ---- What tensors look like: meta tensors here, {dtype, sizes} in messages
 
-torch::Tensor meta_tensor(const SafetensorsReader::Entry& entry) {
+Tensor meta_tensor(const SafetensorsReader::Entry& entry) {
   return torch::empty(entry.shape, torch::TensorOptions(torch::kMeta).dtype(entry.dtype));
 }
 
@@ -83,7 +83,7 @@ TensorsByName meta_tensors(const Json& looks) {
 // The first rank that has a tensor, and what it looks like.
 struct Owned {
   int owner = 0;
-  torch::Tensor meta;
+  Tensor meta;
 };
 
 // Every tensor that a rank has, in the order of the names. The same on every rank. mine: looks_of() what this rank has;
@@ -100,14 +100,14 @@ std::map<std::string, Owned> find_owners(const World& world, const Json& mine) {
 
 // ---- Taking a state
 
-TensorsByName with_prefix(const std::string& prefix, const std::vector<NamedTensor>& tensors) {
+TensorsByName with_prefix(const std::string& prefix, const NamedTensors& tensors) {
   TensorsByName named;
   for (const auto& [name, tensor] : tensors) named[prefix + name] = tensor;
   return named;
 }
 
 // The tensors of model (`of_model`: a part of it) and strategy, by their names in the file.
-TensorsByName places_of(Strategy& strategy, const std::vector<NamedTensor>& of_model) {
+TensorsByName places_of(Strategy& strategy, const NamedTensors& of_model) {
   TensorsByName places = with_prefix("model.", of_model);
   places.merge(with_prefix("strategy.", strategy.state()));
   return places;
@@ -161,8 +161,8 @@ void restore_optimizer(const SavedState& saved, Strategy& strategy) {
 
 // Reads the tensors in the order of their names, so that all ranks read the same ones at the same time. tensors: of the
 // model. has_optimizer: its state is saved, too. A rank without a saved generator keeps its own.
-Position restore(const SavedState& saved, const std::vector<NamedTensor>& tensors, bool has_optimizer,
-                 const World& world, Strategy& strategy, const TrainOptions& options) {
+Position restore(const SavedState& saved, const NamedTensors& tensors, bool has_optimizer, const World& world,
+                 Strategy& strategy, const TrainOptions& options) {
   const torch::NoGradGuard no_grad;
   const ParameterWrite write;
   const SavedRun run = saved_run(saved.metadata);
@@ -170,14 +170,14 @@ Position restore(const SavedState& saved, const std::vector<NamedTensor>& tensor
   const TensorsByName places = places_of(strategy, tensors);
   require_tensors(places, saved.shapes);
   TensorsByName generators;
-  std::vector<NamedTensor> own;
+  NamedTensors own;
   for (const auto& [name, shape] : saved.shapes) {
     if (name.starts_with(kOptimizer)) continue;
-    const torch::Tensor value = saved.read(name);
+    const Tensor value = saved.read(name);
     if (name.starts_with(kGenerator)) generators[name] = value;
     if (name.starts_with(kOwnPart)) own.push_back({name.substr(kOwnPart.size()), value});
     if (const auto place = places.find(name); place != places.end() && is_held(place->second))
-      torch::Tensor(place->second).copy_(value);
+      Tensor(place->second).copy_(value);
   }
   if (has_optimizer) restore_optimizer(saved, strategy);
   strategy.restored(run.position.step);
@@ -189,7 +189,7 @@ Position restore(const SavedState& saved, const std::vector<NamedTensor>& tensor
 }
 
 // All bits of the exponent are set in NaN and infinity, and in nothing else. One pass, at the speed of memory.
-bool all_finite(const torch::Tensor& tensor) {
+bool all_finite(const Tensor& tensor) {
   if (!tensor.is_cpu() || tensor.scalar_type() != torch::kFloat32 || !tensor.is_non_overlapping_and_dense())
     return torch::isfinite(tensor.element_size() == 1 ? tensor.to(torch::kFloat32) : tensor).all().item<bool>();
   constexpr uint32_t kExponent = 0x7f800000;
@@ -216,7 +216,7 @@ bool is_in_parts(Strategy& strategy) {
   return held(all).size() < all.size();
 }
 
-std::string first_non_finite(const std::vector<NamedTensor>& tensors) {
+std::string first_non_finite(const NamedTensors& tensors) {
   for (const auto& [name, tensor] : held(tensors))
     if (tensor.is_floating_point() && !all_finite(tensor)) return name;
   return {};
@@ -236,7 +236,7 @@ Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& p
   const auto elsewhere = tensors_elsewhere(world, strategy, own);
   TensorFile file;
   for (const torch::Device device : devices_with_generators(world)) {
-    const torch::Tensor states = world.all_gather(generator_state(device));
+    const Tensor states = world.all_gather(generator_state(device));
     for (int rank = 0; rank < world.size(); ++rank) file.tensors[generator_name(device, rank)] = states[rank];
   }
   if (world.rank() != 0)
@@ -250,7 +250,7 @@ Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& p
   for (const auto& [name, tensor] : elsewhere) file.tensors[name] = tensor.meta;
   const auto fetch = [world, elsewhere](const std::string& name) {
     const Owned& from = elsewhere.at(name);
-    const torch::Tensor tensor = torch::empty_like(from.meta, torch::TensorOptions(torch::kCPU));
+    const Tensor tensor = torch::empty_like(from.meta, torch::TensorOptions(torch::kCPU));
     if (tensor.numel() > 0) world.receive(bytes_of(tensor), {.from = from.owner, .tag = kTag});
     return tensor;
   };
@@ -268,7 +268,7 @@ std::optional<SavedState> share_checkpoint(const World& world, std::optional<Loa
   if (sent.is_null()) return {};
   SavedState saved{.metadata = sent["metadata"], .shapes = meta_tensors(sent["tensors"]), .read = nullptr};
   saved.read = [world, found = std::move(found), shapes = saved.shapes](const std::string& name) {
-    const torch::Tensor tensor =
+    const Tensor tensor =
         found ? found->file.read(name) : torch::empty_like(shapes.at(name), torch::TensorOptions(torch::kCPU));
     if (tensor.numel() > 0) world.broadcast(bytes_of(tensor));
     return tensor;
@@ -287,7 +287,7 @@ void restore_model(const SavedState& saved, torch::nn::Module& model) {
   const torch::NoGradGuard no_grad;
   const TensorsByName places = with_prefix("model.", named_tensors(model));
   require_tensors(places, saved.shapes);
-  for (const auto& [name, tensor] : places) torch::Tensor(tensor).copy_(saved.read(name));
+  for (const auto& [name, tensor] : places) Tensor(tensor).copy_(saved.read(name));
 }
 
 StateParts state_parts(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options,
@@ -328,7 +328,7 @@ SavedState state_in_memory(const LoopState::Found& found) {
 using Names = std::set<std::string>;
 
 // Those of the tensors of some rank of which it has no values.
-Names names_lacking(const World& world, const std::vector<NamedTensor>& tensors, const TensorsByName& shapes) {
+Names names_lacking(const World& world, const NamedTensors& tensors, const TensorsByName& shapes) {
   Names mine, all;
   for (const auto& [name, tensor] : tensors)
     if (!shapes.contains("model." + name)) mine.insert(name);
@@ -345,7 +345,7 @@ bool belongs_to(const std::string& key, const Names& names) {
 
 // 1. Ranks say what they lack. 2. Each says which of those tensors it has. 3. The first rank that has a tensor sends it to all.
 // Returns a name that no rank has; "": there is none.
-std::string send_lacking_parts(const World& world, const std::vector<NamedTensor>& tensors, SavedState& kept) {
+std::string send_lacking_parts(const World& world, const NamedTensors& tensors, SavedState& kept) {
   const Names lacking = names_lacking(world, tensors, kept.shapes);
   if (lacking.empty()) return "";
   TensorsByName mine = kept.shapes;
@@ -356,8 +356,7 @@ std::string send_lacking_parts(const World& world, const std::vector<NamedTensor
   TensorsByName sent;
   for (const auto& [name, from] : owned) {
     const bool is_mine = from.owner == world.rank();
-    torch::Tensor tensor =
-        is_mine ? kept.read(name).clone() : torch::empty_like(from.meta, torch::TensorOptions(torch::kCPU));
+    Tensor tensor = is_mine ? kept.read(name).clone() : torch::empty_like(from.meta, torch::TensorOptions(torch::kCPU));
     world.broadcast(bytes_of(tensor), from.owner);
     if (kept.shapes.try_emplace(name, from.meta).second) sent[name] = tensor;
   }

@@ -54,8 +54,8 @@ void require_finite_everywhere(const World& world, Strategy& strategy, const Pos
 // A state that was kept: a checkpoint, or copies in memory.
 struct SavedState {
   std::map<std::string, std::string> metadata;
-  std::map<std::string, torch::Tensor> shapes;  // of all its tensors, on the meta device
-  std::function<torch::Tensor(const std::string& name)> read;
+  std::map<std::string, Tensor> shapes;  // of all its tensors, on the meta device
+  std::function<Tensor(const std::string& name)> read;
 };
 
 // A checkpoint that rank 0 has found, for all ranks; nothing: it has found none. Every rank calls read() with the same name, and gets
@@ -102,6 +102,6 @@ std::optional<Position> restore_parts(const LoopState::Found& found, const World
                                       const TrainOptions& options);
 
 // The first tensor of this rank that holds NaN or infinity: its name, or "" if there is none.
-std::string first_non_finite(const std::vector<NamedTensor>& tensors);
+std::string first_non_finite(const NamedTensors& tensors);
 
 }  // namespace lockstep

@@ -149,7 +149,7 @@ void StateKeeper::report_saved() {
 bool StateKeeper::is_saved(const Position& now) {
   const PhaseScope saving(Phase::kSaving);
   const bool mine = checkpoints_ && checkpoints_->finish(now.step, options_.strategy.timeout / 2);
-  const torch::Tensor saved = torch::tensor({mine ? 1 : 0}, torch::kInt32);
+  const Tensor saved = torch::tensor({mine ? 1 : 0}, torch::kInt32);
   step_world_.broadcast(saved);
   return saved.item<int>() != 0;
 }
