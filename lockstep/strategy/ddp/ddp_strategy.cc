@@ -139,7 +139,7 @@ class DdpStrategy : public ReplicaStrategy {
 
   void forward_and_backward(const Part& part) {
     BatchWeight weight = part.samples;
-    if (task_.samples) weight.size = static_cast<double>(part.batch.size());
+    if (task_.samples) weight.size = to_double(part.batch.size());
     Tensor loss;
     if (part.samples > 0) {
       require_device(part.batch, world_.device());

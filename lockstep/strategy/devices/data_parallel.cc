@@ -102,7 +102,7 @@ class DataParallelStrategy : public ReplicaStrategy {
     return {{"device_0_bytes", gradients + alone},
             {"other_device_bytes", gradients},
             {"device_0_busy_seconds", busy[0]},
-            {"other_device_busy_seconds", busy.size() > 1 ? others / static_cast<double>(busy.size() - 1) : 0}};
+            {"other_device_busy_seconds", busy.size() > 1 ? others / to_double(busy.size() - 1) : 0}};
   }
 
  private:

@@ -140,9 +140,8 @@ inline int64_t sum_examples(const World& world, const Task& task, const Batch& b
 // Totals of a batch over all ranks of `world`, in one all-reduce; more: further numbers, which become their sums. All
 // ranks agree to stop if one was asked to.
 inline BatchTotals sum_totals(const World& world, const BatchTotals& own, std::vector<double>* more = nullptr) {
-  const auto samples = static_cast<double>(own.samples);
-  std::vector<double> values{samples, own.mean_loss * samples, wants_to_stop() ? 1.0 : 0.0,
-                             static_cast<double>(own.examples)};
+  const auto samples = to_double(own.samples);
+  std::vector<double> values{samples, own.mean_loss * samples, wants_to_stop() ? 1.0 : 0.0, to_double(own.examples)};
   if (more != nullptr) values.insert(values.end(), more->begin(), more->end());
   const Tensor sums = torch::tensor(values, torch::kFloat64);
   world.all_reduce(sums);

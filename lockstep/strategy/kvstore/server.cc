@@ -118,6 +118,7 @@ class ThreadedServer final : public KVServer {
   KVStoreKind kind() const { return setting_.options.kvstore.kind; }
   int workers() const { return to_int(setting_.workers.size()); }
   bool is_worker(int client) const { return client < workers(); }
+  std::span<const Client> of_workers() const { return std::span(clients_).first(setting_.workers.size()); }
 
   // ---- Requests, each on its client's thread
 
@@ -186,8 +187,7 @@ class ThreadedServer final : public KVServer {
     changed_.notify_all();
     wait_for_keys(lock);
     wait(lock, "keys of every worker", [&] {
-      return std::all_of(clients_.begin(), clients_.begin() + workers(),
-                         [](const Client& each) { return each.has_keys || !each.here; });
+      return std::ranges::all_of(of_workers(), [](const Client& each) { return each.has_keys || !each.here; });
     });
     lock.unlock();
     link.send(ReplyHeader{});
@@ -338,10 +338,7 @@ class ThreadedServer final : public KVServer {
   double share_of(int worker) const {
     const int64_t own = clients_[worker].last_push.push.samples;
     int64_t all = 0;
-    for (int other = 0; other < workers(); ++other) {
-      const Client& client = clients_[other];
-      all += client.pushes + client.pending > 0 ? client.last_push.push.samples : own;
-    }
+    for (const Client& each : of_workers()) all += each.pushes + each.pending > 0 ? each.last_push.push.samples : own;
     return all > 0 ? fraction(own, all) : 1;
   }
 
@@ -438,9 +435,7 @@ class ThreadedServer final : public KVServer {
 
   void wait_for_workers(Lock& lock, int64_t pushes) {
     wait(lock, concat("push ", pushes, " of every worker"), [&] {
-      for (int worker = 0; worker < workers(); ++worker)
-        if (clients_[worker].here && clients_[worker].pushes < pushes) return false;
-      return true;
+      return std::ranges::all_of(of_workers(), [&](const Client& each) { return !each.here || each.pushes >= pushes; });
     });
   }
 
@@ -451,9 +446,7 @@ class ThreadedServer final : public KVServer {
     return concat(role, " (rank ", clients_[client].link.peer_in_job(), ")");
   }
 
-  bool any_worker_here() const {
-    return std::any_of(clients_.begin(), clients_.begin() + workers(), [](const Client& each) { return each.here; });
-  }
+  bool any_worker_here() const { return std::ranges::any_of(of_workers(), &Client::here); }
 
   void leave(int client) {
     const Lock lock(mutex_);

@@ -177,11 +177,11 @@ class ServerTable {
       samples += push.samples;
       if (!push.has_value || push.samples == 0) continue;
       values.push_back(slice.place.in_block(inbox(worker)));
-      terms.push_back({values.back().const_data_ptr(), static_cast<double>(push.samples)});
+      terms.push_back({values.back().const_data_ptr(), to_double(push.samples)});
     }
     if (terms.empty()) return {};
     if (!slice.value.is_floating_point()) return values.front();
-    const auto all = static_cast<double>(samples);
+    const auto all = to_double(samples);
     if (terms.size() == 1 && terms.front().weight == all) return values.front();
     for (Term& term : terms) term.weight /= all;
     const Tensor sum = slice.place.in_block(sums_);

@@ -36,7 +36,7 @@ std::string DelayHistogram::text() const {
 
 void StoreStatistics::add_gradient(int64_t samples, int64_t devices_of_worker, int64_t delay) {
   if (samples == 0) return;
-  devices.add(static_cast<double>(devices_of_worker));
+  devices.add(to_double(devices_of_worker));
   samples_per_device.add(fraction(samples, devices_of_worker));
   delays.add(delay);
   trace::count("staleness", delay);
@@ -46,7 +46,7 @@ void StoreStatistics::add_gradient(int64_t samples, int64_t devices_of_worker, i
 void StoreStatistics::add_update(int64_t samples) {
   if (samples == 0) return;
   ++updates;
-  samples_per_update.add(static_cast<double>(samples));
+  samples_per_update.add(to_double(samples));
 }
 
 Report StoreStatistics::report() const {

@@ -194,7 +194,7 @@ std::vector<double> bytes_of(const std::vector<Piece>& pieces) {
   std::vector<double> bytes;
   for (const Piece& piece : pieces) {
     bytes.push_back(1);
-    for (const Tensor& each : tensors_in(piece)) bytes.back() += static_cast<double>(each.nbytes());
+    for (const Tensor& each : tensors_in(piece)) bytes.back() += to_double(each.nbytes());
   }
   return bytes;
 }

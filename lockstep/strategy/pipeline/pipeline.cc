@@ -113,8 +113,8 @@ void Pipeline::record(const IntVector<StageResult>& results, double seconds) {
   for (int i = 0; i < results.size(); ++i) {
     usage[i][kBusy] += results[i].busy;
     usage[i][kWall] += seconds;
-    usage[i][kInFlight] = std::max(usage[i][kInFlight], static_cast<double>(results[i].in_flight));
-    usage[i][kBytes] = std::max(usage[i][kBytes], static_cast<double>(results[i].memory));
+    usage[i][kInFlight] = std::max(usage[i][kInFlight], to_double(results[i].in_flight));
+    usage[i][kBytes] = std::max(usage[i][kBytes], to_double(results[i].memory));
   }
 }
 
@@ -127,7 +127,7 @@ Report Pipeline::report() const {
                    {"replicas", replica_count_},
                    {"micro_batches", micro_batches_},
                    {"bubble", 1 - (seconds[kBusy] / seconds[kWall]).item<double>()},
-                   {"ideal_bubble", (stages_ - 1) / static_cast<double>(micro_batches_ + stages_ - 1)}};
+                   {"ideal_bubble", (stages_ - 1) / to_double(micro_batches_ + stages_ - 1)}};
   const Tensor of_stages = of_devices.view({replica_count_, stages_, kUsages}).amax(0);
   for (int stage = 0; stage < stages_; ++stage) {
     report.emplace_back(concat("stage_", stage, "_in_flight"), of_stages[stage][kInFlight].item<double>());
@@ -142,7 +142,7 @@ HeldBytes bytes_of_pipeline(const PlannedRun& run) {
   const int micro_batches = micro_batches_in(options);
   double in_flight = 0;  // on a stage, in the mean
   for (int stage = 0; stage < run.stages; ++stage)
-    in_flight += static_cast<double>(most_in_flight(options.schedule, stage, run.stages, micro_batches)) / run.stages;
+    in_flight += to_double(most_in_flight(options.schedule, stage, run.stages, micro_batches)) / run.stages;
   const double processes = run.machines > 1 ? run.devices : 1, machines = run.machines;
   return {.processes = processes * run.process,
           .parameters = run.parameters / machines,

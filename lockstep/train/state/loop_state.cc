@@ -61,7 +61,7 @@ std::pair<int64_t, int> newest_in(const std::vector<std::string>& of_ranks) {
         return each["has_state"].template get<bool>() && !has(each, step);
       };
       if (step.get<int64_t>() <= newest.first || (in_parts && std::ranges::any_of(all, lacks_it))) continue;
-      newest = {step.get<int64_t>(), static_cast<int>(rank)};
+      newest = {step.get<int64_t>(), to_int(rank)};
     }
   return newest;
 }
@@ -166,7 +166,7 @@ bool LoopState::taken(int64_t step) {
 bool LoopState::is_due() {
   ++steps_;
   if (steps_ < between_) return false;
-  step_seconds_ = since_last_.seconds() / static_cast<double>(steps_);
+  step_seconds_ = since_last_.seconds() / to_double(steps_);
   cost_ = Stopwatch();
   return true;
 }
