@@ -34,7 +34,7 @@ CoreSet neighbours_first(CoreSet cores, const std::vector<CorePlace>& places);
 // cores_of_rank() of cores in the order of neighbours.
 CoreSet share_of(const CoreSet& near, int rank, int ranks);
 
-// Shows the packages, NUMA nodes and caches of these cores, and which of them each rank gets.
+// Shows the packages and NUMA nodes of these cores, and which of them each rank gets.
 std::string draw_machine(const CoreSet& cores, int ranks, const std::filesystem::path& folder = kCoresFolder);
 
 }  // namespace lockstep

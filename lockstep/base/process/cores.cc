@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <fstream>
+#include <iterator>
+#include <map>
 #include <set>
 
 #include "lockstep/base/process/core_places.h"
@@ -111,6 +113,29 @@ std::string to_string(const CoreSet& cores) {
     text += std::to_string(cores[i]);
     if (last > i) text += '-' + std::to_string(cores[last]);
     i = last + 1;
+  }
+  return text;
+}
+
+std::string draw_machine(const CoreSet& cores, int ranks, const fs::path& folder) {
+  const std::vector<CorePlace> places = read_core_places(folder);
+  const CoreSet near = neighbours_first(cores, places);
+  std::map<CorePlace, CoreSet> nodes;  // hardware threads by package and node
+  std::set<CorePlace> all;
+  for (const int core : cores) {
+    CorePlace place = place_of(core, places);
+    if (place.core < 0) place.core = core;
+    nodes[{place.package, place.node}].push_back(core);
+    all.insert(place);
+  }
+  std::string text = concat("machine: ", all.size(), " cores, ", cores.size(), " hardware threads\n");
+  for (const auto& [place, here] : nodes) {
+    text += concat("  package ", place.package, ", NUMA node ", place.node, ": ", to_string(here), '\n');
+    for (int rank = 0; rank < ranks; ++rank) {
+      CoreSet mine;
+      std::ranges::set_intersection(share_of(near, rank, ranks), here, std::back_inserter(mine));
+      if (!mine.empty()) text += concat("    rank ", rank, ": ", to_string(mine), '\n');
+    }
   }
   return text;
 }

@@ -52,13 +52,9 @@ class LargeMachine : public ::testing::Test {
   LargeMachine() {
     for (int cpu = 0; cpu < 64; ++cpu) {
       const int core = cpu % 32, node = core / 8;
-      const std::string both = concat(core, ',', core + 32), of_node = concat(8 * node, '-', 8 * node + 7);
       write(cpu, "topology/physical_package_id", concat(core / 16));
       write(cpu, "topology/core_id", concat(core % 16));
       std::filesystem::create_directories(folder_ / concat("cpu", cpu, "/node", node));
-      add_cache(cpu, 0, "Data", "1", "48K", both);
-      add_cache(cpu, 1, "Instruction", "1", "32K", both);
-      add_cache(cpu, 2, "Unified", "3", "32768K", of_node);
       all_.push_back(cpu);
     }
   }
@@ -74,20 +70,13 @@ class LargeMachine : public ::testing::Test {
     std::filesystem::create_directories(file.parent_path());
     write_file(file, text + "\n");
   }
-  void add_cache(int cpu, int index, const char* type, const char* level, const char* size, const std::string& users) {
-    const std::string folder = concat("cache/index", index, '/');
-    write(cpu, folder + "type", type);
-    write(cpu, folder + "level", level);
-    write(cpu, folder + "size", size);
-    write(cpu, folder + "shared_cpu_list", users);
-  }
 
   const testing::TempFolder folder_;
 };
 
 TEST_F(LargeMachine, is_drawn_with_the_cores_of_each_rank) {
   EXPECT_EQ(drawn(all_, 8),
-            "machine: 32 cores, 64 hardware threads, 32 x L1 48K, 4 x L3 32768K\n"
+            "machine: 32 cores, 64 hardware threads\n"
             "  package 0, NUMA node 0: 0-7,32-39\n    rank 0: 0-3,32-35\n    rank 1: 4-7,36-39\n"
             "  package 0, NUMA node 1: 8-15,40-47\n    rank 2: 8-11,40-43\n    rank 3: 12-15,44-47\n"
             "  package 1, NUMA node 2: 16-23,48-55\n    rank 4: 16-19,48-51\n    rank 5: 20-23,52-55\n"
@@ -96,7 +85,7 @@ TEST_F(LargeMachine, is_drawn_with_the_cores_of_each_rank) {
 
 TEST_F(LargeMachine, shows_a_rank_in_each_node_where_it_has_cores) {
   EXPECT_EQ(drawn({6, 7, 8, 9, 10, 11}, 2),
-            "machine: 6 cores, 6 hardware threads, 6 x L1 48K, 2 x L3 32768K\n"
+            "machine: 6 cores, 6 hardware threads\n"
             "  package 0, NUMA node 0: 6-7\n    rank 0: 6-7\n"
             "  package 0, NUMA node 1: 8-11\n    rank 0: 8\n    rank 1: 9-11\n");
 }
