@@ -12,6 +12,7 @@
 #include <set>
 #include <thread>
 
+#include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/base/sockets/local_socket.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/sockets/port.h"
@@ -118,7 +119,8 @@ struct JobOfMachines : ::testing::Test {
     return std::make_unique<Launcher>(meeting, open_first_machine_store);
   }
   void wait_until_somebody_listens() {
-    while (listener_of_port(port.number()).empty()) std::this_thread::yield();
+    const AddressList place = address_of_number({"127.0.0.1", port.number()});
+    while (!connect_to(place, Deadline::after(std::chrono::seconds(1)))) std::this_thread::yield();
   }
 };
 

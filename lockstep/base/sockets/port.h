@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// base/sockets/port.h: reserves a port of this machine, says who listens at one, and which addresses are this machine's alone.
+// base/sockets/port.h: reserves a port of this machine, and says which addresses are this machine's alone.
 //
 // Owns:    a ReservedPort a socket
 // Threads: any
@@ -18,9 +18,6 @@ namespace lockstep {
 // Tells whether an address is of the loopback interface: "localhost", "::1", "127.0.1.1". Other names are not looked up.
 bool is_loopback(std::string_view host);
 
-// "pid 4711 (python train.py)"; "a process of user 1000" where this user may not look at it; "" where nobody listens.
-std::string listener_of_port(int port);
-
 // Who has the other end of a connection over IPv4 on the loopback interface. None: that end is closed.
 std::optional<uid_t> user_of_other_end(int fd);
 
@@ -30,7 +27,6 @@ class ReservedPort {
  public:
   explicit ReservedPort(const std::string& address = "127.0.0.1");  // a number; throws SystemError
   int number() const { return number_; }
-  int fd() const { return fd_.get(); }
 
  private:
   UniqueFd fd_;

@@ -11,13 +11,6 @@
 namespace lockstep {
 namespace {
 
-TEST(Port, names_the_process_that_listens) {
-  const ReservedPort port;
-  EXPECT_EQ(listener_of_port(port.number()), "");
-  ASSERT_EQ(::listen(port.fd(), 1), 0);
-  EXPECT_TRUE(testing::contains(listener_of_port(port.number()), concat("pid ", ::getpid(), " (")));
-}
-
 TEST(Port, knows_addresses_of_the_loopback_interface) {
   for (const char* host : {"localhost", "::1", "127.0.0.1", "127.0.1.1"}) EXPECT_TRUE(is_loopback(host)) << host;
   for (const char* host : {"10.0.0.1", "::2", "localhost.example", "1.127.0.0", ""})

@@ -12,7 +12,6 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/process/host_name.h"
 #include "lockstep/base/retry.h"
-#include "lockstep/base/sockets/port.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/meet/store_client.h"
 #include "lockstep/error.h"
@@ -35,10 +34,9 @@ RendezvousError cannot_listen(const Endpoint& endpoint) {
   return RendezvousError(
       {.what = concat("rank 0 can't listen on ", endpoint.text(), ": ", std::strerror(errno)),
        .here = concat("MASTER_ADDR=", endpoint.host, " MASTER_PORT=", endpoint.port),
-       .peer = in_use ? listener_of_port(endpoint.port) : "",
        .likely = in_use ? "another job, or an old one that is still running, uses this port"
                         : "MASTER_ADDR is not an address of the machine that runs rank 0",
-       .next = in_use ? "choose another MASTER_PORT, or leave it out on one machine: a free one is found"
+       .next = in_use ? "choose another MASTER_PORT, or leave it out on one machine; ss -ltnp shows who has it"
                       : "set MASTER_ADDR to rank 0's machine on every rank"});
 }
 
