@@ -8,10 +8,10 @@
 #include <cctype>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 
 #include "agent/start/process.h"
-#include "lockstep/base/files/file.h"
 #include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/pipe.h"
 #include "lockstep/base/text.h"
@@ -79,23 +79,13 @@ std::string lines_of(const Command& tool, Deadline deadline) try {
 
 // ---- Without tools
 
-// Empty where there is none, or this user may not read it.
-std::string proc_file(const std::filesystem::path& task, const char* name) try {
-  std::string text = read_file(task / name);
-  while (text.ends_with('\n')) text.pop_back();
-  return text;
-} catch (const SystemError&) {
-  return "";
-}
-
+// The kernel's function also tells the system call: futex_wait_queue, do_poll, pipe_read.
 std::string describe_task(const std::filesystem::path& task) {
-  std::string text = concat("thread ", task.filename().string(), " (", proc_file(task, "comm"),
-                            "): ", proc_value(task / "status", "State:"));
-  // The kernel's function also tells the system call: futex_wait_queue, do_poll, pipe_read.
-  if (const std::string kernel = proc_file(task, "wchan"); kernel.size() > 1) text += ", in the kernel in " + kernel;
-  for (const std::string& frame : split(proc_file(task, "stack"), '\n'))
-    if (!frame.empty()) text += "\n  " + frame;
-  return text + '\n';
+  std::string kernel;
+  std::ifstream(task / "wchan") >> kernel;
+  return concat("thread ", task.filename().string(), " (", proc_value(task / "status", "Name:"),
+                "): ", proc_value(task / "status", "State:"), kernel.size() > 1 ? ", in the kernel in " + kernel : "",
+                '\n');
 }
 
 std::string tasks_of(pid_t pid) {
