@@ -79,6 +79,12 @@ class Dataset {
   virtual std::shared_ptr<const SampleOrder> shuffled_order() const { return nullptr; }
 };
 
+// A dataset that overrides assemble() in place of make_batch().
+class AssembledDataset : public Dataset {
+ public:
+  Batch make_batch(Indices indices) const override { return assemble({.indices = indices}); }
+};
+
 using DatasetPtr = std::shared_ptr<const Dataset>;
 
 // Facts about the data of a training, which other data has to follow. A checkpoint keeps them.

@@ -59,7 +59,7 @@ class FashionMNIST : public ImageDataset {
 
 // ---- Rows of tensors
 
-class TensorDataset : public Dataset {
+class TensorDataset : public AssembledDataset {
  public:
   using More = std::map<std::string, Tensor>;
   // data, target and each of `more`: (N, ...), on the CPU. Throws DataError: no rows, or not as many of each.
@@ -74,7 +74,6 @@ class TensorDataset : public Dataset {
 
   // Floating-point numbers and bytes become float32, other whole numbers int64; bytes in targets become int64 too. Those of
   // `more` keep their dtype.
-  Batch make_batch(Indices indices) const override { return assemble({.indices = indices}); }
   Batch assemble(const BatchRequest& request) const override;
 
  private:
@@ -85,7 +84,7 @@ class TensorDataset : public Dataset {
 };
 
 // Samples [begin, end) of another dataset.
-class SubsetDataset : public Dataset {
+class SubsetDataset : public AssembledDataset {
  public:
   SubsetDataset(DatasetPtr whole, int64_t begin, int64_t end);  // throws UsageError
   std::string name() const override { return whole_->name(); }
@@ -93,7 +92,6 @@ class SubsetDataset : public Dataset {
   int64_t classes() const override { return whole_->classes(); }
   const Dataset& whole() const { return *whole_; }
   int64_t begin() const { return begin_; }
-  Batch make_batch(Indices indices) const override { return assemble({.indices = indices}); }
   Batch assemble(const BatchRequest& request) const override;
   void will_read(Indices indices) const override { whole_->will_read(in_whole(indices)); }
 
@@ -147,7 +145,7 @@ struct TokenOptions {
 };
 
 // Text as tokens, for models that predict the next one. Each batch is read from the file: it may be larger than memory.
-class TokenDataset : public Dataset {
+class TokenDataset : public AssembledDataset {
  public:
   // Throws DataError: unreadable, not a whole number of tokens, fewer than block + 1; UsageError: options that make no
   // sense.
@@ -159,7 +157,6 @@ class TokenDataset : public Dataset {
 
   // Sample i is block i of the text. data: (B, block) int64; target: (B, block) int64, the tokens one further on.
   // Throws DataError naming a token that is not in the vocabulary.
-  Batch make_batch(Indices indices) const override { return assemble({.indices = indices}); }
   Batch assemble(const BatchRequest& request) const override;
 
  private:
@@ -177,7 +174,7 @@ class TokenDataset : public Dataset {
 // after another; those that other ranks and workers take, or that came before a resume, are dropped. The order is the
 // stream's: the loader does not shuffle it. A sample that throws DataError may be skipped (skip_bad): the stream's next
 // call goes on behind it.
-class IterableDataset : public Dataset {
+class IterableDataset : public AssembledDataset {
  public:
   // Returns the next sample, whose tensors have no dimension B; nothing at the end. Used by one thread at a time.
   using Stream = std::function<std::optional<Batch>()>;
@@ -193,7 +190,6 @@ class IterableDataset : public Dataset {
 
   // Throws DataError: samples differ in shape; UsageError: `open` returns nothing, a stream ends too early, or indices
   // do not rise. An index that all open streams have passed costs a new one, read from its first sample on.
-  Batch make_batch(std::span<const int64_t> indices) const override { return assemble({.indices = indices}); }
   Batch assemble(const BatchRequest& request) const override;
 
  private:

@@ -175,7 +175,7 @@ ImageTransforms parse_transforms(const std::string& text, ImageTransforms base);
 
 // ---- The dataset
 
-class ImageDataset : public Dataset {
+class ImageDataset : public AssembledDataset {
  public:
   // Throws UsageError (transforms that contradict each other or the images), DataError (no images; or, where the
   // transforms give no size, the first image is unreadable: its size is taken for all).
@@ -188,7 +188,6 @@ class ImageDataset : public Dataset {
   const ImageTransforms& transforms() const { return transforms_; }
 
   // data: (B, C, H, W) float32; target: (B) int64, with mixup or one-hot (B, classes) float32.
-  Batch make_batch(Indices indices) const override { return assemble({.indices = indices}); }
   Batch assemble(const BatchRequest& request) const override;
   void will_read(Indices indices) const override { source_->will_read(indices); }
   SampleOrderPtr shuffled_order() const override { return source_->shuffled_order(); }

@@ -30,10 +30,9 @@ class OfShards : public Interface {
 };
 
 // Arrays of one shape and dtype.
-class ShardTensors : public OfShards<Dataset> {
+class ShardTensors : public OfShards<AssembledDataset> {
  public:
   using OfShards::OfShards;
-  Batch make_batch(Indices indices) const override { return assemble({.indices = indices}); }
 
   Batch assemble(const BatchRequest& request) const override {
     const ShardSample& first = samples_->first();
