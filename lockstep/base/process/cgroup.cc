@@ -29,17 +29,17 @@ void for_each_above(const fs::path& mount, fs::path path, const std::function<vo
 // there, and the other folders do not exist.
 //
 // The file has lines "4:memory:/path" or "5:cpu,cpuacct:/path" (version 1) and "0::/path" (version 2).
-void for_each_cgroup(const std::string& controller, const fs::path& mount, const fs::path& membership,
+void for_each_cgroup(const std::string& controller, const CgroupFiles& files,
                      const std::function<void(const fs::path&, int version)>& visit) {
-  std::ifstream in(membership);
+  std::ifstream in(files.membership);
   for (std::string line; std::getline(in, line);) {
     const auto parts = split(line, ':');
     if (parts.size() != 3) continue;
     const auto controllers = split(parts[1], ',');
     if (parts[1].empty())
-      for_each_above(mount, parts[2], [&](const fs::path& folder) { visit(folder, 2); });
+      for_each_above(files.mount, parts[2], [&](const fs::path& folder) { visit(folder, 2); });
     else if (std::ranges::find(controllers, controller) != controllers.end())
-      for_each_above(mount / controller, parts[2], [&](const fs::path& folder) { visit(folder, 1); });
+      for_each_above(files.mount / controller, parts[2], [&](const fs::path& folder) { visit(folder, 1); });
   }
 }
 
@@ -102,9 +102,9 @@ std::optional<double> quota_in(const fs::path& cgroup, int version) {
 
 }  // namespace
 
-std::optional<MemoryRoom> memory_room(const fs::path& mount, const fs::path& membership) {
+std::optional<MemoryRoom> memory_room(const CgroupFiles& files) {
   std::optional<MemoryRoom> tightest;
-  for_each_cgroup("memory", mount, membership, [&tightest](const fs::path& cgroup, int version) {
+  for_each_cgroup("memory", files, [&tightest](const fs::path& cgroup, int version) {
     const auto room = room_in(cgroup, version == 1 ? kVersion1 : kVersion2);
     if (room && (!tightest || room->left < tightest->left)) tightest = room;
   });
@@ -120,9 +120,9 @@ void require_memory_room(uint64_t bytes, const std::optional<MemoryRoom>& room) 
                      .next = "ask for more memory, or start fewer ranks on this machine"});
 }
 
-std::optional<double> cpu_quota(const fs::path& mount, const fs::path& membership) {
+std::optional<double> cpu_quota(const CgroupFiles& files) {
   std::optional<double> smallest;
-  for_each_cgroup("cpu", mount, membership, [&smallest](const fs::path& cgroup, int version) {
+  for_each_cgroup("cpu", files, [&smallest](const fs::path& cgroup, int version) {
     const auto quota = quota_in(cgroup, version);
     if (quota) smallest = std::min(*quota, smallest.value_or(*quota));
   });

@@ -20,7 +20,7 @@ TEST(CpuQuota, is_that_of_the_tightest_group) {
   write_file(folder / "membership", "0::/pod/container\n");
   write_in(folder / "pod", "cpu.max", "250000 100000\n");
   write_in(folder / "pod/container", "cpu.max", "max 100000\n");
-  EXPECT_EQ(cpu_quota(folder / "", folder / "membership"), 2.5);
+  EXPECT_EQ(cpu_quota({folder / "", folder / "membership"}), 2.5);
 }
 
 TEST(CpuQuota, is_read_from_version_1) {
@@ -30,14 +30,14 @@ TEST(CpuQuota, is_read_from_version_1) {
   write_in(folder / "cpu/pod", "cpu.cfs_period_us", "100000\n");
   write_in(folder / "cpu", "cpu.cfs_quota_us", "-1\n");
   write_in(folder / "cpu", "cpu.cfs_period_us", "100000\n");
-  EXPECT_EQ(cpu_quota(folder / "", folder / "membership"), 0.5);
+  EXPECT_EQ(cpu_quota({folder / "", folder / "membership"}), 0.5);
 }
 
 TEST(CpuQuota, is_unknown_without_a_limit) {
   const TempFolder folder;
   write_file(folder / "membership", "0::/\n");
-  EXPECT_FALSE(cpu_quota(folder / "", folder / "membership"));
-  EXPECT_FALSE(cpu_quota(folder / "", folder / "nothing"));
+  EXPECT_FALSE(cpu_quota({folder / "", folder / "membership"}));
+  EXPECT_FALSE(cpu_quota({folder / "", folder / "nothing"}));
 }
 
 TEST(UsableCoreCount, is_at_most_the_cores_and_at_least_one) {

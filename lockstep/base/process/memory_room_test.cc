@@ -20,7 +20,7 @@ TEST(MemoryRoom, is_that_of_the_tightest_group) {
   write_all(folder / "job", {{"memory.max", "1000\n"}, {"memory.current", "900"}, {"memory.stat", "anon 1\n"}});
   write_all(folder / "job/step", {{"memory.max", "max"}, {"memory.current", "5"}, {"memory.stat", ""}});
   write_all(folder / "", {{"memory.max", "2000"}, {"memory.current", "900"}, {"memory.stat", ""}});
-  const auto room = memory_room(folder / "", folder / "membership");
+  const auto room = memory_room({folder / "", folder / "membership"});
   ASSERT_TRUE(room);
   EXPECT_EQ(room->limit, 1000U);
   EXPECT_EQ(room->left, 100U);
@@ -34,7 +34,7 @@ TEST(MemoryRoom, counts_file_cache_as_free_and_reads_version_1) {
             {{"memory.limit_in_bytes", "1000"},
              {"memory.usage_in_bytes", "990"},
              {"memory.stat", "inactive_file 1\ntotal_inactive_file 200\ntotal_active_file 30\ntotal_rss 700\n"}});
-  const auto room = memory_room(folder / "", folder / "membership");
+  const auto room = memory_room({folder / "", folder / "membership"});
   ASSERT_TRUE(room);
   EXPECT_EQ(room->left, 240U);
 }
@@ -42,8 +42,8 @@ TEST(MemoryRoom, counts_file_cache_as_free_and_reads_version_1) {
 TEST(MemoryRoom, is_unknown_without_a_limit) {
   const TempFolder folder;
   write_file(folder / "membership", "0::/\n");
-  EXPECT_FALSE(memory_room(folder / "", folder / "membership"));
-  EXPECT_FALSE(memory_room(folder / "", folder / "nothing"));
+  EXPECT_FALSE(memory_room({folder / "", folder / "membership"}));
+  EXPECT_FALSE(memory_room({folder / "", folder / "nothing"}));
   EXPECT_NO_THROW(require_memory_room(uint64_t{1} << 60, std::nullopt));
 }
 
