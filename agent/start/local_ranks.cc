@@ -8,18 +8,13 @@
 #include <iterator>
 
 #include "agent/meet/machines.h"
+#include "lockstep/base/files/file.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
-
-void make_folder(const std::string& path) {
-  std::error_code error;
-  std::filesystem::create_directories(path, error);
-  if (error) throw SystemError({.what = concat("can't make the folder ", path, ": ", error.message()), .here = path});
-}
 
 // A quota of CPU time is no set of cores: others, with theirs, would be pinned to the same ones.
 CoreSet own_cores() {

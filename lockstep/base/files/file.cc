@@ -71,6 +71,12 @@ void AtomicFile::commit() {
   flush_folder(path_);
 }
 
+void make_folder(const std::filesystem::path& path) {
+  std::error_code error;
+  std::filesystem::create_directories(path, error);
+  if (error) throw SystemError({.what = concat("can't make the folder ", path.string(), ": ", error.message())});
+}
+
 void write_file(const std::filesystem::path& path, const std::string& content) {
   AtomicFile file(path);
   file.write(content.data(), content.size());

@@ -32,6 +32,7 @@ class AtomicFile {
   UniqueFd fd_;
 };
 
+void make_folder(const std::filesystem::path& path);  // with those above it; throws SystemError
 void write_file(const std::filesystem::path& path, const std::string& content);  // through an AtomicFile
 std::string read_file(const std::filesystem::path& path);
 

@@ -72,9 +72,7 @@ void pack_tensors(const TensorDataset& dataset, const std::vector<int64_t>& orde
 
 ShardWriter::ShardWriter(fs::path folder, uint64_t shard_bytes)
     : folder_(std::move(folder)), shard_bytes_(shard_bytes) {
-  std::error_code error;
-  fs::create_directories(folder_, error);
-  if (error) throw SystemError({.what = concat("can't make the folder ", folder_.string(), ": ", error.message())});
+  make_folder(folder_);
   if (fs::exists(folder_ / kShardsFile) || !tars_in(folder_).empty())
     throw UsageError({.what = concat(folder_.string(), " holds shards already"), .next = "name another folder"});
 }
