@@ -2,8 +2,6 @@
 // agent/watch/hang_options.h: what a launcher does when all ranks are alive and none moves.
 #pragma once
 
-#include <array>
-
 #include "lockstep/base/names.h"
 #include "lockstep/deadline.h"
 
@@ -16,8 +14,7 @@ enum class OnHang {
 };
 
 template <>
-inline constexpr std::array kNames<OnHang> = {Named{"restart", OnHang::kRestart}, Named{"end", OnHang::kEnd},
-                                              Named{"report", OnHang::kReport}};
+inline constexpr auto kNames<OnHang> = in_order<OnHang>({"restart", "end", "report"});
 
 // The default is less than the five minutes after which collectives give up by themselves, so that stacks can still be
 // taken; a step that takes longer than that would need another timeout there, too.

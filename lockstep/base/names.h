@@ -2,12 +2,13 @@
 // base/names.h: the text of enumerators. One table per type serves the command line, its help, errors and metrics.
 //
 //   template <>
-//   inline constexpr std::array kNames<Precision> = {Named{"float32", Precision::kFloat32}, ...};
+//   inline constexpr auto kNames<Precision> = in_order<Precision>({"float32", ...});
 //
 // Threads: pure functions
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <type_traits>
 
 #include "lockstep/base/text.h"
@@ -29,6 +30,14 @@ inline constexpr std::nullptr_t kNames = nullptr;
 
 template <class Value>
 concept HasNames = !std::is_same_v<decltype(kNames<Value>), const std::nullptr_t>;
+
+// The names of all values of an enum, in its order.
+template <class Value, size_t N>
+constexpr std::array<Named<Value>, N> in_order(const char* const (&names)[N]) {
+  std::array<Named<Value>, N> all{};
+  for (size_t i = 0; i < N; ++i) all[i] = {names[i], static_cast<Value>(i)};
+  return all;
+}
 
 template <HasNames Value>
 std::string name_of(const Value& value) {

@@ -37,12 +37,9 @@ enum class Phase : uint32_t {
   kEnded,
 };
 template <>
-inline constexpr std::array kNames<Phase> = {
-    Named{"starting", Phase::kStarting}, Named{"meeting", Phase::kMeeting}, Named{"own code", Phase::kOwnCode},
-    Named{"loading", Phase::kLoading},   Named{"forward", Phase::kForward}, Named{"backward", Phase::kBackward},
-    Named{"exchange", Phase::kExchange}, Named{"update", Phase::kUpdate},   Named{"validating", Phase::kValidating},
-    Named{"saving", Phase::kSaving},     Named{"ended", Phase::kEnded},
-};
+inline constexpr auto kNames<Phase> = in_order<Phase>({"starting", "meeting", "own code", "loading", "forward",
+                                                       "backward", "exchange", "update", "validating", "saving",
+                                                       "ended"});
 constexpr size_t kPhases = kNames<Phase>.size();
 
 constexpr int32_t kAnyPeer = -1;    // of RankRecord::waits_for

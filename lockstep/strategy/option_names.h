@@ -5,7 +5,6 @@
 // Threads: constants
 #pragma once
 
-#include <array>
 #include <optional>
 
 #include "lockstep/base/names.h"
@@ -13,14 +12,6 @@
 #include "lockstep/strategy.h"
 
 namespace lockstep {
-
-// The names of all values of an enum, in its order.
-template <class Value, size_t N>
-constexpr std::array<Named<Value>, N> in_order(const char* const (&names)[N]) {
-  std::array<Named<Value>, N> all{};
-  for (size_t i = 0; i < N; ++i) all[i] = {names[i], static_cast<Value>(i)};
-  return all;
-}
 
 template <>
 inline constexpr auto kNames<Precision> = in_order<Precision>({"float32", "bfloat16", "float16"});

@@ -16,10 +16,8 @@
 namespace lockstep {
 
 template <>
-inline constexpr std::array kNames<ReduceOp> = {
-    Named{"sum", ReduceOp::kSum},      Named{"mean", ReduceOp::kMean},     Named{"product", ReduceOp::kProduct},
-    Named{"min", ReduceOp::kMin},      Named{"max", ReduceOp::kMax},       Named{"bit_and", ReduceOp::kBitAnd},
-    Named{"bit_or", ReduceOp::kBitOr}, Named{"bit_xor", ReduceOp::kBitXor}};
+inline constexpr auto kNames<ReduceOp> = in_order<ReduceOp>({"sum", "mean", "product", "min", "max", "bit_and",
+                                                             "bit_or", "bit_xor"});
 
 }  // namespace lockstep
 
