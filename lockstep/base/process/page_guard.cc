@@ -13,6 +13,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <span>
 #include <utility>
 
 #include "lockstep/base/cache_line.h"
@@ -47,19 +48,19 @@ void print_number(pid_t number) {
   print(digits.data());
 }
 
+// Those that are unused have no beginning.
+std::span<const GuardedPart> guarded_parts() { return {all_parts.load(), used_parts.load()}; }
+
 const GuardedPart* part_at(const std::byte* address) {
-  const GuardedPart* const parts = all_parts.load();
-  for (size_t i = 0; i < used_parts.load(); ++i)
-    if (const std::byte* begin = parts[i].begin;
-        begin != nullptr && address >= begin && address < begin + parts[i].bytes)
-      return &parts[i];
+  for (const GuardedPart& part : guarded_parts())
+    if (const std::byte* begin = part.begin; begin != nullptr && address >= begin && address < begin + part.bytes)
+      return &part;
   return nullptr;
 }
 
 bool gradients_are_published() {
-  const GuardedPart* const parts = all_parts.load();
-  for (size_t i = 0; i < used_parts.load(); ++i)
-    if (parts[i].begin != nullptr && parts[i].is_gradient) return true;
+  for (const GuardedPart& part : guarded_parts())
+    if (part.begin != nullptr && part.is_gradient) return true;
   return false;
 }
 
