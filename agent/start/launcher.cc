@@ -228,7 +228,6 @@ std::string likely_cause(int signal) {
 
 LaunchResult launch(const StartOptions& start, const std::vector<std::string>& command, const FailureOptions& failing,
                     const PlaceOptions& place) {
-  if (command.empty()) throw UsageError({.what = "no program to start", .next = "name one, with its arguments"});
   return launch(start, ProcessOptions{.command = command}, failing, place);
 }
 
