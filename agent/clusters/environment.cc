@@ -193,12 +193,12 @@ class Reader {
 
   void read_nothing() {
     set(job_.launcher, "launcher", "none", "default");
-    for (const auto& [field, setting, value] : {std::tuple{&job_.rank, "rank", 0},
-                                                {&job_.world_size, "world_size", 1},
-                                                {&job_.local_rank, "local_rank", 0},
-                                                {&job_.local_size, "local_size", 1},
-                                                {&job_.node_rank, "node_rank", 0}})
-      set(*field, setting, value, "default");
+    for (const auto& [setting, value] : {std::pair{"rank", job_.rank},
+                                         {"world_size", job_.world_size},
+                                         {"local_rank", job_.local_rank},
+                                         {"local_size", job_.local_size},
+                                         {"node_rank", job_.node_rank}})
+      record(setting, value, "default");
     read(job_.cores, "cores", {"SLURM_CPUS_ON_NODE"});  // a batch script's: all ranks that it starts here share these
     set_job_id_of_process();
   }
@@ -277,15 +277,14 @@ class Reader {
 
   void throw_if_missing() const {
     if (missing_.empty()) return;
-    const bool only_master = missing_.front().starts_with("MASTER_") && job_.launcher != "torchrun";
+    const std::string missing = join(missing_, ", ");
+    const bool only_master = missing.starts_with("MASTER_") && job_.launcher != "torchrun";
     throw EnvironmentError(
-        {.what = concat("the environment of rank ", job_.rank, " is incomplete; missing: ", join(missing_, ", ")),
+        {.what = concat("the environment of rank ", job_.rank, " is incomplete; missing: ", missing),
          .here = concat("launcher ", job_.launcher, ", found through ", recorded("launcher").source),
          .likely = only_master ? "a launcher that does not say where the ranks meet"
                                : "variables set by hand, or left over from another job",
-         .next = only_master
-                     ? "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, on every rank"
-                     : concat("set ", join(missing_, ", "), "; or unset the others to run as one rank")});
+         .next = only_master ? kSetMaster : concat("set ", missing, "; or unset the others to run as one rank")});
   }
 
   std::optional<Setting> first(const Names& names) const {
@@ -311,7 +310,7 @@ class Reader {
     const auto found = first(names);
     if (!found) return false;
     parse(*found, field);
-    job_.settings.push_back({.name = setting, .value = concat(field), .source = found->source});
+    record(setting, field, found->source);
     return true;
   }
 
@@ -327,6 +326,11 @@ class Reader {
   template <class Field, class Value>
   void set(Field& field, const std::string& setting, const Value& value, const std::string& source) {
     field = value;
+    record(setting, value, source);
+  }
+
+  template <class Value>
+  void record(const std::string& setting, const Value& value, const std::string& source) {
     job_.settings.push_back({.name = setting, .value = concat(value), .source = source});
   }
 

@@ -45,6 +45,10 @@ struct JobEnvironment {
   }
 };
 
+// What to do where nothing tells the ranks where to meet, for an error's `next`.
+inline constexpr const char* kSetMaster =
+    "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, on all ranks";
+
 using VariableLookup = std::function<std::optional<std::string>(const std::string& name)>;
 
 // Tries torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; `lockstep run` sets the same),

@@ -15,11 +15,8 @@ std::string LauncherStore::next_name() {
 RendezvousError mpirun_error(const std::string& what) {
   return RendezvousError(
       {.what = concat(what, ", mpirun's way to tell the ranks where to meet"),
-       .likely =
-           "another rank has ended, mpirun did not start this process, or (Open MPI) its libpmix.so.2 is not in the "
-           "library path",
-       .next = "look at the other ranks' output; or set MASTER_ADDR to the host of rank 0 and "
-               "MASTER_PORT to a free port there, on all ranks"});
+       .likely = "another rank has ended, mpirun did not start this process, or Open MPI's libpmix.so.2 is not found",
+       .next = concat("look at the other ranks' output; or ", kSetMaster)});
 }
 
 std::unique_ptr<LauncherStore> open_launcher_store(const JobEnvironment& job, milliseconds timeout) {
@@ -27,7 +24,7 @@ std::unique_ptr<LauncherStore> open_launcher_store(const JobEnvironment& job, mi
   if (job.launcher == "mpich") return open_pmi(timeout);
   throw RendezvousError({.what = "nothing tells the ranks on several machines where to meet",
                          .here = concat("rank ", job.rank, ", launcher ", job.launcher),
-                         .next = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"});
+                         .next = kSetMaster});
 }
 
 }  // namespace lockstep

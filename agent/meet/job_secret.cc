@@ -104,11 +104,10 @@ Secret random_secret() {
 }  // namespace
 
 std::string ways_to_a_secret() {
-  return concat(
-      "on one machine: ", kLineThatMakesASecret,
-      ", and what it prints on the others; or LOCKSTEP_SECRET_FILE with a file of mode 0600 that holds the same "
-      "digits; or munged with one key on all machines; or a home that all of them share; or, in a network that "
-      "you trust, --insecure-network");
+  return concat("on one machine: ", kLineThatMakesASecret,
+                ", and what it prints on the others; or LOCKSTEP_SECRET_FILE, a file of mode 0600 with the same "
+                "digits; or munged "
+                "with one key, or one home, for all machines; or, in a network that you trust, --insecure-network");
 }
 
 JobSecret::JobSecret(const std::string& job, bool is_rank_0) {

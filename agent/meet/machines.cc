@@ -39,8 +39,8 @@ RendezvousError begun_without(const Meeting& meeting, const Epoch& epoch) {
   return RendezvousError(
       {.what = concat("the job at ", meeting.places.front().text(), " runs without this machine"),
        .here = concat(epoch.members.size(), " machines, --nnodes ", meeting.least, ":", meeting.most),
-       .likely = "the job has all the machines that --nnodes allows, or without --max-restarts no "
-                 "machine may join later",
+       .likely =
+           "it has all the machines that --nnodes allows, or no --max-restarts, without which none may join later",
        .next = "start this one before the others begin, or raise MAX of --nnodes MIN:MAX"});
 }
 

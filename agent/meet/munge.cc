@@ -50,9 +50,8 @@ EnvironmentError cannot_read(int error) {
                  : error == kMungeInvalid
                      ? "munged has another key (/etc/munge/munge.key) here than on rank 0's machine"
                      : "rank 0 runs as another user, or another program answers",
-       .next = clocks ? "synchronise the clocks; or export LOCKSTEP_SECRET=… on every machine, which needs no munge"
-                      : "give munged one key on all machines; or export LOCKSTEP_SECRET=…, with the output of one "
-                        "`openssl rand -hex 32`, on every machine: it takes precedence"});
+       .next = concat(clocks ? "synchronise the clocks" : "give munged one key on all machines",
+                      "; or export LOCKSTEP_SECRET=…, the output of one `openssl rand -hex 32`, on every machine")});
 }
 
 }  // namespace

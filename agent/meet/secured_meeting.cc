@@ -105,19 +105,18 @@ RendezvousError SecuredJoin::error(const std::string& who, const std::string& pl
   if (!secret_by_)
     return RendezvousError(
         {.what = concat(who, " got no answer at ", place),
-         .likely =
-             "the first process of the job did not start, died early or was given another address or port; a name "
-             "that does not resolve; or a firewall drops packets to this port",
-         .next = "look at its output; give all machines the same address, of the first one, and the same port"});
+         .likely = "the first process of the job did not start, died early or has another address or port; a name that "
+                   "does not resolve; or a firewall",
+         .next = "look at its output; give all machines the address and port of the first one"});
   if (lacks_secret())
     return RendezvousError({.what = concat(who, " has no secret for the job at ", place),
-                            .likely = "the first machine has put one into its home, which is not the home of this "
-                                      "machine; or this machine has no munged, and the first one has",
+                            .likely =
+                                "the first machine's home is not this one's; or this machine has no munged, and the "
+                                "first one has",
                             .next = ways_to_a_secret()});
   return RendezvousError(
       {.what = concat(who, " was refused at ", place, ": what listens there is not this job's store"),
-       .likely = "another secret here than on the first machine, --insecure-network on one of them "
-                 "only, or another program",
+       .likely = "another secret than on the first machine, --insecure-network on one of them only, or another program",
        .next = ways_to_a_secret()});
 }
 
