@@ -14,9 +14,7 @@ namespace {
 
 PeerLost lost_rank(const RankFailure& failure) {
   std::string lines = join(failure.last_lines, "\n          ");
-  return PeerLost({.what = concat("rank ", failure.rank, " of spawn() ",
-                                  failure.end.signal != 0 ? concat("was killed by signal ", failure.end.signal)
-                                                          : concat("ended with exit code ", failure.end.exit_code)),
+  return PeerLost({.what = concat("rank ", failure.rank, " of spawn() ", how_it_ended(failure.end)),
                    .peer = concat("rank ", failure.rank, ", pid ", failure.pid),
                    .likely = lines.empty() ? "an exception, which that rank has printed" : std::move(lines),
                    .next = "repair what its last lines say"});

@@ -76,7 +76,7 @@ TEST_F(Spawn, names_a_rank_that_throws) {
   const auto one_throws = [](World& world) {
     if (world.rank() == 1) throw std::runtime_error("on purpose");
   };
-  EXPECT_EXIT(report(2, one_throws), ::testing::ExitedWithCode(0), "rank 1 of spawn.. ended with exit code 1");
+  EXPECT_EXIT(report(2, one_throws), ::testing::ExitedWithCode(0), "rank 1 of spawn.. exited with code 1");
 }
 
 TEST_F(Spawn, ends_ranks_that_wait_when_one_calls_stop) {

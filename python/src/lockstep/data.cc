@@ -74,8 +74,8 @@ void pack_into(const SharedDataset& from, const fs::path& folder, uint64_t shard
 }
 
 Tensors batch_of(const SharedDataset& from, const std::vector<int64_t>& indices) {
-  Batch batch = from.dataset->make_batch(indices);
-  return {std::move(batch.data), std::move(batch.target)};
+  const Batch batch = from.dataset->make_batch(indices);
+  return {batch.data, batch.target};
 }
 
 // Ctrl-C ends a wait for a batch.
@@ -110,8 +110,8 @@ class SharedLoader {
       ++*at_;
     else
       at_.emplace(loader_->resume(from_).begin());
-    Batch batch = std::move(**at_);
-    return {std::move(batch.data), std::move(batch.target)};
+    const Batch batch = std::move(**at_);
+    return {batch.data, batch.target};
   }
 
   // Does nothing while another thread waits for a batch.
