@@ -4,7 +4,6 @@
 import base64
 import gzip
 import io
-import json
 import os
 import signal
 import struct
@@ -96,6 +95,15 @@ def write_png(path, image):
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
 
 
+def write_shard(path, files):
+    """A tar of these bytes by their names."""
+    with tarfile.open(path, "w") as shard:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            shard.addfile(member, io.BytesIO(content))
+
+
 def write_images(folder, count=6, size=8):
     """PNG files of two classes, whose images are returned in the dataset's order."""
     images = random_bytes(count, 3, size, size)
@@ -163,37 +171,25 @@ class Readers(WithFolder):
         expect(targets, torch.tensor([0, 0, 0, 1, 1, 1]))
         expect(all_of(data.ImageFolder(self.folder, classes=["dog", "cat"]))[1], torch.tensor([0, 0, 0, 1, 1, 1]))
 
-    def test_jpeg_files_give_their_pixels_packed_or_not(self):
+    def test_jpeg_files_give_their_pixels_in_a_folder_or_a_shard(self):
         (self.folder / "in/a").mkdir(parents=True)
         (self.folder / "in/a/0.jpg").write_bytes(base64.b85decode(JPEG))
-        images = data.ImageFolder(self.folder / "in", transform="normalise:0:1")
-        data.pack(images, self.folder / "packed")
-        with tarfile.open(self.folder / "packed/00000.tar") as shard:
-            self.assertEqual(shard.getnames(), ["000000.cls", "000000.jpg"])
-            self.assertEqual(shard.extractfile("000000.cls").read(), b"0")
-        samples, _ = all_of(images)
+        write_shard(self.folder / "0.tar", {"0.cls": b"0", "0.jpg": base64.b85decode(JPEG)})
+        samples, _ = all_of(data.ImageFolder(self.folder / "in", transform="normalise:0:1"))
         self.assertEqual(samples.shape, (1, 3, 16, 16))
-        expect(samples, all_of(data.WebDataset(self.folder / "packed", transform="normalise:0:1"))[0])
+        expect(samples, all_of(data.WebDataset(self.folder / "0.tar", transform="normalise:0:1"))[0])
         self.assertLess((samples - torch.arange(16) * 12 / 255).abs().max(), 0.02)
 
-    def test_shards_give_what_was_packed(self):
-        images = write_images(self.folder / "in")
-        data.pack(data.ImageFolder(self.folder / "in"), self.folder / "images", keep_order=True)
-        samples, targets = all_of(data.WebDataset(self.folder / "images"))
-        expect_close(samples, scaled(images, *PHOTOGRAPHS))
-        expect(targets, torch.tensor([0, 0, 0, 1, 1, 1]))
+    def test_shards_give_arrays(self):
         rows = torch.randn(7, 2, 3)
-        data.pack(data.TensorDataset(rows, torch.arange(7)), self.folder / "rows")
-        samples, targets = all_of(data.WebDataset(self.folder / "rows"))
-        self.assertEqual(sorted(targets.tolist()), list(range(7)))
-        expect(samples, rows[targets])
-        with tarfile.open(self.folder / "rows/00000.tar") as shard:
-            for i, target in enumerate(targets.tolist()):
-                self.assertEqual(int(shard.extractfile(f"{i:06}.cls").read()), target)
-                expect(torch.from_numpy(np.load(io.BytesIO(shard.extractfile(f"{i:06}.npy").read()))), rows[target])
-        shards = json.loads((self.folder / "rows/shards.json").read_text())  # as wids, the reader beside WebDataset, takes it
-        self.assertEqual((shards["__kind__"], shards["wids_version"]), ("wids-shard-index-v1", 1))
-        self.assertEqual([(one["url"], one["nsamples"]) for one in shards["shardlist"]], [("00000.tar", 7)])
+        files = {}
+        for i, row in enumerate(rows):
+            np.save(file := io.BytesIO(), row.numpy())
+            files.update({f"{i}.cls": str(6 - i).encode(), f"{i}.npy": file.getvalue()})
+        write_shard(self.folder / "rows.tar", files)
+        samples, targets = all_of(data.WebDataset(self.folder / "rows.tar"))
+        expect(targets, torch.arange(6, -1, -1))
+        expect(samples, rows)
 
     def test_shards_of_tarfile_give_its_images_in_each_format(self):
         images = write_images(self.folder / "in")
@@ -218,9 +214,7 @@ class Readers(WithFolder):
     def test_arrays_give_rows_or_images(self):
         rows, classes = np.random.default_rng(1).normal(size=(5, 3)), np.arange(5)
         images = random_bytes(5, 2, 4, 6)
-        np.save(self.folder / "rows.npy", rows)
-        np.save(self.folder / "classes.npy", classes)
-        samples, targets = all_of(data.NpyDataset(self.folder / "rows.npy", self.folder / "classes.npy"))
+        samples, targets = all_of(data.TensorDataset(rows, classes))
         expect(samples, torch.from_numpy(rows).float())
         expect(targets, torch.arange(5))
         expect(all_of(data.TensorDataset(rows, rows[:, 0]))[1], torch.from_numpy(rows[:, 0]).float())
@@ -277,11 +271,10 @@ class BadInput(WithFolder):
             "timeout=": lambda: data.DataLoader(dataset, timeout=float("inf")),
             "3 weights for 10 samples": lambda: data.DataLoader(dataset, weights=[1, 2, 3]),
             "weight of sample 0": lambda: iter(data.DataLoader(dataset, weights=[-1] * 10)),
-            "rank 3 of 3": lambda: data.DataLoader(dataset, rank=3, world_size=3),
-            "only one of rank": lambda: data.Sampler(dataset, rank=3),
+            "rank=3 with world_size=3": lambda: data.DataLoader(dataset, rank=3, world_size=3),
+            "rank=3 with world_size=None": lambda: data.Sampler(dataset, rank=3),
             "smaller than the number of ranks": lambda: iter(data.DataLoader(dataset, global_batch_size=2, rank=0, world_size=3)),
             "lockstep.Sampler": lambda: data.DataLoader([1, 2, 3]),
-            "not a list": lambda: data.pack([1, 2, 3], "nowhere"),
             "no such transform": lambda: data.TensorDataset(random_bytes(3, 4, 4), [0, 1, 2], transform="blur"),
             "transform is for images": lambda: data.TensorDataset([1.0], [1], transform="flip"),
             "torchvision": lambda: data.TensorDataset(random_bytes(3, 4, 4), [0, 1, 2], transform=len),

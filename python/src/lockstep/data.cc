@@ -69,10 +69,6 @@ std::pair<SharedDataset, std::optional<SharedDataset>> open_by_name(const std::s
   return {{std::move(both.train)}, SharedDataset{std::move(both.validation)}};
 }
 
-void pack_into(const SharedDataset& from, const fs::path& folder, uint64_t shard_bytes, bool keep_order) {
-  pack(*from.dataset, folder, {.shard_bytes = shard_bytes, .keep_order = keep_order});
-}
-
 Tensors batch_of(const SharedDataset& from, const std::vector<int64_t>& indices) {
   const Batch batch = from.dataset->make_batch(indices);
   return {batch.data, batch.target};
@@ -204,8 +200,6 @@ void bind_datasets(py::module_& data) {
   data.def("tensors", &tensors, Release());
   data.def("tokens", &tokens, Release());
   data.def("open", &open_by_name, Release());
-  data.def("pack", &pack_into, Release());
-  data.def("read_npy", &read_npy, Release());
 }
 
 void bind_loader(py::module_& data) {

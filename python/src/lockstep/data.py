@@ -45,13 +45,11 @@ __all__ = [
     "FashionMNIST",
     "ImageFolder",
     "MNIST",
-    "NpyDataset",
     "Sampler",
     "TensorDataset",
     "TokenDataset",
     "WebDataset",
     "open_dataset",
-    "pack",
 ]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -92,11 +90,6 @@ class Dataset(torch.utils.data.Dataset):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}, {len(self)} samples)"
-
-
-def _require_ours(dataset, next):
-    if not isinstance(dataset, Dataset):
-        _refuse(f"a dataset of lockstep.data is needed, not a {type(dataset).__name__}", likely="one written in Python", next=next)
 
 
 def _text(transform):
@@ -176,7 +169,7 @@ class WebDataset(Dataset):
 
     A sample is an image (.jpg, .jpeg, .png) or array (.npy), and its target (.cls). Images get transform and a batch as of
     ImageFolder; arrays become (B, ...) as of TensorDataset. Shuffling visits the shards in random order and shuffles windows of
-    16,384 samples. Checksums that pack() wrote are compared at each read.
+    16,384 samples. Checksums that `lockstep data pack` wrote are compared at each read.
     """
 
     def __init__(self, root: _Path, transform: str = ""):
@@ -194,13 +187,6 @@ class TensorDataset(Dataset):
     def __init__(self, data: Any, target: Any, transform: str = "", classes: int | None = None, name: str = "tensors"):
         data, target = (torch.as_tensor(values, device="cpu").detach() for values in (data, target))
         super().__init__(_native.tensors(name, data, target, classes or 0, _text(transform)))
-
-
-class NpyDataset(TensorDataset):
-    """Two .npy files, as TensorDataset. Nothing in them is executed: Python objects are refused."""
-
-    def __init__(self, data: _Path, target: _Path, transform: str = "", classes: int | None = None):
-        super().__init__(_native.read_npy(data), _native.read_npy(target), transform, classes, os.path.basename(data))
 
 
 class TokenDataset(Dataset):
@@ -225,15 +211,6 @@ def open_dataset(data: str, folder: _Path = "", transform: str = "") -> tuple[Da
     return Dataset(train), Dataset(validation) if validation else None
 
 
-def pack(dataset: Dataset, folder: _Path, *, shard_bytes: int = 256 << 20, keep_order: bool = False) -> None:
-    """Writes images or tensors as shards of WebDataset, as they are stored, without transforms; in random order unless keep_order.
-
-    Blocks until all is written. Call it in one process. Raises UsageError if folder holds shards already.
-    """
-    _require_ours(dataset, "give lockstep.data.TensorDataset or another of lockstep.data")
-    _native.pack(dataset._native, folder, shard_bytes, keep_order)
-
-
 # ---- Ranks
 
 
@@ -249,10 +226,8 @@ class _Ranks:
     """Rank and world size, of the job unless given. Read when first needed; an error when they are others later."""
 
     def __init__(self, rank, world_size):
-        if (rank is None) != (world_size is None):
-            _refuse("only one of rank and world_size is given", next="give both, or neither: they are then those of the job")
-        if rank is not None and not 0 <= rank < world_size:
-            _refuse(f"rank {rank} of {world_size}", next="give a rank from 0 to world_size - 1")
+        if (rank is None) != (world_size is None) or rank is not None and not 0 <= rank < world_size:
+            _refuse(f"{rank=} with {world_size=}", next="give both, the rank below world_size; or neither: they are those of the job")
         self._given = None if rank is None else (rank, world_size)
         self._found = None
 
@@ -307,7 +282,12 @@ class DataLoader:
         world_size: int | None = None,
         **options: Any,
     ):
-        _require_ours(dataset, "torch.utils.data.DataLoader(dataset, batch_size=..., sampler=lockstep.Sampler(dataset))")
+        if not isinstance(dataset, Dataset):
+            _refuse(
+                f"a dataset of lockstep.data is needed, not a {type(dataset).__name__}",
+                likely="one written in Python",
+                next="torch.utils.data.DataLoader(dataset, batch_size=..., sampler=lockstep.Sampler(dataset))",
+            )
         if batch_size is not None and global_batch_size is not None:
             _refuse("both batch_size and global_batch_size are given", next="give one: of a rank, or of all ranks together")
         if weights is not None and shuffle:
