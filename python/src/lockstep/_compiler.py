@@ -5,8 +5,6 @@ torch._dynamo takes as long to import as torch itself, and 70 MiB in every proce
 function (torch._disable_dynamo) imports it at the function's first call.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar

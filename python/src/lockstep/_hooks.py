@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Communication hooks of PyTorch's kind: hook(state, bucket) -> torch.futures.Future of the mean."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

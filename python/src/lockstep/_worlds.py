@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which ranks train together: of a process group, or those that a launcher has started."""
 
-from __future__ import annotations
-
 import multiprocessing
 import warnings
 from datetime import timedelta

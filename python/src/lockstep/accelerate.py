@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accelerate over lockstep: lockstep.accelerate.Accelerator in place of accelerate.Accelerator."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Iterable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that train alone, and average their parameters now and then: see the class."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

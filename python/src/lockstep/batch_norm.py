@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch normalisation over the samples of all ranks, also for CPU tensors."""
 
-from __future__ import annotations
-
 from weakref import WeakKeyDictionary
 
 import torch

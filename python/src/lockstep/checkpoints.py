@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The newest checkpoints of your own loop, written in the background."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from pathlib import Path

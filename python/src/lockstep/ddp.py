@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DistributedDataParallel over lockstep's C++ step: see the class."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -7,8 +7,6 @@ and raise UsageError and MismatchError as DistributedDataParallel.mean_gradients
 already, and one without a DistributedDataParallel, is left as it is.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 

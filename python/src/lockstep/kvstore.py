@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store of weights: devices push gradients to it and pull weights from it (docs/strategies/kvstore.md)."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing.util
 import sys
@@ -67,7 +65,7 @@ class KVStore:
         adapt_to_delay: bool = True,
         devices: int = 0,
         split_above: int = 1_000_000,
-    ) -> KVStore | None:
+    ) -> "KVStore | None":
         """A store of this kind: local, local_update_cpu, local_allreduce_cpu, local_allreduce_device; dist_sync, dist_async,
         dist_bounded. On a server it blocks until every worker has closed its store, then returns None.
 
@@ -166,7 +164,7 @@ class KVStore:
         _open.discard(self)
         self._native.close(failed)
 
-    def __enter__(self) -> KVStore:
+    def __enter__(self) -> "KVStore":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:

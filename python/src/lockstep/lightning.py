@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lightning's Trainer over lockstep: Trainer(strategy=LockstepStrategy(), accelerator="cpu", devices=2)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

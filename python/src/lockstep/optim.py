@@ -10,8 +10,6 @@ Schedulers, parameter groups, hooks and closures work as in torch.optim. state_d
 format: a checkpoint of torch.optim.AdamW continues with lockstep.AdamW, and the other way round.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import warnings
@@ -38,7 +36,7 @@ _ONLY = {"dampening": 0, "amsgrad": False, "maximize": False, "capturable": Fals
 _made = weakref.WeakSet()
 
 
-def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[_Optimizer]:
+def optimizers_of(parameters: Iterable[torch.Tensor]) -> "list[_Optimizer]":
     """Those of lockstep's that hold some of these, no others, and belong to no DistributedDataParallel."""
     parameters = set(parameters)
     return [each for each in _made if not each._attached and (held := each._parameters()) and held <= parameters]

@@ -14,8 +14,6 @@ When a rank dies, the launcher starts another in its place, and main() starts ov
 kept in memory that the launcher holds, and all go on after that step, with the bits of an undisturbed run.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One file with what every rank did when, for ui.perfetto.dev (docs/watching.md)."""
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -42,7 +40,7 @@ class Timeline:
         self._group = process_group
         self._open = None
 
-    def __enter__(self) -> Timeline:
+    def __enter__(self) -> "Timeline":
         world = world_of(self._group, torch.device("cpu"))
         self._open = _C.Timeline(world, self._file, self._first, self._end)
         return self

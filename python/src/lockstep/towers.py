@@ -15,8 +15,6 @@ The gradient is the mean over the samples of the batch, however they are divided
 and raises what a device's function raised first; these Devices can't be used after that. Call them from one thread.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face's Trainer over lockstep: lockstep.transformers.Trainer in place of transformers.Trainer."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

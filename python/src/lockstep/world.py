@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of a job, and how they exchange tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -35,14 +33,14 @@ class World:
         self._native = native
 
     @staticmethod
-    def from_env(device: torch.device | str = "cpu") -> World:
+    def from_env(device: torch.device | str = "cpu") -> "World":
         """The ranks of torch.distributed where init_process_group() was called, with its timeout; else those that the launcher
         (lockstep run, torchrun, srun, mpirun) has started; without one, one rank. Each World has connections of its own. Every
         rank calls, and blocks until all are connected. Raises EnvironmentError, RendezvousError."""
         return World(world_of(None, torch.device(device)).copy())
 
     @staticmethod
-    def single() -> World:
+    def single() -> "World":
         """One rank."""
         return World(_C.World.single())
 
@@ -55,12 +53,12 @@ class World:
     local_size = property(lambda self: self._native.local_size)
     node_rank = property(lambda self: self._native.node_rank)
 
-    def group(self, ranks: Sequence[int]) -> World | None:
+    def group(self, ranks: Sequence[int]) -> "World | None":
         """The world of these ranks, in this order; None for a rank that is not in its own list. Lists of two ranks are equal or
         have no rank in common: one call can make several worlds. Blocks until they are connected."""
         return _world(self._native.group(ranks))
 
-    def split(self, color: int, key: int = 0) -> World | None:
+    def split(self, color: int, key: int = 0) -> "World | None":
         """A world for each color, its ranks in the order of `key`, then of their rank here; None for a color below 0."""
         return _world(self._native.split(color, key))
 
