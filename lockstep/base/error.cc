@@ -7,6 +7,8 @@
 #include <cstring>
 #include <utility>
 
+#include "lockstep/base/text.h"
+
 namespace lockstep {
 
 Error::Error(std::string kind, ErrorText text) : kind_(std::move(kind)), text_(std::move(text)) {
@@ -20,17 +22,17 @@ Error::Error(std::string kind, ErrorText text) : kind_(std::move(kind)), text_(s
 
 SystemError system_error(const std::string& doing, const std::string& subject) {
   const int code = errno;
-  ErrorText text{.what = "can't " + doing + " " + subject + ": " + std::strerror(code), .here = subject};
+  ErrorText text{.what = concat("can't ", doing, " ", subject, ": ", std::strerror(code)), .here = subject};
   rlimit limit{};
   if (code == EMFILE && ::getrlimit(RLIMIT_NOFILE, &limit) == 0) {
-    text.likely = "the limit of " + std::to_string(limit.rlim_cur) +
-                  " open files (ulimit -n); each world or group of N " +
-                  "ranks on one machine needs 2 N in each of them, rank 0 and the launcher 3 N";
-    text.next = "raise it, up to " + std::to_string(limit.rlim_max) +
-                " without privileges: ulimit -n; end groups that " + "are not used any more";
+    text.likely =
+        concat("the limit of ", limit.rlim_cur, " open files (ulimit -n); each world or group of N ranks on one ",
+               "machine needs 2 N in each of them, rank 0 and the launcher 3 N");
+    text.next =
+        concat("raise it, up to ", limit.rlim_max, " without privileges; end groups that are not used any more");
   }
   if (code == ENOMEM && ::getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
-    text.likely = "the limit of " + std::to_string(limit.rlim_cur >> 20) + " MiB of addresses (ulimit -v)";
+    text.likely = concat("the limit of ", limit.rlim_cur >> 20, " MiB of addresses (ulimit -v)");
     text.next = "raise it, or end groups that are not used any more";
   }
   return SystemError(text);

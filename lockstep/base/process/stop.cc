@@ -5,8 +5,8 @@
 
 #include <atomic>
 #include <memory>
-#include <string>
 
+#include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -35,13 +35,13 @@ extern "C" void note_stop_signal(int signal) {
 void catch_signal(int signal) {
   struct sigaction before {};
   if (::sigaction(signal, nullptr, &before) != 0)
-    throw UsageError({.what = "signal " + std::to_string(signal) + " can't ask a job to stop: it can't be caught",
+    throw UsageError({.what = concat("signal ", signal, " can't ask a job to stop: it can't be caught"),
                       .next = "choose SIGTERM, SIGUSR1 or SIGUSR2"});
   if (before.sa_handler != SIG_DFL) return;
   struct sigaction action {};
   action.sa_handler = &note_stop_signal;
   action.sa_flags = SA_RESTART | (signal == SIGINT ? SA_RESETHAND : 0);
-  if (::sigaction(signal, &action, nullptr) != 0) throw system_error("catch", "signal " + std::to_string(signal));
+  if (::sigaction(signal, &action, nullptr) != 0) throw system_error("catch", concat("signal ", signal));
 }
 
 }  // namespace
