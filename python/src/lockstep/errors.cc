@@ -14,9 +14,7 @@ namespace lockstep::python {
 namespace {
 
 constexpr const char* kDoc =
-    "What lockstep raises. str() is the whole message; its parts are the attributes\n"
-    "what (happened), here, peer (the other rank), likely (the likely cause) and next (what to do); '' where there is "
-    "none.";
+    "What lockstep raises. str() is the whole message; its parts are the attributes what, here, peer, likely and next.";
 
 constexpr std::array kKinds = {"UsageError",  "EnvironmentError", "RendezvousError", "MismatchError",  "PeerLost",
                                "DeviceError", "DataError",        "CheckpointError", "NonFiniteError", "SystemError"};

@@ -60,9 +60,6 @@ class GradientNorm:
 
     __float__ = item
 
-    def __repr__(self) -> str:
-        return f"GradientNorm({'not known before step()' if self._value is None else self._value})"
-
 
 class _StateOfParameter(dict):
     """optimizer.state[parameter]: what is set by its name goes into the C++ side; nothing can be dropped by its name."""

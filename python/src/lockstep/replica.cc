@@ -80,8 +80,9 @@ std::shared_ptr<torch::nn::Module> tree_of(const NamedTensors& parameters, const
 UsageError unknown_batch(const World& world) {
   return UsageError({.what = "the number of samples of a batch is not known",
                      .here = world.describe(),
-                     .likely = "tensors among the arguments of forward() that differ in dimension 0, or a call of "
-                               "model.module instead of the model, or an output in which no tensors are found",
+                     .likely =
+                         "arguments of forward() that differ in dimension 0, a call of model.module instead of the "
+                         "model, or an output without tensors",
                      .next = "call model.samples(n) before backward(), or leave out weights='samples'"});
 }
 
