@@ -8,7 +8,6 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <span>
 
 #include "lockstep/batch.h"
@@ -20,38 +19,14 @@ using Indices = std::span<const int64_t>;  // of samples
 class BatchMemory;
 struct SampleOrder;
 
-// Seconds that one thread spent on a batch.
-struct BatchTimes {
-  double read = 0;      // reading from the disk or the page cache, with checksums and decoding
-  double assemble = 0;  // transforms, and writing the batch
-};
-
-// The file that a worker reads at the moment, for the loader's error about one that hangs.
-class Reading {
- public:
-  // origin: says which file and sample.
-  void note(std::function<std::string()> origin) {
-    const std::lock_guard lock(mutex_);
-    origin_ = std::move(origin);
-  }
-  std::string origin() const {
-    const std::lock_guard lock(mutex_);
-    return origin_ ? origin_() : "";
-  }
-
- private:
-  mutable std::mutex mutex_;
-  std::function<std::string()> origin_;
-};
-
 // A batch that the loader asks a dataset for.
 struct BatchRequest {
   Indices indices;    // each in [0, size())
   uint64_t seed = 0;  // random choices about a sample are a function of seed, epoch and the sample's index
   int64_t epoch = 0;
   BatchMemory* memory = nullptr;  // where the batch's tensors are allocated; null: by torch
-  BatchTimes* times = nullptr;    // seconds are added here; null: not measured
-  Reading* reading = nullptr;     // a dataset on disk notes each sample here before it reads it; null: it need not
+  // Seconds of reading, with checksums and decoding, are added here; null: not measured.
+  double* read_seconds = nullptr;
 };
 
 // For a dataset of your own override name, size and make_batch; the loader's workers, order, skipping and resuming then

@@ -13,6 +13,8 @@
 #include <torch/data/datasets/base.h>
 #include <torch/data/example.h>
 
+#include <mutex>
+
 #include "lockstep/dataset.h"
 
 namespace lockstep {

@@ -122,10 +122,7 @@ std::shared_ptr<const SampleOrder> IterableDataset::shuffled_order() const { ret
 
 Batch IterableDataset::assemble(const BatchRequest& request) const {
   if (request.indices.empty()) return state_->without_samples(request.epoch);
-  const int64_t first = request.indices.front();
-  if (request.reading != nullptr)
-    request.reading->note([state = state_, first] { return concat("sample ", first, " of ", state->name); });
-  auto found = state_->take_idle(request.epoch, first);
+  auto found = state_->take_idle(request.epoch, request.indices.front());
   State::Opened opened = found ? std::move(*found) : state_->opened(request.epoch);
   const auto put_back = c10::make_scope_exit([&] { state_->put_back(opened); });
   std::vector<Batch> samples;

@@ -24,9 +24,9 @@ DataError another_shape(const ImageShape& shape, const ImageShape& wanted) {
 // Makes the samples of a batch on one thread, whose batches all reuse its memory.
 class ImageDataset::Worker {
  public:
-  void begin(const ImageDataset& dataset, BatchTimes* times) {
+  void begin(const ImageDataset& dataset, double* read_seconds) {
     dataset_ = &dataset;
-    times_ = times;
+    read_seconds_ = read_seconds;
   }
 
   // Reads, decodes and transforms a sample; returns its label. Adds the sample to the error of a decoder or source.
@@ -63,7 +63,7 @@ class ImageDataset::Worker {
 
  private:
   int64_t read_and_transform(int64_t index, SampleRandom& random, float* into) {
-    const std::optional<Stopwatch> watch = times_ != nullptr ? std::make_optional<Stopwatch>() : std::nullopt;
+    const std::optional<Stopwatch> watch = read_seconds_ != nullptr ? std::make_optional<Stopwatch>() : std::nullopt;
     const ImageTransforms& transforms = dataset_->transforms_;
     const ImageShape& wanted = dataset_->shape_;
     const StoredImage stored = dataset_->source_->read(index, file_);
@@ -72,13 +72,13 @@ class ImageDataset::Worker {
     if (ImageShape{shape.channels, placement.height, placement.width} != wanted) throw another_shape(shape, wanted);
     const ImageView image =
         stored.encoded ? decode_image(stored.bytes, placement, decoding_) : planar(stored.bytes.data(), shape);
-    if (watch) times_->read += watch->seconds();
+    if (watch) *read_seconds_ += watch->seconds();
     apply_transforms(transforms, image, placement, random, into);
     return stored.label;
   }
 
   const ImageDataset* dataset_ = nullptr;
-  BatchTimes* times_ = nullptr;
+  double* read_seconds_ = nullptr;
   Bytes file_;
   DecodeScratch decoding_;
   std::vector<float> other_;  // the other image of a mix
@@ -108,7 +108,7 @@ ImageShape ImageDataset::first_shape() const {
 
 Batch ImageDataset::assemble(const BatchRequest& request) const {
   static thread_local Worker worker;
-  worker.begin(*this, source_->in_memory() ? nullptr : request.times);
+  worker.begin(*this, source_->in_memory() ? nullptr : request.read_seconds);
   const auto samples = std::ssize(request.indices);
   const bool soft = transforms_.soft_target();
   Batch batch{
@@ -121,8 +121,6 @@ Batch ImageDataset::assemble(const BatchRequest& request) const {
   auto* label = soft ? nullptr : batch.target.data_ptr<int64_t>();
   for (const int64_t index : request.indices) {
     SampleRandom random(epoch_seed, index);
-    if (request.reading != nullptr && !source_->in_memory())
-      request.reading->note([source = source_.get(), index] { return source->origin(index); });
     if (soft)
       worker.write_mixed(index, random, data, mixed);
     else

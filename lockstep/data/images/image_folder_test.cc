@@ -200,17 +200,6 @@ TEST(ImageFolder, follows_links_but_not_in_circles) {
   EXPECT_THROW(images.read(std::ranges::find(origins, "a/itself.jpg") - origins.begin(), scratch), DataError);
 }
 
-TEST(ImageFolder, notes_what_is_being_read) {
-  const TempFolder folder;
-  write_image_folder(folder.path(), 2);
-  const ImageDataset data(std::make_shared<ImageFolder>(folder.path()), {.height = 16, .width = 16});
-  const std::vector<int64_t> third = {2};
-  Reading reading;
-  EXPECT_EQ(reading.origin(), "");
-  data.assemble({.indices = third, .reading = &reading});
-  EXPECT_EQ(reading.origin(), folder.file("b/0.jpg"));
-}
-
 TEST(ImageFolder, refuses_a_named_pipe_among_the_images) {
   const TempFolder folder;
   write_image_folder(folder.path(), 2);

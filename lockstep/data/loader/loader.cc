@@ -52,23 +52,18 @@ struct EpochBatches {
   const DistributedSampler sampler;
   const std::shared_ptr<BatchMemory> memory;
   const int64_t epoch;
-  std::vector<Reading> reading;  // of step s at s modulo its size: no more than `prefetch` steps are on their way
   std::atomic<int64_t> skipped = 0;
 
   Batch load(int64_t step, LoadingStatistics& took) {
     const Stopwatch watch;
     const std::vector<int64_t> indices = part(step);
     read_ahead(step);
-    BatchTimes times;
-    Batch batch = assemble({.indices = indices,
-                            .seed = options.seed,
-                            .epoch = epoch,
-                            .memory = memory.get(),
-                            .times = &times,
-                            .reading = &reading_of(step)},
-                           took);
-    took.read += times.read;
-    took.assemble += watch.seconds() - times.read;
+    double reading = 0;
+    Batch batch = assemble(
+        {.indices = indices, .seed = options.seed, .epoch = epoch, .memory = memory.get(), .read_seconds = &reading},
+        took);
+    took.read += reading;
+    took.assemble += watch.seconds() - reading;
     return batch;
   }
 
@@ -116,8 +111,6 @@ struct EpochBatches {
                        .next = "repair the data, or raise --skip-bad"});
     if (count == 1) log_warning(concat("skipped a bad sample: ", error.text().what, " (", error.text().here, ")"));
   }
-
-  Reading& reading_of(int64_t step) { return reading[to_size(step) % reading.size()]; }
 };
 
 struct Loader::State {
@@ -142,14 +135,10 @@ struct Loader::State {
       require_not_stopped();
       if (options.while_waiting) options.while_waiting();
     };
-    const auto batches = std::make_shared<EpochBatches>(options, dataset, sampler, memory, epoch,
-                                                        std::vector<Reading>(to_size(options.prefetch)));
-    workers.emplace(PrefetchOptions{.loader = watching,
-                                    .steps = sampler.steps(),
-                                    .cores = place.cores,
-                                    .device = place.device,
-                                    .reading = [batches](int64_t at) { return batches->reading_of(at).origin(); }},
-                    [batches](int64_t at, LoadingStatistics& took) { return batches->load(at, took); });
+    const auto batches = std::make_shared<EpochBatches>(options, dataset, sampler, memory, epoch);
+    workers.emplace(
+        PrefetchOptions{.loader = watching, .steps = sampler.steps(), .cores = place.cores, .device = place.device},
+        [batches](int64_t at, LoadingStatistics& took) { return batches->load(at, took); });
   }
 
   void require_not_stopped() {

@@ -233,21 +233,6 @@ TEST(IterableDataset, refuses_an_open_that_returns_no_stream) {
       contains(message_of<UsageError>([&] { none.make_batch({}); }), "open() of none returned an empty function"));
 }
 
-TEST(IterableDataset, is_named_where_skipping_takes_too_long) {
-  const auto stuck = std::make_shared<std::mutex>();
-  std::unique_lock lock(*stuck);
-  const auto dataset = std::make_shared<IterableDataset>("slow", 20, [stuck](int64_t) {
-    return [stuck]() -> std::optional<Batch> {
-      const std::lock_guard wait(*stuck);
-      return Batch{torch::zeros({3}), torch::tensor(0)};
-    };
-  });
-  Loader loader(World::single(), dataset, {.batch_size = 2, .timeout = std::chrono::milliseconds(50)});
-  const std::string message = message_of<DataError>([&] { loader.epoch(0, 5).begin(); });
-  EXPECT_TRUE(contains(message, "reading sample 10 of slow")) << message;
-  lock.unlock();
-}
-
 TEST(Loader, never_writes_into_a_batch_that_is_still_held) {
   Loader loader = make_loader(World::single(), Numbers(200), {.batch_size = 4, .workers = 3, .prefetch = 2});
   std::vector<Batch> kept;
@@ -393,21 +378,6 @@ TEST(Loader, stops_and_keeps_its_position) {
   EXPECT_TRUE(++batches == std::default_sentinel);
   EXPECT_EQ(loader.position().epoch, 3);
   EXPECT_EQ(loader.position().samples, 4);
-}
-
-TEST(Prefetcher, names_the_file_that_a_late_worker_reads) {
-  const auto stuck = std::make_shared<std::mutex>();
-  std::unique_lock lock(*stuck);
-  const PrefetchOptions options{.loader = {.workers = 1, .timeout = std::chrono::milliseconds(50)},
-                                .steps = 1,
-                                .reading = [](int64_t step) { return "file " + std::to_string(step); }};
-  Prefetcher prefetcher(options, [stuck](int64_t, LoadingStatistics&) {
-    const std::lock_guard wait(*stuck);
-    return Batch();
-  });
-  LoadingStatistics statistics;
-  EXPECT_TRUE(contains(message_of<DataError>([&] { prefetcher.next(statistics); }), "1 workers, reading file 0"));
-  lock.unlock();
 }
 
 TEST(Loader, leaves_a_worker_behind_that_the_storage_does_not_answer) {

@@ -141,11 +141,9 @@ class Prefetcher::Shared {
 
   [[noreturn]] void no_batch_came(const Stopwatch& watch) {
     late_ = true;
-    const std::string reading = options_.reading ? options_.reading(taken_) : "";
     throw DataError({.what = concat("no batch after ", human_seconds(watch.seconds())),
-                     .here = concat("batch ", taken_, " of this epoch, ", options_.loader.workers, " workers",
-                                    reading.empty() ? "" : ", reading " + reading),
-                     .likely = "a disk or network file system that does not answer",
+                     .here = concat("batch ", taken_, " of this epoch, ", options_.loader.workers, " workers"),
+                     .likely = "a disk, a network file system or a stream that does not answer",
                      .next = "check the storage; if it is only slow, raise LoaderOptions::timeout"});
   }
 

@@ -26,7 +26,6 @@ struct PrefetchOptions {
   int64_t steps = 0;
   CoreSet cores{};  // where the workers run; empty: where the calling thread does
   torch::Device device = torch::kCPU;
-  std::function<std::string(int64_t step)> reading{};  // what the batch of a step reads at the moment, for messages
 };
 
 class Prefetcher {

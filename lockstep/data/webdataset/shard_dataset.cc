@@ -44,8 +44,6 @@ class ShardTensors : public OfShards<AssembledDataset> {
     auto* target = batch.target.data_ptr<int64_t>();
     Bytes scratch;
     for (int64_t i = 0; i < sizes[0]; ++i) {
-      if (request.reading != nullptr)
-        request.reading->note([this, index = request.indices[to_size(i)]] { return samples_->origin(index); });
       const ShardSample sample = checked(request.indices[to_size(i)], scratch);
       batch.data[i].copy_(torch::from_blob(const_cast<uint8_t*>(sample.payload.data()), sample.shape, sample.dtype));
       target[i] = sample.target;
