@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/step/layout.h"
 
-#include <cstdlib>
-#include <numeric>
-
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
 
@@ -60,28 +57,13 @@ StepLayout choose_layout(const LayoutInput& input, const LayoutOptions& options)
 }
 
 void require_shards_for_fewer_ranks(int shards, int fewest, int ranks) {
-  constexpr int64_t kMostToPropose = 10'000;
-  if (fewest == 0 || shards == 0) return;
-  int undivided = 0;
-  int64_t multiple = 1;  // of each number of ranks
-  for (int left = fewest; left <= ranks; ++left) {
-    if (shards % left != 0) undivided = left;
-    if (multiple <= kMostToPropose) multiple = std::lcm(multiple, int64_t{left});
-  }
-  if (undivided == 0) return;
-  const std::string all = concat("a multiple of each number from ", fewest, " to ", ranks);
-  throw UsageError(
-      {.what = concat(shards, " virtual shards can't be divided among ", undivided, " ranks"),
-       .here = concat("--virtual-shards ", shards, " --min-ranks ", fewest, ", ", ranks, " ranks"),
-       .likely = concat("--min-ranks lets the job go on with any number of ranks from ", fewest, " to ", ranks),
-       .next = multiple <= kMostToPropose ? concat("give --virtual-shards ", multiple, ", ", all)
-                                          : concat("raise --min-ranks, or give ", all)});
-}
-
-int fewest_ranks_of_launcher() {
-  const char* const told = std::getenv("LOCKSTEP_MIN_RANKS");
-  int ranks = 0;
-  return told != nullptr && parse_int(told, ranks) ? ranks : 0;
+  if (fewest == 0) return;
+  for (int left = ranks; left >= fewest; --left)
+    if (shards % left != 0)
+      throw UsageError(
+          {.what = concat(shards, " virtual shards can't be divided among ", left, " ranks"),
+           .likely = concat("--min-ranks lets the job go on with any number of ranks from ", fewest, " to ", ranks),
+           .next = "raise --min-ranks, or give --virtual-shards a multiple of each of these numbers"});
 }
 
 }  // namespace lockstep

@@ -8,6 +8,8 @@
 
 #include <string>
 
+#include "lockstep/base/process/environment_switch.h"
+
 namespace lockstep {
 
 enum class StepLayout {
@@ -52,6 +54,6 @@ StepLayout choose_layout(const LayoutInput& input, const LayoutOptions& options)
 void require_shards_for_fewer_ranks(int shards, int fewest, int ranks);
 
 // By the word of `lockstep run --min-ranks`; 0: nobody has said so.
-int fewest_ranks_of_launcher();
+inline int fewest_ranks_of_launcher() { return number_in_variable("LOCKSTEP_MIN_RANKS"); }
 
 }  // namespace lockstep

@@ -196,8 +196,7 @@ TEST(Options, refuse_virtual_shards_that_fewer_ranks_could_not_share_out) {
   };
   const std::string message = message_of<UsageError>([&] { check("8", "2", 4); });
   EXPECT_TRUE(contains(message, "8 virtual shards can't be divided among 3 ranks"));
-  EXPECT_TRUE(contains(message, "give --virtual-shards 12, a multiple of each number from 2 to 4"));
-  EXPECT_TRUE(contains(message_of<UsageError>([&] { check("4", "1", 32); }), "raise --min-ranks"));
+  EXPECT_TRUE(contains(message, "any number of ranks from 2 to 4"));
   EXPECT_NO_THROW(check("12", "2", 4));
   EXPECT_NO_THROW(check("8", "4", 4));
   EXPECT_NO_THROW(check("8", "0", 4));  // the job ends with the first loss
