@@ -32,7 +32,11 @@ class IdxReader {
   Tensor read_tensor() {
     const std::vector<int64_t> shape = read_shape();
     const auto size = product(shape);
-    if (!size) throw bad("its header says more values than 64 bits can count", "a damaged file");
+    if (!size || to_size(*size) > most_)
+      throw DataError({.what = concat(path_.string(), " unpacks to more than the limit"),
+                       .here = path_.string(),
+                       .likely = "a damaged file, or one that was made to fill the memory",
+                       .next = "if you trust it, raise the limit: most_bytes of read_idx()"});
     Bytes values = read_values(to_size(*size));
     return torch::from_blob(values.data(), shape, torch::kUInt8).clone();
   }
@@ -41,15 +45,12 @@ class IdxReader {
   std::vector<int64_t> read_shape() {
     constexpr int kUnsignedByte = 8;
     constexpr int kMostDimensions = 4;
-    const auto [zero, also_zero, type, dimensions] = read_four_bytes("magic number");
-    if (zero != 0 || also_zero != 0) throw bad("wrong magic number, not an IDX file", "another kind of file");
-    if (type != kUnsignedByte)
-      throw bad(concat("holds type ", int{type}, ", only unsigned bytes (8) are read"), "another dataset");
-    if (dimensions == 0 || dimensions > kMostDimensions)
-      throw bad(concat("has ", int{dimensions}, " dimensions, 1 to ", kMostDimensions, " are read"), "a damaged file");
+    const auto [zero, also_zero, type, dimensions] = read_four_bytes();
+    if (zero != 0 || also_zero != 0 || type != kUnsignedByte || dimensions == 0 || dimensions > kMostDimensions)
+      throw bad(concat("no IDX file of unsigned bytes in 1 to ", kMostDimensions, " dimensions"), "another dataset");
     std::vector<int64_t> shape(dimensions);
     for (int64_t& size : shape) {
-      const auto big_endian = read_four_bytes("header");
+      const auto big_endian = read_four_bytes();
       for (const uint8_t byte : big_endian) size = size << 8 | byte;
     }
     return shape;
@@ -60,11 +61,6 @@ class IdxReader {
   Bytes read_values(size_t count) {
     constexpr size_t kChunk = size_t{1} << 20;
     Bytes values;
-    if (count > most_)
-      throw DataError({.what = concat(path_.string(), " unpacks to more than the limit"),
-                       .here = path_.string(),
-                       .likely = "a damaged file, or one that was made to fill the memory",
-                       .next = "if you trust it, raise the limit: most_bytes of read_idx()"});
     while (values.size() < count) {
       const size_t old_size = values.size();
       values.resize(std::min(count, old_size + kChunk));
@@ -78,10 +74,10 @@ class IdxReader {
     return values;
   }
 
-  std::array<uint8_t, 4> read_four_bytes(const char* part) {
+  std::array<uint8_t, 4> read_four_bytes() {
     std::array<uint8_t, 4> bytes{};
     if (read(bytes.data(), bytes.size()) < bytes.size())
-      throw bad(concat("truncated in its ", part), "an interrupted download");
+      throw bad("truncated in its header", "an interrupted download");
     return bytes;
   }
 
