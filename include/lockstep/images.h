@@ -138,10 +138,8 @@ struct ImageTransforms {
   int64_t shorter_edge = 0;  // kCentre and kRandom resize the image to this first; 0: not
   Crop crop = Crop::kNone;
   int64_t padding = 0;
-  double least_area = 0.08;  // kRandomResized: share of the image
-  double most_area = 1;
-  double most_stretch = 4.0 / 3;  // kRandomResized: of the aspect ratio, either way
-  bool flip = false;              // left to right, half of the samples
+  double least_area = 0.08;  // kRandomResized: share of the image; the aspect ratio is from 3/4 to 4/3
+  bool flip = false;         // left to right, half of the samples
 
   // Colour jitter: factors from [1 - x, 1 + x]; hue from [-x, x] turns.
   float brightness = 0;

@@ -86,20 +86,19 @@ TEST(ImageKernels, resize_interleaved_pixels_like_planar_ones) {
 }
 
 TEST(ImageDataset, draws_crops_with_the_requested_areas_and_aspect_ratios) {
-  const ImageTransforms t{.height = 8, .width = 8, .crop = Crop::kRandomResized, .least_area = 0.2, .most_area = 0.6};
+  const ImageTransforms t{.height = 8, .width = 8, .crop = Crop::kRandomResized, .least_area = 0.2};
   double area = 0;
   for (int64_t i = 0; i < 2000; ++i) {
     SampleRandom random(1, i);
     const Placement placement = draw_placement(t, {3, 300, 400}, random);
     const double share = placement.box.width * placement.box.height / (300 * 400);
     ASSERT_GE(share, 0.19);
-    ASSERT_LE(share, 0.61);
     ASSERT_GE(placement.box.left, 0);
     ASSERT_LE(placement.box.left + placement.box.width, 400);
     ASSERT_LE(placement.box.width / placement.box.height, 1.35);
     area += share / 2000;
   }
-  EXPECT_NEAR(area, 0.4, 0.02);
+  EXPECT_NEAR(area, 0.494, 0.02);  // large areas fit with few aspect ratios
 }
 
 TEST(ImageKernels, change_colours_as_defined) {
@@ -195,7 +194,7 @@ TEST(ImageTransforms, refuse_contradictions) {
   EXPECT_TRUE(contains(refusal("crop:x"), "'x' is not a number"));
   EXPECT_TRUE(contains(refusal("resize"), "it needs a size"));
   EXPECT_TRUE(contains(refusal("normalise:0.5+0.5:1"), "mean and deviation need 1 or 3 values"));
-  EXPECT_TRUE(contains(refusal("mixup:-1"), "mixup is at least 0"));
+  EXPECT_TRUE(contains(refusal("mixup:-1"), "jitter or mixup is negative"));
 }
 
 TEST(MemoryImages, refuses_labels_that_do_not_fit_the_images) {

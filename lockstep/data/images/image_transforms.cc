@@ -73,9 +73,10 @@ Box random_box(const ImageTransforms& t, const Box& whole, SampleRandom& random)
 // Draws area and aspect ratio until the box fits, ten times at most, as torchvision's RandomResizedCrop does.
 Box random_resized_box(const ImageTransforms& t, const Box& whole, SampleRandom& random) {
   constexpr int kTries = 10;
+  constexpr double kMostStretch = 4.0 / 3;
   for (int i = 0; i < kTries; ++i) {
-    const double wanted = whole.height * whole.width * random.uniform(t.least_area, t.most_area);
-    const double aspect = std::exp(random.uniform(-std::log(t.most_stretch), std::log(t.most_stretch)));
+    const double wanted = whole.height * whole.width * random.uniform(t.least_area, 1);
+    const double aspect = std::exp(random.uniform(-std::log(kMostStretch), std::log(kMostStretch)));
     const double width = std::round(std::sqrt(wanted * aspect)), height = std::round(std::sqrt(wanted / aspect));
     if (width < 1 || height < 1 || width > whole.width || height > whole.height) continue;
     const double top = std::floor(random.uniform() * (whole.height - height + 1));
@@ -83,8 +84,8 @@ Box random_resized_box(const ImageTransforms& t, const Box& whole, SampleRandom&
     return {left, top, width, height};
   }
   // No box fits a very long image: take its middle, with the nearest aspect ratio that is allowed.
-  return middle(std::min(whole.width, whole.height * t.most_stretch),
-                std::min(whole.height, whole.width * t.most_stretch), whole);
+  return middle(std::min(whole.width, whole.height * kMostStretch), std::min(whole.height, whole.width * kMostStretch),
+                whole);
 }
 
 Box draw_box(const ImageTransforms& t, const Box& whole, SampleRandom& random) {
@@ -111,13 +112,12 @@ void check_transforms(const ImageTransforms& t, int64_t channels) {
           concat("images of ", channels, " channels; 1 to ", Normalisation::kMaxChannels, " can be transformed"));
   require(fits(t.mean) && fits(t.deviation), concat("mean and deviation need 1 or ", channels, " values"));
   for (const float deviation : t.deviation) require(deviation > 0, "a deviation is not positive");
-  require(t.height >= 0 && t.width >= 0 && t.padding >= 0 && t.shorter_edge >= 0, "a size is negative");
+  require(std::min({t.height, t.width, t.padding, t.shorter_edge}) >= 0, "a size is negative");
+  require(t.brightness >= 0 && t.contrast >= 0 && t.saturation >= 0 && t.hue >= 0 && t.mixup >= 0,
+          "jitter or mixup is negative");
   require(t.crop == Crop::kNone || (t.height > 0 && t.width > 0), "a crop needs the size of its result");
-  require(0 < t.least_area && t.least_area <= t.most_area && t.most_area <= 1, "areas lie in (0, 1]");
-  require(t.most_stretch >= 1, "most_stretch is at least 1");
-  require(t.brightness >= 0 && t.contrast >= 0 && t.saturation >= 0 && t.hue >= 0 && t.hue <= 0.5F,
-          "jitter is at least 0, and of the hue at most 0.5");
-  require(t.mixup >= 0, "mixup is at least 0");
+  require(0 < t.least_area && t.least_area <= 1, "areas lie in (0, 1]");
+  require(t.hue <= 0.5F, "jitter of the hue is at most 0.5");
 }
 
 ImageTransforms without_augmentation(ImageTransforms t) {
