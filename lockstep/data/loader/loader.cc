@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -12,7 +14,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/data/loader/batch_memory.h"
-#include "lockstep/data/loader/loading_hint.h"
 #include "lockstep/data/loader/prefetch.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
@@ -31,7 +32,39 @@ SamplerOptions sampler_options(const LoaderPlace& place, const Dataset& dataset,
           .order = options.order || !options.shuffle ? options.order : dataset.shuffled_order()};
 }
 
+constexpr double kWorthSaying = 0.05;  // of the time
+constexpr double kBusy = 0.7;          // of the workers' time
+
+std::string advice(const LoadingStatistics& s, const LoaderOptions& options, int cores, double seconds) {
+  if (options.workers == 0) return "load in the background with --workers 1";
+  const double busy = (s.read + s.assemble + s.copy) / (seconds * options.workers);
+  if (busy < kBusy && options.prefetch <= 2 * options.workers)
+    return concat("the workers are idle at other times: raise --prefetch from ", options.prefetch);
+  if (options.workers < cores) return concat("raise --workers from ", options.workers);
+  if (s.read > s.assemble) return "reading and decoding takes most of it: store smaller images";
+  return "the transforms take most of it: choose fewer in --augment, or give the rank more cores";
+}
+
+template <class Combine>
+LoadingStatistics combined(const LoadingStatistics& a, const LoadingStatistics& b, const Combine& combine) {
+  return {.batches = combine(a.batches, b.batches),
+          .samples = combine(a.samples, b.samples),
+          .skipped = combine(a.skipped, b.skipped),
+          .wait = combine(a.wait, b.wait),
+          .read = combine(a.read, b.read),
+          .assemble = combine(a.assemble, b.assemble),
+          .copy = combine(a.copy, b.copy),
+          .room = combine(a.room, b.room),
+          .queued = combine(a.queued, b.queued)};
+}
+
 }  // namespace
+
+LoadingStatistics& LoadingStatistics::operator+=(const LoadingStatistics& other) {
+  return *this = combined(*this, other, std::plus<>());
+}
+
+LoadingStatistics operator-(LoadingStatistics a, const LoadingStatistics& b) { return combined(a, b, std::minus<>()); }
 
 void check_loader(const LoaderOptions& options) {
   const auto require = [](int64_t value, int64_t least, const char* name) {
@@ -192,7 +225,9 @@ const LoadingStatistics& Loader::statistics() const { return state_->statistics;
 LoaderPosition Loader::position() const { return {state_->epoch, state_->sampler.samples_before(state_->step)}; }
 
 std::string Loader::hint(const LoadingStatistics& since, double seconds) const {
-  return loading_hint(since, state_->options, static_cast<int>(state_->place.cores.size()), seconds);
+  if (seconds <= 0 || since.wait < kWorthSaying * seconds) return "";
+  return concat("the steps wait for data ", std::lround(100 * since.wait / seconds),
+                " % of the time: ", advice(since, state_->options, to_int(state_->place.cores.size()), seconds));
 }
 
 Loader::Epoch Loader::epoch(int64_t epoch, int64_t first_step) {

@@ -11,7 +11,6 @@
 
 #include "lockstep/base/to_size.h"
 #include "lockstep/data/loader/batch_memory.h"
-#include "lockstep/data/loader/loading_hint.h"
 #include "lockstep/data/loader/prefetch.h"
 #include "lockstep/datasets.h"
 #include "lockstep/deadline.h"
@@ -405,14 +404,19 @@ TEST(Loader, reports_where_the_time_went) {
   EXPECT_LE(statistics.mean_queued(), 4);
 }
 
-TEST(LoadingHint, names_the_setting_that_helps) {
+TEST(Loader, hints_at_the_setting_that_helps) {
+  const auto hint = [](const LoadingStatistics& took, int workers, int cores) {
+    const LoaderPlace place{.cores = CoreSet(to_size(cores))};
+    return Loader(place, std::make_shared<Numbers>(40), {.batch_size = 4, .workers = workers, .prefetch = 4})
+        .hint(took, 10);
+  };
   const LoadingStatistics waiting{.wait = 5, .read = 9, .assemble = 1};
-  EXPECT_EQ(loading_hint({.wait = 0.1}, {.workers = 1, .prefetch = 4}, 4, 10), "");
-  EXPECT_TRUE(contains(loading_hint(waiting, {.workers = 0, .prefetch = 4}, 4, 10), "--workers 1"));
-  EXPECT_TRUE(contains(loading_hint(waiting, {.workers = 1, .prefetch = 4}, 4, 10), "raise --workers from 1"));
-  EXPECT_TRUE(contains(loading_hint(waiting, {.workers = 1, .prefetch = 4}, 4, 10), "50 % of the time"));
-  EXPECT_TRUE(contains(loading_hint(waiting, {.workers = 4, .prefetch = 4}, 4, 10), "raise --prefetch"));
-  EXPECT_TRUE(contains(loading_hint(waiting, {.workers = 1, .prefetch = 4}, 1, 10), "store smaller images"));
+  EXPECT_EQ(hint({.wait = 0.1}, 1, 4), "");
+  EXPECT_TRUE(contains(hint(waiting, 0, 4), "--workers 1"));
+  EXPECT_TRUE(contains(hint(waiting, 1, 4), "raise --workers from 1"));
+  EXPECT_TRUE(contains(hint(waiting, 1, 4), "50 % of the time"));
+  EXPECT_TRUE(contains(hint(waiting, 4, 4), "raise --prefetch"));
+  EXPECT_TRUE(contains(hint(waiting, 1, 1), "store smaller images"));
 }
 
 TEST(Loader, refuses_options_that_make_no_sense) {
