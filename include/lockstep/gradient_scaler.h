@@ -41,13 +41,8 @@ class GradientScaler {
   std::string state() const;
   void set_state(const std::string& state);
 
-  // Tells whether a GradientScaler has stepped this optimizer, and so sets its loss scale.
-  static bool scales(const Optimizer& optimizer);
-
  private:
-  friend class Optimizer;
   struct State;
-  static constexpr const char* kScales = "whether a GradientScaler sets the loss scale";  // among Optimizer::settings()
   std::shared_ptr<State> state_;
 };
 

@@ -78,6 +78,7 @@ class Optimizer : public torch::optim::Optimizer {
 
   // Until the next set_loss_scale(): after each step() the scale becomes adjust(skipped()).
   void adjust_loss_scale(std::function<double(bool)> adjust) { adjust_loss_scale_ = std::move(adjust); }
+  bool adjusts_loss_scale() const { return adjust_loss_scale_ != nullptr; }
 
   // Called by DistributedDataParallel with a CommunicationHook that keeps a residual.
   void refuse_loss_scale() { refuses_loss_scale_ = true; }

@@ -127,7 +127,7 @@ std::shared_ptr<Optimizer> make_optimizer(Tensors parameters, const OptimizerOpt
 
 std::string name_of(const OptimizerOptions& options);  // "sgd"
 bool layerwise(const OptimizerOptions& options);       // its steps depend on norms over whole parameters
-const std::vector<std::string>& optimizer_names();     // in the order of OptimizerOptions
+std::vector<std::string> optimizer_names();            // in the order of OptimizerOptions
 
 // Every option by the name of its field, such as {"lr", 0.1}; false is 0.
 using OptionValues = std::map<std::string, double>;

@@ -58,8 +58,6 @@ class ScriptModuleImpl : public torch::nn::Module {
     script_.train(on);
   }
 
-  torch::jit::Module& script() { return script_; }
-
  private:
   torch::jit::Module script_;
 };

@@ -108,10 +108,7 @@ bool GradientMemory::is_private() const {
 SharedMemory::Own GradientMemory::take(size_t bytes) {
   const std::lock_guard lock(mutex_);
   auto& blocks = free_.at(bytes);
-  if (blocks.empty()) {
-    allocated_ += bytes;
-    return on_own_pages(memory_->allocate(guarded_bytes(bytes)));
-  }
+  if (blocks.empty()) return on_own_pages(memory_->allocate(guarded_bytes(bytes)));
   SharedMemory::Own block = std::move(blocks.back());
   blocks.pop_back();
   return block;
@@ -125,11 +122,6 @@ void GradientMemory::give_back(SharedMemory::Own block, size_t bytes) {
 std::optional<uint64_t> GradientMemory::place_of(const torch::Tensor& tensor) const {
   if (is_private()) return std::bit_cast<uint64_t>(tensor.const_data_ptr());
   return PoolingAllocator::installed().place_of(tensor.const_data_ptr(), this);
-}
-
-size_t GradientMemory::bytes() const {
-  const std::lock_guard lock(mutex_);
-  return allocated_;
 }
 
 GradientMemory::Scope::Scope(GradientMemory& memory) { active = &memory; }

@@ -55,8 +55,6 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
   // Returns where the other ranks find the tensor's memory; none if it does not come from here.
   std::optional<uint64_t> place_of(const torch::Tensor& tensor) const;
 
-  size_t bytes() const;  // allocated so far
-
   // For the allocator. In a forked child neither memory nor blocks: its parent and the other ranks use the same ones.
   bool is_parents() const { return !process_.is_here(); }
   bool serves(size_t bytes) const {
@@ -70,9 +68,8 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
 
   SharedMemoryPtr memory_;
   OwnProcess process_;
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::map<size_t, std::vector<SharedMemory::Own>> free_;  // its keys never change
-  size_t allocated_ = 0;
 };
 
 }  // namespace lockstep

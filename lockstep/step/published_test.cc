@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <torch/nn/modules/embedding.h>
 
+#include <set>
+
 #include "lockstep/step/accumulated_batches.h"
 #include "lockstep/step/exchange.h"
 #include "lockstep/step/gradient_memory.h"
@@ -160,13 +162,14 @@ TEST(Published, copies_nothing_where_autograd_writes_a_fresh_gradient) {
     }
     EXPECT_TRUE(gradient_memory->place_of(large.grad()).has_value());
     EXPECT_FALSE(gradient_memory->place_of(small.grad()).has_value());
-    const size_t taken = gradient_memory->bytes();
-    for (int step = 0; step < 5; ++step) {
+    std::set<uint64_t> places;
+    for (int step = 0; step < 20; ++step) {
       large.mutable_grad().reset();
       const GradientMemory::Scope scope(*gradient_memory);
       (large * large).sum().backward();
+      places.insert(gradient_memory->place_of(large.grad()).value());
     }
-    EXPECT_EQ(gradient_memory->bytes(), taken) << "memory that a gradient gave back is used again";
+    EXPECT_LT(places.size(), 5U) << "memory that a gradient gave back is used again";
     memory->barrier();
   });
 }

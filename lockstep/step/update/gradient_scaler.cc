@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/gradient_scaler.h"
 
-#include <algorithm>
 #include <cstring>
-#include <string_view>
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
-#include "lockstep/step/step_agreement.h"
 
 namespace lockstep {
 struct GradientScaler::State {
@@ -55,12 +52,6 @@ void GradientScaler::set_state(const std::string& state) {
                            .likely = "the state of another object",
                            .next = "give set_state() what state() has returned"});
   std::memcpy(&state_->scale, state.data(), state.size());
-}
-
-bool GradientScaler::scales(const Optimizer& optimizer) {
-  return std::ranges::any_of(optimizer.settings(), [](const StepSetting& setting) {
-    return setting.name == std::string_view(kScales) && setting.value != 0;
-  });
 }
 
 }  // namespace lockstep

@@ -11,7 +11,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
-#include "lockstep/gradient_scaler.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/observe/phase_scope.h"
 #include "lockstep/step/gradient_slices.h"
@@ -226,7 +225,7 @@ StepSettings Optimizer::settings() const {
                         {"clipping by value", clipping_.max_value},
                         {"the decay of keep_average()", ema_decay_},
                         {"the loss scale", loss_scale_.value_or(0)},
-                        {GradientScaler::kScales, adjust_loss_scale_ ? 1.0 : 0.0},
+                        {"whether a GradientScaler sets the loss scale", adjusts_loss_scale() ? 1.0 : 0.0},
                         {"the number of parameter groups", static_cast<double>(param_groups_.size())}};
   for (size_t group = 0; group < param_groups_.size(); ++group)
     visit_options(param_groups_[group].options(), [&](const char* name, double value) {

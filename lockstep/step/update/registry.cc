@@ -56,10 +56,7 @@ bool visit_own(torch::optim::OptimizerOptions& options, const auto& visit) {
 
 }  // namespace
 
-const std::vector<std::string>& optimizer_names() {
-  static const std::vector<std::string> names = names_in(kKnown);
-  return names;
-}
+std::vector<std::string> optimizer_names() { return names_in(kKnown); }
 
 std::string name_of(const OptimizerOptions& options) { return kKnown[options.index()].name; }
 

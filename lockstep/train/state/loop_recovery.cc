@@ -157,7 +157,7 @@ struct Recovery::State {
 
   void require_scaler() const {
     const auto* const own = dynamic_cast<const Optimizer*>(&optimizer);
-    if (keeps_scaler || own == nullptr || !GradientScaler::scales(*own)) return;
+    if (keeps_scaler || own == nullptr || !own->adjusts_loss_scale()) return;
     throw UsageError({.what = "the optimizer has a GradientScaler that Recovery was not given",
                       .here = world.describe(),
                       .likely = "after the loss of a rank its scale would be the initial one",
