@@ -43,23 +43,19 @@ uint32_t version_of(const Tensor& tensor) {
 }
 
 UsageError moved(const std::string& name) {
-  return UsageError({.what = concat("parameter ", name, " has left the memory that the ranks of this machine share"),
-                     .likely =
-                         "Module::to(dtype), set_data, a new tensor or another DistributedDataParallel of the module, "
-                         "after DistributedDataParallel was made",
-                     .next = "do that before, let go of the first DistributedDataParallel, or give "
-                             "DistributedDataParallel the option share_parameters = false"});
+  return UsageError(
+      {.what = concat("parameter ", name, " has left the memory that the ranks of this machine share"),
+       .likely = "Module::to(dtype), set_data or another DistributedDataParallel of the module",
+       .next = "do that before, let go of the first DistributedDataParallel, or set share_parameters = false"});
 }
 
 UsageError written(const std::string& name) {
   return UsageError(
-      {.what = concat("parameter ", name,
-                      " was written between two steps, while all ranks of this machine "
-                      "share it"),
-       .likely = "an update by hand, an Embedding with max_norm (it writes its weight in forward), Module::load, "
-                 "load_state_dict() of the module itself, or a second optimizer",
+      {.what = concat("parameter ", name, " was written between two steps, while all ranks of this machine share it"),
+       .likely = "an update by hand, an Embedding with max_norm (it writes in forward), Module::load, "
+                 "load_state_dict(), or a second optimizer",
        .next = "write the same values on every rank within write_parameters() (instead of max_norm, renormalise the "
-               "whole weight there), or give DistributedDataParallel the option share_parameters = false"});
+               "whole weight there), or set share_parameters = false"});
 }
 
 }  // namespace

@@ -571,10 +571,8 @@ class Buckets : public Exchange {
     if (!std::ranges::all_of(parameters, [](const torch::Tensor& p) { return is_zero(p.grad()); }))
       throw UsageError(
           {.what = "step() with gradients that were not exchanged, on parameters that the ranks share",
-           .likely = "no_sync() around the last backward() before step(), or a .grad that was set by hand, such as by "
-                     "torch.autograd.grad()",
-           .next = "let a backward() outside of no_sync() come before each step(); or give "
-                   "DistributedDataParallel the option share_parameters = false"});
+           .likely = "no_sync() around the last backward() before step(), or a .grad that was set by hand",
+           .next = "let a backward() outside of no_sync() come before each step(); or set share_parameters = false"});
   }
 
   World world_;

@@ -99,10 +99,8 @@ void StepCheck::compare(const NamedTensors& parameters, const std::string& when)
     throw MismatchError(
         {.what = concat("parameter ", parameters[to_size(i)].name, " is ", ranks_by_value(hashes), ", ", when),
          .here = world_.describe(),
-         .likely = "a write on some ranks only, or ranks whose kernels round differently: other CPUs, "
-                   "other numbers of threads",
-         .next = "let all ranks read the same file and draw from the same seed; LOCKSTEP_CHECK=1 tells the step after "
-                 "which they differ"});
+         .likely = "a write on some ranks only, or CPUs or numbers of threads that round differently",
+         .next = "write alike on all ranks; LOCKSTEP_CHECK=1 tells the step after which they differ"});
   }
 }
 
