@@ -8,7 +8,6 @@ namespace lockstep {
 namespace {
 
 void require_shards_possible(const LayoutInput& input, const LayoutOptions& options, StepLayout layout) {
-  constexpr const char* kLeaveOneOut = "leave one of the two out";
   const int shards = options.virtual_shards;
   const bool on_cores = !input.is_on_gpus;
   const struct {
@@ -17,18 +16,16 @@ void require_shards_possible(const LayoutInput& input, const LayoutOptions& opti
     const char* next;
   } obstacles[] = {
       {shards < 0 || shards % input.ranks != 0, "the ranks do not divide them", "take a multiple of the ranks"},
-      {options.algorithm, "an algorithm by name sums buckets", kLeaveOneOut},
-      {options.hook, "a communication hook sums gradients its own way", kLeaveOneOut},
-      {options.mean_in_grad, "mean_in_grad needs buckets", kLeaveOneOut},
+      {options.algorithm || options.hook || options.mean_in_grad,
+       "a communication hook, an algorithm by name and mean_in_grad need buckets", "leave that option out"},
       {on_cores && input.ranks_on_machine < input.ranks, "not all ranks are on the cores of one machine",
        "train on one machine, or without virtual shards"},
       {on_cores && layout != StepLayout::kPublished, "parameters are separate",
        "give share_parameters = true and an optimizer of lockstep"},
-      {!on_cores && !input.updates_all, "some parameters have sparse gradients, or the optimizer does not hold them",
-       "train without virtual shards, or freeze what the optimizer does not hold"},
       {!on_cores && layout != StepLayout::kSlices, "each GPU would have to update a slice of the parameters",
-       "slice_update = true, gradient_as_bucket_view = false, and an optimizer of lockstep's other than LAMB and "
-       "LARS"}};
+       "slice_update = true, gradient_as_bucket_view = false, no sparse gradients, and an optimizer of lockstep's "
+       "other "
+       "than LAMB and LARS that holds all parameters"}};
   for (const auto& [is_so, why, next] : obstacles)
     if (is_so)
       throw UsageError({.what = concat(shards, " virtual shards on ", input.ranks, " ranks: ", why),

@@ -75,9 +75,9 @@ const Row kRows[] = {
     {"shards, lamb", with_lamb(kMachine), {.virtual_shards = 4}, kPublished},
     {"shards, too few", kMachine, {.virtual_shards = 3}, "3 virtual shards on 2 ranks: the ranks do not divide them"},
     {"shards, negative", kMachine, {.virtual_shards = -2}, "the ranks do not divide them"},
-    {"shards, algorithm", kMachine, {.algorithm = true, .virtual_shards = 4}, "an algorithm by name"},
-    {"shards, hook", kMachine, {.hook = true, .virtual_shards = 4}, "a communication hook"},
-    {"shards, mean_in_grad", kMachine, {.mean_in_grad = true, .virtual_shards = 4}, "mean_in_grad needs buckets"},
+    {"shards, algorithm", kMachine, {.algorithm = true, .virtual_shards = 4}, "an algorithm by name and"},
+    {"shards, hook", kMachine, {.hook = true, .virtual_shards = 4}, "a communication hook,"},
+    {"shards, mean_in_grad", kMachine, {.mean_in_grad = true, .virtual_shards = 4}, "mean_in_grad need buckets"},
     {"shards on machines", kMachines, {.virtual_shards = 4}, "not all ranks are on the cores of one machine"},
     {"shards, separate", kMachine, {.share_parameters = false, .virtual_shards = 4}, "parameters are separate"},
     {"shards, torch's optimizer", with_torch_optimizer(kMachine), {.virtual_shards = 4}, "parameters are separate"},
@@ -92,7 +92,7 @@ const Row kRows[] = {
     {"shards on GPUs, sparse gradients",
      with_sparse_gradients(kGpus),
      {.slice_update = true, .virtual_shards = 4},
-     "some parameters have sparse gradients"},
+     "no sparse gradients"},
 };
 
 TEST(StepLayouts, follows_from_world_device_optimizer_and_options) {
