@@ -54,10 +54,11 @@ class Dataset {
   virtual std::shared_ptr<const SampleOrder> shuffled_order() const { return nullptr; }
 };
 
-// A dataset that overrides assemble() in place of make_batch().
+// A dataset that makes its batches in assemble() alone.
 class AssembledDataset : public Dataset {
  public:
   Batch make_batch(Indices indices) const override { return assemble({.indices = indices}); }
+  Batch assemble(const BatchRequest& request) const override = 0;
 };
 
 using DatasetPtr = std::shared_ptr<const Dataset>;

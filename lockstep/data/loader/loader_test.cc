@@ -27,12 +27,11 @@ using testing::rounds;
 using Order = std::vector<int64_t>;
 
 // Sample i is the number i. Bad ones throw; assemble() takes memory from the loader.
-class Numbers : public Dataset {
+class Numbers : public AssembledDataset {
  public:
   explicit Numbers(int64_t size, std::vector<int64_t> bad = {}) : size_(size), bad_(std::move(bad)) {}
   std::string name() const override { return "numbers"; }
   int64_t size() const override { return size_; }
-  Batch make_batch(std::span<const int64_t> indices) const override { return assemble({.indices = indices}); }
   Batch assemble(const BatchRequest& request) const override {
     const auto count = static_cast<int64_t>(request.indices.size());
     Batch batch{allocate_for_batch(request.memory, {count, 1000}, torch::kFloat32),
