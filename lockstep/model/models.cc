@@ -84,11 +84,9 @@ Task gpt(const std::string& name, const SampleShape& sample, GPTOptions options)
   return task;
 }
 Task gpt2(const std::string& name, const SampleShape& sample) { return gpt(name, sample, {}); }
-Task gpt_mini(const std::string& name, const SampleShape& sample) {
-  return gpt(name, sample, {.vocabulary = 256, .context = 128, .layers = 4, .heads = 4, .width = 128});
-}
-Task gpt_char(const std::string& name, const SampleShape& sample) {
-  return gpt(name, sample, {.vocabulary = 256, .context = 128, .layers = 6, .heads = 6, .width = 384});
+template <int64_t layers, int64_t width>
+Task gpt_of_bytes(const std::string& name, const SampleShape& sample) {
+  return gpt(name, sample, {.vocabulary = 256, .context = 128, .layers = layers, .heads = layers, .width = width});
 }
 
 constexpr std::array<int64_t, 3> kGreyImages{1, 28, 28}, kLargeImages{3, 224, 224}, kSmallImages{3, 32, 32};
@@ -116,8 +114,8 @@ constexpr Entry kEntries[] = {
     {"resnet34-32", resnet<34, true>, kSmallImages, 10},
     {"resnet50-32", resnet<50, true>, kSmallImages, 10},
     {"gpt2", gpt2, kGPT2Block, 50257, true},
-    {"gpt-mini", gpt_mini, kGPTMiniBlock, 256, true},
-    {"gpt-char", gpt_char, kGPTMiniBlock, 256, true},
+    {"gpt-mini", gpt_of_bytes<4, 128>, kGPTMiniBlock, 256, true},
+    {"gpt-char", gpt_of_bytes<6, 384>, kGPTMiniBlock, 256, true},
 };
 
 Task make_task(const Entry& entry, const SampleShape& sample) {
