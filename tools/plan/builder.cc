@@ -54,7 +54,7 @@ Builder::Builder(const Profile& measured, const Target& wanted, const Choice& ch
 }
 
 // Measured are one thread, and one for each core; between the two it is taken evenly in logarithms. Beyond, each doubling gains as much,
-// at worst by Amdahl's law, and no device is faster than the memory; where that is not known, more threads gain nothing.
+// and no update is faster than the memory; where that is not known, more threads gain nothing.
 StepTimes Builder::alone(double samples) const {
   const auto threads_alone = [](const Curve& curve) { return curve.at_once == 1 ? curve.threads : 0; };
   const Curve& all = *std::ranges::max_element(profile.curves, {}, threads_alone);
@@ -66,13 +66,11 @@ StepTimes Builder::alone(double samples) const {
   const auto between = [&](double from, double to, double least) {
     if (from <= 0) return to;
     if (threads_ <= n || target.memory_rate <= 0) return from * std::pow(to / from, std::min(1.0, share));
-    const double left = std::max(to / from, 1 / n), serial = std::min(1.0, (left * n - 1) / (n - 1));
-    return from * std::max({std::pow(left, share), target.at_worst ? serial + (1 - serial) / threads_ : 0, least});
+    return from * std::max(std::pow(std::max(to / from, 1 / n), share), least);
   };
-  const double least = target.at_worst ? of_memory : 0;
   return {.samples = one.samples,
-          .forward = between(one.forward, most.forward, least),
-          .backward = between(one.backward, most.backward, least),
+          .forward = between(one.forward, most.forward, 0),
+          .backward = between(one.backward, most.backward, 0),
           .update = between(one.update, most.update, of_memory)};
 }
 
@@ -191,8 +189,7 @@ int Builder::work(int actor, const std::string& name, Kind kind, double seconds,
                     .work = seconds,
                     .uses = {made_.cores[machine_of(actor)]},
                     .after = after};
-  if (!memory_.empty() && (kind == Kind::kMemory || target.at_worst))
-    activity.uses.push_back(memory_[machine_of(actor)]);
+  if (!memory_.empty() && kind == Kind::kMemory) activity.uses.push_back(memory_[machine_of(actor)]);
   if (actor < 0) return made_.simulation.add(std::move(activity));
   if (actor < devices()) activity.uses.push_back(made_.seats[actor]);
   Ids& last = last_[actor];

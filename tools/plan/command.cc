@@ -195,18 +195,18 @@ bench::Json json_of(const Profile& profile, const PlanOptions& options, const st
 
 int print_scaling(Target target, const Profile& profile, const std::vector<int>& counts) {
   if (target.memory_rate <= 0) target.memory_rate = std::max(profile.copy_speed, profile.copy_speed_of_all);
-  std::cout
-      << profile.model << "\nprofile of " << profile.machine << ", a batch of " << target.batch
-      << "\n\nForecast, not measured. Assumed: cores like the profile's, each copies "
-      << fixed(profile.copy_speed / 1e9, 1) << " GB/s, all together at most " << fixed(target.memory_rate / 1e9, 1)
-      << " (--memory-bandwidth);\neach doubling of threads gains what it did there. At worst: computing needs memory "
-         "as copying does, Amdahl's law.\nNot known: NUMA nodes, caches, clocks, hardware threads, fewer samples on a "
-         "rank than "
-      << profile.curves.front().points.front().samples << ".\n\n";
-  Table table({"cores", "strategy", "ranks x threads", "ms/step", "at worst", "bound by"});
-  for (const auto& [cores, ranks, each, at_worst] : forecast_scaling(profile, target, counts))
+  std::cout << profile.model << "\nprofile of " << profile.machine << ", a batch of " << target.batch
+            << "\n\nForecast, not measured. Assumed: cores like the profile's, each copies "
+            << fixed(profile.copy_speed / 1e9, 1) << " GB/s, all together at most "
+            << fixed(target.memory_rate / 1e9, 1)
+            << " (--memory-bandwidth);\neach doubling of threads gains what it did there.\nNot known: NUMA nodes, "
+               "caches, clocks, "
+               "hardware threads, whether computing waits for memory, fewer samples on a rank than "
+            << profile.curves.front().points.front().samples << ".\n\n";
+  Table table({"cores", "strategy", "ranks x threads", "ms/step", "bound by"});
+  for (const auto& [cores, ranks, each] : forecast_scaling(profile, target, counts))
     table.add({concat(cores), each.choice.name(), concat(ranks, " x ", cores / ranks), fixed(each.step * 1e3, 2),
-               fixed(at_worst * 1e3, 2), each.bound});
+               each.bound});
   table.print(std::cout);
   return 0;
 }

@@ -149,11 +149,9 @@ std::vector<Scaled> forecast_scaling(const Profile& profile, Target target, cons
     for (int ranks = 1; ranks <= std::min<int64_t>(count, target.batch); ++ranks) {
       if (count % ranks != 0) continue;
       target.devices = ranks;
-      Target worst = target;
-      worst.at_worst = true;
       for (const Choice& choice : choices_for(target, to_int(profile.pieces.size()))) {
         if (!choice.exact() || choice.has_servers() || choice.on(target).devices != ranks) continue;
-        const Scaled one{count, ranks, forecast(profile, target, choice), forecast(profile, worst, choice).step};
+        const Scaled one{count, ranks, forecast(profile, target, choice)};
         const std::pair row(choice.kind, choice.kind == choice.kDdp ? ranks : 0);
         Scaled& best = fastest.try_emplace(row, one).first->second;
         if (one.forecast.step < best.forecast.step) best = one;

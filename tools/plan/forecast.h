@@ -35,7 +35,6 @@ std::vector<Forecast> forecast_all(const Profile& profile, const Target& target)
 struct Scaled {
   int cores, ranks;  // ranks: or device threads
   Forecast forecast;
-  double at_worst;  // seconds of a step
 };
 
 // On one machine: single, each division of ddp, and the fastest of each other exact strategy without servers.

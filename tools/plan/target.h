@@ -19,7 +19,6 @@ struct Target {
   int servers = 0;             // of the parameter server, on the machines in turn; 0: several numbers are compared
   int64_t epochs = 1;
   double memory_rate = 0;  // bytes per second for all cores of a machine; 0: not known
-  bool at_worst = false;   // computing needs memory as copying does, and Amdahl's law holds
 
   int all_devices() const { return machines * devices; }
 };
