@@ -28,7 +28,6 @@ struct PlanOptions {
   double link_microseconds = 100;
   std::string profile;
   bool other_machine = false;
-  bool json = false;
   std::string trace;
   std::string of;
   bool inexact = false;
@@ -58,23 +57,6 @@ std::vector<Option> training_options(TrainOptions& options) {
   return all;
 }
 
-// The options that do not have their default values, as a command line has them: " --model mlp --batch-size 64".
-std::string given_options(TrainOptions options) {
-  TrainOptions usual;
-  const std::vector<Option> given = training_options(options), others = training_options(usual);
-  std::string text;
-  for (size_t i = 0; i < given.size(); ++i) {
-    const Json value = given[i].value();
-    if (value.is_null() || value == others[i].value()) continue;  // null: the optimizer has none
-    text += concat(" ", given[i].name);
-    if (value.is_string())
-      text += concat(" ", for_shell(value.get<std::string>()));
-    else if (!value.is_boolean())
-      text += concat(" ", value.dump());
-  }
-  return text;
-}
-
 void add_options(CLI::App& app, PlanOptions& options) {
   const auto add = [&app](const std::string& name, auto& value, const std::string& help) {
     app.add_option(name, value, help)->capture_default_str();
@@ -93,19 +75,17 @@ void add_options(CLI::App& app, PlanOptions& options) {
       "servers of kvstore dist_*, placed round robin; 0: compares several numbers");
   app.add_flag("--inexact", options.inexact,
                "also recommend what learns differently from one device: stale gradients, averaged models");
-  app.add_flag("--json", options.json, "print JSON");
   add("--trace", options.trace, "file (.json) for the timeline of three steps, for ui.perfetto.dev");
   add("--of", options.of, "with --trace: a choice by its name in the table; default: the recommended one");
   auto* const scaling = app.add_option("--scaling", options.scaling,
                                        "forecast one machine of 16,64,... cores, divided into ranks and threads");
   scaling->delimiter(',')->check(CLI::Range(1, 4096));
-  for (const char* name : {"--machines", "--devices", "--cores", "--servers", "--inexact", "--json", "--trace"})
+  for (const char* name : {"--machines", "--devices", "--cores", "--servers", "--inexact", "--trace"})
     scaling->excludes(app.get_option(name));
   app.add_option("--memory-bandwidth", options.target.memory_rate,
                  "with --scaling: GB/s that all its cores read and write; default: as the profile's copy")
       ->check(CLI::PositiveNumber)
       ->needs(scaling);
-  app.set_config("--config", "", "read options from a TOML file; the command line wins");
 }
 
 std::string text_of(const DataSource& source) {
@@ -159,38 +139,10 @@ void print_table(const PlanOptions& options, const Profile& profile, const std::
   table.print(std::cout);
   const Forecast& best = best_of(all, options.inexact);
   std::cout << "\n" << reason(all, options.inexact) << "\n";
-  if (target.machines == 1)
-    std::cout << "lockstep train" << given_options(options.train) << ' ' << best.choice.arguments(target.all_devices())
-              << "\n";
+  if (target.machines == 1) std::cout << "lockstep train … " << best.choice.arguments(target.all_devices()) << "\n";
   std::cout << "+-: from the spread of single steps in the profile.";
   if (!best.not_measured.empty()) std::cout << " Not measured, so less sure: " << best.not_measured << ".";
   std::cout << "\n";
-}
-
-bench::Json json_of(const Profile& profile, const PlanOptions& options, const std::vector<Forecast>& all) {
-  const Target& target = options.target;
-  bench::Json json = {{"model", profile.model},
-                      {"machine", profile.machine},
-                      {"target",
-                       {{"machines", target.machines},
-                        {"devices", target.devices},
-                        {"batch", target.batch},
-                        {"link_bytes_per_second", target.link_rate},
-                        {"link_latency_seconds", target.link_latency}}},
-                      {"recommended", best_of(all, options.inexact).choice.name()},
-                      {"why", reason(all, options.inexact)}};
-  for (const Forecast& each : all)
-    json["choices"].push_back({{"name", each.choice.name()},
-                               {"arguments", each.choice.arguments(target.all_devices())},
-                               {"exact", each.choice.exact()},
-                               {"step_seconds", each.step},
-                               {"uncertain", each.uncertain},
-                               {"not_measured", each.not_measured},
-                               {"bound", each.bound},
-                               {"link_bytes", each.link_bytes},
-                               {"memory_bytes", each.memory},
-                               {"epochs_seconds", each.epochs}});
-  return json;
 }
 
 int print_scaling(Target target, const Profile& profile, const std::vector<int>& counts) {
@@ -241,10 +193,7 @@ int run_plan(PlanOptions options) {
   if (!options.trace.empty())
     write_timeline(options.trace, timeline_of(profile, target, choice_to_trace(all, options.of, options.inexact)),
                    /*complete=*/true);
-  if (options.json)
-    std::cout << json_of(profile, options, all).dump(1) << "\n";
-  else
-    print_table(options, profile, all);
+  print_table(options, profile, all);
   return 0;
 }
 
