@@ -8,6 +8,7 @@
 #include "agent/clusters/environment.h"
 #include "cli/commands.h"
 #include "cli/installation.h"
+#include "lockstep/base/command_line.h"
 #include "lockstep/base/process/core_places.h"
 #include "lockstep/base/process/machine_gpus.h"
 #include "lockstep/base/text.h"
@@ -64,12 +65,6 @@ void list_gpus() {
   ::execl(program.c_str(), program.c_str(), nullptr);
 }
 
-void print_env_help() {
-  std::cout << "usage: lockstep env                  every resolved setting and where it came from; the machine\n"
-               "       lockstep env --ranks N        the cores of N ranks, too\n"
-               "       lockstep env --cmake-prefix   what CMAKE_PREFIX_PATH needs for find_package(lockstep)\n";
-}
-
 void print_cmake_prefix() {
   if (!std::filesystem::exists(cmake_package()))
     throw UsageError({.what = "this lockstep has no CMake package",
@@ -82,22 +77,21 @@ void print_cmake_prefix() {
 }  // namespace
 
 int env_command(int argc, char** argv) {
-  const std::string_view option = argc > 1 ? argv[1] : "";
+  CLI::App app("Shows every resolved setting and where it came from, and the machine.", "lockstep env");
   int ranks = 0;
-  const bool draws_ranks =
-      argc == 3 && option == "--ranks" && parse_int(argv[2], ranks) && ranks > 0 && ranks <= kMostRanksDrawn;
-  if (!draws_ranks && (argc > 2 || (argc == 2 && option != "--cmake-prefix" && option != "--help" && option != "-h")))
-    throw UsageError({.what = concat("lockstep env takes --ranks N, --cmake-prefix or nothing: ", argv[argc - 1])});
-  if (option == "--cmake-prefix")
-    print_cmake_prefix();
-  else if (argc == 2)
-    print_env_help();
-  else {
+  app.add_option("--ranks", ranks, "draws the cores of so many ranks, too")->check(CLI::Range(1, kMostRanksDrawn));
+  const CLI::Option* const prefix =
+      app.add_flag("--cmake-prefix", "only what CMAKE_PREFIX_PATH needs for find_package(lockstep)");
+  return parse_and_run(app, argc, argv, [&] {
+    if (*prefix) {
+      print_cmake_prefix();
+      return 0;
+    }
     print(all_settings());
     std::cout << draw_machine(usable_cores(), ranks);
     list_gpus();
-  }
-  return 0;
+    return 0;
+  });
 }
 
 }  // namespace lockstep

@@ -6,7 +6,6 @@
 
 #include <array>
 #include <iomanip>
-#include <numeric>
 
 #include "cli/commands.h"
 #include "cli/installation.h"
@@ -66,29 +65,6 @@ int print_help() {
   return 0;
 }
 
-// The number of letters to insert, delete or replace (Levenshtein).
-size_t distance(std::string_view a, std::string_view b) {
-  std::vector<size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), size_t{0});
-  for (size_t i = 0; i < a.size(); ++i) {
-    size_t diagonal = std::exchange(row[0], i + 1);
-    for (size_t j = 0; j < b.size(); ++j) {
-      const size_t replaced = diagonal + (a[i] == b[j] ? 0 : 1);
-      diagonal = std::exchange(row[j + 1], std::min({replaced, row[j] + 1, row[j + 1] + 1}));
-    }
-  }
-  return row.back();
-}
-
-std::string suggestion(std::string_view name) {
-  constexpr size_t kTypos = 2;
-  for (size_t typos = 1; typos <= kTypos; ++typos)
-    for (const Subcommand& subcommand : kSubcommands)
-      if (exists(subcommand) && distance(subcommand.name, name) == typos)
-        return concat("use lockstep ", subcommand.name, "; ");
-  return "";
-}
-
 // Holds them until training can handle them (lockstep/train/run.cc): loading libtorch takes a second.
 void hold_stop_signals() {
   sigset_t held;
@@ -123,7 +99,7 @@ int run_program(char** argv) {
   become(program, {title}, argv);
   throw UsageError({.what = concat("no subcommand '", name, "'"),
                     .here = concat("no ", program.string()),
-                    .next = concat(suggestion(argv[0]), "lockstep --help lists them all")});
+                    .next = "lockstep --help lists them all"});
 }
 
 int run(int argc, char** argv) {
