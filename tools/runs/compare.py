@@ -159,16 +159,13 @@ A comparison that was stopped goes on with the same command.""",
     add("--threads", type=numbers(int, 1, 1000, one=True), default=1, help="threads of each device [%(default)s]")
     budget = parser.add_mutually_exclusive_group().add_argument
     budget("--epochs", type=numbers(int, 1, 10**6, one=True), help="budget of each run: epochs")
-    budget("--samples", type=numbers(int, 1, 2 * 10**9, one=True), help="or samples")
     budget("--steps", type=numbers(int, 1, 10**9, one=True), help="or batches")
-    budget("--seconds", type=numbers(float, 0.1, 1e6, one=True), help="or seconds of training")
     links = "between hosts: shaped: as root, each host in a network of its own; loopback; auto: shaped where it may"
     add("--links", choices=("auto", "shaped", "loopback"), default="auto", help=links)
     rate = "of shaped links, Mb/s in each direction [%(default)s]"
     add("--rate", type=numbers(float, 0.1, 1e6, one=True), default=100.0, help=rate)
     target = "slow-links: show the time to this loss, in place of that of ddp at its end"
     add("--target-loss", type=numbers(float, 0, 1e9, one=True), default=0, help=target)
-    add("--order-seed", type=int, default=1, help="of the order in which the runs are made [%(default)s]")
     deadline = "seconds after which a run is killed and counts as failed [%(default)s]"
     add("--deadline", type=numbers(float, 0.1, 1e7, one=True), default=3600.0, help=deadline)
     add("--output", help="folder; compare-EXPERIMENT by default")
@@ -216,11 +213,6 @@ def require_sense(options, experiment):
                 raise UsageError(
                     f"--{option}, which {options.experiment} varies", next=f"give --vary {option}=VALUE,VALUE..."
                 )
-    if (options.seconds or 0) >= options.deadline:
-        raise UsageError(
-            f"--seconds {options.seconds:g} is not below --deadline",
-            next="give a larger --deadline: the start of a run takes time, too",
-        )
 
 
 def settings_of(options):
@@ -230,19 +222,18 @@ def settings_of(options):
     require_sense(options, experiment)
     most = max(2, len(os.sched_getaffinity(0)))
     given = vars(options)
-    budget = {key: given[key] for key in ("epochs", "samples", "steps", "seconds") if given[key]} or experiment.budget
+    budget = {key: given[key] for key in ("epochs", "steps") if given[key]} or experiment.budget
     counts = range(1 if experiment.all_counts else most, most + 1)
     links = chosen_links(options) if experiment.over_hosts else "none"
     version = subprocess.run([COMMAND, "--version"], stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1]
     return {
         "version": version,
-        **{key: given[key] for key in ("experiment", "threads", "strategies", "seeds", "order_seed", "trace")},
+        **{key: given[key] for key in ("experiment", "threads", "strategies", "seeds", "trace")},
         "train": options.train or list(experiment.train),
         "target_loss": options.target_loss,
         **{key: given[key] or getattr(experiment, key) for key in ("model", "data", "batch_size")},
         "batch_per_device": 0 if options.batch_size else experiment.batch_per_device,
-        **{key: budget.get(key, 0) for key in ("epochs", "samples", "steps")},
-        "budget_seconds": budget.get("seconds", 0),
+        **{key: budget.get(key, 0) for key in ("epochs", "steps")},
         "devices": list(options.devices or experiment.devices or counts),
         "vary": read_vary(options.vary),
         "links": links,
@@ -317,7 +308,7 @@ def main():
         "machine": {"description": machine(), "cores": len(os.sched_getaffinity(0))},
         "command": shlex.join(["lockstep", "compare", *sys.argv[1:]]),
     }
-    folder = Folder(output, about, random.Random(options.order_seed).sample(runs, len(runs)))
+    folder = Folder(output, about, random.Random(1).sample(runs, len(runs)))
     if done := folder.count("finished"):
         say(f"lockstep compare: {done} of {len(runs)} runs are in {output} already")
     try:

@@ -206,8 +206,8 @@ class Run:
         if self.contender.most_devices > 1 and settings["links"] == "none":
             options["ranks"] = self.devices
         options |= self.contender.options | self.varied
-        steps = -(-settings["samples"] // batch) or settings["steps"]
-        budget = ["--epochs", settings["epochs"] or 1000000, *(["--max-steps", steps] if steps else [])]
+        steps = ["--max-steps", settings["steps"]] if settings["steps"] else []
+        budget = ["--epochs", settings["epochs"] or 1000000, *steps]
         words = [word for option, value in sorted(options.items()) for word in (f"--{option}", value)]
         return [*map(str, words + budget), *settings["train"], "--quiet"]
 

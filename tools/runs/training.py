@@ -4,7 +4,6 @@
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import time
@@ -12,7 +11,6 @@ import time
 from common import COMMAND, SystemError
 from metrics import metrics_in
 
-STOPPED = 128 + signal.SIGTERM  # lockstep train: stopped as asked
 TICK = 0.05  # seconds
 BETWEEN_SAMPLES = 0.5  # of memory
 
@@ -152,8 +150,7 @@ class Training:
         self.run, self.settings, self.folder, self.deadline = run, settings, folder, deadline
         self.began = time.monotonic()
         self.sampled = 0
-        self.first_step = self.links = None
-        self.asked = False
+        self.links = None  # steps, and the bytes of each host's link at that time
         self.processes = []
         self.outcome = {"state": "finished", "seconds": 0, "exit_code": 0, "peak_memory_bytes": 0}
         ranks = run.devices + run.contender.servers
@@ -214,24 +211,13 @@ class Training:
             memory = sum(memory_of(process.pid) for process in self.processes)
             self.outcome["peak_memory_bytes"] = max(self.outcome["peak_memory_bytes"], memory)
             self.sampled = now
-        budget = self.settings["budget_seconds"]
-        if not self.first_step and (budget or self.network):
-            self.look_for_first_step(now)
-        if budget and self.first_step and not self.asked and now - self.first_step >= budget:
-            self.asked = True
-            for process in self.processes:  # a launcher passes it on to its ranks
-                process.terminate()
-
-    def look_for_first_step(self, now):
-        steps = len(metrics_in(self.folder).steps)
-        if steps:
-            self.first_step = now
-            self.links = self.network and (steps, self.network.bytes())
+        if self.network and not self.links and (steps := len(metrics_in(self.folder).steps)):
+            self.links = steps, self.network.bytes()
 
     def note_end(self, code):
         if code < 0:
             self.fail(f"killed by signal {-code}", 128 - code)
-        elif code not in ((0, STOPPED) if self.asked else (0,)):
+        elif code:
             self.fail(f"it ended with exit code {code}{error_in(self.folder / 'output.txt')}", code)
 
     def fail(self, why, code=0):
