@@ -185,7 +185,7 @@ def expect_text(command, probe):
     with launched(command, 2, probe, "straggle") as job:
         wait_for_verdict(command, job.pid, "straggler")
         for width in (40, 80, 200):
-            lines = subprocess.run([command, "top", "--once", "--interval", "0.3", "--width", str(width)], capture_output=True, text=True,
+            lines = subprocess.run(["env", f"COLUMNS={width}", command, "top", "--once", "--interval", "0.3"], capture_output=True, text=True,
                                    timeout=PATIENCE, check=True).stdout.splitlines()
             assert max(map(len, lines)) <= width, lines
             heading = next(line for line in lines if line.startswith("rank"))

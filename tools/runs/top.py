@@ -186,8 +186,8 @@ def print_jobs(watch, options):
             found = [job.json(verdicts_on(job)) for job in jobs]
             print(json.dumps({"format": FORMAT, "time": watch.time, "jobs": found}), flush=True)
         else:
-            usual = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH_OF_ALL_COLUMNS
-            texts = ["\n".join(line.text for line in lines_of(job, options.width or usual)) for job in jobs]
+            width = shutil.get_terminal_size((WIDTH_OF_ALL_COLUMNS, 0)).columns
+            texts = ["\n".join(line.text for line in lines_of(job, width)) for job in jobs]
             print("\n\n".join(texts) or NO_JOB, flush=True)
         if options.once:
             return
@@ -284,11 +284,10 @@ def show_screen(watch):
 
 def main():
     parser = argparse.ArgumentParser("lockstep top", description=__doc__.split(":", 1)[1].strip(), allow_abbrev=False)
-    add, interval, width = parser.add_argument, numbers(float, 0.1, 3600, one=True), numbers(int, 0, 1000, one=True)
+    add, interval = parser.add_argument, numbers(float, 0.1, 3600, one=True)
     add("--once", action="store_true", help="print the jobs as text, and end")
     add("--json", action="store_true", help="print one JSON object per line, repeatedly; with --once a single one")
     add("--interval", type=interval, default=1, metavar="SECONDS", help="between two lines or views [%(default)s]")
-    add("--width", type=width, default=0, help="columns of --once; 0: those of the terminal, or all")
     options = parser.parse_args()
     with Watch(options.interval) as watch:
         print_jobs(watch, options) if options.once or options.json else show_screen(watch)
