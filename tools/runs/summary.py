@@ -2,11 +2,10 @@
 """The tables that a comparison ends with: a line for each group of runs that differ in their seed only, with the
 median and the spread of its finished runs."""
 
-import os
 from itertools import groupby
 from statistics import median
 
-from common import count, quotient
+from common import count
 from experiments import CONTENDERS
 from metrics import metrics_in
 
@@ -29,7 +28,7 @@ COLUMNS = [  # head, name of the result, unit, digits
 
 
 def values_of(group, name):
-    return [run["results"][name] for run in group if run["results"][name] is not None]
+    return [value for run in group if (value := run["results"].get(name)) is not None]
 
 
 def cell(values, unit, digits):
@@ -45,36 +44,20 @@ def alike(case, other):
     return all(case["varied"].get(key) == other["varied"].get(key) for key in ("model", "batch_size"))
 
 
-def on_one_device(runs, run, name):
-    """This result of `single` with the same model and batch; without it, of the run's own contender on one device."""
-    case = run["case"]
-    alone = [
-        other
-        for other in runs
-        if other["case"]["devices"] == 1
-        and other["results"].get(name) is not None
-        and alike(other["case"], case)
-    ]
-    of_single = [other for other in alone if other["case"]["contender"] == "single"]
-    own = [other for other in alone if all(other["case"][key] == case[key] for key in ("contender", "varied"))]
-    return [other["results"][name] for other in of_single or own]
+def rates_on_one_device(runs, case):
+    """Samples/s of `single` with the same model and batch; without it, of the run's own contender on one device."""
+    alone = [run for run in runs if run["case"]["devices"] == 1 and alike(run["case"], case)]
+    of_single = [run for run in alone if run["case"]["contender"] == "single"]
+    own = [run for run in alone if all(run["case"][key] == case[key] for key in ("contender", "varied"))]
+    return [run["results"]["samples/s"] for run in of_single or own]
 
 
 def add_speed_ups(runs):
     """To the results of finished runs, whose case is what comparison.json says of them."""
+    runs = [run for run in runs if run["results"].get("samples/s") is not None]
     for run in runs:
-        alone, results = on_one_device(runs, run, "samples/s"), run["results"]
-        results["speed-up over one device"] = quotient(results.get("samples/s"), median(alone)) if alone else None
-
-
-def ideal_step(settings, runs, group):
-    """Milliseconds of a step of p stages that share what `single` does evenly and wait for the bubble of the
-    formula; no less than the cores that there are take for all of it."""
-    bubble, alone = group[0]["results"]["bubble by the formula"], on_one_device(runs, group[0], "step, median")
-    if bubble is None or not alone:
-        return ""
-    at_once = max(1, len(os.sched_getaffinity(0)) / settings["threads"])
-    return f"{median(alone) * 1e3 / min(at_once, group[0]['case']['devices'] * (1 - bubble)):.1f}"
+        if alone := rates_on_one_device(runs, run["case"]):
+            run["results"]["speed-up over one device"] = run["results"]["samples/s"] / median(alone)
 
 
 def table(heads, rows):
@@ -87,13 +70,12 @@ def table(heads, rows):
     return line(heads) + f"|{'|'.join([' --- '] * len(used))}|\n" + "".join(map(line, rows))
 
 
-def all_results(settings, runs, groups):
+def all_results(groups):
     rows = []
     for group in groups:
-        faster, *cells = (cell(values_of(group, name), unit, digits) for _, name, unit, digits in COLUMNS)
-        rows.append([group[0]["case"]["group"], str(len(group)), faster, ideal_step(settings, runs, group), *cells])
-    faster, *heads = (head for head, *_ in COLUMNS)
-    return table(["", "runs", faster, "ideal step ms", *heads], rows)
+        cells = [cell(values_of(group, name), unit, digits) for _, name, unit, digits in COLUMNS]
+        rows.append([group[0]["case"]["group"], str(len(group)), *cells])
+    return table(["", "runs", *(head for head, *_ in COLUMNS)], rows)
 
 
 def formulas(settings, groups):
@@ -176,7 +158,7 @@ def summary(settings, machine, folder, cases):
         text = f"""{settings["experiment"]}: {model}{count(settings["threads"], "thread")} per device; {machine}
 The number in a name is that of devices. Medians over the seeds, ± half of the range.
 
-{all_results(settings, runs, groups)}"""
+{all_results(groups)}"""
         text += slow_links(settings, runs, groups) if settings["ranks_per_host"] > 1 else formulas(settings, groups)
     failures = [
         f"- failed: {case['name']}: {case.get('why', '')}; {folder / case['folder']}/output.txt says more\n"
