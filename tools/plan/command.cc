@@ -59,20 +59,24 @@ std::vector<Option> training_options(TrainOptions& options) {
 
 void add_options(CLI::App& app, PlanOptions& options) {
   const auto add = [&app](const std::string& name, auto& value, const std::string& help) {
-    app.add_option(name, value, help)->capture_default_str();
+    return app.add_option(name, value, help)->capture_default_str();
   };
+  const CLI::Range counts(1, kMostDevices), counts_or_none(0, kMostDevices);
   for (const Option& option : training_options(options.train)) option.add(app);
   add("--profile", options.profile,
       "file of the profile: read, or made (20 to 30 s) where there is none; without it one is made");
   app.add_flag("--other-machine", options.other_machine,
                "the profile is of a machine like the target's, not of this one");
-  add("--machines", options.target.machines, "machines of the target");
-  add("--devices", options.target.devices, "of each machine: ranks, or threads where a strategy has those");
-  add("--cores", options.target.cores, "of each machine; 0: as many as the profile's");
-  add("--link-mbit", options.link_megabits, "megabits per second of a machine's link, in each direction");
-  add("--link-latency-us", options.link_microseconds, "microseconds from machine to machine, one way");
-  add("--servers", options.target.servers,
-      "servers of kvstore dist_*, placed round robin; 0: compares several numbers");
+  add("--machines", options.target.machines, "machines of the target")->check(counts);
+  add("--devices", options.target.devices, "of each machine: ranks, or threads where a strategy has those")
+      ->check(counts);
+  add("--cores", options.target.cores, "of each machine; 0: as many as the profile's")->check(counts_or_none);
+  add("--link-mbit", options.link_megabits, "megabits per second of a machine's link, in each direction")
+      ->check(CLI::Range(1e-6, 1e9));
+  add("--link-latency-us", options.link_microseconds, "microseconds from machine to machine, one way")
+      ->check(CLI::Range(0.0, 1e9));
+  add("--servers", options.target.servers, "servers of kvstore dist_*, placed round robin; 0: compares several numbers")
+      ->check(counts_or_none);
   app.add_flag("--inexact", options.inexact,
                "also recommend what learns differently from one device: stale gradients, averaged models");
   add("--trace", options.trace, "file (.json) for the timeline of three steps, for ui.perfetto.dev");

@@ -22,7 +22,7 @@ struct Forecast {
   double epochs = 0;         // seconds of the target's epochs; 0: the dataset's size is not known
 };
 
-// Throws UsageError: a target or choice that can't be.
+// Of one of choices_for(). Throws UsageError: a target that can't be.
 Forecast forecast(const Profile& profile, const Target& target, const Choice& choice);
 
 // The steps that a forecast simulates, and the mean over those that do not warm up.

@@ -12,20 +12,6 @@
 namespace lockstep::plan {
 namespace {
 
-void require_fitting(const Profile& profile, const Target& target, const Choice& choice) {
-  using enum StrategyKind;
-  const bool one_process =
-      choice.kind == kTowers || choice.kind == kDataParallel || (choice.kind == kKVStore && !choice.has_servers());
-  const bool one_machine = one_process && target.machines > 1, one_device = choice.kind == kSingle;
-  const bool stages_fit = choice.stages == target.all_devices() && choice.stages <= std::ssize(profile.pieces);
-  if (one_machine) throw UsageError({.what = concat(choice.name(), ": its devices are threads of one process")});
-  if (one_device && target.all_devices() > 1) throw UsageError({.what = "single: it trains on one device"});
-  if (choice.kind == kPipeline && (!stages_fit || choice.parts_of_batch() > target.batch))
-    throw UsageError({.what = concat(choice.name(), " on ", target.all_devices(), " devices"),
-                      .here = concat("the model has ", profile.pieces.size(), " pieces, the batch ", target.batch),
-                      .next = "give each device a stage of at least one piece, and each micro-batch a sample"});
-}
-
 // The number of parts of at most `limit` bytes.
 int number_of_parts(double bytes, double limit) { return std::max(1, static_cast<int>(std::ceil(bytes / limit))); }
 
@@ -254,7 +240,6 @@ void kvstore(Builder& b, const Ids& servers) {
 Schedule schedule(const Profile& profile, const Target& wanted, const Choice& choice, int steps) {
   const Target target = choice.on(wanted);
   require_possible(target);
-  require_fitting(profile, target, choice);
   Builder b(profile, target, choice);
   Ids networks, servers;
   if (target.machines > 1)

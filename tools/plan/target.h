@@ -25,7 +25,7 @@ struct Target {
 
 constexpr int kMostDevices = 65536;  // of a target: no forecast is known to be right for more
 
-// Throws UsageError naming what can't be.
+// Throws UsageError: no device, too many, or one without a sample.
 void require_possible(const Target& target);
 
 // A way to train, and its options; the others do not matter.
