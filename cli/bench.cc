@@ -5,7 +5,7 @@
 
 #include "bench/harness.h"
 #include "lockstep/base/command_line.h"
-#include "lockstep/base/text.h"
+#include "lockstep/base/names.h"
 #include "lockstep/train/end_process.h"
 
 namespace lockstep::bench {
@@ -37,9 +37,7 @@ int print_help() {
 int run(int argc, const char* const* argv) {
   const std::string_view name = argc > 1 ? argv[1] : "--help";
   if (name == "--help" || name == "-h") return print_help();
-  const auto* const found = std::ranges::find(kBenchmarks, name, &Benchmark::name);
-  if (found != kBenchmarks.end()) return found->function(argc - 1, argv + 1);
-  throw UsageError({.what = concat("no benchmark '", name, "'"), .next = "lockstep bench --help lists them all"});
+  return row_named(kBenchmarks, name, "lockstep bench").function(argc - 1, argv + 1);
 }
 
 }  // namespace

@@ -6,7 +6,6 @@
 #include <sys/ptrace.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -40,55 +39,46 @@ struct Fault {
   int generation = 0;
   bool at_end = false;
   int instructions = 0;  // of the calling thread, after the phase's beginning
-  int microseconds = 0;  // after the phase's beginning
   int signal = SIGKILL;
   bool used = false;
 };
 
-UsageError unreadable(const std::string& what, const std::string& text) {
-  return UsageError({.what = concat(what, " in ", kVariable, "=\"", text, "\""),
-                     .next = "write it as rank=1,step=7,phase=update,after=1000, see docs/recovery.md; or unset it"});
-}
-
-int number_in(const std::string& entry, const std::string& value, const std::string& text) {
-  int number = 0;
-  if (value == "any") return kAny;
-  if (!parse_int(value, number) || number < 0) throw unreadable(concat("no number in \"", entry, "\""), text);
-  return number;
-}
-
-Phase phase_in_plan(const std::string& name, const std::string& text) {
-  const auto* const found = std::ranges::find(kPhasesOfPlans, name, &Named<Phase>::name);
-  if (found != kPhasesOfPlans.end()) return found->value;
-  throw unreadable(concat("there is no phase \"", name, "\" (they are ", join(names_in(kPhasesOfPlans), ", "), ")"),
-                   text);
-}
-
-void set_entry(Fault& fault, const std::string& entry, const std::string& text) {
+// Returns false if `entry`, such as "step=7", means nothing.
+bool set_entry(Fault& fault, const std::string& entry) {
   const size_t equals = std::min(entry.find('='), entry.size());
   const std::string name = entry.substr(0, equals);
   const std::string value = entry.substr(std::min(equals + 1, entry.size()));
-  const std::pair<const char*, int*> numbers[] = {
-      {"rank", &fault.rank},          {"step", &fault.step},          {"generation", &fault.generation},
-      {"after", &fault.instructions}, {"delay", &fault.microseconds}, {"signal", &fault.signal}};
-  const auto number = std::ranges::find_if(numbers, [&](const auto& each) { return name == each.first; });
-  if (name == "phase")
-    fault.phase = phase_in_plan(value, text);
-  else if (name == "at" && (value == "start" || value == "end"))
+  const std::pair<const char*, int*> numbers[] = {{"rank", &fault.rank},
+                                                  {"step", &fault.step},
+                                                  {"generation", &fault.generation},
+                                                  {"after", &fault.instructions},
+                                                  {"signal", &fault.signal}};
+  if (name == "phase") {
+    fault.phase = row_named(kPhasesOfPlans, value, concat(kVariable, ": phase")).value;
+    return true;
+  }
+  if (name == "at") {
     fault.at_end = value == "end";
-  else if (number != std::end(numbers))
-    *number->second = number_in(entry, value, text);
-  else
-    throw unreadable(concat("\"", entry, "\" has no meaning"), text);
+    return fault.at_end || value == "start";
+  }
+  const auto number = std::ranges::find_if(numbers, [&](const auto& each) { return name == each.first; });
+  return number != std::end(numbers) && parse_int(value, *number->second) && *number->second >= 0;
 }
 
 std::vector<Fault> faults_in(const std::string& text) {
   std::vector<Fault> faults;
+  const auto require = [&](bool possible, const std::string& what) {
+    if (!possible)
+      throw UsageError(
+          {.what = concat(what, " in ", kVariable, "=\"", text, "\""),
+           .next = "write it as rank=1,step=7,phase=update,after=1000, see docs/recovery.md; or unset it"});
+  };
   for (const std::string& one : split(text, ';')) {
     Fault fault;
-    for (const std::string& entry : split(one, ',')) set_entry(fault, entry, text);
-    if (one.find("phase=") == std::string::npos) throw unreadable("no phase", text);
-    if (fault.signal <= 0 || fault.signal > SIGRTMAX) throw unreadable(concat("no signal ", fault.signal), text);
+    for (const std::string& entry : split(one, ','))
+      require(set_entry(fault, entry), concat("\"", entry, "\" has no meaning"));
+    require(one.find("phase=") != std::string::npos, "no phase");
+    require(fault.signal > 0 && fault.signal <= SIGRTMAX, concat("no signal ", fault.signal));
     faults.push_back(fault);
   }
   return faults;
@@ -102,24 +92,13 @@ void say(const Fault& fault) {
   const std::string line = concat(
       "lockstep: ", kVariable, ": rank ", number_in_variable("RANK"), ", step ", present_step(), ", ",
       std::ranges::find(kPhasesOfPlans, fault.phase, &Named<Phase>::value)->name, fault.at_end ? ", at its end" : "",
-      fault.instructions > 0 ? concat(", after ", fault.instructions, " instructions") : "",
-      fault.microseconds > 0 ? concat(", after ", fault.microseconds, " us") : "", ": signal ", fault.signal, "\n");
+      fault.instructions > 0 ? concat(", after ", fault.instructions, " instructions") : "", ": signal ", fault.signal,
+      "\n");
   std::fputs(line.c_str(), stderr);
   std::fflush(stderr);
 }
 
 void send_own(int signal) { ::kill(::getpid(), signal); }
-
-void send_own_later(int signal, int microseconds) {
-  sigevent event{};
-  event.sigev_notify = SIGEV_SIGNAL;
-  event.sigev_signo = signal;
-  timer_t timer{};
-  itimerspec when{};
-  when.it_value = {.tv_sec = microseconds / 1'000'000, .tv_nsec = 1000L * (microseconds % 1'000'000)};
-  if (::timer_create(CLOCK_MONOTONIC, &event, &timer) != 0 || ::timer_settime(timer, 0, &when, nullptr) != 0)
-    throw system_error("start", "a timer");
-}
 
 // Runs in a child of its own. Lets `thread` of `process` make so many instructions, then sends the signal. It makes system
 // calls only, because the other threads that its parent had are not there.
@@ -157,7 +136,7 @@ void send_own_after_instructions(int signal, int instructions) {
   if (::write(go.in.get(), "g", 1) != 1 || ::read(ready.out.get(), &byte, 1) != 1)
     throw SystemError({.what = concat(kVariable, ": this process can't be traced"),
                        .likely = "kernel.yama.ptrace_scope is 2 or 3, or a debugger is attached",
-                       .next = "use delay= (microseconds) instead of after="});
+                       .next = "sysctl kernel.yama.ptrace_scope=1, or leave after= out"});
 }
 
 std::vector<Fault> plan;
@@ -195,12 +174,9 @@ void strike(Phase phase, bool at_end) {
   Fault* const fault = next(phase, at_end);
   if (fault == nullptr) return;
   say(*fault);
-  if (at_end || fault->instructions + fault->microseconds == 0) return send_own(fault->signal);
+  if (at_end || fault->instructions == 0) return send_own(fault->signal);
   pending.store(fault);
-  if (fault->instructions > 0)
-    send_own_after_instructions(fault->signal, fault->instructions);
-  else
-    send_own_later(fault->signal, fault->microseconds);
+  send_own_after_instructions(fault->signal, fault->instructions);
 }
 
 }  // namespace lockstep::fault

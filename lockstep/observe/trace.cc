@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <fstream>
 #include <new>
 
 #include "lockstep/base/files/unique_fd.h"
@@ -77,14 +78,10 @@ int64_t on_rank_0(const std::array<ClockOffset, 2>& clock, int64_t time) {
   return time + start.offset + std::llround(part * static_cast<double>(end.offset - start.offset));
 }
 
-// The second number in /proc/self/statm, in pages.
 int64_t resident_bytes() {
-  const UniqueFd file(::open("/proc/self/statm", O_RDONLY | O_CLOEXEC));
-  std::array<char, 64> text{};
-  if (!file || ::read(file.get(), text.data(), text.size() - 1) <= 0) return 0;
-  char* end = nullptr;
-  std::strtoll(text.data(), &end, 10);
-  return std::strtoll(end, nullptr, 10) * ::sysconf(_SC_PAGESIZE);
+  int64_t pages = 0, resident_pages = 0;
+  std::ifstream("/proc/self/statm") >> pages >> resident_pages;
+  return resident_pages * ::sysconf(_SC_PAGESIZE);
 }
 
 }  // namespace

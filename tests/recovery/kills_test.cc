@@ -60,10 +60,9 @@ class RandomKills {
   }
 
   std::string moment(const std::string& phase) {
-    switch (below(phase == "update" ? 6 : 4)) {
+    switch (below(phase == "update" ? 5 : 3)) {
       case 0: return ",at=start";
       case 1: return ",at=end";
-      case 2: return concat(",delay=", 1 + below(2000));
       default: return concat(",after=", 1 + below(20000));
     }
   }
