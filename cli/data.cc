@@ -9,7 +9,6 @@
 #include "lockstep/data/images/encoded_image.h"
 #include "lockstep/data/webdataset/shards.h"
 #include "lockstep/datasets.h"
-#include "lockstep/deadline.h"
 
 namespace lockstep {
 namespace {
@@ -20,7 +19,6 @@ struct Arguments {
   DataSource source;
   std::string folder;
   double shard_mib = 256;
-  bool verify = false;
   PackOptions options;
 };
 
@@ -32,15 +30,7 @@ std::string first_sample(const ShardReader& samples) {
                 human_bytes(first.payload.size()));
 }
 
-void verify(const ShardReader& samples) {
-  const Stopwatch watch;
-  std::vector<uint8_t> scratch;
-  for (int64_t i = 0; i < samples.size(); ++i) static_cast<void>(samples.read(i, scratch));
-  std::cout << "  verified     all samples, by the checksums that there are, in " << human_seconds(watch.seconds())
-            << '\n';
-}
-
-void describe(const fs::path& folder, bool check) {
+void describe(const fs::path& folder) {
   const ShardReader samples(folder);
   const ShardInfo& info = samples.info();
   std::cout << folder.string() << '\n'
@@ -50,15 +40,15 @@ void describe(const fs::path& folder, bool check) {
   if (info.classes > 0) std::cout << "  classes      " << info.classes << '\n';
   if (!info.class_names.empty()) std::cout << "  class names  " << join(info.class_names, ", ") << '\n';
   std::cout << "  a sample     " << first_sample(samples) << '\n';
-  if (check) verify(samples);
 }
 
-// FOLDER itself, or its train and val.
-std::vector<fs::path> parts_of(const fs::path& folder) {
+// The folder itself, or its train and val.
+int describe_parts(const fs::path& folder) {
   std::vector<fs::path> parts;
   for (const char* part : {"train", "val"})
     if (fs::is_directory(folder / part)) parts.push_back(folder / part);
-  return parts.empty() ? std::vector{folder} : parts;
+  for (const fs::path& part : parts.empty() ? std::vector{folder} : parts) describe(part);
+  return 0;
 }
 
 int pack_command(const Arguments& arguments) {
@@ -68,13 +58,7 @@ int pack_command(const Arguments& arguments) {
   const fs::path folder = arguments.folder;
   pack(*data.train, data.validation ? folder / "train" : folder, options);
   if (data.validation) pack(*data.validation, folder / "val", options);
-  for (const fs::path& part : parts_of(folder)) describe(part, false);
-  return 0;
-}
-
-int info_command(const Arguments& arguments) {
-  for (const fs::path& part : parts_of(arguments.folder)) describe(part, arguments.verify);
-  return 0;
+  return describe_parts(folder);
 }
 
 void add_pack(CLI::App& app, Arguments& arguments) {
@@ -91,7 +75,6 @@ void add_pack(CLI::App& app, Arguments& arguments) {
 void add_info(CLI::App& app, Arguments& arguments) {
   CLI::App* info = app.add_subcommand("info", "describes shards of WebDataset");
   info->add_option("folder", arguments.folder, "a folder of *.tar, one of them, or NAME-{000..012}.tar")->required();
-  info->add_flag("--verify", arguments.verify, "read every sample and compare its checksum");
 }
 
 int run(int argc, char** argv) {
@@ -101,8 +84,9 @@ int run(int argc, char** argv) {
   add_pack(app, arguments);
   add_info(app, arguments);
   app.require_subcommand(1);
-  return parse_and_run(app, argc, argv,
-                       [&] { return app.got_subcommand("pack") ? pack_command(arguments) : info_command(arguments); });
+  return parse_and_run(app, argc, argv, [&] {
+    return app.got_subcommand("pack") ? pack_command(arguments) : describe_parts(arguments.folder);
+  });
 }
 
 }  // namespace
