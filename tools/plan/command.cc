@@ -34,24 +34,11 @@ struct PlanOptions {
   std::vector<int> scaling;
 };
 
-// Not every strategy has these, and a profile's steps are made without them.
-void require_forecast(const StrategyOptions& options) {
-  const char* const what = options.accumulate > 1                     ? "--accumulate"
-                           : options.checkpoint_activations           ? "--checkpoint-activations"
-                           : options.precision == Precision::kFloat16 ? "--precision float16"
-                                                                      : nullptr;
-  if (what != nullptr)
-    throw UsageError(
-        {.what = concat("lockstep plan with ", what), .next = "leave it out, and compare the strategies without it"});
-}
-
 // The options of `lockstep train` that change what a step takes.
 std::vector<Option> training_options(TrainOptions& options) {
   static const std::set<std::string> kTaken = {
-      "--model",        "--classes",   "--data",       "--data-dir",
-      "--augment",      "--epochs",    "--batch-size", "--precision",
-      "--layout",       "--optimizer", "--momentum",   "--nesterov",
-      "--weight-decay", "--clip-norm", "--accumulate", "--checkpoint-activations"};
+      "--model",     "--classes", "--data",      "--data-dir", "--augment",  "--epochs",       "--batch-size",
+      "--precision", "--layout",  "--optimizer", "--momentum", "--nesterov", "--weight-decay", "--clip-norm"};
   std::vector<Option> all = option_table(options, {.models = model_names(), .datasets = dataset_kinds()});
   std::erase_if(all, [](const Option& option) { return !kTaken.contains(option.name); });
   return all;
@@ -190,7 +177,8 @@ int run_plan(PlanOptions options) {
   target.memory_rate *= 1e9;
   require_possible(target);
   check_options(options.train);
-  require_forecast(options.train.strategy);
+  if (options.train.strategy.precision == Precision::kFloat16)  // a profile's steps are made without it
+    throw UsageError({.what = "lockstep plan with --precision float16", .next = "forecast bfloat16 or float32"});
   const Profile profile = profile_for(options, model_task(options.train.model));
   if (!options.scaling.empty()) return print_scaling(target, profile, options.scaling);
   const std::vector<Forecast> all = forecast_all(profile, target);
