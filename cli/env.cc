@@ -80,10 +80,10 @@ int env_command(int argc, char** argv) {
   CLI::App app("Shows every resolved setting and where it came from, and the machine.", "lockstep env");
   int ranks = 0;
   app.add_option("--ranks", ranks, "draws the cores of so many ranks, too")->check(CLI::Range(1, kMostRanksDrawn));
-  const CLI::Option* const prefix =
-      app.add_flag("--cmake-prefix", "only what CMAKE_PREFIX_PATH needs for find_package(lockstep)");
+  bool only_prefix = false;
+  app.add_flag("--cmake-prefix", only_prefix, "only what CMAKE_PREFIX_PATH needs for find_package(lockstep)");
   return parse_and_run(app, argc, argv, [&] {
-    if (*prefix) {
+    if (only_prefix) {
       print_cmake_prefix();
       return 0;
     }
