@@ -371,13 +371,12 @@ function phasesOf(run) {
     ms: Object.fromEntries(["forward", "backward", "exchange", "update", "data"].map(phase => [phase, 1e3 * rank[`${phase}_seconds`] / here])) }));
 }
 
-// A section with charts for each of the first runs that has what they show; draw(run, place, the section).
+// A section with charts for each of the first runs that has what they show.
 function perRun(has, title, note, draw) {
   const runs = data.runs.filter(has);
   if (!runs.length) return;
-  const made = section(title, note);
-  const place = grid(made);
-  for (const run of runs.slice(0, 12)) draw(run, place, made);
+  const place = grid(section(title, note));
+  for (const run of runs.slice(0, 12)) draw(run, place);
 }
 const rankName = rank => `rank ${rank.rank}`;
 function barsOfRanks(place, run, ranks, sets, title, format, height, stacked = true) {
@@ -396,20 +395,10 @@ function whereTimeGoes() {
 }
 
 function balance() {
-  perRun(run => stepping(run).length > 1, "Balance between ranks", "A step's time without waiting for other ranks: the slowest sets the pace of all.", (run, place, made) => {
+  perRun(run => stepping(run).length > 1, "Balance between ranks", "A step's time without waiting for other ranks: the slowest sets the pace of all.", (run, place) => {
     const sets = stepping(run).map((rank, hue) => ({ ...lineOf(rank.busy.step, rank.busy.ms), label: rankName(rank), hue }));
     chart(place, run.name, "line", sets, axis("step", number, { type: "linear" }), axis("ms", number, { beginAtZero: true }));
-    waits(made, run);
   });
-}
-
-function waits(parent, run) {
-  const ranks = stepping(run);
-  if (!ranks.some(rank => Object.keys(rank.waits_for).length)) return;
-  const box = element(parent, "details");
-  element(box, "summary", `${run.name}: who waited for whom, ms per step`);
-  rows(box, ["waiting", ...ranks.map(rank => `for ${rankName(rank)}`)],
-    ranks.map(rank => [rank.name || rankName(rank), ...ranks.map(other => number(rank.waits_for[other.rank], 3))]));
 }
 
 function delays() {

@@ -34,31 +34,26 @@ class Rank:
     """One rank, and what it did."""
 
     def __init__(self):
-        self.name, self.spans = "", []
+        self.spans = []
 
     def add(self, event):
-        kind, name, args = event.get("ph"), event.get("name", ""), event.get("args") or {}
+        name, args = event.get("name", ""), event.get("args") or {}
         at, lasts = number(event.get("ts")), number(event.get("dur"))
-        if kind == "M" and name == "process_name":
-            self.name = args.get("name", "")
-        elif kind == "X" and None not in (at, lasts):
+        if event.get("ph") == "X" and None not in (at, lasts):
             name, which = re.fullmatch(r"(.+?)(?: (\d+))?", name, re.DOTALL).groups() if name else ("", None)
             self.spans.append(Span(name, which, event.get("tid"), at, at + lasts, number(args.get("bytes"))))
 
     def facts(self, rank):
-        """Means of a step. `ms`: what the thread of the loop did, by kind; `waits_for`: by the rank that had not
-        come; `bytes`: of all threads; `busy`: the time of some steps without waiting."""
-        facts = {"rank": rank, "name": self.name, "steps": 0}
+        """Means of a step. `ms`: what the thread of the loop did, by kind; `bytes`: of all threads; `busy`: the time of
+        some steps without waiting."""
+        facts = {"rank": rank, "steps": 0}
         first = next(filter(is_step, self.spans), None)
         if first is None:
             return facts  # a server
         spans = [span for span in self.spans if span.thread == first.thread]
         spans.sort(key=lambda span: (span.begin, -span.end))
         steps = list(filter(is_step, spans))
-        waits, moved = defaultdict(float), defaultdict(float)
-        for span in spans:
-            if span.name == "wait for rank":
-                waits[span.number or ""] += (span.end - span.begin) / 1e3 / len(steps)
+        moved = defaultdict(float)
         for span in self.spans:
             if span.bytes is not None and span.name != "send bucket":  # which are the bytes that machines then exchange
                 moved[span.name] += span.bytes / len(steps)
@@ -69,7 +64,7 @@ class Rank:
             "ms": [sum(time for _, time in part) / 1e3 / len(part) for part in parts],
         }
         times = {kind: time / 1e3 / len(steps) for kind, time in times.items()}
-        return facts | {"steps": len(steps), "ms": times, "waits_for": waits, "bytes": moved, "busy": points}
+        return facts | {"steps": len(steps), "ms": times, "bytes": moved, "busy": points}
 
 
 def times_of(spans):
