@@ -274,7 +274,7 @@ class Verdicts(unittest.TestCase):
         looks = TwoLooks(3)
         looks.now[0]["phase"] = looks.now[1]["phase"] = "meeting"
         looks.now[2]["pid"] = 0
-        self.expect(looks, "meeting", [2], "rank 2 has not come to the meeting yet; the others wait there")
+        self.expect(looks, "meeting", [2], "the others wait at the meeting for rank 2")
         for rank in looks.now:
             rank["pid"] = 0
         self.expect(looks, "starting", [0, 1, 2])

@@ -97,7 +97,6 @@ install_wheels() {
 # A folder for this release of torch, and a link to it, $1.
 install_torch() {
   install_wheels "$deps/$1-$torch_version" "${@:2}"
-  [ -L "$deps/$1" ] || rm -rf "${deps:?}/$1"  # of an earlier version of this script
   ln -sfn "$1-$torch_version" "$deps/$1"
 }
 

@@ -68,20 +68,16 @@ struct Ring {
   trace::Recording recording;
 };
 
-// The inverse of ring_file(); empty: it is no ring.
-std::string file_of_ring(const std::string& ring) {
-  constexpr std::string_view kRank = ".rank";
-  const size_t end = std::min(ring.rfind(kRank), ring.size());
-  int rank = 0;
-  const bool is_ring = end < ring.size() && parse_int(ring.substr(end + kRank.size()), rank);
-  return is_ring && ring.substr(0, end).ends_with(".json") ? ring.substr(0, end) : "";
-}
-
 std::vector<std::filesystem::path> ring_files(const std::filesystem::path& file) {
+  const std::string start = concat(file.filename().string(), ".rank");
   std::vector<std::filesystem::path> rings;
   std::error_code ignored;
-  for (const auto& entry : std::filesystem::directory_iterator(std::filesystem::absolute(file).parent_path(), ignored))
-    if (file_of_ring(entry.path().filename()) == file.filename()) rings.push_back(entry.path());
+  for (const auto& entry :
+       std::filesystem::directory_iterator(std::filesystem::absolute(file).parent_path(), ignored)) {
+    const std::string name = entry.path().filename();
+    int rank = 0;
+    if (name.starts_with(start) && parse_int(name.substr(start.size()), rank)) rings.push_back(entry.path());
+  }
   return rings;
 }
 

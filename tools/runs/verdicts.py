@@ -100,11 +100,9 @@ def not_at_the_meeting(job):
     if len(missing) == len(job.ranks):
         yield Verdict("starting", missing, "no rank has used lockstep yet")
     elif missing and meeting:
-        who = f"{ranks_named(missing)} {'has' if len(missing) == 1 else 'have'}"
-        yield Verdict("meeting", missing, f"{who} not come to the meeting yet; the others wait there")
+        yield Verdict("meeting", missing, f"the others wait at the meeting for {ranks_named(missing)}")
     elif meeting:
-        who = f"{ranks_named(meeting)} {'meets' if len(meeting) == 1 else 'meet'}"
-        yield Verdict("meeting", meeting, f"{who} the others")
+        yield Verdict("meeting", meeting, f"at the meeting: {ranks_named(meeting)}")
 
 
 # ---- Ranks that do it slowly
