@@ -103,7 +103,7 @@ def main():
     subprocess.run(["make", "docs"], cwd=ROOT, check=True)
     browser = Browser()
     try:
-        search(browser, "weighted_mean", "lockstep::World::weighted_mean", "world.h")
+        search(browser, "all_gather_rows", "lockstep::World::all_gather_rows", "world.h")
         walk_to_a_cpp_class(browser)
         walk_to_python(browser)
         visit_every_page(browser)

@@ -159,11 +159,6 @@ class World {
   // The same, but only root's tensor changes. Sends about K from each rank.
   void reduce(const Tensor& tensor, const ReduceOptions& options = {}) const;
 
-  // sum_j w_j t_j / sum_j w_j, in place: tensor as for all_reduce, of floating point. float16 and bfloat16 are summed in
-  // float32. The tensor of a rank with weight 0 counts as zeros, even if it holds NaN. Throws UsageError: a weight below
-  // 0, or all weights 0.
-  void weighted_mean(const Tensor& tensor, double weight) const;
-
   // Reduces tensors of shape (R, ...) and gives rank r its part, shape (rows[r], ...). R = sum(rows); without rows, R is
   // a multiple of N. Sends (N-1)/N * K from each rank.
   [[nodiscard]] Tensor reduce_scatter(const Tensor& tensor, const ReduceScatterOptions& options = {}) const;

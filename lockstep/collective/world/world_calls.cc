@@ -272,25 +272,6 @@ Work World::all_to_all_async(const Tensor& tensor, const AllToAllOptions& option
   return start(all_to_all_call(state_->caller, tensor, options));
 }
 
-void World::weighted_mean(const Tensor& tensor, double weight) const {
-  const torch::NoGradGuard no_grad;
-  if (!tensor.is_floating_point() || !(weight >= 0))
-    throw UsageError({.what = concat("weighted_mean of ", c10::toString(tensor.scalar_type()), " with weight ", weight),
-                      .here = describe(),
-                      .next = "give floating point, and a weight of 0 or more"});
-  const auto wide = tensor.element_size() < 4 ? torch::kFloat32 : tensor.scalar_type();
-  const Tensor total = torch::tensor({weight}, torch::kFloat64);
-  const Tensor weighted =
-      weight > 0 ? tensor.to(wide) * weight : torch::zeros(tensor.sizes(), tensor.options().dtype(wide));
-  all_reduce(total);
-  if (total.item<double>() == 0)
-    throw UsageError({.what = "weighted_mean with weights that are all 0",
-                      .here = describe(),
-                      .next = "give a rank a weight above 0"});
-  all_reduce(weighted);
-  tensor.copy_(weighted / total.item<double>());
-}
-
 // ---- Messages
 
 void World::send(const Tensor& tensor, int to, int tag) const {

@@ -274,21 +274,6 @@ TEST_P(EveryWorld, results_go_where_the_caller_wants_them) {
   });
 }
 
-TEST_P(EveryWorld, weighted_mean_weighs) {
-  run([](World& world) {
-    const int n = world.size();
-    for (const auto dtype : {torch::kFloat32, torch::kFloat64, torch::kFloat16, torch::kBFloat16}) {
-      // Weights 0, 1, 2, ... but 1 where rank 0 is alone; rank 0 holds NaN, which its weight hides.
-      const torch::Tensor tensor = torch::full({4}, n == 1 ? 6.0 : 6.0 * world.rank(), dtype);
-      if (n > 1 && world.rank() == 0) tensor.fill_(NAN);
-      world.weighted_mean(tensor, n == 1 ? 1 : world.rank());
-      EXPECT_TRUE(same(tensor, torch::full({4}, n == 1 ? 6 : 2 * (2 * n - 1), dtype)));  // sum 6 r^2 / sum r
-    }
-    EXPECT_THROW(world.weighted_mean(torch::ones({2}), 0), UsageError);
-    EXPECT_THROW(world.weighted_mean(torch::ones({2}), -1), UsageError);
-  });
-}
-
 TEST_P(EveryWorld, refuses_what_makes_no_sense_before_anything_is_sent) {
   run([](World& world) {
     const torch::Tensor three = torch::ones({3});
