@@ -10,7 +10,7 @@
 // Tensors: on the CPU; dense, but all_reduce sums sparse ones (COO), too. A tensor, or list of tensors, that is one
 // contiguous piece of memory is exchanged where it lies; anything else through a contiguous copy. Every dtype can be
 // moved; lockstep/collective_types.h says what can be reduced, besides complex numbers where their parts may be reduced
-// one by one. AVG and PREMUL_SUM are there too.
+// one by one.
 //
 // Every call returns a Work at once. A collective that its caller is going to wait for anyway (asyncOp == false) is
 // done by then, on the caller's thread. Work::wait throws what went wrong: MismatchError, PeerLost (see

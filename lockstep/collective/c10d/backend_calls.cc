@@ -52,24 +52,7 @@ Unit unit_to_reduce(const Tensor& tensor, const c10d::ReduceOp& op) {
 ReduceOp to_reduce_op(const c10d::ReduceOp& op) {
   static_assert(int{c10d::ReduceOp::BXOR} == static_cast<int>(ReduceOp::kBitXor), "reductions are in c10d's order");
   if (op.op_ <= c10d::ReduceOp::BXOR) return static_cast<ReduceOp>(op.op_);
-  if (op.op_ == c10d::ReduceOp::PREMUL_SUM) return ReduceOp::kSum;  // scaled() multiplies
-  throw UsageError({.what = "a reduction that c10d does not define", .next = "use one of torch.distributed.ReduceOp"});
-}
-
-// PREMUL_SUM: every rank's tensors times a factor, then summed.
-Tensors scaled(Tensors tensors, const c10d::ReduceOp& op) {
-  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return tensors;
-  const auto* const factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-  if (factor == nullptr)
-    throw UsageError(
-        {.what = "PREMUL_SUM without a factor", .next = "make it with torch.distributed._make_nccl_premul_sum"});
-  const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  for (Tensor& tensor : tensors) {
-    const Tensor product =
-        factor->tensor_factor.defined() ? tensor.mul(factor->tensor_factor) : tensor.mul(factor->double_factor);
-    tensor = product.to(tensor.scalar_type());
-  }
-  return tensors;
+  throw UsageError({.what = "a reduction that the lockstep backend does not have", .next = "use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR"});
 }
 
 // The elements of each rank's part: a tensor each, or one tensor for all in equal parts.
@@ -139,7 +122,7 @@ TensorCall call_to_reduce(GroupRank member, Call call, const Tensors& inputs, co
                           const c10d::ReduceOp& op) {
   const Unit unit = unit_to_reduce(checked(inputs, outputs), op);
   call.op = to_reduce_op(op);
-  return call_on(member, std::move(call), scaled(inputs, op), outputs, unit);
+  return call_on(member, std::move(call), inputs, outputs, unit);
 }
 
 void run_to_its_end(Transport& transport, const TensorCall& call) {

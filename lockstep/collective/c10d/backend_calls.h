@@ -25,7 +25,7 @@ struct GroupRank {
 // as bytes. Throw UsageError, DeviceError.
 TensorCall call_to_move(GroupRank member, Call call, const Tensors& inputs, const Tensors& outputs);
 
-// Complex numbers are reduced as pairs. For PREMUL_SUM the inputs are multiplied here.
+// Complex numbers are reduced as pairs.
 TensorCall call_to_reduce(GroupRank member, Call call, const Tensors& inputs, const Tensors& outputs,
                           const c10d::ReduceOp& op);
 

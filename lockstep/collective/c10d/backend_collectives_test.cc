@@ -11,14 +11,6 @@
 namespace lockstep {
 namespace {
 
-// c10d's own function for it has another name in each release.
-c10d::ReduceOp halved_sum() {
-  c10d::ReduceOp op;
-  op.op_ = c10d::ReduceOp::PREMUL_SUM;
-  op.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(0.5);
-  return op;
-}
-
 using namespace testing::backend;
 
 class Backends : public ::testing::TestWithParam<Machines> {};
@@ -53,7 +45,6 @@ TEST_P(Backends, all_reduce_knows_every_reduction_of_c10d) {
     expect_equal(reduce(data_of(rank), c10d::ReduceOp::MAX), stacked.amax(0));
     expect_equal(reduce(data_of(rank) * size, c10d::ReduceOp::AVG), stacked.sum(0));
     expect_equal(reduce(data_of(rank) % 3, c10d::ReduceOp::PRODUCT), stacked.remainder(3).prod(0));
-    expect_equal(reduce(data_of(rank), halved_sum()), stacked.sum(0) * 0.5);
     const torch::Tensor bit = torch::full({3}, 1 << rank, torch::kInt32);
     expect_equal(reduce(bit, c10d::ReduceOp::BOR), torch::full({3}, (1 << size) - 1, torch::kInt32));
     expect_equal(reduce(bit, c10d::ReduceOp::BXOR), torch::full({3}, (1 << size) - 1, torch::kInt32));
