@@ -27,7 +27,7 @@ class Group;
 }
 
 struct WorldOptions {
-  torch::DeviceType device = torch::kCPU;  // kCUDA: GPU local_rank of those that are visible
+  torch::Device device = torch::kCPU;      // kCUDA without a number: GPU local_rank of those that are visible
   milliseconds timeout = kDefaultTimeout;  // how long any one wait may take; at most 24 days
 };
 

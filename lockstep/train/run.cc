@@ -132,7 +132,8 @@ int with_world(const TrainOptions& options, const Program& program, const Body& 
   show_rank(program.argc, program.argv, job.rank, job.world_size);
   const auto places = places_of_rank(options, job);
   return on_gpus(join(names_of(places), " or "), [&] {
-    const World world = WorldState::from_env_on(settle(options, places, job), options.strategy.timeout);
+    const World world =
+        WorldState::from_env({.device = settle(options, places, job), .timeout = options.strategy.timeout});
     use_threads(options, world, job);
     return body(world, places);
   });

@@ -120,16 +120,15 @@ void WorldState::abandon(const std::string& reason) const {
 }
 
 World World::from_env(const WorldOptions& options) {
-  World world = WorldState::from_env_on(options.device, options.timeout);
+  World world = WorldState::from_env(options);
   trace_if_asked(world);
   return world;
 }
 
-World WorldState::from_env_on(torch::Device device, milliseconds timeout) {
+World WorldState::from_env(const WorldOptions& options) {
   fault::read_plan();
   const JobEnvironment job = read_job_environment();
-  auto state = make_world_state(job, {.timeout = timeout});
-  state->caller.device = device_of_rank(device, job.local_rank);
+  auto state = make_world_state(job, options);
   set_log_rank(job.rank, job.world_size);
   observe::meets({job.rank, job.world_size, job.job_id, job.node_rank});
   const PhaseScope meeting(Phase::kMeeting);

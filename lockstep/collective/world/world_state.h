@@ -38,8 +38,8 @@ class WorldState {
   // launcher's variables say which machine this is. Blocks until all are connected. Throws RendezvousError.
   static World over_store(const StorePtr& store, int rank, int size, const WorldOptions& options = {});
 
-  // As World::from_env, with this device: a GPU of that number, or of the local rank's if it has none.
-  static World from_env_on(torch::Device device, milliseconds timeout);
+  // As World::from_env, but traces nothing by itself.
+  static World from_env(const WorldOptions& options);
 
   // Makes the World, once its transports are set. stop() ends it from now on.
   static World world_of(std::shared_ptr<WorldState> state);
