@@ -44,8 +44,12 @@ class LockstepRank final : public System {
   int rank() const override { return group_->rank(); }
   void barrier() override { group_->barrier(); }
   double slowest(double seconds) override {
-    group_->all_reduce(
-        {.input = &seconds, .output = &seconds, .count = 1, .dtype = DType::kFloat64, .op = ReduceOp::kMax});
+    group_->run({.operation = Operation::kAllReduce,
+                 .input = &seconds,
+                 .output = &seconds,
+                 .count = 1,
+                 .dtype = DType::kFloat64,
+                 .op = ReduceOp::kMax});
     return seconds;
   }
   std::function<void()> prepare(const Case& one) override;
@@ -94,7 +98,7 @@ std::function<void()> LockstepRank::prepare(const Case& one) {
   if (one.operation == "memcpy") return [=] { std::memcpy(out, in, bytes); };
   if (one.operation == "send_receive")
     return there_and_back(
-        group_->rank(), [=, this] { group_->send(send); }, [=, this] { group_->receive(receive); });
+        group_->rank(), [=, this] { group_->run(send); }, [=, this] { group_->run(receive); });
   return [this, chosen = calls.at(one.operation)] { group_->run(chosen); };
 }
 

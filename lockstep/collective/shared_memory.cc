@@ -49,7 +49,7 @@ std::shared_ptr<std::byte> SharedMemory::allocate_common(size_t bytes, bool by_s
   shm::Memory memory;
   if (rank() == 0) memory = shm::make_shared_memory(*group_, kHeader + bytes, size());
   std::array<uint64_t, 2> layout{rank() == 0 ? memory.offset() : 0, by_shares};
-  group_->broadcast({.output = &layout, .count = sizeof layout, .dtype = DType::kUInt8});
+  group_->run({.operation = Operation::kBroadcast, .output = &layout, .count = sizeof layout, .dtype = DType::kUInt8});
   std::byte* const start = rank() == 0 ? memory.data() : group_->peer_memory(0, layout[0], kHeader + bytes);
   if (layout[1] != 0) {
     barrier();

@@ -66,12 +66,24 @@ void one_call(Group& group, int call, Memory& arena, std::vector<float>& ordinar
   const size_t count = call % 3 == 0 ? 10 : 40000;
   switch (call % 4) {
     case 0:
-      return group.all_reduce(
-          {.input = ordinary.data(), .output = ordinary.data(), .count = count, .op = ReduceOp::kMax});
+      group.run({.operation = Operation::kAllReduce,
+                 .input = ordinary.data(),
+                 .output = ordinary.data(),
+                 .count = count,
+                 .op = ReduceOp::kMax});
+      break;
     case 1:
-      return group.all_reduce({.input = arena.data(), .output = arena.data(), .count = count, .op = ReduceOp::kMax});
-    case 2: return group.broadcast({.output = ordinary.data(), .count = count, .root = call % group.size()});
-    default: return group.barrier();
+      group.run({.operation = Operation::kAllReduce,
+                 .input = arena.data(),
+                 .output = arena.data(),
+                 .count = count,
+                 .op = ReduceOp::kMax});
+      break;
+    case 2:
+      group.run(
+          {.operation = Operation::kBroadcast, .output = ordinary.data(), .count = count, .root = call % group.size()});
+      break;
+    default: group.barrier();
   }
 }
 
@@ -96,8 +108,11 @@ void limit(int resource, rlim_t value) {
 // A collective for which this rank has to take memory from the machine.
 void call_that_takes_memory(Group& group) {
   std::vector<float> large(size_t{1} << 21);
-  group.all_reduce(
-      {.input = large.data(), .output = large.data(), .count = large.size(), .algorithm = Algorithm::kRing});
+  group.run({.operation = Operation::kAllReduce,
+             .input = large.data(),
+             .output = large.data(),
+             .count = large.size(),
+             .algorithm = Algorithm::kRing});
 }
 
 // What the victim does to itself.
@@ -287,7 +302,7 @@ TEST(faults, after_an_error_every_call_fails_at_once) {
   float value = 0;
   for (int i = 0; i < 3; ++i) {
     EXPECT_THROW(group.barrier(), PeerLost);
-    EXPECT_THROW(group.send({.input = &value, .count = 1, .peer = 1}), PeerLost);
+    EXPECT_THROW(group.run({.operation = Operation::kSend, .input = &value, .count = 1, .peer = 1}), PeerLost);
   }
   EXPECT_EQ(exit_code_of(peer), 0);
 }

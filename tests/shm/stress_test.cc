@@ -87,28 +87,44 @@ void Sequence::make_call(unsigned kind) {
   constexpr DType kInt = DType::kInt32;
   switch (kind) {
     case 0:
-      group_.all_reduce({.input = mine, .output = mine, .count = count_, .dtype = kInt});
+      group_.run({.operation = Operation::kAllReduce, .input = mine, .output = mine, .count = count_, .dtype = kInt});
       return expect_sum(mine, count_);
     case 1:
-      group_.reduce({.input = mine, .output = result, .count = count_, .dtype = kInt, .root = root_});
+      group_.run({.operation = Operation::kReduce,
+                  .input = mine,
+                  .output = result,
+                  .count = count_,
+                  .dtype = kInt,
+                  .root = root_});
       return is_root() ? expect_sum(result, count_) : void();
     case 2:
-      group_.reduce_scatter({.input = all, .output = mine, .count = count_, .dtype = kInt});
+      group_.run(
+          {.operation = Operation::kReduceScatter, .input = all, .output = mine, .count = count_, .dtype = kInt});
       return expect_sum(mine, count_, own_part);
     case 3:
-      group_.all_gather({.input = mine, .output = result, .count = count_, .dtype = kInt});
+      group_.run({.operation = Operation::kAllGather, .input = mine, .output = result, .count = count_, .dtype = kInt});
       return expect_from_each(result);
     case 4:
-      group_.broadcast({.output = mine, .count = count_, .dtype = kInt, .root = root_});
+      group_.run({.operation = Operation::kBroadcast, .output = mine, .count = count_, .dtype = kInt, .root = root_});
       return expect_from(root_, mine, count_);
     case 5:
-      group_.gather({.input = mine, .output = result, .count = count_, .dtype = kInt, .root = root_});
+      group_.run({.operation = Operation::kGather,
+                  .input = mine,
+                  .output = result,
+                  .count = count_,
+                  .dtype = kInt,
+                  .root = root_});
       return is_root() ? expect_from_each(result) : void();
     case 6:
-      group_.scatter({.input = all, .output = mine, .count = count_, .dtype = kInt, .root = root_});
+      group_.run({.operation = Operation::kScatter,
+                  .input = all,
+                  .output = mine,
+                  .count = count_,
+                  .dtype = kInt,
+                  .root = root_});
       return expect_from(root_, mine, count_, own_part);
     case 7:
-      group_.all_to_all({.input = all, .output = result, .count = count_, .dtype = kInt});
+      group_.run({.operation = Operation::kAllToAll, .input = all, .output = result, .count = count_, .dtype = kInt});
       return expect_from_each(result, own_part);
     case 8: return pass_around_the_ring();
     default: return group_.barrier();
@@ -123,7 +139,7 @@ void Sequence::pass_around_the_ring() {
   int32_t* const in = numbers(count_);
   const FuturePtr sent = group_.start(
       Call{.operation = Operation::kSend, .input = out, .count = count_, .dtype = DType::kInt32, .peer = right});
-  group_.receive({.output = in, .count = count_, .dtype = DType::kInt32, .peer = left});
+  group_.run({.operation = Operation::kReceive, .output = in, .count = count_, .dtype = DType::kInt32, .peer = left});
   sent->wait();
   expect_from(left, in, count_);
 }

@@ -57,7 +57,8 @@ Watchdog::Watchdog(shm::Group& inside, GlooLink::OnLoss on_loss) : group_(whole_
 Watchdog::~Watchdog() {
   const uint8_t goodbye = 0;
   try {
-    group_->send({.input = &goodbye, .count = 1, .dtype = DType::kUInt8, .peer = group_->rank()});
+    group_->run(
+        {.operation = Operation::kSend, .input = &goodbye, .count = 1, .dtype = DType::kUInt8, .peer = group_->rank()});
   } catch (const std::exception&) {  // a rank is lost: the thread ends by itself
   }
 }

@@ -179,7 +179,12 @@ TEST_P(Collectives, all_reduce_gives_every_rank_the_same_exact_result) {
       for (const size_t count : {size_t{3}, size_t{4099}}) {
         const Array data(group, kind(), count * size_of(dtype));
         fill(dtype, data.data(), group.rank(), count);
-        group.all_reduce({.input = data.data(), .output = data.data(), .count = count, .dtype = dtype, .op = op});
+        group.run({.operation = Operation::kAllReduce,
+                   .input = data.data(),
+                   .output = data.data(),
+                   .count = count,
+                   .dtype = dtype,
+                   .op = op});
         EXPECT_TRUE(
             same(data.data(), expected_reduction(dtype, op, size(), count), name_of(dtype, op, count, group.rank())));
       }
@@ -193,7 +198,7 @@ TEST_P(Collectives, all_reduce_takes_any_size_and_a_separate_output) {
       const Array input(group, kind(), count * 4);
       const Array output(group, kind(), count * 4);
       fill(DType::kFloat32, input.data(), group.rank(), count);
-      group.all_reduce({.input = input.data(), .output = output.data(), .count = count});
+      group.run({.operation = Operation::kAllReduce, .input = input.data(), .output = output.data(), .count = count});
       EXPECT_TRUE(same(output.data(), expected_reduction(DType::kFloat32, ReduceOp::kSum, size(), count), "sum"));
     }
   });
@@ -205,13 +210,14 @@ void check_reductions_in_chunks(Group& group, MemoryKind kind, size_t count, con
   const Array output(group, kind, count * 4);
   fill(DType::kFloat32, input.data(), group.rank(), count);
   const int root = group.size() - 1;
-  group.reduce({.input = input.data(), .output = output.data(), .count = count, .root = root});
+  group.run(
+      {.operation = Operation::kReduce, .input = input.data(), .output = output.data(), .count = count, .root = root});
   if (group.rank() == root) {
     EXPECT_TRUE(same(output.data(), sum, "reduce"));
   }
-  group.all_reduce({.input = input.data(), .output = output.data(), .count = count});
+  group.run({.operation = Operation::kAllReduce, .input = input.data(), .output = output.data(), .count = count});
   EXPECT_TRUE(same(output.data(), sum, "all_reduce"));
-  group.all_reduce({.input = input.data(), .output = input.data(), .count = count});
+  group.run({.operation = Operation::kAllReduce, .input = input.data(), .output = input.data(), .count = count});
   EXPECT_TRUE(same(input.data(), sum, "all_reduce in place"));
 }
 
@@ -234,8 +240,12 @@ TEST_P(Collectives, all_reduce_by_every_algorithm) {
           const Array input(group, kind(), count * 4);
           const Array output(group, kind(), count * 4);
           fill(DType::kFloat32, input.data(), group.rank(), count);
-          group.all_reduce(
-              {.input = input.data(), .output = output.data(), .count = count, .op = op, .algorithm = algorithm});
+          group.run({.operation = Operation::kAllReduce,
+                     .input = input.data(),
+                     .output = output.data(),
+                     .count = count,
+                     .op = op,
+                     .algorithm = algorithm});
           EXPECT_TRUE(
               same(output.data(), expected_reduction(DType::kFloat32, op, size(), count), to_string(algorithm)));
         }
@@ -250,12 +260,13 @@ TEST_P(Collectives, reduce_gives_the_root_the_result) {
       const Array input(group, kind(), count * size_of(dtype));
       const Array output(group, kind(), count * size_of(dtype));
       fill(dtype, input.data(), group.rank(), count);
-      group.reduce({.input = input.data(),
-                    .output = group.rank() == root ? output.data() : nullptr,
-                    .count = count,
-                    .dtype = dtype,
-                    .op = op,
-                    .root = root});
+      group.run({.operation = Operation::kReduce,
+                 .input = input.data(),
+                 .output = group.rank() == root ? output.data() : nullptr,
+                 .count = count,
+                 .dtype = dtype,
+                 .op = op,
+                 .root = root});
       if (group.rank() == root) {
         EXPECT_TRUE(same(output.data(), expected_reduction(dtype, op, size(), count), name_of(dtype, op, count, root)));
       }
@@ -263,7 +274,7 @@ TEST_P(Collectives, reduce_gives_the_root_the_result) {
     for (const size_t count : kCounts) {
       const Array data(group, kind(), count * 4);
       fill(DType::kFloat32, data.data(), group.rank(), count);
-      group.reduce({.input = data.data(), .output = data.data(), .count = count});
+      group.run({.operation = Operation::kReduce, .input = data.data(), .output = data.data(), .count = count});
       if (group.rank() == 0) {
         EXPECT_TRUE(same(data.data(), expected_reduction(DType::kFloat32, ReduceOp::kSum, size(), count), "in place"));
       }
@@ -287,11 +298,12 @@ void check_reduce_scatter(Group& group, MemoryKind kind, DType dtype, const std:
   const Array input(group, kind, total * size_of(dtype));
   const Array output(group, kind, mine * size_of(dtype));
   fill(dtype, input.data(), group.rank(), total);
-  group.reduce_scatter({.input = input.data(),
-                        .output = output.data(),
-                        .count = even ? mine : 0,
-                        .counts = even ? std::vector<size_t>{} : counts,
-                        .dtype = dtype});
+  group.run({.operation = Operation::kReduceScatter,
+             .input = input.data(),
+             .output = output.data(),
+             .count = even ? mine : 0,
+             .counts = even ? std::vector<size_t>{} : counts,
+             .dtype = dtype});
   const std::vector<std::byte> all = expected_reduction(dtype, ReduceOp::kSum, group.size(), total);
   const auto begin = all.begin() + static_cast<ptrdiff_t>(sum_of(counts, group.rank()) * size_of(dtype));
   const std::vector<std::byte> part(begin, begin + static_cast<ptrdiff_t>(mine * size_of(dtype)));
@@ -326,26 +338,33 @@ void check_gathers(Group& group, MemoryKind kind, const std::vector<size_t>& cou
   const Array input(group, kind, mine * 4);
   fill(dtype, input.data(), group.rank(), mine);
   const Array all(group, kind, total * 4);
-  group.all_gather({.input = input.data(), .output = all.data(), .count = mine, .counts = uneven, .dtype = dtype});
+  group.run({.operation = Operation::kAllGather,
+             .input = input.data(),
+             .output = all.data(),
+             .count = mine,
+             .counts = uneven,
+             .dtype = dtype});
   EXPECT_TRUE(same(all.data(), gathered(dtype, counts), "all_gather"));
   const int root = group.size() - 1;
   const Array at_root(group, kind, total * 4);
-  group.gather({.input = input.data(),
-                .output = group.rank() == root ? at_root.data() : nullptr,
-                .count = mine,
-                .counts = uneven,
-                .dtype = dtype,
-                .root = root});
+  group.run({.operation = Operation::kGather,
+             .input = input.data(),
+             .output = group.rank() == root ? at_root.data() : nullptr,
+             .count = mine,
+             .counts = uneven,
+             .dtype = dtype,
+             .root = root});
   if (group.rank() == root) {
     EXPECT_TRUE(same(at_root.data(), gathered(dtype, counts), "gather"));
   }
   const Array back(group, kind, mine * 4);
-  group.scatter({.input = group.rank() == root ? at_root.data() : nullptr,
-                 .output = back.data(),
-                 .count = mine,
-                 .counts = uneven,
-                 .dtype = dtype,
-                 .root = root});
+  group.run({.operation = Operation::kScatter,
+             .input = group.rank() == root ? at_root.data() : nullptr,
+             .output = back.data(),
+             .count = mine,
+             .counts = uneven,
+             .dtype = dtype,
+             .root = root});
   EXPECT_TRUE(same(back.data(), std::vector<std::byte>(input.data(), input.data() + mine * 4), "scatter"));
 }
 
@@ -364,7 +383,11 @@ TEST_P(Collectives, broadcast_gives_every_rank_the_roots_data) {
       for (const size_t count : kCounts) {
         const Array data(group, kind(), count * 2);
         if (group.rank() == root) fill(DType::kInt16, data.data(), root, count);
-        group.broadcast({.output = data.data(), .count = count, .dtype = DType::kInt16, .root = root});
+        group.run({.operation = Operation::kBroadcast,
+                   .output = data.data(),
+                   .count = count,
+                   .dtype = DType::kInt16,
+                   .root = root});
         std::vector<std::byte> expected(count * 2);
         fill(DType::kInt16, expected.data(), root, count);
         EXPECT_TRUE(same(data.data(), expected, "broadcast"));
@@ -394,12 +417,13 @@ void check_all_to_all(Group& group, MemoryKind kind, size_t scale, bool even) {
     for (size_t i = 0; i < receives[static_cast<unsigned>(peer)]; ++i)
       put(expected.data(), sum_of(receives, peer) + i, message_value(peer, group.rank(), i));
   }
-  group.all_to_all({.input = input.data(),
-                    .output = output.data(),
-                    .count = scale,
-                    .counts = even ? std::vector<size_t>{} : sends,
-                    .receive_counts = even ? std::vector<size_t>{} : receives,
-                    .dtype = DType::kInt64});
+  group.run({.operation = Operation::kAllToAll,
+             .input = input.data(),
+             .output = output.data(),
+             .count = scale,
+             .counts = even ? std::vector<size_t>{} : sends,
+             .receive_counts = even ? std::vector<size_t>{} : receives,
+             .dtype = DType::kInt64});
   EXPECT_TRUE(same(output.data(), expected, "all_to_all"));
 }
 
@@ -419,10 +443,10 @@ TEST(collectives, all_reduce_into_one_shared_result) {
         const size_t count = 10000;
         Memory memory = group.allocate(2 * count * 4);
         uint64_t offset = memory.offset() + count * 4;
-        group.broadcast({.output = &offset, .count = 1, .dtype = DType::kInt64});
+        group.run({.operation = Operation::kBroadcast, .output = &offset, .count = 1, .dtype = DType::kInt64});
         std::byte* const result = group.peer_memory(0, offset, count * 4);
         fill(DType::kFloat32, memory.data(), group.rank(), count);
-        group.all_reduce({.input = memory.data(), .output = result, .count = count});
+        group.run({.operation = Operation::kAllReduce, .input = memory.data(), .output = result, .count = count});
         EXPECT_TRUE(same(result, expected_reduction(DType::kFloat32, ReduceOp::kSum, 3, count), "shared result"));
         group.barrier();
       },
@@ -439,8 +463,11 @@ TEST(collectives, reduce_more_than_2_gib) {
           const Array array(group, kind, kBytes);
           std::fill_n(array.data(), kBytes, static_cast<std::byte>(1 + group.rank()));
           array.data()[kBytes - 1] = array.data()[kBytes / 2] = std::byte{20};
-          const Call call{.input = array.data(), .output = array.data(), .count = kBytes, .dtype = DType::kUInt8};
-          group.all_reduce(call);
+          group.run({.operation = Operation::kAllReduce,
+                     .input = array.data(),
+                     .output = array.data(),
+                     .count = kBytes,
+                     .dtype = DType::kUInt8});
           const bool ends_well = array.data()[kBytes - 1] == std::byte{40} && array.data()[kBytes / 2] == std::byte{40};
           return ends_well && std::count(array.data(), array.data() + kBytes, std::byte{3}) == kBytes - 2 ? 0 : 1;
         },

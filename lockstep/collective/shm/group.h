@@ -75,16 +75,6 @@ class Group final : public CallDescription {
   Location locate(const void* address, size_t bytes) const { return peers_->locate(address, bytes); }
 
   void barrier() { run({.operation = Operation::kBarrier}); }
-  void all_reduce(Call call) { run_as(Operation::kAllReduce, call); }
-  void reduce(Call call) { run_as(Operation::kReduce, call); }
-  void reduce_scatter(Call call) { run_as(Operation::kReduceScatter, call); }
-  void all_gather(Call call) { run_as(Operation::kAllGather, call); }
-  void broadcast(Call call) { run_as(Operation::kBroadcast, call); }
-  void gather(Call call) { run_as(Operation::kGather, call); }
-  void scatter(Call call) { run_as(Operation::kScatter, call); }
-  void all_to_all(Call call) { run_as(Operation::kAllToAll, call); }
-  void send(Call call) { run_as(Operation::kSend, call); }
-  int receive(Call call) { return run_as(Operation::kReceive, call); }
 
   // Blocks until the call is done. Returns the sender of a receive. `announced`: the signature that the ranks compare,
   // and print in messages, where this collective is a part of a larger call.
@@ -186,10 +176,6 @@ class Group final : public CallDescription {
   // `ranks`: the machine's ranks of this group's ranks 0, 1, ...
   Group(std::shared_ptr<Peers> peers, GroupArea area, std::vector<int> ranks, int rank, milliseconds timeout);
   bool is_parents() const { return !process_.is_here(); }
-  int run_as(Operation operation, Call& call) {
-    call.operation = operation;
-    return run(call);
-  }
   void begin(const Signature& signature);
   const Announcement& last_of(int rank) const;
   std::string doing(int rank) const;

@@ -94,11 +94,19 @@ TEST_P(Sizes, counters_wrap_between_collectives_and_within_one) {
     for (int round = 0; round < 12; ++round)
       for (const size_t count : {1, 700, 20'000}) {  // in a line, in a slot, in 20 chunks
         std::vector<int32_t> data(count, group.rank() + 1), all(count * static_cast<unsigned>(size));
-        group.all_reduce({.input = data.data(), .output = data.data(), .count = count, .dtype = DType::kInt32});
+        group.run({.operation = Operation::kAllReduce,
+                   .input = data.data(),
+                   .output = data.data(),
+                   .count = count,
+                   .dtype = DType::kInt32});
         EXPECT_EQ(std::ranges::count(data, sum), std::ssize(data));
         group.barrier();
         std::ranges::fill(data, group.rank());
-        group.all_gather({.input = data.data(), .output = all.data(), .count = count, .dtype = DType::kInt32});
+        group.run({.operation = Operation::kAllGather,
+                   .input = data.data(),
+                   .output = all.data(),
+                   .count = count,
+                   .dtype = DType::kInt32});
         for (int rank = 0; rank < size; ++rank) EXPECT_EQ(all[static_cast<unsigned>(rank) * count + count - 1], rank);
       }
   });
@@ -133,16 +141,16 @@ TEST(group, disagreement_is_named_on_all_ranks_and_the_group_stays_usable) {
     for (int round = 0; round < 3; ++round) {
       const std::string message = lockstep::testing::message_of<MismatchError>([&] {
         if (group.rank() == 1)
-          group.broadcast({.output = data.data(), .count = 7, .root = 2});
+          group.run({.operation = Operation::kBroadcast, .output = data.data(), .count = 7, .root = 2});
         else
-          group.all_reduce({.input = data.data(), .output = data.data(), .count = 100});
+          group.run({.operation = Operation::kAllReduce, .input = data.data(), .output = data.data(), .count = 100});
       });
       EXPECT_TRUE(contains(message, "all_reduce of 100 float32 (sum)"));
       EXPECT_TRUE(contains(message, "broadcast of 7 float32 with root 2"));
       EXPECT_TRUE(contains(message, "rank 1"));
     }
     float one = 1;
-    group.all_reduce({.input = &one, .output = &one, .count = 1});
+    group.run({.operation = Operation::kAllReduce, .input = &one, .output = &one, .count = 1});
     EXPECT_EQ(one, 3);
   }));
 }
@@ -151,8 +159,8 @@ TEST(group, every_part_of_a_signature_is_compared) {
   expect_none(run_threads(2, [](Group& group) {
     std::vector<float> data(64);
     const bool odd = group.rank() == 1;
-    const auto differs = [&](const Call& call) { EXPECT_THROW(group.all_reduce(call), MismatchError); };
-    const Call same{.input = data.data(), .output = data.data(), .count = 16};
+    const auto differs = [&](const Call& call) { EXPECT_THROW(group.run(call), MismatchError); };
+    const Call same{.operation = Operation::kAllReduce, .input = data.data(), .output = data.data(), .count = 16};
     Call other = same;
     other.count = odd ? 15 : 16;
     differs(other);
@@ -165,11 +173,19 @@ TEST(group, every_part_of_a_signature_is_compared) {
     other = same;
     other.algorithm = odd ? Algorithm::kRing : Algorithm::kDirect;
     differs(other);
-    EXPECT_THROW(group.broadcast({.output = data.data(), .count = 4, .root = odd ? 1 : 0}), MismatchError);
+    EXPECT_THROW(
+        group.run({.operation = Operation::kBroadcast, .output = data.data(), .count = 4, .root = odd ? 1 : 0}),
+        MismatchError);
     const std::vector<size_t> counts = odd ? std::vector<size_t>{1, 3} : std::vector<size_t>{2, 2};
-    EXPECT_THROW(group.all_gather({.input = data.data(), .output = data.data() + 32, .counts = counts}), MismatchError);
-    EXPECT_THROW(group.all_to_all(
-                     {.input = data.data(), .output = data.data() + 32, .counts = {1, 2}, .receive_counts = {1, 1}}),
+    EXPECT_THROW(
+        group.run(
+            {.operation = Operation::kAllGather, .input = data.data(), .output = data.data() + 32, .counts = counts}),
+        MismatchError);
+    EXPECT_THROW(group.run({.operation = Operation::kAllToAll,
+                            .input = data.data(),
+                            .output = data.data() + 32,
+                            .counts = {1, 2},
+                            .receive_counts = {1, 1}}),
                  MismatchError);
   }));
 }
@@ -177,11 +193,20 @@ TEST(group, every_part_of_a_signature_is_compared) {
 TEST(group, refuses_arguments_that_make_no_sense) {
   expect_none(run_threads(2, [](Group& group) {
     std::vector<float> data(8);
-    EXPECT_THROW(group.broadcast({.output = data.data(), .count = 1, .root = 2}), UsageError);
-    EXPECT_THROW(group.all_reduce({.input = data.data(), .output = data.data(), .count = 1, .op = ReduceOp::kBitOr}),
+    EXPECT_THROW(group.run({.operation = Operation::kBroadcast, .output = data.data(), .count = 1, .root = 2}),
                  UsageError);
-    EXPECT_THROW(group.all_gather({.input = data.data(), .output = data.data(), .counts = {1}}), UsageError);
-    EXPECT_THROW(group.all_to_all({.input = data.data(), .output = data.data(), .count = 2}), UsageError);
+    EXPECT_THROW(group.run({.operation = Operation::kAllReduce,
+                            .input = data.data(),
+                            .output = data.data(),
+                            .count = 1,
+                            .op = ReduceOp::kBitOr}),
+                 UsageError);
+    EXPECT_THROW(
+        group.run({.operation = Operation::kAllGather, .input = data.data(), .output = data.data(), .counts = {1}}),
+        UsageError);
+    EXPECT_THROW(
+        group.run({.operation = Operation::kAllToAll, .input = data.data(), .output = data.data(), .count = 2}),
+        UsageError);
     group.barrier();
   }));
 }
@@ -233,20 +258,21 @@ TEST(group, what_is_announced_is_compared_and_named_in_place_of_the_call) {
 
 TEST(group, the_deadline_lists_what_every_rank_does) {
   std::latch given_up(2);
-  const auto errors = run_threads(3,
-                                  [&](Group& group) {
-                                    float value = 0;
-                                    group.all_reduce({.input = &value, .output = &value, .count = 1});
-                                    if (group.rank() == 1) return given_up.wait();
-                                    std::vector<int64_t> data(10);
-                                    try {
-                                      group.broadcast({.output = data.data(), .count = 10, .dtype = DType::kInt64});
-                                    } catch (...) {
-                                      given_up.count_down();
-                                      throw;
-                                    }
-                                  },
-                                  {.timeout = std::chrono::milliseconds(100)});
+  const auto errors = run_threads(
+      3,
+      [&](Group& group) {
+        float value = 0;
+        group.run({.operation = Operation::kAllReduce, .input = &value, .output = &value, .count = 1});
+        if (group.rank() == 1) return given_up.wait();
+        std::vector<int64_t> data(10);
+        try {
+          group.run({.operation = Operation::kBroadcast, .output = data.data(), .count = 10, .dtype = DType::kInt64});
+        } catch (...) {
+          given_up.count_down();
+          throw;
+        }
+      },
+      {.timeout = std::chrono::milliseconds(100)});
   for (const int rank : {0, 2}) {
     const std::string message = text_of(errors[rank]);
     EXPECT_TRUE(contains(message, "PeerLost: rank 1 did not answer within"));
@@ -287,7 +313,8 @@ TEST(group, memory_of_a_failed_rank_is_not_touched_any_more) {
       std::vector<float> data(1 << 16);  // freed as soon as this rank sees an error
       for (int i = 0; i < 50; ++i) {
         if (group.rank() == 1 && i == round) throw std::runtime_error("stop");
-        group.all_reduce({.input = data.data(), .output = data.data(), .count = data.size()});
+        group.run(
+            {.operation = Operation::kAllReduce, .input = data.data(), .output = data.data(), .count = data.size()});
       }
     });
     EXPECT_TRUE(contains(text_of(errors[0]), "rank 1 failed"));
@@ -305,13 +332,15 @@ TEST_P(Sizes, subgroups_split_and_work_at_the_same_time_as_their_parent) {
     std::thread other([&] {
       for (int i = 0; i < 200; ++i) {
         int sum = group.rank();
-        half->all_reduce({.input = &sum, .output = &sum, .count = 1, .dtype = DType::kInt32});
+        half->run(
+            {.operation = Operation::kAllReduce, .input = &sum, .output = &sum, .count = 1, .dtype = DType::kInt32});
         EXPECT_EQ(sum, std::accumulate(mine.begin(), mine.end(), 0));
       }
     });
     for (int i = 0; i < 200; ++i) {
       int count = 1;
-      group.all_reduce({.input = &count, .output = &count, .count = 1, .dtype = DType::kInt32});
+      group.run(
+          {.operation = Operation::kAllReduce, .input = &count, .output = &count, .count = 1, .dtype = DType::kInt32});
       EXPECT_EQ(count, group.size());
     }
     other.join();
@@ -360,7 +389,8 @@ TEST_P(Sizes, started_calls_are_made_in_order) {
           {.operation = Operation::kAllReduce, .input = data[i].data(), .output = data[i].data(), .count = 3000}));
     }
     float value = 1;
-    started.queue.run([&] { group.all_reduce({.input = &value, .output = &value, .count = 1}); });
+    started.queue.run(
+        [&] { group.run({.operation = Operation::kAllReduce, .input = &value, .output = &value, .count = 1}); });
     EXPECT_EQ(value, static_cast<float>(group.size()));
     for (size_t i = 0; i < futures.size(); ++i) {
       futures[i]->wait(testing::soon());

@@ -44,7 +44,12 @@ TEST_P(Messages, go_round_a_ring_in_every_size) {
       std::vector<int32_t> received(count);
       const FuturePtr work = group.start(Call{
           .operation = Operation::kSend, .input = sent.data(), .count = count, .dtype = DType::kInt32, .peer = right});
-      EXPECT_EQ(group.receive({.output = received.data(), .count = count, .dtype = DType::kInt32, .peer = left}), left);
+      EXPECT_EQ(group.run({.operation = Operation::kReceive,
+                           .output = received.data(),
+                           .count = count,
+                           .dtype = DType::kInt32,
+                           .peer = left}),
+                left);
       work->wait(testing::soon());
       EXPECT_EQ(received, numbers(count, left));
     }
@@ -57,7 +62,12 @@ TEST_P(Messages, from_anybody_arrive_once_each) {
     if (group.rank() > 0) {
       for (int i = 0; i < kEach; ++i) {
         const std::vector<int32_t> data = numbers(i % 2 == 0 ? 10 : 5000, group.rank() * 1000 + i);
-        group.send({.input = data.data(), .count = data.size(), .dtype = DType::kInt32, .peer = 0, .tag = i});
+        group.run({.operation = Operation::kSend,
+                   .input = data.data(),
+                   .count = data.size(),
+                   .dtype = DType::kInt32,
+                   .peer = 0,
+                   .tag = i});
       }
       return;
     }
@@ -65,7 +75,11 @@ TEST_P(Messages, from_anybody_arrive_once_each) {
       IntVector<char> heard(group.size());
       for (int n = 1; n < group.size(); ++n) {
         std::vector<int32_t> data(i % 2 == 0 ? 10 : 5000);
-        const int from = group.receive({.output = data.data(), .count = data.size(), .dtype = DType::kInt32, .tag = i});
+        const int from = group.run({.operation = Operation::kReceive,
+                                    .output = data.data(),
+                                    .count = data.size(),
+                                    .dtype = DType::kInt32,
+                                    .tag = i});
         EXPECT_FALSE(heard[from]);
         heard[from] = true;
         EXPECT_EQ(data, numbers(data.size(), from * 1000 + i));
@@ -96,7 +110,12 @@ TEST(messages, of_one_tag_keep_their_order_and_tags_may_overtake) {
           }
           for (int i = 0; i < kCount; ++i) {
             std::vector<int32_t> data(i % 7 == 0 ? 3000 : 3);
-            group.receive({.output = data.data(), .count = data.size(), .dtype = DType::kInt32, .peer = 0, .tag = 5});
+            group.run({.operation = Operation::kReceive,
+                       .output = data.data(),
+                       .count = data.size(),
+                       .dtype = DType::kInt32,
+                       .peer = 0,
+                       .tag = 5});
             ASSERT_EQ(data, numbers(data.size(), i));
           }
         },
@@ -104,14 +123,18 @@ TEST(messages, of_one_tag_keep_their_order_and_tags_may_overtake) {
   expect_none(run_threads(2, [](Group& group) {
     int32_t value = 1;
     if (group.rank() == 0) {
-      group.send({.input = &value, .count = 1, .dtype = DType::kInt32, .peer = 1, .tag = 1});
+      group.run(
+          {.operation = Operation::kSend, .input = &value, .count = 1, .dtype = DType::kInt32, .peer = 1, .tag = 1});
       value = 2;
-      group.send({.input = &value, .count = 1, .dtype = DType::kInt32, .peer = 1, .tag = 2});
+      group.run(
+          {.operation = Operation::kSend, .input = &value, .count = 1, .dtype = DType::kInt32, .peer = 1, .tag = 2});
       return;
     }
-    group.receive({.output = &value, .count = 1, .dtype = DType::kInt32, .peer = 0, .tag = 2});
+    group.run(
+        {.operation = Operation::kReceive, .output = &value, .count = 1, .dtype = DType::kInt32, .peer = 0, .tag = 2});
     EXPECT_EQ(value, 2);
-    group.receive({.output = &value, .count = 1, .dtype = DType::kInt32, .peer = 0, .tag = 1});
+    group.run(
+        {.operation = Operation::kReceive, .output = &value, .count = 1, .dtype = DType::kInt32, .peer = 0, .tag = 1});
     EXPECT_EQ(value, 1);
   }));
 }
@@ -147,10 +170,11 @@ TEST(messages, of_another_shape_are_refused_on_both_sides) {
   expect_none(run_threads(2, [](Group& group) {
     std::vector<float> data(5000);
     if (group.rank() == 0) {
-      EXPECT_THROW(group.send({.input = data.data(), .count = 5000, .peer = 1}), MismatchError);
+      EXPECT_THROW(group.run({.operation = Operation::kSend, .input = data.data(), .count = 5000, .peer = 1}),
+                   MismatchError);
     } else {
       const std::string message = lockstep::testing::message_of<MismatchError>(
-          [&] { group.receive({.output = data.data(), .count = 4000, .peer = 0}); });
+          [&] { group.run({.operation = Operation::kReceive, .output = data.data(), .count = 4000, .peer = 0}); });
       EXPECT_TRUE(contains(message, "receive of 4000 float32 from rank 0, tag 0"));
       EXPECT_TRUE(contains(message, "send of 5000 float32"));
     }
@@ -159,12 +183,13 @@ TEST(messages, of_another_shape_are_refused_on_both_sides) {
 }
 
 TEST(messages, that_nobody_answers_end_at_the_deadline) {
-  const auto errors = run_threads(2,
-                                  [](Group& group) {
-                                    float value = 0;
-                                    group.receive({.output = &value, .count = 1, .peer = 1 - group.rank(), .tag = 9});
-                                  },
-                                  {.timeout = std::chrono::milliseconds(50)});
+  const auto errors = run_threads(
+      2,
+      [](Group& group) {
+        float value = 0;
+        group.run({.operation = Operation::kReceive, .output = &value, .count = 1, .peer = 1 - group.rank(), .tag = 9});
+      },
+      {.timeout = std::chrono::milliseconds(50)});
   for (const auto& error : errors) EXPECT_THROW(std::rethrow_exception(error), PeerLost);
 }
 
@@ -177,7 +202,7 @@ TEST(messages, that_are_late_name_who_holds_up_their_sender) {
     if (group.rank() == 0) group.set_timeout(std::chrono::milliseconds(300));
     const std::shared_ptr<void> at_the_end(nullptr, [&](void*) { over = true; });
     float value = 0;
-    group.receive({.output = &value, .count = 1, .peer = group.rank() + 1});
+    group.run({.operation = Operation::kReceive, .output = &value, .count = 1, .peer = group.rank() + 1});
   });
   for (int rank = 0; rank < 3; ++rank) {
     const auto rethrow = [&] { std::rethrow_exception(errors[rank]); };

@@ -26,7 +26,11 @@ std::vector<std::string> exchange_addresses(shm::Group& group, const std::string
     throw SystemError({.what = "an address of shared memory that is too long: " + mine});
   std::ranges::copy(mine, padded.begin());
   std::vector<Padded> all(to_size(group.size()));
-  group.all_gather({.input = &padded, .output = all.data(), .count = sizeof padded, .dtype = DType::kUInt8});
+  group.run({.operation = Operation::kAllGather,
+             .input = &padded,
+             .output = all.data(),
+             .count = sizeof padded,
+             .dtype = DType::kUInt8});
   std::vector<std::string> addresses;
   for (const Padded& address : all) addresses.emplace_back(address.data());
   return addresses;

@@ -29,7 +29,7 @@ using testing::soon;
 
 int sum_is_right(Group& group) {
   int sum = group.rank() + 1;
-  group.all_reduce({.input = &sum, .output = &sum, .count = 1, .dtype = DType::kInt32});
+  group.run({.operation = Operation::kAllReduce, .input = &sum, .output = &sum, .count = 1, .dtype = DType::kInt32});
   return sum == group.size() * (group.size() + 1) / 2 ? 0 : 1;
 }
 
@@ -226,7 +226,8 @@ int sum_over_processes(int size) {
           rank == 0 ? server.connect(deadline) : join_rendezvous(server.address(), rank, size, deadline);
       Group& group = *owner;
       int64_t one = 1;
-      group.all_reduce({.input = &one, .output = &one, .count = 1, .dtype = DType::kInt64});
+      group.run(
+          {.operation = Operation::kAllReduce, .input = &one, .output = &one, .count = 1, .dtype = DType::kInt64});
       group.barrier();
       return one == size ? 0 : 1;
     }));
@@ -267,7 +268,11 @@ TEST_F(Rendezvous, holds_200_groups_of_4_ranks_at_once) {
       int wrong = 0;
       for (const GroupPtr& group : groups) {
         std::vector<int32_t> data(20'000, rank + 1);
-        group->all_reduce({.input = data.data(), .output = data.data(), .count = data.size(), .dtype = DType::kInt32});
+        group->run({.operation = Operation::kAllReduce,
+                    .input = data.data(),
+                    .output = data.data(),
+                    .count = data.size(),
+                    .dtype = DType::kInt32});
         wrong += std::ranges::count(data, 10) == std::ssize(data) ? 0 : 1;
       }
       for (const GroupPtr& group : groups) group->leave();

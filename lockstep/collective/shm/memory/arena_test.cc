@@ -114,7 +114,11 @@ TEST(arena, a_hole_takes_no_memory_from_a_peer_either) {
     };
     const auto before = blocks();
     const uint64_t mine = memories[0].offset();
-    group.all_gather({.input = &mine, .output = offsets.data(), .count = 1, .dtype = DType::kInt64});
+    group.run({.operation = Operation::kAllGather,
+               .input = &mine,
+               .output = offsets.data(),
+               .count = 1,
+               .dtype = DType::kInt64});
     static_cast<void>(group.peer_memory(1 - group.rank(), offsets[static_cast<unsigned>(1 - group.rank())], kMiB));
     group.barrier();
     return blocks() == before ? 0 : 1;
@@ -172,7 +176,11 @@ TEST(arena, peers_map_what_was_added_when_they_first_read_it) {
       std::memset(memory.data(), 10 + group.rank(), bytes);
       std::vector<uint64_t> offsets(3);
       const uint64_t mine = memory.offset();
-      group.all_gather({.input = &mine, .output = offsets.data(), .count = 1, .dtype = DType::kInt64});
+      group.run({.operation = Operation::kAllGather,
+                 .input = &mine,
+                 .output = offsets.data(),
+                 .count = 1,
+                 .dtype = DType::kInt64});
       for (int rank = 0; rank < 3; ++rank) {
         const std::byte* const data = group.peer_memory(rank, offsets[static_cast<unsigned>(rank)], bytes);
         if (data[bytes - 1] != static_cast<std::byte>(10 + rank)) return 1;
@@ -191,7 +199,7 @@ TEST(arena, each_rank_takes_the_pages_of_its_share) {
     Memory memory;
     if (group.rank() == 0) memory = group.allocate(kBytes);
     uint64_t offset = group.rank() == 0 ? memory.offset() : 0;
-    group.broadcast({.output = &offset, .count = sizeof(offset), .dtype = DType::kUInt8});
+    group.run({.operation = Operation::kBroadcast, .output = &offset, .count = sizeof(offset), .dtype = DType::kUInt8});
     std::byte* const data = group.peer_memory(0, offset, kBytes);
     const auto count = [&](int value) { return std::count(data, data + kBytes, static_cast<std::byte>(value)); };
     if (group.rank() == 0) std::memset(data, 7, kBytes);
@@ -232,23 +240,24 @@ TEST(arena, a_file_size_limit_is_an_error_and_not_a_signal) {
 
 // Memory that a collective needs for itself: the peers learn of it.
 TEST(arena, refused_staging_memory_fails_all_ranks) {
-  const auto codes =
-      run_processes(2,
-                    [](Group& group) {
-                      const rlimit limit{.rlim_cur = 1 << 20, .rlim_max = 1 << 20};
-                      if (group.rank() == 1) ::setrlimit(RLIMIT_FSIZE, &limit);
-                      std::vector<float> data(1 << 20);
-                      try {
-                        group.all_reduce({.input = data.data(), .output = data.data(), .count = data.size()});
-                      } catch (const SystemError&) {
-                        ::_exit(group.rank() == 1 ? 0 : 1);
-                      } catch (const PeerLost& error) {
-                        const bool named = std::string(error.what()).find("rank 1 failed") != std::string::npos;
-                        ::_exit(group.rank() == 0 && named ? 0 : 2);
-                      }
-                      return 3;
-                    },
-                    {.timeout = std::chrono::seconds(20), .staging_bytes = 4 << 20});
+  const auto codes = run_processes(
+      2,
+      [](Group& group) {
+        const rlimit limit{.rlim_cur = 1 << 20, .rlim_max = 1 << 20};
+        if (group.rank() == 1) ::setrlimit(RLIMIT_FSIZE, &limit);
+        std::vector<float> data(1 << 20);
+        try {
+          group.run(
+              {.operation = Operation::kAllReduce, .input = data.data(), .output = data.data(), .count = data.size()});
+        } catch (const SystemError&) {
+          ::_exit(group.rank() == 1 ? 0 : 1);
+        } catch (const PeerLost& error) {
+          const bool named = std::string(error.what()).find("rank 1 failed") != std::string::npos;
+          ::_exit(group.rank() == 0 && named ? 0 : 2);
+        }
+        return 3;
+      },
+      {.timeout = std::chrono::seconds(20), .staging_bytes = 4 << 20});
   EXPECT_EQ(codes, std::vector<int>(2, 0));
 }
 
