@@ -79,8 +79,8 @@ double pss_mib() { return pss_bytes(::getpid()) / (1 << 20); }
 // Memory taken of the device; of a GPU also by other programs.
 double taken_mib(torch::Device device) {
   if (device.is_cpu()) return pss_mib();
-  const GpuMemory memory = memory_of(device);
-  return static_cast<double>(memory.all - memory.free) / (1 << 20);
+  const auto [free, all] = memory_of(device);
+  return static_cast<double>(all - free) / (1 << 20);
 }
 
 // How much all ranks together do in a second when each does `amount` by calling work().

@@ -23,8 +23,8 @@ int list_gpus() {
   for (int i = 0; i < count; ++i) {
     const torch::Device gpu(torch::kCUDA, static_cast<c10::DeviceIndex>(i));
     const auto [free, all] = memory_of(gpu);
-    std::cout << gpu.str() << "  " << human_bytes(static_cast<uint64_t>(free)) << " free of "
-              << human_bytes(static_cast<uint64_t>(all)) << ", " << reached_from(gpu, count) << '\n';
+    std::cout << gpu.str() << "  " << human_bytes(free) << " free of " << human_bytes(all) << ", "
+              << reached_from(gpu, count) << '\n';
   }
   return 0;
 }

@@ -116,9 +116,8 @@ bool gpu_reaches(torch::Device gpu, torch::Device other) {
   return ask != nullptr && ask(&can, gpu.index(), other.index()) == 0 && can != 0;
 }
 
-GpuMemory memory_of(torch::Device gpu) {
-  const auto [free, all] = c10::getDeviceAllocator(gpu.type())->getMemoryInfo(gpu.index());
-  return {static_cast<int64_t>(free), static_cast<int64_t>(all)};
+std::pair<size_t, size_t> memory_of(torch::Device gpu) {
+  return c10::getDeviceAllocator(gpu.type())->getMemoryInfo(gpu.index());
 }
 
 void wait_for_device(torch::Device device) {

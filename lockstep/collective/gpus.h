@@ -44,11 +44,7 @@ void require_gpus(int index);
 // other, or it goes over the host.
 bool gpu_reaches(torch::Device gpu, torch::Device other);
 
-struct GpuMemory {
-  int64_t free = 0;  // bytes
-  int64_t all = 0;
-};
-GpuMemory memory_of(torch::Device gpu);
+std::pair<size_t, size_t> memory_of(torch::Device gpu);  // bytes: those that are free, and all
 
 // Waits until what the calling thread has put on its current stream of `device` is done; nothing to do on the CPU.
 void wait_for_device(torch::Device device);

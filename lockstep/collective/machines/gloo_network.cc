@@ -14,6 +14,7 @@
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/collective/c10d/c10d_call.h"
 #include "lockstep/collective/machines/listener_filter.h"
+#include "lockstep/collective/machines/topology.h"
 #include "lockstep/collective/machines/tunnel.h"
 #include "lockstep/collective/transport/cpu_transport.h"
 #include "lockstep/cores.h"
@@ -64,6 +65,14 @@ RendezvousError wrong_text(const TransportOptions& options) {
                           .next = "install the same one on all"});
 }
 
+RendezvousError could_not_connect(const std::string& what, const TransportOptions& options) {
+  return RendezvousError(
+      {.what = what,
+       .here = concat(options.describe, " at ", options.address),
+       .likely = "a firewall between the machines, a rank that died while starting, or another program that answers",
+       .next = "look at the other ranks' output; GLOO_SOCKET_IFNAME chooses another network"});
+}
+
 template <class Number>
 Number number_in(const std::string& text, const TransportOptions& options) {
   Number number{};
@@ -85,7 +94,7 @@ void for_sockets_at(const std::string& host, bool listen, const Use& use) {
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
     const std::string name = entry.path().filename();
     int fd = -1, listens = 0;
-    std::from_chars(name.data(), name.data() + name.size(), fd);
+    parse_int(name, fd);
     socklen_t length = sizeof listens;
     if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) != 0 || (listens != 0) != listen) continue;
     sockaddr_storage own{};
@@ -170,20 +179,19 @@ class GlooNetwork {
       return;
     }
     auto identity = std::make_shared<TlsIdentity>();
-    const std::string space = network_namespace();
-    const Texts texts =
-        exchange_alike(store, concat(space, ' ', identity->fingerprint(), ' ', std::random_device()()), options);
+    const Texts texts = exchange_alike(
+        store, concat(network_namespace(), ' ', identity->fingerprint(), ' ', std::random_device()()), options);
     std::set<std::string> fingerprints;
-    std::vector<std::string> machines;
+    std::vector<std::string> spaces;
     for (const std::string& text : texts) {
       const auto words = split(text, ' ');
       if (words.size() != 3) throw wrong_text(options);
-      if (std::ranges::find(machines, words[0]) == machines.end()) machines.push_back(words[0]);
+      spaces.push_back(words[0]);
       fingerprints.insert(words[1]);
     }
     const auto first = number_in<uint32_t>(split(texts.front(), ' ')[2], options);
-    const auto index = static_cast<uint32_t>(std::ranges::find(machines, space) - machines.begin());
-    in_addr address{.s_addr = htonl(kFirstLoopback + (first + index) % kLoopbacks)};
+    const auto machine = static_cast<uint32_t>(number_by_first_appearance(spaces)[to_size(options.rank)]);
+    in_addr address{.s_addr = htonl(kFirstLoopback + (first + machine) % kLoopbacks)};
     std::array<char, INET_ADDRSTRLEN> text{};
     host_ = ::inet_ntop(AF_INET, &address, text.data(), text.size());
     identity->trust(std::move(fingerprints));
@@ -251,7 +259,7 @@ class Entrance {
     admission_ = admission(listener_, sources_);
     const std::string failure = start_tunnel();
     for (const std::string& text : exchange("tunnel", failure))
-      if (!text.empty()) throw could_not_connect(text);
+      if (!text.empty()) throw could_not_connect(text, options_);
   }
 
   const GlooDevice& device() const { return listener_->device(); }
@@ -262,7 +270,7 @@ class Entrance {
       if (own.port != listener_->endpoint().port) return;
       const auto user = user_of_other_end(fd);
       if (user && *user != 0 && *user != ::geteuid())
-        throw could_not_connect("a process of another user has connected to Gloo at " + own.text());
+        throw could_not_connect("a process of another user has connected to Gloo at " + own.text(), options_);
     });
   }
 
@@ -276,18 +284,19 @@ class Entrance {
   // The first rank of each machine makes its tunnel.
   bool find_ports_that_are_free_everywhere() {
     listening_.clear();
-    for (const std::string& text : exchange("port", listener_->endpoint().text()))
+    here_.clear();
+    for (const std::string& text : exchange("port", listener_->endpoint().text())) {
       listening_.push_back(endpoint_in(text, options_));
-    const auto first = std::ranges::find_if(listening_, [&](const Endpoint& gloo) { return is_here(gloo); });
+      if (is_here(listening_.back())) here_.push_back(listening_.back());
+    }
     tunnel_.reset();
-    std::string mine;
-    if (first - listening_.begin() == options_.rank) mine = make_tunnel();
-    return all_are_free(exchange("sources", mine));
+    const bool is_first = here_.front().port == listener_->endpoint().port;
+    return all_are_free(exchange("sources", is_first ? make_tunnel() : ""));
   }
 
   // Returns its endpoint and ports, and of which ranks the port is taken here.
   std::string make_tunnel() {
-    const auto others = std::ranges::count_if(listening_, [&](const Endpoint& gloo) { return !is_here(gloo); });
+    const size_t others = listening_.size() - here_.size();
     if (others == 0) return "";
     const Texts named = interface_that_is_named().empty() ? Texts() : own_addresses();
     tunnel_.emplace(network_.identity(), named.empty() ? options_.address : named.front(), network_.host(),
@@ -315,19 +324,16 @@ class Entrance {
     taken.erase("");
     if (taken.contains(concat(options_.rank))) listener_ = network_.replace(listener_);
     // Ranks on "machines" in one network namespace connect by themselves.
-    if (std::ranges::count_if(listening_, [&](const Endpoint& gloo) { return is_here(gloo); }) > 1)
-      sources_.push_back({"127.0.0.1", 0});
+    if (here_.size() > 1) sources_.push_back({"127.0.0.1", 0});
     return taken.empty();
   }
 
   // "": every other machine's tunnel answers.
   std::string start_tunnel() {
     if (!tunnel_) return "";
-    std::vector<Endpoint> here;
     std::map<std::string, Endpoint> tunnels;
-    std::ranges::copy_if(listening_, std::back_inserter(here), [&](const Endpoint& gloo) { return is_here(gloo); });
     for (const auto& [host, tunnel] : tunnels_) tunnels[host] = tunnel.second;
-    tunnel_->start(here, tunnels);
+    tunnel_->start(here_, tunnels);
     const Deadline deadline = Deadline::after(options_.timeout * 3 / 4);  // before others give this rank up
     for (const auto& [host, tunnel] : tunnels_) {
       if (host == network_.host()) continue;
@@ -337,21 +343,13 @@ class Entrance {
     return "";
   }
 
-  RendezvousError could_not_connect(const std::string& what) const {
-    return RendezvousError(
-        {.what = what,
-         .here = concat(options_.describe, " at ", options_.address),
-         .likely =
-             "a firewall between the machines drops packets, that rank died while starting, or another program answers",
-         .next = "look at the other ranks' output; GLOO_SOCKET_IFNAME chooses another network"});
-  }
-
   GlooNetwork& network_;
   c10d::Store& store_;
   TransportOptions options_;
   int tries_ = 0;
   std::shared_ptr<GlooListener> listener_;
   std::vector<Endpoint> listening_;                          // Gloo, of each rank
+  std::vector<Endpoint> here_;                               // those on this machine
   std::vector<Endpoint> sources_;                            // from which it is connected to here
   std::map<std::string, std::pair<int, Endpoint>> tunnels_;  // of each machine: its rank and where it listens
   std::optional<Tunnel> tunnel_;
@@ -387,10 +385,7 @@ Gloo connect_gloo(const StorePtr& store, const TransportOptions& options) try {
 } catch (const Error&) {
   throw;
 } catch (const std::exception& error) {
-  throw RendezvousError({.what = concat("can't connect the ranks over Gloo: ", first_line_of(error)),
-                         .here = concat(options.describe, " at ", options.address),
-                         .likely = "a rank died while starting, or a firewall stands between the machines",
-                         .next = "look at the other ranks' output; GLOO_SOCKET_IFNAME chooses another network"});
+  throw could_not_connect(concat("can't connect the ranks over Gloo: ", first_line_of(error)), options);
 }
 
 }  // namespace lockstep

@@ -15,6 +15,15 @@ namespace lockstep {
 
 inline constexpr int kNoMachine = -1;
 
+// {"b", "a", "b"} -> {0, 1, 0}
+template <class Name>
+std::vector<int> number_by_first_appearance(const std::vector<Name>& names) {
+  std::map<Name, int> known;
+  std::vector<int> numbers;
+  for (const Name& name : names) numbers.push_back(known.try_emplace(name, to_int(known.size())).first->second);
+  return numbers;
+}
+
 struct Topology {
   IntVector<int> machine_of;  // the machine of each rank; machines are numbered 0, 1, ... by their first rank
 
@@ -40,11 +49,9 @@ struct Topology {
 
   // The topology of a sub-world of `ranks`.
   Topology of_group(const std::vector<int>& ranks) const {
-    std::map<int, int> numbers;  // of this world's machines in the sub-world
-    Topology group;
-    for (const int rank : ranks)
-      group.machine_of.push_back(numbers.try_emplace(machine_of[rank], numbers.size()).first->second);
-    return group;
+    std::vector<int> machines;
+    for (const int rank : ranks) machines.push_back(machine_of[rank]);
+    return {number_by_first_appearance(machines)};
   }
 
   // The local ranks of those of `ranks` that are on `machine`.

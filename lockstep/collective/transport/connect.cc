@@ -14,13 +14,6 @@
 namespace lockstep {
 namespace {
 
-std::vector<int> number_by_first_appearance(const std::vector<std::string>& names) {
-  std::map<std::string, int> known;
-  std::vector<int> numbers;
-  for (const std::string& name : names) numbers.push_back(known.try_emplace(name, to_int(known.size())).first->second);
-  return numbers;
-}
-
 std::string machine_id(const std::string& node) { return concat(read_file("/proc/sys/kernel/random/boot_id"), node); }
 
 // Returns the machine of each rank. Tells `lockstep top` that these ranks are one job.
