@@ -268,8 +268,8 @@ class C10dBackend final : public c10d::Backend {
   WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override {
     const Call call{.operation = Operation::kAllToAll,
-                    .counts = counts_of_rows(input, input_splits, size_, "the input"),
-                    .receive_counts = counts_of_rows(output, output_splits, size_, "the output")};
+                    .counts = counts_of_rows(input, input_splits, size_, "all_to_all's input"),
+                    .receive_counts = counts_of_rows(output, output_splits, size_, "all_to_all's output")};
     return start(OpType::ALLTOALL_BASE, {call_to_move(member(), call, {input}, {output})}, {output}, options);
   }
 

@@ -1,18 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/c10d/backend_calls.h"
 
-#include <numeric>
-
 namespace lockstep::backend {
 namespace {
 
 using torch::Tensor;
 
 void check_tensor(const Tensor& tensor, at::ScalarType dtype) {
-  if (!tensor.is_cpu())
-    throw DeviceError({.what = concat("a tensor on ", tensor.device().str(), " was given to the lockstep backend"),
-                       .likely = "a model on a GPU in a process group that is for the CPU only",
-                       .next = "move it to the CPU, or use init_process_group(\"cpu:lockstep,cuda:nccl\")"});
+  require_cpu(tensor);
   if (tensor.layout() != at::kStrided)
     throw UsageError({.what = concat("a tensor of layout ", c10::str(tensor.layout()), " can't be exchanged"),
                       .next = "call to_dense() first; all_reduce also takes layout Sparse (COO)"});
@@ -52,7 +47,8 @@ Unit unit_to_reduce(const Tensor& tensor, const c10d::ReduceOp& op) {
 ReduceOp to_reduce_op(const c10d::ReduceOp& op) {
   static_assert(int{c10d::ReduceOp::BXOR} == static_cast<int>(ReduceOp::kBitXor), "reductions are in c10d's order");
   if (op.op_ <= c10d::ReduceOp::BXOR) return static_cast<ReduceOp>(op.op_);
-  throw UsageError({.what = "a reduction that the lockstep backend does not have", .next = "use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR"});
+  throw UsageError({.what = "a reduction that the lockstep backend does not have",
+                    .next = "use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR"});
 }
 
 // The elements of each rank's part: a tensor each, or one tensor for all in equal parts.
@@ -112,6 +108,13 @@ void require_apart(const Tensors& outputs) {
 
 }  // namespace
 
+void require_cpu(const Tensor& tensor) {
+  if (!tensor.is_cpu())
+    throw DeviceError({.what = concat("a tensor on ", tensor.device().str(), " was given to the lockstep backend"),
+                       .likely = "a model on a GPU in a process group that is for the CPU only",
+                       .next = "move it to the CPU, or use init_process_group(\"cpu:lockstep,cuda:nccl\")"});
+}
+
 TensorCall call_to_move(GroupRank member, Call call, const Tensors& inputs, const Tensors& outputs) {
   const Unit unit = unit_to_move(checked(inputs, outputs));
   require_apart(outputs);
@@ -137,22 +140,6 @@ std::vector<size_t> counts_of_tensors(const Tensors& tensors, int size) {
         {.what = concat(tensors.size(), " tensors for ", size, " ranks"), .next = "give one tensor per rank"});
   std::vector<size_t> counts;
   for (const Tensor& tensor : tensors) counts.push_back(to_size(tensor.numel()));
-  return counts;
-}
-
-std::vector<size_t> counts_of_rows(const Tensor& tensor, const std::vector<int64_t>& splits, int size,
-                                   const char* what) {
-  const int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 1;
-  std::vector<int64_t> all = splits;
-  if (all.empty()) all.assign(to_size(size), rows / size);
-  const int64_t sum = std::accumulate(all.begin(), all.end(), int64_t{0});
-  const bool negative = std::ranges::any_of(all, [](int64_t split) { return split < 0; });
-  if (negative || sum != rows || all.size() != to_size(size))
-    throw UsageError({.what = concat("all_to_all can't split ", rows, " rows of ", what, " into ", all.size(),
-                                     " parts of ", sum, " rows together for ", size, " ranks"),
-                      .next = "give split sizes, one per rank, that add up to the first dimension"});
-  std::vector<size_t> counts;
-  for (const int64_t split : all) counts.push_back(rows > 0 ? to_size(split * (tensor.numel() / rows)) : 0);
   return counts;
 }
 

@@ -34,9 +34,8 @@ void run_to_its_end(Transport& transport, const TensorCall& call);
 
 // The counts of an all_to_all.
 std::vector<size_t> counts_of_tensors(const Tensors& tensors, int size);
-std::vector<size_t> counts_of_rows(const torch::Tensor& tensor, const std::vector<int64_t>& splits, int size,
-                                   const char* what);
 
+void require_cpu(const torch::Tensor& tensor);  // throws DeviceError
 void check_pairs(const Tensors& outputs, const Tensors& inputs);
 
 // Throws UsageError: not exactly one tensor, or list of tensors.

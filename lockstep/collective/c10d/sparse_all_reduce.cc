@@ -80,10 +80,7 @@ std::function<void(Transport&)> sparse_all_reduce(GroupRank member, const Tensor
   if (options.reduceOp.op_ != c10d::ReduceOp::SUM)
     throw UsageError({.what = "all_reduce of a sparse tensor by another reduction than SUM",
                       .next = "use SUM, or call to_dense() on the tensor first"});
-  if (!tensor.is_cpu())
-    throw DeviceError(
-        {.what = concat("a sparse tensor on ", tensor.device().str(), " was given to the lockstep backend"),
-         .next = "move it to the CPU"});
+  require_cpu(tensor);
   const auto timeout = options.timeout == c10d::kUnsetTimeout ? milliseconds(0) : options.timeout;
   return [member, tensor, timeout](Transport& transport) {
     const at::AutoDispatchBelowAutograd no_autograd;

@@ -3,7 +3,12 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <utility>
+
+#include "lockstep/base/text.h"
+#include "lockstep/base/to_size.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
@@ -90,6 +95,23 @@ TensorCall with_memory(Call call, at::TensorList inputs, at::TensorList outputs)
   return {std::move(call),          std::move(input.memory),
           std::move(output.memory), outputs.empty() ? Tensor() : outputs.front(),
           std::move(input.copied),  std::move(output.copied)};
+}
+
+std::vector<size_t> counts_of_rows(const Tensor& tensor, const std::vector<int64_t>& rows, int ranks,
+                                   const std::string& what) {
+  const int64_t whole = tensor.dim() > 0 ? tensor.size(0) : 1;
+  std::vector<int64_t> all = rows;
+  if (all.empty()) all.assign(to_size(ranks), whole / ranks);
+  const int64_t sum = std::accumulate(all.begin(), all.end(), int64_t{0});
+  const bool negative = std::ranges::any_of(all, [](int64_t count) { return count < 0; });
+  if (negative || sum != whole || all.size() != to_size(ranks))
+    throw UsageError({.what = concat(what, ": can't cut ", whole, " rows into ", all.size(), " parts of ", sum,
+                                     " rows together for ", ranks, " ranks"),
+                      .next = "give a count for each rank that add up to the first dimension; without counts it has to "
+                              "be a multiple of the number of ranks"});
+  std::vector<size_t> counts;
+  for (const int64_t count : all) counts.push_back(whole > 0 ? to_size(count * (tensor.numel() / whole)) : 0);
+  return counts;
 }
 
 }  // namespace lockstep

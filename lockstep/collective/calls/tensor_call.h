@@ -34,4 +34,9 @@ struct TensorCall : Call {        // whose memory is that of the next two
 // several are on the CPU.
 TensorCall with_memory(Call call, at::TensorList inputs, at::TensorList outputs);
 
+// The elements of each rank's part of a tensor that is cut into `rows` of its first dimension; none: equal parts. Throws
+// UsageError, which calls the tensor `what`: not a count for each rank, a negative one, or another sum.
+std::vector<size_t> counts_of_rows(const torch::Tensor& tensor, const std::vector<int64_t>& rows, int ranks,
+                                   const std::string& what);
+
 }  // namespace lockstep

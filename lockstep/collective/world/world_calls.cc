@@ -61,32 +61,11 @@ class Asked {
     if (tensor_.dim() == 0) refuse(concat(name_, " of a tensor without dimensions"), "give it rows: unsqueeze(0)");
   }
 
-  void check_rows(const Sizes& rows) const {
-    const bool negative = std::ranges::any_of(rows, [](int64_t count) { return count < 0; });
-    if (std::cmp_not_equal(rows.size(), caller_.size) || negative)
-      refuse(concat(name_, ": ", rows.size(), " counts for ", caller_.size, " ranks, or a negative one"),
-             "give one count per rank");
-  }
-
-  // `rows` of the tensor per rank; none: equal parts.
-  void check_sum(const Sizes& rows) const {
+  // The elements of each rank's part of `whole`, which is cut into `rows`; none: equal parts.
+  std::vector<size_t> counts_of(const Tensor& whole, const Sizes& rows) const {
     check_has_rows();
-    const int64_t all = tensor_.size(0);
-    if (rows.empty() && all % caller_.size != 0)
-      refuse(concat(name_, " of ", all, " rows over ", caller_.size, " ranks"),
-             "give the rows of each rank, or a multiple of the number of ranks");
-    if (rows.empty()) return;
-    check_rows(rows);
-    if (sum_of(rows) != all)
-      refuse(concat(name_, ": counts of ", sum_of(rows), " rows together for a tensor of ", all),
-             "give counts that add up to the first dimension");
-  }
-
-  // The elements of each rank's part.
-  std::vector<size_t> counts_of(const Sizes& rows) const {
-    std::vector<size_t> counts;
-    for (const int64_t count : rows)
-      counts.push_back(to_size(count * c10::multiply_integers(tensor_.sizes().slice(1))));
+    std::vector<size_t> counts = counts_of_rows(whole, rows, caller_.size, name_);
+    if (rows.empty()) counts.clear();
     return counts;
   }
 
@@ -138,13 +117,13 @@ TensorCall all_reduce_call(const Caller& caller, const Tensor& tensor, const All
 TensorCall reduce_scatter_call(const Caller& caller, const Tensor& tensor, const ReduceScatterOptions& options) {
   const Asked asked(caller, "reduce_scatter", tensor);
   asked.check_op(options.op);
-  asked.check_sum(options.rows);
+  std::vector<size_t> counts = asked.counts_of(tensor, options.rows);
   const int64_t mine = options.rows.empty() ? tensor.size(0) / caller.size : options.rows[to_size(caller.rank)];
   const Tensor output = asked.output_for(options.output, with_rows(mine, tensor));
   return asked.on(tensor, output,
                   {.operation = Operation::kReduceScatter,
                    .count = to_size(output.numel()),
-                   .counts = asked.counts_of(options.rows),
+                   .counts = std::move(counts),
                    .op = options.op});
 }
 
@@ -161,17 +140,14 @@ TensorCall broadcast_call(const Caller& caller, const Tensor& tensor, int root) 
 
 TensorCall all_to_all_call(const Caller& caller, const Tensor& tensor, const AllToAllOptions& options) {
   const Asked asked(caller, "all_to_all", tensor);
-  const bool even = options.send_rows.empty();
-  if (even != options.receive_rows.empty())
-    asked.refuse("all_to_all with one list of counts", "give send_rows and receive_rows, or neither");
-  asked.check_sum(options.send_rows);
-  if (!even) asked.check_rows(options.receive_rows);
-  const Sizes shape = with_rows(even ? tensor.size(0) : sum_of(options.receive_rows), tensor);
-  return asked.on(tensor, asked.output_for(options.output, shape),
+  std::vector<size_t> counts = asked.counts_of(tensor, options.send_rows);
+  const int64_t rows = counts.empty() ? tensor.size(0) : sum_of(options.receive_rows);
+  const Tensor output = asked.output_for(options.output, with_rows(rows, tensor));
+  return asked.on(tensor, output,
                   {.operation = Operation::kAllToAll,
                    .count = asked.count() / to_size(caller.size),
-                   .counts = asked.counts_of(options.send_rows),
-                   .receive_counts = asked.counts_of(options.receive_rows)});
+                   .counts = std::move(counts),
+                   .receive_counts = asked.counts_of(output, options.receive_rows)});
 }
 
 TensorCall message_call(const Caller& caller, Operation operation, const Tensor& tensor, int peer, int tag) {
@@ -252,13 +228,14 @@ Tensor World::all_gather_rows(const Tensor& tensor, const AllGatherRowsOptions& 
   const Asked asked(state_->caller, "all_gather_rows", tensor);
   asked.check_has_rows();
   const Sizes rows = options.rows.empty() ? values_of(all_gather(torch::tensor({tensor.size(0)}))) : options.rows;
-  asked.check_rows(rows);
-  const int64_t mine = rows[to_size(rank())];
-  if (mine != tensor.size(0))
-    asked.refuse(concat("all_gather_rows of ", tensor.size(0), " rows, but ", mine, " are announced for this rank"),
-                 "give the same counts on all ranks, or none");
-  return run(asked.on(tensor, asked.output_for(options.output, with_rows(sum_of(rows), tensor)),
-                      {.operation = Operation::kAllGather, .count = asked.count(), .counts = asked.counts_of(rows)}));
+  if (std::cmp_not_equal(rows.size(), size()) || rows[to_size(rank())] != tensor.size(0))
+    asked.refuse(
+        concat("all_gather_rows of ", tensor.size(0), " rows here, where ", join(rows, ", "), " are announced"),
+        "give one count per rank, the same on all ranks; or none");
+  const Tensor output = asked.output_for(options.output, with_rows(sum_of(rows), tensor));
+  return run(
+      asked.on(tensor, output,
+               {.operation = Operation::kAllGather, .count = asked.count(), .counts = asked.counts_of(output, rows)}));
 }
 
 Tensor World::all_to_all(const Tensor& tensor, const AllToAllOptions& options) const {
