@@ -24,6 +24,14 @@ struct Named {
 template <class Value>
 Named(const char*, Value) -> Named<Value>;
 
+// The names of all values of an enum, in its order.
+template <class Value, size_t N>
+constexpr std::array<Named<Value>, N> in_order(const char* const (&names)[N]) {
+  std::array<Named<Value>, N> all{};
+  for (size_t i = 0; i < N; ++i) all[i] = {names[i], static_cast<Value>(i)};
+  return all;
+}
+
 // Specialised for each type that has names, next to the type or in one list of a folder.
 template <class Value>
 inline constexpr std::nullptr_t kNames = nullptr;

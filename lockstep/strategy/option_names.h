@@ -7,7 +7,7 @@
 
 #include <optional>
 
-#include "lockstep/base/names.h"
+#include "lockstep/collective/calls/collective_names.h"
 #include "lockstep/schedule.h"
 #include "lockstep/strategy.h"
 
@@ -20,9 +20,6 @@ template <>
 inline constexpr std::array kNames<std::optional<Layout>> = {
     Named{"auto", std::optional<Layout>()}, Named{"contiguous", std::optional(Layout::kContiguous)},
     Named{"channels_last", std::optional(Layout::kChannelsLast)}};
-
-template <>
-inline constexpr auto kNames<Algorithm> = in_order<Algorithm>({"direct", "central", "ring", "tree"});
 
 template <>
 inline constexpr auto kNames<Compression> = in_order<Compression>({"none", "fp16", "bf16", "powersgd", "2bit", "topk"});

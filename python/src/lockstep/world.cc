@@ -6,20 +6,12 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bindings.h"
-#include "lockstep/base/names.h"
 #include "lockstep/collective/c10d/backend.h"
+#include "lockstep/collective/calls/collective_names.h"
 #include "lockstep/collective/meet/rendezvous.h"
 #include "lockstep/collective/world/world_state.h"
 #include "lockstep/sync_batch_norm.h"
 #include "lockstep/timeline.h"
-
-namespace lockstep {
-
-template <>
-inline constexpr auto kNames<ReduceOp> = in_order<ReduceOp>({"sum", "mean", "product", "min", "max", "bit_and",
-                                                             "bit_or", "bit_xor"});
-
-}  // namespace lockstep
 
 namespace lockstep::python {
 namespace {
