@@ -66,8 +66,7 @@ TEST_P(BackendOver, sparse_tensors_of_different_shapes_are_an_error_on_all_ranks
     const int last = group->getSize() - 1;
     Tensors tensors{torch::eye(group->getRank() == last ? 4 : 3).to_sparse()};
     const auto message = message_of<MismatchError>([&] { group->allreduce(tensors)->wait(); });
-    EXPECT_TRUE(contains(message, "rank 0 has a sparse tensor of Float [3, 3]"));
-    EXPECT_TRUE(contains(message, concat("rank ", last, " has a sparse tensor of Float [4, 4]")));
+    EXPECT_TRUE(contains(message, concat("the sparse tensors of ranks 0 and ", last, " differ in dtype, shape")));
     barrier(group)->wait();
   });
 }

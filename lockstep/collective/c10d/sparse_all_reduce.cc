@@ -37,7 +37,11 @@ class SparseSum {
     gather({torch::tensor(header)}, {all});
     const Tensor alike = all.narrow(1, 1, length - 1);
     for (int rank = 1; rank < member_.size; ++rank)
-      if (!alike[rank].equal(alike[0])) throw_mismatch(rank, all);
+      if (!alike[rank].equal(alike[0]))
+        throw MismatchError({.what = concat("all_reduce: the sparse tensors of ranks 0 and ", rank,
+                                            " differ in dtype, shape or number of sparse dimensions"),
+                             .likely = "ranks that do not make the same calls in the same order",
+                             .next = "give tensors of one dtype and shape on all ranks"});
     const Tensor entries = all.select(1, 0).contiguous();
     return {entries.const_data_ptr<int64_t>(), entries.const_data_ptr<int64_t>() + entries.numel()};
   }
@@ -54,18 +58,6 @@ class SparseSum {
   void gather(const Tensors& mine, const Tensors& all) {
     const Call call{.operation = Operation::kAllGather, .timeout = timeout_};
     run_to_its_end(transport_, call_to_move(member_, call, mine, all));
-  }
-
-  [[noreturn]] static void throw_mismatch(int rank, const Tensor& headers) {
-    const auto text = [&](int of) {
-      const auto* const header = headers.const_data_ptr<int64_t>() + of * headers.size(1);
-      const at::IntArrayRef sizes(header + 3, to_size(headers.size(1) - 3));
-      return c10::str("rank ", of, " has a sparse tensor of ", c10::toString(static_cast<at::ScalarType>(header[1])),
-                      " ", sizes, " with ", header[2], " sparse dimensions");
-    };
-    throw MismatchError({.what = concat("all_reduce: ", text(0), ", ", text(rank)),
-                         .likely = "ranks that do not make the same calls in the same order",
-                         .next = "give tensors of one dtype and shape on all ranks"});
   }
 
   GroupRank member_;

@@ -5,6 +5,7 @@
 #include <openssl/x509.h>
 
 #include <array>
+#include <iomanip>
 
 #include "lockstep/base/text.h"
 #include "lockstep/error.h"
@@ -41,10 +42,7 @@ std::string fingerprint_of(const X509* certificate) {
   unsigned length = 0;
   require(::X509_digest(certificate, ::EVP_sha256(), digest.data(), &length) == 1);
   std::string digits;
-  for (unsigned i = 0; i < length; ++i) {
-    constexpr const char* kDigits = "0123456789abcdef";
-    digits += {kDigits[digest[i] >> 4U], kDigits[digest[i] & 15U]};
-  }
+  for (unsigned i = 0; i < length; ++i) digits += concat(std::hex, std::setw(2), std::setfill('0'), int{digest[i]});
   return digits;
 }
 
@@ -68,9 +66,9 @@ TlsIdentity::TlsIdentity() : context_(::SSL_CTX_new(::TLS_method())) {
   ::SSL_CTX_set_default_read_buffer_len(context_.get(), kReadAhead);
 }
 
-// In place of OpenSSL's chain of authorities.
 TlsIdentity::~TlsIdentity() = default;  // here: whose users do not link OpenSSL
 
+// In place of OpenSSL's chain of authorities.
 int TlsIdentity::is_trusted(X509_STORE_CTX* presented, void* identity) try {
   const X509* const certificate = ::X509_STORE_CTX_get0_cert(presented);
   return static_cast<const TlsIdentity*>(identity)->trusted_.contains(fingerprint_of(certificate)) ? 1 : 0;

@@ -4,12 +4,8 @@
 #include <poll.h>
 #include <sys/socket.h>
 
-#include <algorithm>
 #include <cstdlib>
-#include <mutex>
-#include <string>
-
-#include <c10/util/Logging.h>
+#include <string_view>
 
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -61,24 +57,11 @@ Endpoint wait_for_agent(const Endpoint& endpoint, const Deadline& deadline) {
   return *found;
 }
 
-// c10d warns on each rank of an address that has no name, which nothing here needs. Its other warnings come again in the
-// errors that follow. One at a time: the level is the process's.
-class WithoutWarnings {
- public:
-  WithoutWarnings() { FLAGS_caffe2_log_level = std::max(level_, c10::GLOG_ERROR); }
-  ~WithoutWarnings() { FLAGS_caffe2_log_level = level_; }
-
- private:
-  static inline std::mutex one_at_a_time_;
-  std::lock_guard<std::mutex> lock_{one_at_a_time_};
-  int level_ = FLAGS_caffe2_log_level;
-};
-
 }  // namespace
 
 bool agent_serves_store() {
   const char* told = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
-  return told != nullptr && std::string(told) == "True";
+  return told != nullptr && std::string_view(told) == "True";
 }
 
 StorePtr join_agent_store(const Endpoint& endpoint, milliseconds timeout) {
@@ -88,7 +71,6 @@ StorePtr join_agent_store(const Endpoint& endpoint, milliseconds timeout) {
   options.waitWorkers = false;
   options.timeout = timeout;
   try {
-    const WithoutWarnings quiet;
     return c10::make_intrusive<c10d::TCPStore>(found.host, options);
   } catch (const std::exception& error) {
     throw no_agent_store(endpoint, first_line_of(error));
