@@ -20,6 +20,7 @@
 #include "agent/start/launcher.h"
 #include "cli/commands.h"
 #include "lockstep/base/command_line.h"
+#include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/base/text.h"
 #include "lockstep/observe/timeline_file.h"
 
@@ -168,14 +169,10 @@ std::pair<int, int> nodes_of(const std::string& text) {
   return {least, most};
 }
 
-// "HOST:PORT", "[IPv6]:PORT" or "HOST".
-void split_endpoint(const std::string& text, std::string& host, int& port) {
-  const size_t colon = text.rfind(':');
-  const bool has_port = colon != std::string::npos && text.find(']', colon) == std::string::npos;
-  host = text.substr(0, has_port ? colon : text.size());
-  if (host.starts_with('[') && host.ends_with(']')) host = host.substr(1, host.size() - 2);
-  if (host.empty() || (has_port && (!parse_int(text.substr(colon + 1), port) || port < 0 || port > 65535)))
-    throw bad_option("--rdzv-endpoint", text, "give HOST:PORT, the address of one of the machines");
+// "HOST:PORT", "[IPv6]:PORT", or "HOST" with this port.
+Endpoint endpoint_given(const std::string& text, int port) {
+  if (auto endpoint = endpoint_in(text, port)) return *endpoint;
+  throw bad_option("--rdzv-endpoint", text, "give HOST:PORT, the address of one of the machines");
 }
 
 // torchrun's names; its other keys are about its own stores.
@@ -213,10 +210,8 @@ void meet(RunArguments& arguments) {
          .next = "give every machine the same --rdzv-endpoint HOST:PORT: the address of one of them, or of etcd"});
   meeting.ranks = arguments.start.ranks;
   meeting.replaces = arguments.failing.max_restarts > 0;
-  for (const std::string& text : has_etcd ? split(arguments.endpoint, ',') : std::vector{arguments.endpoint}) {
-    Endpoint& place = meeting.places.emplace_back(Endpoint{"", has_etcd ? kPortOfEtcd : kPortOfTorchrun});
-    split_endpoint(text, place.host, place.port);
-  }
+  for (const std::string& text : has_etcd ? split(arguments.endpoint, ',') : std::vector{arguments.endpoint})
+    meeting.places.push_back(endpoint_given(text, has_etcd ? kPortOfEtcd : kPortOfTorchrun));
   read_config(arguments.config, meeting);
   if (has_etcd && meeting.job == kNoJob)
     throw UsageError({.what = "--rdzv-backend etcd without --rdzv-id",
@@ -233,13 +228,16 @@ void number_by_options(RunArguments& arguments) {
   place.nodes = arguments.meeting.most;
   if (arguments.meeting.least != place.nodes)
     throw bad_option("--nnodes", arguments.nodes, "add --rdzv-backend c10d and --rdzv-endpoint HOST:PORT");
-  if (!arguments.endpoint.empty())
-    split_endpoint(arguments.endpoint, place.master_addr, place.master_port);
-  else if (place.nodes > 1 && place.master_addr.empty())
+  if (!arguments.endpoint.empty()) {
+    const Endpoint endpoint = endpoint_given(arguments.endpoint, place.master_port);
+    place.master_addr = endpoint.host;
+    place.master_port = endpoint.port;
+  } else if (place.nodes > 1 && place.master_addr.empty()) {
     throw UsageError(
         {.what = "several machines need an address at which they find each other",
          .here = concat("--nnodes ", place.nodes),
          .next = "give every machine the same --master-addr HOST and --master-port PORT, those of rank 0"});
+  }
 }
 
 void find_place(RunArguments& arguments) {

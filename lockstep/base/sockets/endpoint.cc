@@ -39,6 +39,18 @@ bool is_connected(const pollfd& socket) {
 
 }  // namespace
 
+std::optional<Endpoint> endpoint_in(std::string text, int port) {
+  constexpr int kLastPort = 65535;
+  const size_t colon = text.rfind(':');
+  if (colon != std::string::npos && text.find(']', colon) == std::string::npos) {
+    if (!parse_int(std::string_view(text).substr(colon + 1), port)) return std::nullopt;
+    text.resize(colon);
+  }
+  if (text.starts_with('[') && text.ends_with(']')) text = text.substr(1, text.size() - 2);
+  if (text.empty() || port < 0 || port > kLastPort) return std::nullopt;
+  return Endpoint{std::move(text), port};
+}
+
 // getaddrinfo has no deadline (a name server that does not answer), so it gets a thread, which is left behind if it hangs.
 Lookup look_up(const Endpoint& endpoint, const Deadline& deadline) {
   addrinfo hints{};

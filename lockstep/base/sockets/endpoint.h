@@ -25,6 +25,9 @@ struct Endpoint {
   std::string text() const { return concat(host, ":", port); }
 };
 
+// "host:29500", "[::1]:29500"; with `port`, also "host". None: neither, or not a port.
+std::optional<Endpoint> endpoint_in(std::string text, int port = -1);
+
 struct FreeAddresses {
   void operator()(addrinfo* list) const { ::freeaddrinfo(list); }
 };

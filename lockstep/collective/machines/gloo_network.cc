@@ -80,10 +80,9 @@ Number number_in(const std::string& text, const TransportOptions& options) {
   return number;
 }
 
-Endpoint endpoint_in(const std::string& text, const TransportOptions& options) {
-  const size_t colon = text.rfind(':');
-  if (colon == std::string::npos) throw wrong_text(options);
-  return {text.substr(0, colon), number_in<uint16_t>(text.substr(colon + 1), options)};
+Endpoint sent_endpoint(const std::string& text, const TransportOptions& options) {
+  if (auto endpoint = endpoint_in(text)) return *endpoint;
+  throw wrong_text(options);
 }
 
 // ---- Listeners
@@ -286,7 +285,7 @@ class Entrance {
     listening_.clear();
     here_.clear();
     for (const std::string& text : exchange("port", listener_->endpoint().text())) {
-      listening_.push_back(endpoint_in(text, options_));
+      listening_.push_back(sent_endpoint(text, options_));
       if (is_here(listening_.back())) here_.push_back(listening_.back());
     }
     tunnel_.reset();
@@ -316,7 +315,7 @@ class Entrance {
       if (told[rank].empty()) continue;
       const auto words = split(told[rank], ' ');
       if (words.size() != 3) throw wrong_text(options_);
-      tunnels_[listening_[rank].host] = {to_int(rank), endpoint_in(words[0], options_)};
+      tunnels_[listening_[rank].host] = {to_int(rank), sent_endpoint(words[0], options_)};
       for (const std::string& port : split(words[1], ','))
         if (is_here(listening_[rank])) sources_.push_back({network_.host(), number_in<uint16_t>(port, options_)});
       for (const std::string& one : split(words[2], ',')) taken.insert(one);

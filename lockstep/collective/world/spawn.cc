@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include "agent/start/launcher.h"
+#include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/base/text.h"
 #include "lockstep/collective/meet/rendezvous.h"
 #include "lockstep/collective/transport/connect.h"
@@ -25,16 +26,13 @@ void require_rank_of(int rank, int size) {
     throw UsageError({.what = concat("rank ", rank, " of ", size), .next = "give 0 <= rank < size"});
 }
 
-// "host:29500", "[::1]:29500"
 JobEnvironment job_at(const std::string& address) {
-  JobEnvironment job;
-  const auto colon = address.rfind(':');
-  const std::string port = colon == std::string::npos ? "" : address.substr(colon + 1);
-  if (!parse_int(port, job.master_port) || job.master_port < 1 || job.master_port > 65535 || colon == 0)
+  const auto endpoint = endpoint_in(address);
+  if (!endpoint || endpoint->port == 0)
     throw UsageError({.what = concat("the address ", address, " is not HOST:PORT"), .next = "such as 127.0.0.1:29500"});
-  job.master_addr = address.substr(0, colon);
-  if (job.master_addr.front() == '[' && job.master_addr.back() == ']')
-    job.master_addr = job.master_addr.substr(1, job.master_addr.size() - 2);
+  JobEnvironment job;
+  job.master_addr = endpoint->host;
+  job.master_port = endpoint->port;
   return job;
 }
 

@@ -37,12 +37,6 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // Throws SystemError: the machine has no more memory, RLIMIT_FSIZE, no addresses left.
   Memory allocate(size_t bytes);
 
-  // From the machine.
-  size_t bytes_taken() const {
-    const std::lock_guard lock(mutex_);
-    return taken_;
-  }
-
  private:
   friend class Memory;
   struct GiveBack {
@@ -93,7 +87,6 @@ class Arena : public std::enable_shared_from_this<Arena> {
     const uint64_t from = std::max(start, end_);
     const uint64_t end = from + round_up(start + bytes - from, kGrowthUnit);
     window_.grow(from, end);
-    taken_ += end - from;
     insert(from, end - from);
     end_ = end;
   }
@@ -122,9 +115,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   }
 
   Window window_;
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   FreeRanges free_;
-  size_t taken_ = 0;  // from the machine
   uint64_t end_ = 0;  // of the file
 };
 
