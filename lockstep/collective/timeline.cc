@@ -11,6 +11,7 @@
 #include "lockstep/base/process/own_process.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
+#include "lockstep/collective/calls/tensor_call.h"
 #include "lockstep/collective/trace_if_asked.h"
 #include "lockstep/error.h"
 #include "lockstep/observe/timeline_file.h"
@@ -65,9 +66,8 @@ Clock compare_clocks(const ClockPeers& peers) {
 }
 
 ClockPeers peers_in(const World& world) {
-  const torch::Tensor nodes = world.all_gather(torch::tensor({world.node_rank()}, torch::kInt32)).flatten();
   return {.rank = world.rank(),
-          .machine_of = {nodes.const_data_ptr<int>(), nodes.const_data_ptr<int>() + nodes.numel()},
+          .machine_of = numbers_in<int>(world.all_gather(torch::tensor({world.node_rank()}, torch::kInt32))),
           .send = [&world](const torch::Tensor& tensor, int to) { world.send(tensor, to); },
           .receive = [&world](const torch::Tensor& tensor, int from) { world.receive(tensor, {.from = from}); }};
 }

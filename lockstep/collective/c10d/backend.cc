@@ -167,7 +167,7 @@ class C10dBackend final : public c10d::Backend {
   // ---- Reductions
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    if (const Tensor& tensor = only_one(tensors, "tensors for all_reduce"); tensor.is_sparse())
+    if (const Tensor& tensor = only_one(tensors); tensor.is_sparse())
       return start(OpType::ALLREDUCE, sparse_all_reduce(member(), tensor, options), tensors, options.asyncOp);
     return start(OpType::ALLREDUCE, {call_of(Operation::kAllReduce, tensors, tensors, options)}, tensors, options);
   }
@@ -177,15 +177,15 @@ class C10dBackend final : public c10d::Backend {
   }
 
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    only_one(tensors, "tensors for reduce");
+    only_one(tensors);
     const Tensors outputs = options.rootRank == rank_ ? tensors : Tensors();
     return start(OpType::REDUCE, {call_of(Operation::kReduce, tensors, outputs, options)}, tensors, options);
   }
 
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                          const c10d::ReduceScatterOptions& options) override {
-    const Tensors& whole = only_one(inputs, "lists of input tensors");
-    only_one(outputs, "output tensors");
+    const Tensors& whole = only_one(inputs);
+    only_one(outputs);
     return start(OpType::REDUCE_SCATTER, {call_of(Operation::kReduceScatter, whole, outputs, options)}, outputs,
                  options);
   }
@@ -203,7 +203,7 @@ class C10dBackend final : public c10d::Backend {
   // ---- Moving data
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    only_one(tensors, "tensors for broadcast");
+    only_one(tensors);
     return start(OpType::BROADCAST, {call_of(Operation::kBroadcast, tensors, tensors, options)}, tensors, options);
   }
 
@@ -222,8 +222,8 @@ class C10dBackend final : public c10d::Backend {
   }
 
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    const Tensors& whole = only_one(outputs, "lists of output tensors");
-    only_one(inputs, "input tensors");
+    const Tensors& whole = only_one(outputs);
+    only_one(inputs);
     return start(OpType::ALLGATHER, {call_of(Operation::kAllGather, inputs, whole, options)}, whole, options);
   }
 
@@ -235,7 +235,7 @@ class C10dBackend final : public c10d::Backend {
   // outputs[r][i] is rank r's inputs[i].
   WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                               const c10d::AllgatherOptions& options) override {
-    for (const Tensors& of_rank : outputs) check_pairs(of_rank, inputs);
+    for (const Tensors& of_rank : outputs) require_number(of_rank.size(), inputs.size());
     std::vector<TensorCall> calls;
     Tensors results;
     for (size_t i = 0; i < inputs.size(); ++i) {
@@ -253,14 +253,14 @@ class C10dBackend final : public c10d::Backend {
   }
 
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
-    only_one(inputs, "input tensors");
-    const Tensors whole = options.rootRank == rank_ ? only_one(outputs, "lists of output tensors") : Tensors();
+    only_one(inputs);
+    const Tensors whole = options.rootRank == rank_ ? only_one(outputs) : Tensors();
     return start(OpType::GATHER, {call_of(Operation::kGather, inputs, whole, options)}, whole, options);
   }
 
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
-    only_one(outputs, "output tensors");
-    const Tensors whole = options.rootRank == rank_ ? only_one(inputs, "lists of input tensors") : Tensors();
+    only_one(outputs);
+    const Tensors whole = options.rootRank == rank_ ? only_one(inputs) : Tensors();
     return start(OpType::SCATTER, {call_of(Operation::kScatter, whole, outputs, options)}, outputs, options);
   }
 
@@ -377,14 +377,14 @@ class C10dBackend final : public c10d::Backend {
   template <class CallOptions>
   WorkPtr start_pairs(OpType type, Operation operation, const Tensors& inputs, const Tensors& outputs,
                       const CallOptions& options) {
-    check_pairs(outputs, inputs);
+    require_number(outputs.size(), inputs.size());
     std::vector<TensorCall> calls;
     for (size_t i = 0; i < outputs.size(); ++i) calls.push_back(call_of(operation, {inputs[i]}, {outputs[i]}, options));
     return start(type, std::move(calls), outputs, options);
   }
 
   WorkPtr start_message(OpType type, Tensors& tensors, int peer, int64_t tag) {
-    only_one(tensors, "tensors for a message");
+    only_one(tensors);
     const bool sends = type == OpType::SEND;
     const Call call{.operation = sends ? Operation::kSend : Operation::kReceive, .peer = peer, .tag = tag};
     const TensorCall message = call_to_move(member(), call, sends ? tensors : Tensors(), sends ? Tensors() : tensors);

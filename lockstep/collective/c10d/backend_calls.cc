@@ -135,18 +135,18 @@ void run_to_its_end(Transport& transport, const TensorCall& call) {
 }
 
 std::vector<size_t> counts_of_tensors(const Tensors& tensors, int size) {
-  if (tensors.size() != to_size(size))
-    throw UsageError(
-        {.what = concat(tensors.size(), " tensors for ", size, " ranks"), .next = "give one tensor per rank"});
+  require_number(tensors.size(), to_size(size));
   std::vector<size_t> counts;
   for (const Tensor& tensor : tensors) counts.push_back(to_size(tensor.numel()));
   return counts;
 }
 
-void check_pairs(const Tensors& outputs, const Tensors& inputs) {
-  if (outputs.size() == inputs.size()) return;
-  throw UsageError({.what = concat(outputs.size(), " output tensors for ", inputs.size(), " input tensors"),
-                    .next = "give one output per input"});
+void require_number(size_t given, size_t wanted) {
+  if (given != wanted)
+    throw UsageError({.what = concat(given, " tensors, or lists of tensors, where ", wanted, " are needed"),
+                      .next =
+                          "give one for each rank, one output for each input, or one in all: what is coalesced takes "
+                          "more"});
 }
 
 }  // namespace lockstep::backend

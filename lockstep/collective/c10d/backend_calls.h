@@ -36,14 +36,13 @@ void run_to_its_end(Transport& transport, const TensorCall& call);
 std::vector<size_t> counts_of_tensors(const Tensors& tensors, int size);
 
 void require_cpu(const torch::Tensor& tensor);  // throws DeviceError
-void check_pairs(const Tensors& outputs, const Tensors& inputs);
+// Throws UsageError: another number of tensors, or of lists of tensors.
+void require_number(size_t given, size_t wanted);
 
-// Throws UsageError: not exactly one tensor, or list of tensors.
 template <class T>
-const T& only_one(const std::vector<T>& list, std::string_view what) {
-  if (list.size() == 1) return list.front();
-  throw UsageError({.what = concat(list.size(), " ", what, ", where one is needed"),
-                    .next = "make one call for each, or its coalesced form"});
+const T& only_one(const std::vector<T>& list) {
+  require_number(list.size(), 1);
+  return list.front();
 }
 
 // ---- The sum of sparse tensors (COO), as c10d's Gloo computes it (sparse_all_reduce.cc)

@@ -42,8 +42,7 @@ class SparseSum {
                                             " differ in dtype, shape or number of sparse dimensions"),
                              .likely = "ranks that do not make the same calls in the same order",
                              .next = "give tensors of one dtype and shape on all ranks"});
-    const Tensor entries = all.select(1, 0).contiguous();
-    return {entries.const_data_ptr<int64_t>(), entries.const_data_ptr<int64_t>() + entries.numel()};
+    return numbers_in<int64_t>(all.select(1, 0).contiguous());
   }
 
   // Rows of all ranks, in rank order; `mine` has this rank's.

@@ -34,6 +34,12 @@ struct TensorCall : Call {        // whose memory is that of the next two
 // several are on the CPU.
 TensorCall with_memory(Call call, at::TensorList inputs, at::TensorList outputs);
 
+template <class Number>
+std::vector<Number> numbers_in(const torch::Tensor& dense) {
+  const auto* const first = dense.const_data_ptr<Number>();
+  return {first, first + dense.numel()};
+}
+
 // The elements of each rank's part of a tensor that is cut into `rows` of its first dimension; none: equal parts. Throws
 // UsageError, which calls the tensor `what`: not a count for each rank, a negative one, or another sum.
 std::vector<size_t> counts_of_rows(const torch::Tensor& tensor, const std::vector<int64_t>& rows, int ranks,

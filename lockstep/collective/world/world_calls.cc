@@ -23,11 +23,6 @@ Sizes with_rows(int64_t rows, const Tensor& tensor) {
   return shape;
 }
 
-std::vector<int64_t> values_of(const Tensor& tensor) {
-  const auto* const values = tensor.const_data_ptr<int64_t>();
-  return {values, values + tensor.numel()};
-}
-
 // A call of this rank on `tensor`, before it is made: its checks, and the tensor of its result.
 class Asked {
  public:
@@ -227,7 +222,8 @@ void World::barrier() const { state_->run({{.operation = Operation::kBarrier}});
 Tensor World::all_gather_rows(const Tensor& tensor, const AllGatherRowsOptions& options) const {
   const Asked asked(state_->caller, "all_gather_rows", tensor);
   asked.check_has_rows();
-  const Sizes rows = options.rows.empty() ? values_of(all_gather(torch::tensor({tensor.size(0)}))) : options.rows;
+  const Sizes rows =
+      options.rows.empty() ? numbers_in<int64_t>(all_gather(torch::tensor({tensor.size(0)}))) : options.rows;
   if (std::cmp_not_equal(rows.size(), size()) || rows[to_size(rank())] != tensor.size(0))
     asked.refuse(
         concat("all_gather_rows of ", tensor.size(0), " rows here, where ", join(rows, ", "), " are announced"),
@@ -241,7 +237,7 @@ Tensor World::all_gather_rows(const Tensor& tensor, const AllGatherRowsOptions& 
 Tensor World::all_to_all(const Tensor& tensor, const AllToAllOptions& options) const {
   AllToAllOptions known = options;
   if (known.receive_rows.empty() && !known.send_rows.empty())
-    known.receive_rows = values_of(all_to_all(torch::tensor(known.send_rows)));
+    known.receive_rows = numbers_in<int64_t>(all_to_all(torch::tensor(known.send_rows)));
   return run(all_to_all_call(state_->caller, tensor, known));
 }
 
