@@ -169,7 +169,7 @@ class C10dBackend final : public c10d::Backend {
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     if (const Tensor& tensor = only_one(tensors); tensor.is_sparse())
       return start(OpType::ALLREDUCE, sparse_all_reduce(member(), tensor, options), tensors, options.asyncOp);
-    return start(OpType::ALLREDUCE, {call_of(Operation::kAllReduce, tensors, tensors, options)}, tensors, options);
+    return start_pairs(OpType::ALLREDUCE, Operation::kAllReduce, tensors, tensors, options);
   }
 
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
@@ -191,8 +191,7 @@ class C10dBackend final : public c10d::Backend {
   }
 
   WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    return start(OpType::_REDUCE_SCATTER_BASE, {call_of(Operation::kReduceScatter, {input}, {output}, options)},
-                 {output}, options);
+    return start_pairs(OpType::_REDUCE_SCATTER_BASE, Operation::kReduceScatter, {input}, {output}, options);
   }
 
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -203,8 +202,7 @@ class C10dBackend final : public c10d::Backend {
   // ---- Moving data
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    only_one(tensors);
-    return start(OpType::BROADCAST, {call_of(Operation::kBroadcast, tensors, tensors, options)}, tensors, options);
+    return start_pairs(OpType::BROADCAST, Operation::kBroadcast, tensors, tensors, options);
   }
 
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
@@ -228,8 +226,7 @@ class C10dBackend final : public c10d::Backend {
   }
 
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
-    return start(OpType::_ALLGATHER_BASE, {call_of(Operation::kAllGather, {input}, {output}, options)}, {output},
-                 options);
+    return start_pairs(OpType::_ALLGATHER_BASE, Operation::kAllGather, {input}, {output}, options);
   }
 
   // outputs[r][i] is rank r's inputs[i].
