@@ -10,10 +10,7 @@ namespace lockstep {
 namespace {
 
 PeerLost peer_lost(const C10dCall& call, const std::exception& cause) {
-  return PeerLost({.what = concat(call.operation, " failed: ", first_line_of(cause)),
-                   .here = call.here,
-                   .likely = "another rank died, failed or stopped; the launcher names the first",
-                   .next = "run again with --resume to go on from the last checkpoint"});
+  return lost_connection(call.operation + " failed", call.here, cause);
 }
 
 C10dWork issue_checked(const C10dCall& call, const std::function<C10dWork()>& issue) try {
@@ -134,6 +131,14 @@ C10dWork issue_alone(const std::function<C10dWork()>& issue) {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
   return issue();
+}
+
+PeerLost lost_connection(const std::string& what, const std::string& here, const std::exception& cause) {
+  return PeerLost(
+      {.what = concat(what, ": ", first_line_of(cause)),
+       .here = here,
+       .likely = "another rank died, failed, stopped or waits for others; the launcher there names the first",
+       .next = "run again with --resume to go on from the last checkpoint"});
 }
 
 FuturePtr start_c10d(C10dCall call, const std::function<C10dWork()>& issue) {

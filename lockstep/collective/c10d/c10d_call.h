@@ -21,6 +21,9 @@ using C10dWork = c10::intrusive_ptr<c10d::Work>;
 // lock (2.11, FlightRecorder::recordWithResetEnabled): two worlds in two threads would crash now and then.
 C10dWork issue_alone(const std::function<C10dWork()>& issue);
 
+// What `cause` says of a connection whose other end is gone.
+PeerLost lost_connection(const std::string& what, const std::string& here, const std::exception& cause);
+
 struct C10dCall {
   std::string operation{};            // "all_reduce"
   std::string here{};                 // this rank

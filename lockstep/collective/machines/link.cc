@@ -196,11 +196,7 @@ void GlooLink::forget() {
 }
 
 PeerLost GlooLink::lost(int peer, const std::exception& trouble) const {
-  return PeerLost(
-      {.what = concat("lost ", names_[peer], ": ", first_line_of(trouble)),
-       .here = options_.describe,
-       .likely = "a rank there died, failed or stopped; the launcher there names it; or it waits for others",
-       .next = "run again with --resume to go on from the last checkpoint"});
+  return lost_connection("lost " + names_[peer], options_.describe, trouble);
 }
 
 }  // namespace lockstep
