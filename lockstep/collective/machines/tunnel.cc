@@ -448,14 +448,10 @@ void Tunnel::start(std::vector<Endpoint> gloo_here, std::map<std::string, Endpoi
 }
 
 std::string Tunnel::try_to_reach(const Endpoint& tunnel, const Deadline& deadline) const {
-  const UniqueFd fd = connection_to(tunnel);
-  if (!fd) return std::strerror(errno);
-  if (!wait_for(POLLOUT, fd.get(), deadline)) return "it does not answer";
-  int refused = 0;
-  socklen_t length = sizeof refused;
-  ::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &refused, &length);
-  if (refused != 0) return std::strerror(refused);
-  const SslPtr ssl = state_->identity->end_of(fd.get(), true);
+  const auto reached = connect_to(address_of_number(tunnel), deadline);
+  if (!reached) return "it does not answer";
+  const int fd = reached->fd.get();
+  const SslPtr ssl = state_->identity->end_of(fd, true);
   const Destination nowhere;
   char nothing = 0;
   // The other end says whether it trusts this one by how it ends: TLS 1.3 clients are done before that.
@@ -466,7 +462,7 @@ std::string Tunnel::try_to_reach(const Endpoint& tunnel, const Deadline& deadlin
       if (result > 0) return SSL_ERROR_NONE;
       const int error = ::SSL_get_error(ssl.get(), result);
       if (error != SSL_ERROR_WANT_READ && error != SSL_ERROR_WANT_WRITE) return error;
-      if (!wait_for(error == SSL_ERROR_WANT_READ ? POLLIN : POLLOUT, fd.get(), deadline)) return SSL_ERROR_WANT_ASYNC;
+      if (!wait_for(error == SSL_ERROR_WANT_READ ? POLLIN : POLLOUT, fd, deadline)) return SSL_ERROR_WANT_ASYNC;
     }
   };
   int error = run([&] { return ::SSL_do_handshake(ssl.get()); });
