@@ -129,6 +129,7 @@ TEST(NamedTensors, are_counted_once_for_each_part) {
                     .pipeline = {.stages = "2", .micro_batches = 3}}),
             2 * 3);
   EXPECT_EQ(counts({.kind = StrategyKind::kSingle, .accumulate = 4}), 4);
+  EXPECT_EQ(counts({.kind = StrategyKind::kAveraging, .accumulate = 2, .devices = 3, .places = test_places(3)}), 2 * 3);
 }
 
 TEST(NamedTensors, are_exchanged_by_a_part_that_counts) {
