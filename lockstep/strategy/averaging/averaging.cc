@@ -126,28 +126,34 @@ class Averaging : public ReplicaStrategy {
 
   BatchTotals forward_backward(const Batch& batch) override {
     const auto parts = parts_for_devices(batch);
+    const auto samples = std::make_shared<std::vector<int64_t>>(parts.size());
     const auto losses = in_phase(Phase::kBackward, [&] {
       return run_replicas(*devices_, replicas_, parts,
-                          [task = task_, most = int64_t{accumulate_}](const Replica& replica, const Batch& mine) {
-                            const int64_t samples = samples_of(task, mine);
-                            if (samples == 0) return Tensor();
+                          [task = task_, most = int64_t{accumulate_}, samples](
+                              const Replica& replica, const Batch& mine, const Device& device) {
+                            const std::vector<Batch> pieces = parts_of(mine, to_int(std::min(most, mine.size())));
+                            int64_t& all = for_device(*samples, device);
+                            std::vector<int64_t> counts;  // once: on a GPU each waits
+                            for (const Batch& piece : pieces) all += counts.emplace_back(samples_of(task, piece));
+                            if (all == 0) return Tensor();
                             Tensor mean = torch::zeros({}, replica.device);
-                            for (const Batch& part : parts_of(mine, to_int(std::min(most, mine.size())))) {
-                              const double share = fraction(samples_of(task, part), samples);
-                              if (share == 0) continue;
-                              const Tensor loss = task.loss(replica.forward(task, part), part) * share;
+                            for (size_t i = 0; i < pieces.size(); ++i) {
+                              if (counts[i] == 0) continue;
+                              const Tensor loss =
+                                  task.loss(replica.forward(task, pieces[i]), pieces[i]) * fraction(counts[i], all);
                               loss.backward();
                               mean = mean + loss.detach();
                             }
                             return mean;
                           });
     });
-    const BatchTotals mine = mean_of(losses, parts, task_);
-    const BatchTotals all = world_.size() == 1 ? mine : sum_totals(world_, mine);
+    BatchTotals mine{.examples = batch.size()};
     for (size_t i = 0; i < parts.size(); ++i) {
-      const int64_t samples = samples_of(task_, parts[i]);
-      for (AveragedPart& part : parts_) part.samples[i] += samples;
+      const int64_t count = (*samples)[i];
+      if (count > 0) on_device(losses[i].device(), [&] { mine.add(count, losses[i].item<double>()); });
+      for (AveragedPart& part : parts_) part.samples[i] += count;
     }
+    const BatchTotals all = world_.size() == 1 ? mine : sum_totals(world_, mine);
     for (AveragedPart& part : parts_) part.all_samples += all.samples;
     return all;
   }

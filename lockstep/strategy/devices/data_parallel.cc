@@ -62,9 +62,10 @@ class DataParallelStrategy : public ReplicaStrategy {
     Tensors outputs;
     Tensor gathered;
     const double loss = in_phase(Phase::kForward, [&] {
-      outputs = run_replicas(
-          *devices_, replicas_, parts_for_devices(batch),
-          [task = task_](const Replica& replica, const Batch& part) { return replica.forward(task, part); });
+      outputs = run_replicas(*devices_, replicas_, parts_for_devices(batch),
+                             [task = task_](const Replica& replica, const Batch& part, const Device&) {
+                               return replica.forward(task, part);
+                             });
       gathered = gather(outputs, devices_->where(0)).requires_grad_();
       gathered_bytes_ = std::max(gathered_bytes_, gathered.nbytes());
       return loss_on_device_0(*devices_, task_, gathered, batch);
@@ -150,7 +151,7 @@ class DataParallel::Impl {
       throw UsageError({.what = "DataParallel::forward() of no samples", .next = "skip the batch"});
     replicate();
     const auto forward_as_caller = [task = task_, grad = at::GradMode::is_enabled()](const Replica& replica,
-                                                                                     const Batch& part) {
+                                                                                     const Batch& part, const Device&) {
       const torch::AutoGradMode mode(grad);
       return replica.forward(task, part);
     };

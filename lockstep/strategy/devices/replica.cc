@@ -230,7 +230,7 @@ Tensors run_replicas(Devices& devices, const Replicas& replicas, const std::vect
     if (clears_gradients) replica.optimizer->zero_grad();
     if (part.size() == 0) return;
     device.seed(mix_seed(seed, device.index()));
-    for_device(*results, device) = work(replica, part);
+    for_device(*results, device) = work(replica, part, device);
   });
   return *results;
 }

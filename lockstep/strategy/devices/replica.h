@@ -112,7 +112,7 @@ decltype(auto) for_device(Vector& per_device, const Device& device) {
 // Runs work on every device whose part is not empty, after it has cleared the gradients and begun a new sequence of
 // random numbers. Returns what each device's work returned; undefined where a part is empty. Blocks. Throws as
 // Devices::run does.
-using ReplicaWork = std::function<Tensor(const Replica& replica, const Batch& part)>;
+using ReplicaWork = std::function<Tensor(const Replica& replica, const Batch& part, const Device& device)>;
 Tensors run_replicas(Devices& devices, const Replicas& replicas, const std::vector<Batch>& parts,
                      const ReplicaWork& work, bool clears_gradients = true);
 

@@ -107,7 +107,7 @@ Tensors split_and_load(const Tensor& data, const Devices& devices, Uneven uneven
 
 Tensors tower_losses(Devices& devices, const Task& task, const Replicas& replicas, const std::vector<Batch>& shards,
                      bool clears_gradients) {
-  const auto loss = [task](const Replica& replica, const Batch& shard) {
+  const auto loss = [task](const Replica& replica, const Batch& shard, const Device&) {
     return samples_of(task, shard) > 0 ? task.loss(replica.forward(task, shard), shard) : Tensor();
   };
   return run_replicas(devices, replicas, shards, loss, clears_gradients);
