@@ -2,7 +2,9 @@
 #include "lockstep/strategy.h"
 
 #include <torch/nn/modules/conv.h>
+#include <unistd.h>
 
+#include <fstream>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -428,10 +430,23 @@ TEST(BackgroundSum, takes_what_was_lost_along_to_other_machines) {
       const torch::Tensor sum = sum_of(sums, like);
       sums.even_out();
       EXPECT_GT(sum.norm().item<double>(), 0);
-      EXPECT_TRUE(torch::allclose(sum + state.front().tensor, saved)) << machines.size();
+      EXPECT_TRUE(torch::allclose(sum + sums.state().front().tensor, saved)) << machines.size();
     };
     machines.back() == 0 ? run_ranks(static_cast<int>(machines.size()), resume) : run_over_machines(machines, resume);
   }
+}
+
+TEST(BackgroundSum, keeps_no_block_in_int8_on_one_machine) {
+  constexpr int64_t kElements = int64_t{1} << 26;
+  const auto resident_bytes = [] {
+    int64_t all = 0, pages = 0;
+    std::ifstream("/proc/self/statm") >> all >> pages;
+    return pages * ::sysconf(_SC_PAGESIZE);
+  };
+  const torch::Tensor part = torch::empty({kElements});
+  const int64_t before = resident_bytes();
+  const BackgroundSum sums(World::single(), {part}, true);
+  EXPECT_LT(resident_bytes() - before, kElements);
 }
 
 // Machine 1 is late for each part, by much less than the timeout, and for all together by more.
