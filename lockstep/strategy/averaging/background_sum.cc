@@ -21,6 +21,11 @@ bool is_done_within(Work& work, milliseconds longest) {
   return true;
 }
 
+// One zero in all places.
+torch::Tensor nothing_lost(const torch::Tensor& part) {
+  return torch::zeros({}, torch::TensorOptions(part.scalar_type())).expand({part.numel()});
+}
+
 }  // namespace
 
 BackgroundSum::BackgroundSum(const World& world, const Tensors& parts, bool in_int8)
@@ -32,19 +37,19 @@ BackgroundSum::BackgroundSum(const World& world, const Tensors& parts, bool in_i
   machines_ = firsts.item<int64_t>();
   if (!in_int8) return;
   for (const Tensor& part : parts)
-    lost_.push_back(torch::zeros({part.numel()}, torch::TensorOptions(part.scalar_type())));
+    lost_.push_back(machines_ > 1 ? nothing_lost(part).contiguous() : nothing_lost(part));
 }
 
 int64_t BackgroundSum::start(size_t part, const Tensor& mine) {
   const torch::NoGradGuard no_grad;
   machine_.reduce(mine);
-  if (std::exchange(lost_is_sum_, false))
+  if (std::exchange(lost_is_sum_, false) && sends_int8())
     for (const Tensor& lost : lost_) lost.div_(machines_);
   UnderWay& now = under_way_[part];
   if (!sends_int8()) {
     if (!lost_.empty()) {  // by a run on several machines
       mine.add_(lost_[part]);
-      lost_[part].zero_();
+      lost_[part] = nothing_lost(mine);
     }
     now.tensor = mine;
     if (firsts_) now.work = firsts_->all_reduce_async(mine);
@@ -76,7 +81,7 @@ void BackgroundSum::share(const Tensor& tensor, std::optional<Work> work) {
 }
 
 void BackgroundSum::even_out() {
-  if (std::exchange(lost_is_sum_, true)) return;
+  if (std::exchange(lost_is_sum_, true) || !sends_int8()) return;
   const torch::NoGradGuard no_grad;
   for (const Tensor& lost : lost_) {
     std::optional<Work> work;
@@ -85,9 +90,9 @@ void BackgroundSum::even_out() {
   }
 }
 
-NamedTensors BackgroundSum::state() const {
+NamedTensors BackgroundSum::state() {
   NamedTensors tensors;
-  for (size_t i = 0; i < lost_.size(); ++i) tensors.push_back({concat("lost.", i), lost_[i]});
+  for (size_t i = 0; i < lost_.size(); ++i) tensors.push_back({concat("lost.", i), lost_[i] = lost_[i].contiguous()});
   return tensors;
 }
 

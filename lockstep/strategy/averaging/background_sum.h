@@ -34,7 +34,7 @@ class BackgroundSum {
   // equal share. Blocks. Throws PeerLost.
   void even_out();
 
-  NamedTensors state() const;               // what all lost, after even_out(); restored in place
+  NamedTensors state();                     // what all lost, after even_out(); restored in place
   void restored() { lost_is_sum_ = true; }  // state()
 
  private:
@@ -44,7 +44,7 @@ class BackgroundSum {
   World machine_;
   std::optional<World> firsts_;  // of the machines; none: this rank is not the first of its own
   int64_t machines_ = 1;
-  Tensors lost_;             // of each part; none in float32
+  Tensors lost_;  // of each part; none in float32. On one machine without memory, except from state() to start()
   bool lost_is_sum_ = true;  // over all machines, not this machine's alone
   struct UnderWay {
     Tensor tensor;  // the sum, or all machines' bytes
