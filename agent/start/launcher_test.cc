@@ -196,6 +196,7 @@ TEST(Launch, names_a_program_that_does_not_exist) {
 TEST(Launch, refuses_options_that_make_no_sense) {
   const std::vector<std::string> command = {"true"};
   EXPECT_THROW(launch({.ranks = 0}, command), UsageError);
+  EXPECT_THROW(launch({.ranks = 65537}, command), UsageError);
   EXPECT_THROW(launch({.servers = 1}, command), UsageError);
   EXPECT_THROW(launch({}, command, {.min_ranks = 2}), UsageError);
   EXPECT_THROW(launch({}, command, {}, {.nodes = 2, .node_rank = 2, .master_port = 1}), UsageError);

@@ -159,6 +159,13 @@ TEST(LockstepRun, goes_on_while_the_reader_of_its_output_is_stopped) {
   EXPECT_EQ(launcher.wait(), 0);
 }
 
+TEST(LockstepRun, refuses_more_ranks_than_any_machine_has) {
+  const Ended ended = run({LOCKSTEP_COMMAND, "run", "--nproc-per-node", "65537", "true"});
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(contains(ended.error, "--nproc-per-node is '65537'")) << ended.error;
+  EXPECT_TRUE(contains(ended.error, "65536")) << ended.error;
+}
+
 TEST(LockstepRun, two_at_the_same_time_have_different_ports) {
   const TempFolder folders[2];
   const std::string script = "echo $MASTER_PORT; exec \"$0\" hang \"$1\"";
