@@ -6,6 +6,7 @@
 #include <iostream>
 
 #include "agent/clusters/environment.h"
+#include "agent/meet/epoch.h"
 #include "cli/commands.h"
 #include "cli/installation.h"
 #include "lockstep/base/command_line.h"
@@ -16,8 +17,6 @@
 
 namespace lockstep {
 namespace {
-
-constexpr int kMostRanksDrawn = 1 << 16;
 
 Setting variable(const std::string& name) {
   const char* value = std::getenv(name.c_str());
@@ -79,7 +78,7 @@ void print_cmake_prefix() {
 int env_command(int argc, char** argv) {
   CLI::App app("Shows every resolved setting and where it came from, and the machine.", "lockstep env");
   int ranks = 0;
-  app.add_option("--ranks", ranks, "draws the cores of so many ranks, too")->check(CLI::Range(1, kMostRanksDrawn));
+  app.add_option("--ranks", ranks, "draws the cores of so many ranks, too")->check(CLI::Range(1, kMostRanksOfMachine));
   bool only_prefix = false;
   app.add_flag("--cmake-prefix", only_prefix, "only what CMAKE_PREFIX_PATH needs for find_package(lockstep)");
   return parse_and_run(app, argc, argv, [&] {

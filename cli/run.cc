@@ -149,10 +149,10 @@ int number_of_ranks(const std::string& text) {
   if (gpus > 0) return gpus;
   if (text == "auto" || text == "cpu") return allotted_cores();
   int ranks = 0;
-  if (parse_int(text, ranks)) return ranks;
+  if (parse_int(text, ranks) && ranks <= kMostRanksOfMachine) return ranks;
   throw UsageError({.what = text == "gpu" ? "--nproc-per-node gpu, but this machine has none"
                                           : concat("--nproc-per-node is '", text, "'"),
-                    .next = "give a number, or auto"});
+                    .next = concat("give a number up to ", kMostRanksOfMachine, ", or auto")});
 }
 
 UsageError bad_option(const std::string& name, const std::string& value, const std::string& next) {

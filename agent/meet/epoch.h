@@ -12,6 +12,8 @@
 
 namespace lockstep {
 
+inline constexpr int kMostRanksOfMachine = 1 << 16;
+
 // The launcher of one machine. A launcher that is started again is another member.
 struct Member {
   std::string id;                     // "gpu-a/4711/9f3c20d1": its host, its pid, and a number that nobody else has

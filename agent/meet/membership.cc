@@ -19,13 +19,12 @@ namespace {
 
 using nlohmann::json;
 
-constexpr int kMostRanksOfMember = 1 << 16;
 constexpr milliseconds kSettles{100};  // machines that are lost together are noticed one after the other
 
 bool is_possible(const Member& member) {
   const auto is_port = [](int number) { return number >= 1 && number <= 65535; };
   return !member.id.empty() && !member.address.empty() && std::ranges::all_of(member.master_ports, is_port) &&
-         member.ranks >= 1 && member.ranks <= kMostRanksOfMember;
+         member.ranks >= 1 && member.ranks <= kMostRanksOfMachine;
 }
 
 std::string hosts_of(const std::vector<Member>& members) {

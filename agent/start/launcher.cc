@@ -24,7 +24,8 @@ void require(bool holds, const std::string& what, const std::string& next) {
 }
 
 void check(const StartOptions& start, const FailureOptions& failing, const PlaceOptions& place) {
-  require(start.ranks >= 1, concat(start.ranks, " ranks on a machine"), "start at least 1");
+  require(start.ranks >= 1 && start.ranks <= kMostRanksOfMachine, concat(start.ranks, " ranks on a machine"),
+          concat("start 1 to ", kMostRanksOfMachine));
   require(start.servers >= 0 && start.servers < start.ranks,
           concat(start.servers, " servers among ", start.ranks, " ranks"), "leave at least one rank for a worker");
   require(place.node_rank >= 0 && place.node_rank < place.nodes,
