@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """What `lockstep top` says about two made-up looks at a job, how it lays out a job as text, what the examples of --on-event
-make of events, and what `lockstep compare slow-links` makes of metrics."""
+make of events, what `lockstep compare slow-links` makes of metrics, and what bench/step_memory.py leaves behind."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 from pathlib import Path
 
@@ -504,6 +507,35 @@ class SlowLinks(unittest.TestCase):
     def test_take_the_loss_that_is_asked_for(self):
         rows = self.table(target_loss=4.5, diloco=[5, 4, 3], topk=[6])
         self.assertEqual([row[-1] for name, row in rows.items() if name in ("diloco", "topk")], ["0.5 |", "never |"])
+
+
+class StepMemory(unittest.TestCase):
+    RANK = "import os, signal, sys; print(os.getpid(), file=open(sys.argv[1], 'w', 1)); os.kill(os.getpid(), signal.SIGSTOP)"
+    # One of two ranks has stopped: the other is waited for.
+    PROGRAM = f"""
+import sys
+pid, bench = sys.argv.pop(), sys.argv.pop()
+sys.path[:0] = [bench]
+import step_memory
+step_memory.command_of = lambda *_: [sys.executable, "-c", {RANK!r}, pid]
+step_memory.main()
+"""
+
+    def test_ends_stopped_ranks_when_it_is_told_to_end(self):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "pid")
+            command = [sys.executable, "-B", "-c", self.PROGRAM, "mlp", "--only", "ddp_gloo", ROOT / "bench", file]
+            with subprocess.Popen(command, stdout=subprocess.DEVNULL) as measuring:
+                end = time.monotonic() + 30
+                while time.monotonic() < end and not (file.exists() and file.read_text()):
+                    time.sleep(0.01)
+                rank = int(file.read_text())
+                measuring.terminate()
+            try:
+                self.assertFalse(Path(f"/proc/{rank}").exists())
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
 
 
 if __name__ == "__main__":
