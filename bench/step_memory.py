@@ -207,6 +207,7 @@ def main():
     parser = common.parser_for("memory", __doc__, CASES, rounds=3)
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=SYSTEMS, metavar="SYSTEM", help=", ".join(SYSTEMS))
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # through end(): stopped ranks hear no signal
     print(f"{RANKS} ranks; {arguments.rounds} rounds in turn\n{common.machine()}\n")
     found = {case: measure(case, arguments) for case in arguments.cases}
     if arguments.save:
