@@ -36,8 +36,8 @@ std::vector<Choice> choices_on(const Model& model, int devices) {
                           {.kind = StrategyKind::kKVStore},
                           {.kind = StrategyKind::kKVStore, .store = KVStoreKind::kDistSync},
                           {.kind = StrategyKind::kKVStore, .store = KVStoreKind::kDistAsync},
-                          {.kind = StrategyKind::kAveraging, .average_every = 1},
-                          {.kind = StrategyKind::kAveraging, .average_every = 8}};
+                          {.kind = StrategyKind::kAveraging, .averaging = {.every = 1}},
+                          {.kind = StrategyKind::kAveraging, .averaging = {.every = 8}}};
   if (devices <= model.pieces) add_pipelines(all, devices);
   return all;
 }
@@ -45,8 +45,8 @@ std::vector<Choice> choices_on(const Model& model, int devices) {
 // Towers, data_parallel and the local stores are threads of one process.
 std::vector<Choice> choices_between(const Model& model, int hosts) {
   std::vector<Choice> all{{.kind = StrategyKind::kDdp},
-                          {.kind = StrategyKind::kAveraging, .average_every = 1},
-                          {.kind = StrategyKind::kAveraging, .average_every = 8},
+                          {.kind = StrategyKind::kAveraging, .averaging = {.every = 1}},
+                          {.kind = StrategyKind::kAveraging, .averaging = {.every = 8}},
                           {.kind = StrategyKind::kKVStore, .store = KVStoreKind::kDistSync, .servers = 1},
                           {.kind = StrategyKind::kKVStore, .store = KVStoreKind::kDistSync, .servers = hosts},
                           {.kind = StrategyKind::kKVStore, .store = KVStoreKind::kDistAsync, .servers = 1}};

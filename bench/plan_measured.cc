@@ -75,7 +75,7 @@ struct Windows {
 constexpr int kSteps = 8;  // of a window on one machine: averaging does one average in so many at most
 
 int steps_between_averages(const PlanCase& one) {
-  return one.choice.kind == StrategyKind::kAveraging ? one.choice.average_every : 1;
+  return one.choice.kind == StrategyKind::kAveraging ? static_cast<int>(one.choice.averaging.every) : 1;
 }
 
 // Between hosts steps may be long: then a window is a step, or the steps from one average to the next.

@@ -16,6 +16,9 @@ using MakeStrategy = std::unique_ptr<Strategy>(const World& world, const Task& t
 MakeStrategy make_ddp, make_towers, make_data_parallel, make_kvstore_strategy, make_averaging, make_pipeline;
 
 constexpr bool has_servers(KVStoreKind kind) { return kind >= KVStoreKind::kDistSync; }
+constexpr bool averages_in_background(const AveragingOptions& options) {
+  return options.delay > 0 || options.in == AverageIn::kInt8;
+}
 constexpr bool goes_on_without_workers(KVStoreKind kind) { return kind > KVStoreKind::kDistSync; }
 
 // ---- Memory, for a forecast

@@ -37,8 +37,9 @@ struct PlanOptions {
 // The options of `lockstep train` that change what a step takes.
 std::vector<Option> training_options(TrainOptions& options) {
   static const std::set<std::string> kTaken = {
-      "--model",     "--classes", "--data",      "--data-dir", "--augment",  "--epochs",       "--batch-size",
-      "--precision", "--layout",  "--optimizer", "--momentum", "--nesterov", "--weight-decay", "--clip-norm"};
+      "--model",        "--classes",   "--data",          "--data-dir",      "--augment",   "--epochs",
+      "--batch-size",   "--precision", "--layout",        "--optimizer",     "--momentum",  "--nesterov",
+      "--weight-decay", "--clip-norm", "--average-parts", "--average-delay", "--average-in"};
   std::vector<Option> all = option_table(options, {.models = model_names(), .datasets = dataset_kinds()});
   std::erase_if(all, [](const Option& option) { return !kTaken.contains(option.name); });
   return all;
@@ -172,6 +173,7 @@ int run_plan(PlanOptions options) {
   Target& target = options.target;
   target.batch = options.train.loader.batch_size;
   target.epochs = options.train.epochs;
+  target.averaging = options.train.strategy.averaging;
   target.link_rate = options.link_megabits * 1e6 / 8;
   target.link_latency = options.link_microseconds * 1e-6;
   target.memory_rate *= 1e9;

@@ -42,7 +42,9 @@ double half_spread(const std::vector<double>& sorted) {
 }
 
 // Steps after which all later ones are alike: with averaging a whole round, from average to average.
-int steps_of_round(const Choice& choice) { return choice.kind == StrategyKind::kAveraging ? choice.average_every : 1; }
+int steps_of_round(const Choice& choice) {
+  return choice.kind == StrategyKind::kAveraging ? to_int(choice.averaging.every) : 1;
+}
 
 // ---- Memory
 

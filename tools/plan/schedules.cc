@@ -6,7 +6,9 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/collective/machines/machine_collective.h"
+#include "lockstep/strategy/averaging/int8_blocks.h"
 #include "lockstep/strategy/kvstore/key_plan.h"
+#include "lockstep/strategy/strategies.h"
 #include "tools/plan/builder.h"
 
 namespace lockstep::plan {
@@ -147,24 +149,53 @@ void ddp_between_machines(Builder& b, const Ids& networks) {
   }
 }
 
-// Every device trains a replica; every h steps the replicas become one.
-void averaging(Builder& b, const Ids& networks, int step) {
+// Each device reads and writes so many bytes, the first of each machine `more` besides.
+void touch_all(Builder& b, const std::string& name, double bytes, double more) {
+  for (const int device : b.all_devices()) b.touch(device, name, device % b.target.devices == 0 ? bytes + more : bytes);
+  meet_on_machines(b);
+}
+
+// How many machines' bytes a sum is made of, where they come in int8.
+int coded(const Builder& b) { return b.choice.averaging.in == AverageIn::kInt8 && b.machines() > 1 ? b.machines() : 0; }
+
+// A part of the parameters goes on its way, in the background as a copy. Returns its arrivals on the machines.
+Ids send_average(Builder& b, const Ids& networks, double bytes) {
+  constexpr double kToInt8 = 22;  // int8_blocks.cc reads and writes, for each byte of float32
+  const double read = averages_in_background(b.choice.averaging) ? 5 : 3;
+  touch_all(b, "collect", (read + 1.0 / b.target.devices) * bytes, coded(b) > 0 ? kToInt8 * bytes : 0);
+  const IntVector<Ids> ready = last_of_machines(b);
+  if (coded(b) == 0 && b.machines() > 1) all_reduce(b, networks, bytes, ready);
+  Ids arrivals;
+  for (int m = 0; m < networks.size(); ++m)
+    append(arrivals,
+           coded(b) > 0 ? Ids{b.exchange(networks[m], bytes / 4 + bytes / kInt8Block, ready[m])} : b.last(networks[m]));
+  return arrivals;
+}
+
+// It is waited for, and comes into all replicas, in the background by an outer step.
+void take_average(Builder& b, double bytes, const Ids& arrivals) {
+  constexpr double kOfSum = 8;  // as kToInt8: the outer step, and each machine's int8
+  const bool in_background = averages_in_background(b.choice.averaging);
+  for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), arrivals);
+  touch_all(b, "copy", (in_background ? 5 : 2) * bytes, (kOfSum * in_background * (1 + coded(b)) - 2) * bytes);
+}
+
+// Every device trains a replica; every h steps the replicas become one, part by part. arrivals: of the parts.
+void averaging(Builder& b, const Ids& networks, int step, IntVector<Ids>& arrivals) {
   constexpr double kLoss = 24;  // bytes that are summed up
+  const int64_t every = b.choice.averaging.every, parts = b.choice.averaging.parts, delay = b.choice.averaging.delay;
   b.forward_and_backward();
   sum_up(b, kLoss);
   for (const int device : b.all_devices()) b.update(device, 1);
   meet_on_machines(b);
-  if ((step + 1) % b.choice.average_every != 0) return;
-  const double bytes = b.profile.parameter_bytes;
-  for (const int device : b.all_devices()) b.touch(device, "collect", 3 * bytes + bytes / b.target.devices);
-  meet_on_machines(b);
-  if (b.machines() > 1) {
-    all_reduce(b, networks, bytes, last_of_machines(b));
-    for (int m = 0; m < b.machines(); ++m) b.meet(b.devices_on(m), b.last(networks[m]));
+  const double bytes = b.profile.parameter_bytes / to_double(parts);
+  for (int part = 0; part < parts; ++part) {
+    const auto is_due = [&](int64_t at) { return at >= 0 && at % every + 1 == every * (part + 1) / parts; };
+    if (delay > 0 && is_due(step - delay)) take_average(b, bytes, arrivals[part]);
+    if (!is_due(step)) continue;
+    arrivals[part] = send_average(b, networks, bytes);
+    if (delay == 0) take_average(b, bytes, arrivals[part]);
   }
-  for (const int device : b.all_devices())
-    if (device % b.target.devices != 0) b.touch(device, "copy", 2 * bytes);
-  meet_on_machines(b);
 }
 
 // docs/strategies/kvstore.md: parts of a gradient go to the servers, in their order, while later ones are packed; new values come
@@ -242,6 +273,7 @@ Schedule schedule(const Profile& profile, const Target& wanted, const Choice& ch
   require_possible(target);
   Builder b(profile, target, choice);
   Ids networks, servers;
+  IntVector<Ids> arrivals(to_int(choice.averaging.parts));
   if (target.machines > 1)
     for (int m = 0; m < target.machines; ++m) networks.push_back(b.add_actor(concat("network of machine ", m), m));
   if (choice.store == KVStoreKind::kDistSync)
@@ -254,7 +286,7 @@ Schedule schedule(const Profile& profile, const Target& wanted, const Choice& ch
       case kTowers: towers(b); break;
       case kDataParallel: devices_with_one_update(b); break;
       case kKVStore: kvstore(b, servers); break;
-      case kAveraging: averaging(b, networks, step); break;
+      case kAveraging: averaging(b, networks, step, arrivals); break;
       case kPipeline: pipeline(b); break;
     }
     b.end_step();

@@ -250,9 +250,77 @@ TEST(Schedules, WhatAStageAsksForGoesBehindWhatItSends) {
 
 TEST(Schedules, AveragingEveryFewStepsSendsAsManyTimesLess) {
   const Target target{.machines = 2, .devices = 1, .link_rate = 1 * kMega, .link_latency = 0, .batch = 8};
-  const Forecast often = forecast(round_profile(), target, {.kind = StrategyKind::kAveraging, .average_every = 1});
-  const Forecast seldom = forecast(round_profile(), target, {.kind = StrategyKind::kAveraging, .average_every = 8});
+  const Forecast often =
+      forecast(round_profile(), target, {.kind = StrategyKind::kAveraging, .averaging = {.every = 1}});
+  const Forecast seldom =
+      forecast(round_profile(), target, {.kind = StrategyKind::kAveraging, .averaging = {.every = 8}});
   EXPECT_NEAR(often.link_bytes, 8 * seldom.link_bytes, 0.01 * often.link_bytes);  // but for the loss of each batch
+}
+
+Choice averaging_with(const AveragingOptions& options) {
+  return {.kind = StrategyKind::kAveraging, .averaging = options};
+}
+
+TEST(Schedules, AveragingInInt8SendsAByteForANumberToEachOtherMachine) {
+  for (const int machines : {2, 4}) {
+    const Target target{.machines = machines, .devices = 1, .link_rate = 1 * kMega, .link_latency = 0, .batch = 8};
+    const double sent = (machines - 1) * both_ways(2e6 + 2e6 / 1024);
+    for (const int64_t parts : {1, 4}) {
+      const Choice choice = averaging_with({.every = 8, .parts = parts, .in = AverageIn::kInt8});
+      EXPECT_NEAR(8 * forecast(round_profile(), target, choice).link_bytes, sent, 0.01 * sent) << machines;
+    }
+  }
+}
+
+// A step computes for 12 ms. All parts together are on the link for 86 ms.
+TEST(Schedules, AveragingInTheBackgroundTakesWhatTheDelayDoesNotHide) {
+  const Target target{.machines = 2, .devices = 1, .link_rate = 100 * kMega, .link_latency = 0, .batch = 8};
+  const double step = 12e-3, transfer = 8 * both_ways(1e6) / (100 * kMega);
+  const auto round_of = [&](const AveragingOptions& options) {
+    return 8 * step_of(round_profile(), target, averaging_with(options));
+  };
+  for (const int64_t delay : {0, 1, 4, 8})
+    EXPECT_NEAR(round_of({.every = 8, .delay = delay}),
+                8 * step + std::max(0.0, transfer - static_cast<double>(delay) * step), 2e-3)
+        << delay;
+  EXPECT_NEAR(round_of({.every = 8, .parts = 4, .delay = 1}), 8 * step + 4 * (transfer / 4 - step), 2e-3);
+  EXPECT_NEAR(round_of({.every = 8, .parts = 4, .delay = 2}), 8 * step, 2e-3);
+}
+
+// Parameters have 8 MB.
+TEST(Schedules, AveragingInTheBackgroundKeepsFurtherBlocks) {
+  const auto more = [](const Target& target, const AveragingOptions& options) {
+    const auto memory = [&](const AveragingOptions& each) {
+      return forecast(round_profile(), target, averaging_with(each)).memory;
+    };
+    return (memory(options) - memory({.every = options.every})) / kMega;
+  };
+  const Target here{.devices = 2, .batch = 8}, two{.machines = 2, .batch = 8};
+  const double anchor = 8, lost = 8;
+  EXPECT_NEAR(more(here, {.every = 4, .parts = 2}), 0, 1e-6);
+  EXPECT_NEAR(more(here, {.every = 4, .delay = 1}), anchor + 2 * 8, 1e-6);
+  EXPECT_NEAR(more(here, {.every = 4, .parts = 2, .delay = 4}), anchor + 4 + 2 * 4, 1e-6);
+  EXPECT_NEAR(more(here, {.every = 4, .in = AverageIn::kInt8}), anchor + 2 * 8, 1e-6);
+  EXPECT_NEAR(more(two, {.every = 4, .in = AverageIn::kInt8}), anchor + lost + 2 * 2, 1e-6);
+}
+
+TEST(Schedules, AveragingIsComparedAsTheTargetSays) {
+  Target target{.machines = 2, .link_rate = 1 * kMega, .batch = 8};
+  target.averaging = {.parts = 4, .delay = 6, .in = AverageIn::kInt8};
+  std::vector<int64_t> every;
+  for (const Choice& choice : choices_for(target, 0)) {
+    if (choice.kind != StrategyKind::kAveraging) continue;
+    EXPECT_FALSE(choice.exact());
+    const AveragingOptions options = choice.options({}).averaging;
+    EXPECT_EQ(options.parts, 4);
+    EXPECT_EQ(options.delay, 6);
+    EXPECT_EQ(options.in, AverageIn::kInt8);
+    every.push_back(options.every);
+  }
+  EXPECT_EQ(every, (std::vector<int64_t>{8, 16}));  // a part arrives before it is sent again
+  const std::vector<Forecast> all = forecast_all(round_profile(), target);
+  EXPECT_EQ(all.front().choice.kind, StrategyKind::kAveraging);
+  EXPECT_NE(best_of(all).choice.kind, StrategyKind::kAveraging);
 }
 
 // ---- What messages between machines take beside the link
@@ -353,7 +421,7 @@ TEST(Schedules, OfChoicesThatAreAboutAsFastTheSimplestIsRecommended) {
   const auto recommended = [](double with_servers, double in_micro_batches) {
     return best_of({{.choice = {.kind = StrategyKind::kPipeline}, .step = in_micro_batches},
                     {.choice = {.kind = StrategyKind::kKVStore, .store = KVStoreKind::kDistSync}, .step = with_servers},
-                    {.choice = {.kind = StrategyKind::kAveraging, .average_every = 8}, .step = 0.5},
+                    {.choice = {.kind = StrategyKind::kAveraging, .averaging = {.every = 8}}, .step = 0.5},
                     {.choice = {.kind = StrategyKind::kDdp}, .step = 1}})
         .choice.kind;
   };

@@ -45,7 +45,7 @@ std::string Choice::name() const {
   const std::string name = text_of(*this, "");
   if (has_servers()) return concat(name, ", ", servers, servers == 1 ? " server" : " servers");
   if (kind == kTowers && update_on_cpu) return name + ", one update";
-  if (kind == kAveraging) return concat(name, ", h = ", average_every);
+  if (kind == kAveraging) return concat(name, ", h = ", averaging.every);
   if (kind != kPipeline) return name;
   const std::string stages_and_parts =
       order == PipelineSchedule::kNaive ? concat(stages, " stages") : concat(stages, " x ", micro_batches);
@@ -56,7 +56,7 @@ std::string Choice::arguments(int ranks) const {
   std::string text = concat("--strategy ", text_of(*this, " --kvstore"));
   if (has_servers()) text += concat(" --servers ", servers);
   if (kind == kTowers && update_on_cpu) text += " --update cpu";
-  if (kind == kAveraging) text += concat(" --average-every ", average_every);
+  if (kind == kAveraging) text += concat(" --average-every ", averaging.every);
   if (kind == kPipeline)
     text += concat(" --pipeline-schedule ", name_of(order), " --stages ", stages, " --micro-batches ", micro_batches);
   return ranks > 1 && kind != kSingle ? concat(text, " --ranks ", ranks) : text;
@@ -70,7 +70,7 @@ Target Choice::on(Target target) const {
 StrategyOptions Choice::options(StrategyOptions others) const {
   others.kind = kind;
   if (kind == kTowers) others.towers.update = update_on_cpu ? UpdateOn::kCpu : UpdateOn::kDevice;
-  if (kind == kAveraging) others.averaging.every = average_every;
+  if (kind == kAveraging) others.averaging = averaging;
   if (kind == kKVStore) others.kvstore.kind = store;
   if (has_servers()) others.kvstore.servers = servers;
   if (kind == kPipeline)
@@ -98,7 +98,11 @@ std::vector<Choice> choices_for(const Target& target, int pieces) {
     for (const int servers : numbers_of_servers(target))
       for (const KVStoreKind store : {KVStoreKind::kDistSync, KVStoreKind::kDistAsync})
         all.push_back({.kind = kKVStore, .store = store, .servers = servers});
-  for (const int every : {1, 4, 8, 16}) all.push_back({.kind = kAveraging, .average_every = every});
+  Choice one{.kind = kAveraging, .averaging = target.averaging};
+  for (const int every : {1, 4, 8, 16}) {
+    one.averaging.every = every;
+    if (std::max(one.averaging.parts, one.averaging.delay) <= every) all.push_back(one);
+  }
   if (target.all_devices() <= pieces) add_pipelines(all, target);
   return all;
 }

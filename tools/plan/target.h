@@ -18,7 +18,8 @@ struct Target {
   int64_t batch = 1;           // samples of a step, over all devices
   int servers = 0;             // of the parameter server, on the machines in turn; 0: several numbers are compared
   int64_t epochs = 1;
-  double memory_rate = 0;  // bytes per second for all cores of a machine; 0: not known
+  AveragingOptions averaging{};  // but for `every`, of which several are compared
+  double memory_rate = 0;        // bytes per second for all cores of a machine; 0: not known
 
   int all_devices() const { return machines * devices; }
 };
@@ -34,7 +35,7 @@ struct Choice {
   StrategyKind kind = kDdp;
   KVStoreKind store = KVStoreKind::kLocal;           // kvstore
   bool update_on_cpu = false;                        // towers
-  int average_every = 1;                             // averaging
+  AveragingOptions averaging{};                      // averaging
   int servers = 1;                                   // kvstore dist_*
   PipelineSchedule order = PipelineSchedule::k1F1B;  // pipeline
   int stages = 1;                                    // pipeline

@@ -113,7 +113,7 @@ class Averaging : public ReplicaStrategy {
       : ReplicaStrategy(world, task, options),
         world_(world),
         options_(options.averaging),
-        in_background_(options_.delay > 0 || options_.in == AverageIn::kInt8) {
+        in_background_(averages_in_background(options_)) {
     require_sensible(options_);
     require_same_model(world, named_parameters(model()));
     broadcast_model(world, model());
@@ -350,11 +350,19 @@ class Averaging : public ReplicaStrategy {
 
 }  // namespace
 
-// Every device has a replica of its own.
+// Every device has a replica of its own. In the background there are an anchor, in int8 what was lost, copies of a part
+// that is sent, and the parts that are under way, in int8 those of all machines.
 HeldBytes bytes_of_averaging(const PlannedRun& run) {
+  const AveragingOptions& options = run.options.averaging;
+  const bool in_int8 = options.in == AverageIn::kInt8 && run.machines > 1;
   HeldBytes bytes = bytes_of_data_parallel(run);
   bytes.parameters *= run.devices;
   bytes.state *= run.devices;
+  if (!averages_in_background(options)) return bytes;
+  const double under_way = std::max(1.0, fraction(options.delay * options.parts, options.every));
+  bytes.parameters += run.parameters * (1 + in_int8);
+  bytes.buckets =
+      run.parameters / to_double(options.parts) * (run.devices - 1 + under_way * (in_int8 ? run.machines / 4.0 : 1));
   return bytes;
 }
 
