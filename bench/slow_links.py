@@ -10,6 +10,7 @@ Trains on the sources and pages of this repository.
 """
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from training import Network  # noqa: E402
 
 del sys.path[0], sys.modules["common"]  # that of tools/runs
 
-from common import LOCKSTEP, ROOT, machine, python_with, save  # noqa: E402
+from common import LOCKSTEP, ROOT, machine, python_with, save_cases  # noqa: E402
 
 HOSTS, EACH, WARM_UP = 2, 2, 3
 DEADLINE = 3600  # seconds of a run, as of lockstep compare
@@ -105,6 +106,19 @@ def measure(options, rate, folder, text):
     return summary(settings, machine(), Path("/"), sorted(cases, key=lambda case: groups.index(case["group"])))
 
 
+def rows_of(table):
+    """By the contender's name: what the last part of a table says, with medians as numbers."""
+    (_, *heads), _, *rows = [line[2:-2].split(" | ") for line in table.rpartition("\nHosts of ")[2].splitlines() if line.startswith("| ")]
+    values = {re.sub(rf"-{HOSTS * EACH}(-.*)?$", "", name): cells for name, *cells in rows}
+    return {name: {head: float(cell.split(" ±")[0]) if re.fullmatch(r"[\d.]+( ±[\d.]+)?", cell) else cell
+                   for head, cell in zip(heads, cells)} for name, cells in values.items()}
+
+
+def keep(model, tables):
+    rows = {rate: rows_of(table) for rate, table in tables.items()}
+    save_cases("slow_links", {model: {"arguments": sys.argv[1:], "tables": tables, "rows": rows}})
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -117,7 +131,7 @@ def main():
     add("--strategies", default="", help="of lockstep compare; all by default")
     add("--every", default="", help="batches between averages, in place of 32")
     add("--target-loss", type=float, default=0)
-    add("--save", action="store_true", help="keep the tables in bench/results/slow_links.json")
+    add("--save", action="store_true", help="keep the tables of this model in bench/results/slow_links.json")
     options = parser.parse_args()
     tables = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +140,7 @@ def main():
             tables[f"{rate:g}"] = measure(options, rate, Path(folder), text)
             print(tables[f"{rate:g}"], flush=True)
     if options.save:
-        save("slow_links", {"arguments": sys.argv[1:], "tables": tables})
+        keep(options.model, tables)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ set(command $<TARGET_FILE:lockstep_command>)
 
 # The layout: who includes whom, the map in HACKING.md, the programs in README.md.
 add_test(NAME layout.the_rooms_are_in_order COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tests/check_rooms.py)
+add_test(NAME layout.the_docs_have_the_figures_of_bench_results COMMAND ${Python3_EXECUTABLE} -B ${PROJECT_SOURCE_DIR}/docs/site/figures.py --check)
 
 # Protocols as models that Spin checks exhaustively; the recovery's also with deliberate defects.
 set(rooms ${PROJECT_SOURCE_DIR}/lockstep)
