@@ -51,7 +51,7 @@ hundredths, thousandths, tenths = "{:.2f}".format, "{:.3f}".format, functools.pa
 MODELS = {"MLP, 32": "mlp", "AlexNet, 8": "alexnet", "GPT, 8": "gpt", "ResNet-18, 64": "resnet18-32", "LeNet, 256": "lenet"}
 SYSTEMS = {name: name for name in ("one process", "DDP over Gloo", "lockstep")}
 LARGE = {"MLP, 25 M parameters, 32": ("mlp > {} > seconds", ms), "AlexNet, 61 M, 8": ("alexnet > {} > seconds", ms),
-         "BERT base, 110 M, 8 × 128 tokens": ("bert > {} > seconds", ms), "GPT, 11 M, 8 × 128": ("gpt > {} > seconds", ms)}
+         "BERT base, 110 M, 8×128 tokens": ("bert > {} > seconds", ms), "GPT, 11 M, 8×128": ("gpt > {} > seconds", ms)}
 ORIGINALS = {"`kvstore local`, MXNet 1.9.1 `device`": ("lockstep kvstore local", "MXNet device"),
              "`kvstore dist_sync`, MXNet": ("lockstep kvstore dist_sync", "MXNet dist_sync"),
              "`kvstore dist_async`, MXNet": ("lockstep kvstore dist_async", "MXNet dist_async"),
@@ -101,10 +101,9 @@ TABLES = {
         "10.8 M, 1 Gb/s": "gpt-char > rows > 1000", "100 Mb/s": "gpt-char > rows > 100",
         "124 M, 1 Gb/s": "gpt2? > rows > 1000", "124 M, 100 Mb/s": "gpt2? > rows > 100"}, {
         name: [f"{run}? > mean step ms", f"{run}? > s to loss", f"{run}? > link MB/step"] for name, run in SLOW.items()}),
-    "python": ("", "python_step > cases > {} > ", {name.split(",")[0]: model for name, model in MODELS.items()}, {
-        "lockstep, ms": ("seconds > lockstep", ms), "DDP over Gloo": ("seconds > ddp_gloo", ms),
-        "DDP over lockstep": ("seconds > ddp_lockstep", ms),
-        "lockstep, MiB": "memory_mib > lockstep > peak", "DDP": "memory_mib > ddp_gloo > peak"}),
+    "python": ("ms", "python_step > cases > {} > ", {name.split(",")[0]: model for name, model in MODELS.items()}, {
+        "lockstep": ("seconds > lockstep", ms), "DDP over Gloo": ("seconds > ddp_gloo", ms),
+        "DDP over [lockstep's backend](design/c10d-backend.md)": ("seconds > ddp_lockstep", ms)}),
     "adamw": ("ms", "one_machine > cases > ", SYSTEMS, LARGE),
     "clipped": ("ms", "one_machine > cases > ", {**SYSTEMS, "`lockstep.clip_grad_norm_`": "lockstep.clip_grad_norm_"}, {
         **LARGE, "LeNet, 256": ("lenet > {} > seconds", ms),
@@ -125,6 +124,8 @@ SENTENCES = [
      "startup > seconds > lockstep run", "startup > seconds > torchrun"),
     (PAGE, "up to {} times as fast (`scatter`), in `send` and `receive` {} times",
      COLLECTIVES + "scatter:4:float32:ordinary:direct", COLLECTIVES + "send_receive:4:float32:ordinary:direct"),
+    (PAGE, "AlexNet takes {} times as much, BERT {}", "memory > cases > alexnet > mebibytes > lockstep / one_process > steady",
+     "memory > cases > bert > mebibytes > lockstep / one_process > steady"),
     (PAGE, "reaches {} % in clear, {} % encrypted, Gloo {} %", (HOSTS_8 + "lockstep", percent),
      (HOSTS_8 + "encrypted", percent), (HOSTS_8 + "gloo", percent)),
     (PAGE, "lockstep makes {} Fashion-MNIST images/s, in shuffled, normalised batches of 256, DataLoader {}",
@@ -185,7 +186,7 @@ def corner(unit, file):
     about = results(file)
     _, processor, vectors, *_ = about["machine"].split(", ")
     turns = about.get("turns") or about.get("rounds")
-    said = [unit, processor.replace("(R)", "").replace(" Processor", ""), vectors, f"{turns} turns" if turns else ""]
+    said = [unit, re.sub(r"Intel|AMD|Processor|\(R\)", "", processor).strip(), vectors, f"{turns} turns" if turns else ""]
     return ", ".join(filter(None, said))
 
 
@@ -203,7 +204,8 @@ def table(name):
             line.append("/".join(filter(None, shown)))
         lines += [line] if any(line[1:]) else []
     lines = [*zip(*[column for column in zip(*lines) if any(column[1:])])]
-    return "".join(f"| {' | '.join(line)} |\n" for line in [lines[0], ["---"] * len(lines[0]), *lines[1:]])
+    head, *body = [f"| {' | '.join(line)} |\n" for line in lines]
+    return head + "|" + "---|" * len(lines[0]) + "\n" + "".join(body)
 
 
 def written(page, text):
@@ -214,7 +216,7 @@ def written(page, text):
         text, count = re.subn(pattern, words.format(*(figure(*as_pair(each)) for each in figures)), text)
         if count != 1:
             sys.exit(f"{page} has {count} times: {words}")
-    if page == PAGE and (unmarked := re.search(r"(?m)(?<!-->\n)^\|.*(?=\n\| ---)", text)):
+    if page == PAGE and (unmarked := re.search(r"(?m)(?<!-->\n)^\|.*(?=\n\| ?---)", text)):
         sys.exit(f"{page} has a table that this program does not write: {unmarked[0]}")
     return text
 
