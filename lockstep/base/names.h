@@ -39,14 +39,6 @@ inline constexpr std::nullptr_t kNames = nullptr;
 template <class Value>
 concept HasNames = !std::is_same_v<decltype(kNames<Value>), const std::nullptr_t>;
 
-// The names of all values of an enum, in its order.
-template <class Value, size_t N>
-constexpr std::array<Named<Value>, N> in_order(const char* const (&names)[N]) {
-  std::array<Named<Value>, N> all{};
-  for (size_t i = 0; i < N; ++i) all[i] = {names[i], static_cast<Value>(i)};
-  return all;
-}
-
 template <HasNames Value>
 std::string name_of(const Value& value) {
   const auto* const found = std::ranges::find(kNames<Value>, value, &Named<Value>::value);
