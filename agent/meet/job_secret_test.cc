@@ -107,7 +107,7 @@ TEST_F(JobsSecret, told_only_where_it_is_not_in_the_home) {
 TEST_F(JobsSecret, without_a_home_is_an_error_with_the_ways_to_one) {
   ::setenv("HOME", home.file("none/at all").c_str(), 1);
   const std::string message = message_of<EnvironmentError>([] { JobSecret("a job", true); });
-  for (const char* way : {"export LOCKSTEP_SECRET=", "LOCKSTEP_SECRET_FILE", "munged", "a home that all of them share"})
+  for (const char* way : {"export LOCKSTEP_SECRET=", "LOCKSTEP_SECRET_FILE", "munged", "one home, for all machines"})
     EXPECT_TRUE(contains(message, way));
   EXPECT_FALSE(JobSecret("a job", false).find());
 }

@@ -81,7 +81,7 @@ struct Jobs : ::testing::Test {
 TEST_F(Jobs, a_second_one_with_the_same_port_is_told_so_at_once) {
   const Stopwatch watch;
   const auto rank_0 = connect_at_address(job(0, "one"), kPatience);
-  EXPECT_TRUE(contains(refusal(job(0, "two")), concat("pid ", ::getpid(), " (")));
+  EXPECT_TRUE(contains(refusal(job(0, "two")), "another job, or an old one that is still running, uses this port"));
   EXPECT_TRUE(contains(refusal(job(1, "two")), "a job of 2 ranks (one)"));
   EXPECT_TRUE(contains(refusal(job(1, "one", 3)), "a job of 2 ranks (one)"));
   const auto rank_1 = connect_at_address(job(1, "one"), kPatience);
