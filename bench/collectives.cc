@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `lockstep bench collectives`: every collective of the shared-memory core beside Gloo, Open MPI and MPICH, in turn.
+// `lockstep bench collectives`: every collective of the shared-memory core beside Gloo, Open MPI, MPICH and oneCCL, in turn.
 #include <iostream>
 
 #include "bench/collectives/cases.h"
@@ -191,8 +191,8 @@ void run(const Program& program, const CollectivesOptions& options) {
 
 int bench_collectives(int argc, const char* const* argv) {
   CollectivesOptions options;
-  Program program("collectives", "Every collective of the shared-memory core beside Gloo, Open MPI and MPICH, in turn.",
-                  3);
+  Program program("collectives",
+                  "Every collective of the shared-memory core beside Gloo, Open MPI, MPICH and oneCCL, in turn.", 3);
   add_options(program, options);
   return program.run(argc, argv, [&] { run(program, options); });
 }

