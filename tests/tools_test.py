@@ -526,11 +526,13 @@ step_memory.main()
             file = Path(folder, "pid")
             command = [sys.executable, "-B", "-c", self.PROGRAM, "mlp", "--only", "ddp_gloo", ROOT / "bench", file]
             with subprocess.Popen(command, stdout=subprocess.DEVNULL) as measuring:
-                end = time.monotonic() + 30
-                while time.monotonic() < end and not (file.exists() and file.read_text()):
-                    time.sleep(0.01)
-                rank = int(file.read_text())
-                measuring.terminate()
+                try:
+                    end = time.monotonic() + 30
+                    while time.monotonic() < end and not (file.exists() and file.read_text()):
+                        time.sleep(0.01)
+                    rank = int(file.read_text())
+                finally:
+                    measuring.terminate()
             try:
                 self.assertFalse(Path(f"/proc/{rank}").exists())
             finally:

@@ -214,6 +214,12 @@ class Refuses(unittest.TestCase):
         model = lockstep.DistributedDataParallel(net, optimizer)
         expect_error(lockstep.UsageError, "has no state_dict()", lambda: lockstep.Recovery(model, optimizer, thing=object()))
 
+    def test_no_tensor_for_its_dtype(self):
+        state = [torch.ones(2, dtype=each) for each in (torch.float32, torch.complex64, torch.float8_e4m3fn, torch.float8_e8m0fnu)]
+        tensors = lockstep.recovery._split(state)
+        self.assertEqual([each.dtype for each in tensors.values()], [torch.float32, torch.uint8])  # the others' bytes
+        self.assertTrue(all(map(torch.equal, state, lockstep.recovery._join(tensors))))
+
     def test_nothing_under_another_launcher(self):
         net = nn.Linear(2, 2)
         optimizer = lockstep.SGD(net.parameters(), lr=0.1)

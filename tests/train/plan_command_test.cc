@@ -71,6 +71,7 @@ TEST(PlanCommand, SaysWhatIsWrongBeforeItMeasures) {
   EXPECT_TRUE(contains(broken.error, "is damaged, or not a profile"));
   EXPECT_EQ(plan_lenet({"--machines", "0"}).exit_code, 2);
   EXPECT_EQ(plan_lenet({"--link-mbit", "0", "--machines", "2"}).exit_code, 2);
+  EXPECT_TRUE(contains(plan_lenet({"--link-mbit", "nan", "--machines", "2"}).error, "not a finite number"));
   EXPECT_EQ(plan_lenet({"--trace", folder.file("t.txt")}).exit_code, 2);
   EXPECT_EQ(plan_lenet({"--of", "ddp"}).exit_code, 2);
   EXPECT_NE(plan_lenet({"--scaling", "0"}).exit_code, 0);
@@ -112,6 +113,14 @@ TEST(PlanCommand, TrainingOnOneDeviceNeedsNoForecast) {
                                     "--batch-size", "8", "--strategy", "auto", "--max-steps", "1"});
   ASSERT_EQ(ended.exit_code, 0) << ended.error;
   EXPECT_TRUE(contains(ended.error, "--strategy auto is single: there is one device"));
+}
+
+TEST(PlanCommand, TrainingWithAnOptionOfDdpNamesIt) {
+  const Ended ended =
+      testing::run({LOCKSTEP_COMMAND, "train", "--model", "lenet", "--data", "synthetic", "--batch-size", "8",
+                    "--strategy", "auto", "--ranks", "2", "--max-steps", "1", "--virtual-shards", "2"});
+  ASSERT_EQ(ended.exit_code, 0) << ended.error;
+  EXPECT_TRUE(contains(ended.error, "--strategy auto is ddp: not every other strategy has --virtual-shards"));
 }
 
 }  // namespace

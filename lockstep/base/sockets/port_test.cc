@@ -27,5 +27,11 @@ TEST(Port, knows_who_has_the_other_end_of_a_connection) {
   EXPECT_EQ(user_of_other_end(connection->fd.get()), ::geteuid());
 }
 
+TEST(Connecting, says_why_nobody_answers) {
+  const AddressList closed = address_of_number(endpoint_of(listen_at(address_of_number({"127.64.0.7", 0})).get()));
+  EXPECT_FALSE(connect_to(closed, Deadline::after(std::chrono::seconds(10))));
+  EXPECT_EQ(errno, ECONNREFUSED);
+}
+
 }  // namespace
 }  // namespace lockstep

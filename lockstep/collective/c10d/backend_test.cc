@@ -184,6 +184,8 @@ TEST(Backend, arguments_that_make_no_sense_are_refused_at_once) {
     Tensors sparse{torch::eye(3).to_sparse()};
     EXPECT_THROW(group->allreduce(sparse, {.reduceOp = c10d::ReduceOp::MAX}), UsageError);
     EXPECT_THROW(group->getBackend(c10::kCPU)->broadcast(sparse), UsageError);
+    Tensors none;
+    EXPECT_THROW(group->getBackend(c10::kCPU)->broadcast(none), UsageError);
     torch::Tensor whole = torch::zeros({7});
     torch::Tensor part = torch::zeros({3});
     EXPECT_THROW(group->_allgather_base(whole, part), UsageError);

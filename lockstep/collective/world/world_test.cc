@@ -112,6 +112,18 @@ TEST(World, of_one_rank_has_no_sub_world_of_no_ranks) {
   EXPECT_EQ(world.separate({0})->size(), 1);
 }
 
+TEST(World, refuses_rows_that_no_tensor_can_have) {
+  const World world = World::single();
+  const torch::Tensor tensor = torch::ones({1});
+  const auto refusal = [](auto&& call) { return message_of<UsageError>([&] { static_cast<void>(call()); }); };
+  const std::string wrong = "give one count from 0 up for each rank, or none";
+  EXPECT_TRUE(
+      contains(refusal([&] { return world.all_to_all(tensor, {.send_rows = {1}, .receive_rows = {-1}}); }), wrong));
+  EXPECT_TRUE(contains(refusal([&] { return world.all_to_all_async(tensor, {.send_rows = {1}}); }), wrong));
+  EXPECT_TRUE(contains(refusal([&] { return world.all_to_all(tensor, {.receive_rows = {1, 1}}); }), wrong));
+  EXPECT_TRUE(contains(refusal([&] { return world.all_gather_rows(tensor, {.rows = {-1}}); }), wrong));
+}
+
 TEST(World, of_one_rank_refuses_to_receive_other_rows_than_it_sends) {
   const auto exchange = [] {
     static_cast<void>(World::single().all_to_all(torch::ones({1}), {.send_rows = {1}, .receive_rows = {3}}));

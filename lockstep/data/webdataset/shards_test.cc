@@ -5,6 +5,8 @@
 #include <iomanip>
 #include <random>
 
+#include <nlohmann/json.hpp>
+
 #include "lockstep/base/cache_line.h"
 #include "lockstep/base/text.h"
 #include "lockstep/data/formats/readers.h"
@@ -62,6 +64,22 @@ TEST(Shards, keep_the_dtype_of_tables) {
   EXPECT_EQ(ShardReader(folder / "p").first().dtype, torch::kInt16);
   const auto packed = open(folder / "p");
   EXPECT_TRUE(torch::equal(packed->make_batch(all_of(*packed)).data, torch::arange(30).reshape({10, 3})));
+}
+
+TEST(Shards, have_the_index_that_wids_reads) {
+  const TempFolder folder;
+  const TensorDataset original("table", torch::arange(300).reshape({100, 3}), torch::arange(100));
+  pack(original, folder / "p", {.shard_bytes = 60000});
+  const auto index = nlohmann::json::parse(read_file(folder / "p/shards.json"));
+  EXPECT_EQ(index["__kind__"], "wids-shard-index-v1");
+  EXPECT_EQ(index["wids_version"], 1);
+  int samples = 0;
+  for (const auto& shard : index["shardlist"]) {
+    EXPECT_EQ(shard["filesize"], std::filesystem::file_size(folder / "p" / shard["url"].get<std::string>()));
+    samples += shard["nsamples"].get<int>();
+  }
+  EXPECT_GT(index["shardlist"].size(), 1U);
+  EXPECT_EQ(samples, 100);
 }
 
 TEST(Shards, refuse_one_that_becomes_shorter_while_it_is_in_use) {

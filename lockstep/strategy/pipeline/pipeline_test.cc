@@ -39,7 +39,7 @@ TEST_P(PipelineOfSize, trains_as_one_device_does_with_every_schedule) {
     expect_same_course(course_of(small_task(), pipeline(GetParam(), schedule)), one);
 }
 
-TEST(Pipeline, trains_with_named_and_with_counted_stages) {
+TEST(Pipeline, trains_with_named_stages) {
   const Course one = on_one_device(small_task(), pipeline(3));
   expect_same_course(course_of(small_task(), pipeline(3, "1f1b", "0-0,1-4,5-6")), one);
   expect_same_course(course_of(small_task(), pipeline(3, "1f1b", "0,1-4,5-6")), one);
