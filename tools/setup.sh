@@ -96,7 +96,7 @@ install_wheels() {
 # A folder for this release of torch, and a link to it, $1.
 install_torch() {
   install_wheels "$deps/$1-$torch_version" "${@:2}"
-  ln -sfn "$1-$torch_version" "$deps/$1"
+  ln -sfnT "$1-$torch_version" "$deps/$1"
 }
 
 # Into a folder of its own. --target would leave out its lib/, Debian's default add local/.

@@ -54,7 +54,7 @@ StepLayout choose_layout(const LayoutInput& input, const LayoutOptions& options)
 }
 
 void require_shards_for_fewer_ranks(int shards, int fewest, int ranks) {
-  if (fewest == 0) return;
+  if (fewest < 1 || shards == 0) return;
   for (int left = ranks; left >= fewest; --left)
     if (shards % left != 0)
       throw UsageError(

@@ -218,12 +218,19 @@ void check_before_start(const TrainOptions& options, const Program& program, int
 
 // ---- --strategy auto
 
-// Tells whether options were given that not every other strategy has.
-bool needs_ddp(const TrainOptions& options) {
+// The first option given that not every other strategy has; empty: there is none.
+std::string option_of_ddp(const TrainOptions& options) {
   const StrategyOptions& strategy = options.strategy;
-  return options.max_restarts > 0 || options.min_ranks > 0 || strategy.precision == Precision::kFloat16 ||
-         strategy.ddp.virtual_shards > 0 || strategy.accumulate > 1 || !strategy.no_decay.empty() ||
-         !strategy.ddp.share_parameters || strategy.compression.kind != Compression::kNone;
+  const std::pair<const char*, bool> given[] = {{"--max-restarts", options.max_restarts > 0},
+                                                {"--min-ranks", options.min_ranks > 0},
+                                                {"--precision float16", strategy.precision == Precision::kFloat16},
+                                                {"--virtual-shards", strategy.ddp.virtual_shards > 0},
+                                                {"--accumulate", strategy.accumulate > 1},
+                                                {"--no-decay", !strategy.no_decay.empty()},
+                                                {"--separate-parameters", !strategy.ddp.share_parameters},
+                                                {"--compression", strategy.compression.kind != Compression::kNone}};
+  const auto* const first = std::ranges::find_if(given, [](const auto& each) { return each.second; });
+  return first == std::end(given) ? "" : first->first;
 }
 
 void say(const std::string& text) { log_info(concat("--strategy auto is ", text)); }
@@ -240,7 +247,8 @@ void choose_strategy(TrainOptions& options, const Task& task) {
     options.strategy.kind = StrategyKind::kSingle;
     return say("single: there is one device");
   }
-  if (needs_ddp(options)) return say("ddp, because not every other strategy has all of these options");
+  if (const std::string option = option_of_ddp(options); !option.empty())
+    return say(concat("ddp: not every other strategy has ", option));
   const auto wanted = wanted_kind(options);  // unless told: GPUs if there are enough
   require(wanted ? *wanted != torch::kCUDA : cuda_device_count_before_fork() < devices,
           "--strategy auto with GPUs, of which it has no measurements",

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // lockstep-plan: `lockstep plan`: what a step of each strategy will take on given machines, from a profile of the model.
+#include <cmath>
 #include <iostream>
 #include <set>
 
@@ -177,6 +178,8 @@ int run_plan(PlanOptions options) {
   target.link_rate = options.link_megabits * 1e6 / 8;
   target.link_latency = options.link_microseconds * 1e-6;
   target.memory_rate *= 1e9;
+  if (!std::isfinite(target.link_rate + target.link_latency + target.memory_rate))
+    throw UsageError({.what = "--link-mbit, --link-latency-us or --memory-bandwidth is not a finite number"});
   require_possible(target);
   check_options(options.train);
   if (options.train.strategy.precision == Precision::kFloat16)  // a profile's steps are made without it

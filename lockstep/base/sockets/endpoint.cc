@@ -31,10 +31,11 @@ Lookup resolve(const Endpoint& endpoint, const addrinfo& hints) {
   return {failed, AddressList(found)};
 }
 
-bool is_connected(const pollfd& socket) {
+// 0: it is connected.
+int error_of(int fd) {
   int error = 0;
   socklen_t size = sizeof error;
-  return socket.revents != 0 && ::getsockopt(socket.fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0;
+  return ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 ? error : errno;
 }
 
 }  // namespace
@@ -108,20 +109,28 @@ UniqueFd listen_at(const AddressList& addresses) {
 
 std::optional<Connection> connect_to(const AddressList& addresses, const Deadline& deadline) {
   std::vector<Connection> attempts;
+  int error = ENOENT;
   for (const addrinfo* address : each_of(addresses)) {
     Connection attempt{UniqueFd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)), ""};
     if (!attempt.fd) continue;
     attempt.address = numeric(address->ai_addr, address->ai_addrlen);
     if (::connect(attempt.fd.get(), address->ai_addr, address->ai_addrlen) == 0) return attempt;
-    if (errno == EINPROGRESS) attempts.push_back(std::move(attempt));
+    error = errno;
+    if (error == EINPROGRESS) attempts.push_back(std::move(attempt));
   }
   std::vector<pollfd> waiting;
   for (const Connection& attempt : attempts) waiting.push_back(to_poll(attempt.fd.get(), POLLOUT));
   while (!waiting.empty() && poll_for(waiting, deadline.left()) > 0) {
-    if (const auto found = std::ranges::find_if(waiting, is_connected); found != waiting.end())
-      return std::move(*std::ranges::find(attempts, found->fd, [](const Connection& one) { return one.fd.get(); }));
+    for (const pollfd& socket : waiting) {
+      if (socket.revents == 0) continue;
+      error = error_of(socket.fd);
+      if (error == 0)
+        return std::move(*std::ranges::find(attempts, socket.fd, [](const Connection& one) { return one.fd.get(); }));
+    }
     std::erase_if(waiting, [](const pollfd& socket) { return socket.revents != 0; });
   }
+  attempts.clear();  // closing may change errno
+  errno = waiting.empty() ? error : ETIMEDOUT;
   return std::nullopt;
 }
 

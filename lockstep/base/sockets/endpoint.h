@@ -61,7 +61,7 @@ struct Connection {
   UniqueFd fd;          // does not block
   std::string address;  // that has answered, as a number
 };
-// To all addresses at once, because some may never answer; the first that does. Nothing where none does.
+// To all addresses at once, because some may never answer; the first that does. Nothing where none does: errno tells why.
 std::optional<Connection> connect_to(const AddressList& addresses, const Deadline& deadline);
 
 // This machine's address on the route to the first of `addresses` that there is one to.

@@ -202,6 +202,7 @@ class C10dBackend final : public c10d::Backend {
   // ---- Moving data
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    only_one(tensors);
     return start_pairs(OpType::BROADCAST, Operation::kBroadcast, tensors, tensors, options);
   }
 

@@ -9,7 +9,6 @@
 #include <sys/eventfd.h>
 
 #include <algorithm>
-#include <array>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -449,7 +448,7 @@ void Tunnel::start(std::vector<Endpoint> gloo_here, std::map<std::string, Endpoi
 
 std::string Tunnel::try_to_reach(const Endpoint& tunnel, const Deadline& deadline) const {
   const auto reached = connect_to(address_of_number(tunnel), deadline);
-  if (!reached) return "it does not answer";
+  if (!reached) return errno == ETIMEDOUT ? "it does not answer" : std::generic_category().message(errno);
   const int fd = reached->fd.get();
   const SslPtr ssl = state_->identity->end_of(fd, true);
   const Destination nowhere;

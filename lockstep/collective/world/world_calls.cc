@@ -56,6 +56,13 @@ class Asked {
     if (tensor_.dim() == 0) refuse(concat(name_, " of a tensor without dimensions"), "give it rows: unsqueeze(0)");
   }
 
+  // Before their sum is the size of a tensor.
+  void check_rows(const Sizes& rows) const {
+    if (std::cmp_not_equal(rows.size(), caller_.size) || std::ranges::min(rows) < 0)
+      refuse(concat(name_, ": rows of [", join(rows, ", "), "] for ", caller_.size, " ranks"),
+             "give one count from 0 up for each rank, or none");
+  }
+
   // The elements of each rank's part of `whole`, which is cut into `rows`; none: equal parts.
   std::vector<size_t> counts_of(const Tensor& whole, const Sizes& rows) const {
     check_has_rows();
@@ -136,6 +143,7 @@ TensorCall broadcast_call(const Caller& caller, const Tensor& tensor, int root) 
 TensorCall all_to_all_call(const Caller& caller, const Tensor& tensor, const AllToAllOptions& options) {
   const Asked asked(caller, "all_to_all", tensor);
   std::vector<size_t> counts = asked.counts_of(tensor, options.send_rows);
+  if (!counts.empty() || !options.receive_rows.empty()) asked.check_rows(options.receive_rows);
   const int64_t rows = counts.empty() ? tensor.size(0) : sum_of(options.receive_rows);
   const Tensor output = asked.output_for(options.output, with_rows(rows, tensor));
   return asked.on(tensor, output,
@@ -224,10 +232,11 @@ Tensor World::all_gather_rows(const Tensor& tensor, const AllGatherRowsOptions& 
   asked.check_has_rows();
   const Sizes rows =
       options.rows.empty() ? numbers_in<int64_t>(all_gather(torch::tensor({tensor.size(0)}))) : options.rows;
-  if (std::cmp_not_equal(rows.size(), size()) || rows[to_size(rank())] != tensor.size(0))
+  asked.check_rows(rows);
+  if (rows[to_size(rank())] != tensor.size(0))
     asked.refuse(
         concat("all_gather_rows of ", tensor.size(0), " rows here, where ", join(rows, ", "), " are announced"),
-        "give one count per rank, the same on all ranks; or none");
+        "give the same counts on all ranks, or none");
   const Tensor output = asked.output_for(options.output, with_rows(sum_of(rows), tensor));
   return run(
       asked.on(tensor, output,

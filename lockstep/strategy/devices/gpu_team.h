@@ -9,7 +9,7 @@
 //
 // Owns:    nothing
 // Threads: each device's own
-// Ranks:   inside one process: all devices of a team make the same calls
+// Ranks:   inside one process: all devices make the same calls
 #pragma once
 
 #include "lockstep/collective/shm/group.h"
@@ -22,7 +22,7 @@ namespace lockstep {
 Tensor brought_to(torch::Device gpu, const Tensor& tensor);
 
 // An all_reduce, reduce or broadcast of `flat`, one-dimensional on this device's GPU, with call.count and call.dtype.
-// table: of the team, with a place for each device. Throws PeerLost, MismatchError.
+// table: one for all devices, with a place for each. Throws PeerLost, MismatchError.
 void run_between_gpus(shm::Group& group, Tensors& table, const Call& call, const Tensor& flat);
 
 }  // namespace lockstep

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/strategy/kvstore/statistics.h"
 
+#include <cmath>
 #include <iomanip>
 #include <sstream>
 #include <vector>
@@ -15,9 +16,14 @@ namespace {
 constexpr int64_t kLines = 16;
 constexpr int64_t kBarWidth = 40;
 
+// Without a fraction where it is whole.
+std::string number(double value) { return fixed(value, value == std::floor(value) ? 0 : 1); }
+
 }  // namespace
 
-std::string Extremes::text() const { return least_ >= most_ ? concat(most_) : concat(least_, "-", most_); }
+std::string Extremes::text() const {
+  return least_ >= most_ ? number(most_) : concat(number(least_), "-", number(most_));
+}
 
 std::string DelayHistogram::text() const {
   const int64_t width = max() / kLines + 1;  // delays in a line

@@ -256,7 +256,7 @@ class DataLoader:
     num_workers     threads that load (1); 0: the calling thread does
     prefetch        batches that may be ready (4); they and the batches that you keep bound the memory
     skip_bad        unreadable samples that may be left out per epoch and rank (0); one more raises DataError
-    timeout         seconds for one batch (300); after that DataError names the file that was being read
+    timeout         seconds for one batch (300); after that DataError names the batch
     device          where the tensors go; copies to a GPU run beside the step
 
     Epochs: iter() begins one, and the next iter() after its end begins the next. One that was left early begins again, in the same

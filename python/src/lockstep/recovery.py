@@ -131,6 +131,9 @@ def _set_random_states(states):
 
 _TENSOR = "lockstep.tensor"  # in place of a tensor: (_TENSOR, its name)
 _STRUCTURE = "structure"
+_DTYPES = {
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool,
+}  # fmt: skip
 
 
 def _replaced(value, replace):
@@ -150,7 +153,7 @@ def _split(value):
     tensors = {}
 
     def take_out(part):
-        if isinstance(part, torch.Tensor) and part.layout == torch.strided and not (part.is_complex() or part.is_quantized):
+        if isinstance(part, torch.Tensor) and part.dtype in _DTYPES and part.layout == torch.strided:
             name = f"tensor.{len(tensors)}"
             tensors[name] = part.detach()
             return (_TENSOR, name)

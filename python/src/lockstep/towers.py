@@ -85,6 +85,8 @@ def split_and_load(devices: Devices, batch: Any, *, even: bool = False) -> list[
             _C.usage_error(f"a batch of {len(batch)} samples does not divide evenly over {len(devices)} devices", next="leave out even=True")
         return [part.to(devices.where(index)) for index, part in enumerate(batch.tensor_split(len(devices)))]
     values = list(batch.values() if isinstance(batch, Mapping) else batch)
+    if not all(isinstance(each, torch.Tensor) for each in values):
+        _C.usage_error(f"a batch of {sorted({type(each).__name__ for each in values})}", next="give a tensor, or a tuple, list or dict of tensors")
     if len({len(each) for each in values}) != 1:
         _C.usage_error(f"a batch of tensors with {[len(each) for each in values]} samples", next="give each the same dimension 0")
     parts = zip(*(split_and_load(devices, each, even=even) for each in values))
