@@ -77,7 +77,8 @@ TABLES = {
     "originals": ("ms", "originals > ", {"MLP": "mlp-wide", "LeNet": "lenet"}, {
         name: [(f"{{}} > {run}", ms) for run in runs] for name, runs in ORIGINALS.items()}),
     "collectives": ("", "collectives > seconds > 2 ranks > {} > ", {
-        "lockstep": "lockstep", "Gloo": "Gloo", "Open MPI 4.1.4": "Open MPI", "MPICH 4.0.2": "MPICH"}, {
+        "lockstep": "lockstep", "Gloo": "Gloo", "Open MPI 5.0.11": "Open MPI", "MPICH 5.0.2": "MPICH",
+        "oneCCL 2022.2": "oneCCL?"}, {
         "4 KB, µs": ("all_reduce:4096:float32:arena:direct or all_reduce:4096:float32:ordinary:direct", us),
         "64 MiB, ms": ("all_reduce:67108864:float32:arena:direct or all_reduce:67108864:float32:ordinary:direct", ms),
         "1 MiB of ordinary memory, ms": ("all_reduce:1048576:float32:ordinary:direct", ms)}),
