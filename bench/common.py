@@ -24,8 +24,9 @@ def require_peers(target, *names):
 
 
 def python_with(package, **variables):
-    """The environment in which python3 finds one of the packages in .deps/."""
-    return {**os.environ, "PYTHONPATH": str(ROOT / ".deps" / package), **variables}
+    """The environment in which python3 finds one of the packages in .deps/, before others."""
+    paths = [str(ROOT / ".deps" / package), os.environ.get("PYTHONPATH")]
+    return {**os.environ, "PYTHONPATH": ":".join(filter(None, paths)), **variables}
 
 
 def run_peer(script, *arguments, package="pytorch", threads="1", **options):

@@ -21,8 +21,6 @@ namespace {
 
 using shm::Part;
 
-constexpr size_t kRingFromBytes = size_t{64} << 10;  // of a part
-
 class MachineAllGather : private MachineParts {
  public:
   MachineAllGather(Hierarchy& hierarchy, const Call& call) : MachineParts(hierarchy, call, call.output, call.input) {}

@@ -17,7 +17,9 @@
 //              leaves (n-1)(n-2)/n * K more on a machine: nothing for two, and for a small K less than a round costs.
 //   reduce     In 2b, or in one shot, only root's machine is sent to, and it alone does 3: K leave each other machine.
 //   barrier    an all_reduce of a byte
-//   ring       2a and 2b go around the ring of machines, in 2(n-1) rounds of K/n (Patarasuk and Yuan, 2009)
+//   ring       2a and 2b go around the ring of machines, in 2(n-1) rounds of K/n (Patarasuk and Yuan, 2009): if asked for,
+//              and for large arrays between more than two machines. A stream on one connection gets more through than n-1
+//              messages that take turns. 16-bit floats would be rounded in each round.
 //
 // Invariant: each slice of a chunk is reduced by one rank, in the order of the machines, or by each owner that wants it
 // in that same order (one shot). So all ranks have the same bits in every run. (The ring's order starts at another
@@ -31,7 +33,17 @@ namespace {
 using shm::Part;
 using shm::Partition;
 
-constexpr int kResults = 1;  // the lane of step 2b
+constexpr int kResults = 1;                     // the lane of step 2b
+constexpr size_t kRingChunk = size_t{8} << 20;  // bytes
+constexpr size_t kRingPiece = size_t{512} << 10;
+
+bool goes_around(const Hierarchy& hierarchy, const Call& call) {
+  if (call.operation != Operation::kAllReduce) return false;
+  if (call.algorithm == Algorithm::kRing) return true;
+  const bool rounded = call.dtype == DType::kFloat16 || call.dtype == DType::kBFloat16;
+  const size_t part = call.count * size_of(call.dtype) / to_size(hierarchy.machines);
+  return hierarchy.machines > 2 && part >= kRingFromBytes && !rounded;
+}
 
 class MachineAllReduce : private MachineCollective {
  public:
@@ -39,10 +51,11 @@ class MachineAllReduce : private MachineCollective {
   MachineAllReduce(Hierarchy& hierarchy, const Call& call)
       : MachineCollective(hierarchy, call, slices_for(call.count * size_of(call.dtype), hierarchy.smallest_machine)),
         data_(static_cast<std::byte*>(call.output)),
-        one_shot_(is_worth_one_round(bytes(call.count), machines())),
+        ring_(goes_around(hierarchy, call)),
+        one_shot_(!ring_ && is_worth_one_round(bytes(call.count), machines())),
         only_root_(call.operation == Operation::kReduce),
         root_machine_(hierarchy.topology.machine_of[call.root]),
-        chunks_{call.count, chunk_bytes(bytes(call.count)) / bytes(1)} {
+        chunks_{call.count, (ring_ ? kRingChunk : chunk_bytes(bytes(call.count))) / bytes(1)} {
     if (call.input != call.output && call.count > 0) std::memcpy(call.output, call.input, bytes(call.count));
   }
 
@@ -50,26 +63,15 @@ class MachineAllReduce : private MachineCollective {
   // network waits for neither.
   void run() {
     run_pipeline(
-        chunks_.size(), [this](size_t chunk) { receive_parts(chunk); },
+        chunks_.size(), [this](size_t chunk) { ring_ ? receive_around(chunk) : receive_parts(chunk); },
         [this](size_t chunk) {
           reduce_inside(chunk);
-          if (owns_slice()) send_parts(chunk);
+          if (owns_slice()) ring_ ? send_around(chunk) : send_parts(chunk);
         },
         [this](size_t chunk) {
-          if (owns_slice()) reduce_part(chunk);
+          if (owns_slice()) ring_ ? go_around(chunk) : reduce_part(chunk);
         },
         [this](size_t chunk) { share_inside(chunk); });
-  }
-
-  void run_ring() {
-    one_shot_ = false;
-    chunks_.most = std::max<size_t>(call_.count, 1);
-    run_pipeline(
-        1, [](size_t) {}, [this](size_t) { reduce_inside(0); },
-        [this](size_t) {
-          if (owns_slice()) go_around(slice_at(0), slice_count(0));
-          share_inside(0);
-        });
   }
 
  private:
@@ -153,32 +155,64 @@ class MachineAllReduce : private MachineCollective {
                 .dtype = call_.dtype});
   }
 
-  // The ring of machines, where the array is one chunk: 2(n-1) steps of K/n. In step k machine m sends part m-k to its
-  // right and receives part m-k-1 from its left. In the first n-1 steps it adds its own to what it receives; then part
-  // m+1 is complete here. In the others it receives complete parts, and passes each on in the step after.
-  void go_around(std::byte* slice, size_t slice_count) {
-    ChunkBuffers& buffers = buffers_of(0);
-    std::byte* const received = grown(buffers.received_memory, bytes(part_of(0, slice_count).count));
-    for (int step = 0; step < 2 * (machines() - 1); ++step) {
-      const Part out = part_of(wrapped(machine() - step), slice_count);
-      const Part in = part_of(wrapped(machine() - step - 1), slice_count);
-      const bool adds = step < machines() - 1;
-      std::byte* const own = slice + bytes(in.begin);
-      link().receive(wrapped(machine() - 1), adds ? received : own, bytes(in.count), buffers.receives);
-      link().send(wrapped(machine() + 1), slice + bytes(out.begin), bytes(out.count), buffers.sends);
-      wait_for_transfers(buffers);
+  // The ring, in pieces. In step k machine m sends part m-k to its right, and receives part m-k-1 from its left. In the
+  // first n-1 steps it adds its own to what it receives; then part m+1 is complete here. In the others it receives complete
+  // parts, where its own were before they left, and passes each on in the step after.
+  template <class Visit>
+  void for_each_piece(size_t chunk, int first_step, int last_step, const Visit& visit) {
+    const size_t most = kRingPiece / bytes(1);
+    for (int step = first_step; step <= last_step; ++step)
+      for (size_t i = 0; i < shm::chunks_of(part_of(0, slice_count(chunk)).count, most); ++i) {
+        const int machine_of_part = (machine() - step + 2 * machines()) % machines();
+        const Part piece = part_of(machine_of_part, slice_count(chunk)).chunk(i, most);
+        visit(step, slice_at(chunk) + bytes(piece.begin), piece.count);
+      }
+  }
+
+  void receive_around(size_t chunk) {
+    ChunkBuffers& buffers = buffers_of(chunk);
+    std::byte* received = grown(buffers.received_memory, bytes(slice_count(chunk)));
+    buffers.arriving.clear();
+    for_each_piece(chunk, 1, last_step(), [&](int step, std::byte* own, size_t count) {
+      std::byte* const to = adds(step) ? std::exchange(received, received + bytes(count)) : own;
+      link().receive(link().peers().back(), to, bytes(count), buffers.arriving.emplace_back(), lane_of(chunk));
+    });
+  }
+
+  void pass_on(size_t chunk, const std::byte* piece, size_t count) {
+    link().send(link().peers().front(), piece, bytes(count), buffers_of(chunk).sends, lane_of(chunk));
+  }
+
+  void send_around(size_t chunk) {
+    for_each_piece(chunk, 0, 0, [&](int, const std::byte* own, size_t count) { pass_on(chunk, own, count); });
+  }
+
+  void go_around(size_t chunk) {
+    ChunkBuffers& buffers = buffers_of(chunk);
+    const std::byte* received = buffers.received_memory.data();
+    auto arriving = buffers.arriving.begin();
+    for_each_piece(chunk, 1, last_step(), [&](int step, std::byte* own, size_t count) {
+      link().wait(*arriving++);
       const std::array<const std::byte*, 2> sources{received, own};
-      if (adds) reduce(sources, own, in.count, step == machines() - 2 ? call_.op : op_inside());
-    }
+      if (adds(step)) {
+        reduce(sources, own, count, step == machines() - 1 ? call_.op : op_inside());
+        received += bytes(count);
+      }
+      if (step < last_step()) pass_on(chunk, own, count);
+    });
   }
 
   std::byte* at(size_t chunk) const { return data_ + bytes(chunks_[chunk].begin); }
   size_t slice_count(size_t chunk) const { return own_slice(chunks_[chunk]).count; }
   bool wanted_by(int machine) const { return !only_root_ || machine == root_machine_; }
   bool reduces() const { return !one_shot_ || wanted_by(machine()); }  // a part, or the whole
-  int wrapped(int machine) const { return (machine % machines() + machines()) % machines(); }
+
+  int last_step() const { return 2 * (machines() - 1); }  // of the ring
+  bool adds(int step) const { return step < machines(); }
+  static int lane_of(size_t chunk) { return to_int(chunk % 2); }  // two may be under way: the next one begins
 
   std::byte* data_;
+  bool ring_;
   bool one_shot_;
   bool only_root_;  // reduce: root's machine alone gets the result
   int root_machine_;
@@ -187,10 +221,7 @@ class MachineAllReduce : private MachineCollective {
 
 }  // namespace
 
-void all_reduce(Hierarchy& hierarchy, const Call& call) {
-  MachineAllReduce job(hierarchy, call);
-  call.algorithm == Algorithm::kRing ? job.run_ring() : job.run();
-}
+void all_reduce(Hierarchy& hierarchy, const Call& call) { MachineAllReduce(hierarchy, call).run(); }
 
 // Ranks without a result work in a copy: their input stays as it is.
 void reduce(Hierarchy& hierarchy, const Call& call) {

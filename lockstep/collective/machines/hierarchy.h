@@ -29,8 +29,9 @@ struct ChunkBuffers {
   shm::Memory packed_memory;
   shm::Memory slice_memory;
   shm::Memory received_memory;
-  IntVector<std::byte*> slices;         // of the piece of each machine
-  IntVector<const std::byte*> sources;  // what is reduced here, by machine
+  IntVector<std::byte*> slices;               // of the piece of each machine
+  IntVector<const std::byte*> sources;        // what is reduced here, by machine
+  std::vector<GlooLink::Transfers> arriving;  // around a ring, one by one
   GlooLink::Transfers receives;
   GlooLink::Transfers results;  // received, of lane 1
   GlooLink::Transfers sends;

@@ -25,6 +25,8 @@ constexpr size_t chunk_bytes(size_t bytes) {
   return std::clamp(bytes / kChunksWanted, kSmallest, kLargest) / kCacheLine * kCacheLine;
 }
 
+constexpr size_t kRingFromBytes = size_t{64} << 10;  // of a machine's part: then the ring is faster, also in all_gather
+
 // Tells whether owners send each other whole slices of a reduction. That saves a round and costs (n-1)(n-2)/n of its bytes.
 inline bool is_worth_one_round(size_t bytes, int machines) {
   constexpr size_t kWorthARound = size_t{128} << 10;  // a link's bytes in 1 ms at 1 Gb/s
