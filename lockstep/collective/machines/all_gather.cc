@@ -27,8 +27,7 @@ class MachineAllGather : private MachineParts {
 
   // While round c is in steps 1 and 2, what was sent in c-1 is waited for and shared.
   void run() {
-    if (hierarchy_.topology.ranks() == machines() && bytes(total()) >= kRingFromBytes * to_size(machines()))
-      return go_around();
+    if (goes_around()) return go_around();
     run_pipeline(
         rounds(), [this](size_t round) { receive_from_all(round); },
         [this](size_t round) {

@@ -35,7 +35,6 @@ using shm::Partition;
 
 constexpr int kResults = 1;                     // the lane of step 2b
 constexpr size_t kRingChunk = size_t{8} << 20;  // bytes
-constexpr size_t kRingPiece = size_t{512} << 10;
 
 bool goes_around(const Hierarchy& hierarchy, const Call& call) {
   if (call.operation != Operation::kAllReduce) return false;

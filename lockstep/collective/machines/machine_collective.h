@@ -25,7 +25,9 @@ constexpr size_t chunk_bytes(size_t bytes) {
   return std::clamp(bytes / kChunksWanted, kSmallest, kLargest) / kCacheLine * kCacheLine;
 }
 
-constexpr size_t kRingFromBytes = size_t{64} << 10;  // of a machine's part: then the ring is faster, also in all_gather
+// From parts of so many bytes on a ring of machines is faster, with pieces as large as these.
+constexpr size_t kRingFromBytes = size_t{64} << 10;
+constexpr size_t kRingPiece = size_t{512} << 10;
 
 // Tells whether owners send each other whole slices of a reduction. That saves a round and costs (n-1)(n-2)/n of its bytes.
 inline bool is_worth_one_round(size_t bytes, int machines) {

@@ -25,6 +25,12 @@ class MachineParts : protected MachineCollective {
     own_ = static_cast<std::byte*>(const_cast<void*>(own));
   }
 
+  // Tells whether pieces go around the ring of machines: all_gather.cc.
+  bool goes_around() const {
+    return call_.operation == Operation::kAllGather && hierarchy_.topology.ranks() == machines() &&
+           bytes(total()) >= kRingFromBytes * to_size(machines());
+  }
+
   size_t total() const { return parts_.total(); }
   size_t rounds() const { return rounds_.size(); }
   const shm::Part& piece(size_t round, int machine) const { return rounds_[round][machine]; }
@@ -73,8 +79,9 @@ class MachineParts : protected MachineCollective {
         parts_(parts),
         rounds_(rounds_of(parts, hierarchy.topology, piece_elements())) {}
 
-  // All pieces of a round together are a chunk.
+  // All pieces of a round together are a chunk, but for the ring.
   size_t piece_elements() const {
+    if (goes_around()) return kRingPiece / bytes(1);
     return chunk_bytes(bytes(parts_.total())) / to_size(machines()) / kCacheLine * kCacheLine / bytes(1);
   }
 
