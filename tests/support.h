@@ -18,8 +18,8 @@ constexpr double kAtOnce = 30;
 // A folder of its own for a test, gone afterwards.
 class TempFolder {
  public:
-  TempFolder() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "lockstep-test-XXXXXX").string();
+  explicit TempFolder(const std::filesystem::path& in = std::filesystem::temp_directory_path()) {
+    std::string pattern = (in / "lockstep-test-XXXXXX").string();
     path_ = ::mkdtemp(pattern.data());
   }
   ~TempFolder() { std::filesystem::remove_all(path_); }

@@ -253,7 +253,7 @@ torch::Tensor SafetensorsReader::read(const std::string& name) const {
 
 void save_safetensors(const std::filesystem::path& path, const TensorFile& file, const FetchTensor& fetch) {
   const std::string head = safetensors_head(file);
-  AtomicFile on_disk(path);
+  AtomicFile on_disk(path, AtomicFile::Way::kPastCache);
   Hash hash;
   const auto add = [&](const void* data, size_t bytes) {
     hash.add(data, bytes);

@@ -4,8 +4,11 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <array>
+#include <cstring>
 #include <iomanip>
+#include <new>
 #include <random>
 
 #include "lockstep/base/files/read_fully.h"
@@ -15,6 +18,9 @@
 
 namespace lockstep {
 namespace {
+
+constexpr size_t kBlock = size_t{4} << 20;
+constexpr std::align_val_t kPage{4096};
 
 void flush_to_disk(int fd, const std::filesystem::path& path) {
   if (::fsync(fd) != 0) throw system_error("flush to disk", path);
@@ -44,7 +50,11 @@ std::string temporary_name(const std::filesystem::path& path) {
 
 }  // namespace
 
-AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), temporary_(temporary_name(path_)) {
+void AtomicFile::Free::operator()(std::byte* block) const { ::operator delete(block, kPage); }
+
+AtomicFile::AtomicFile(std::filesystem::path path, Way way)
+    : path_(std::move(path)), temporary_(temporary_name(path_)) {
+  if (way == Way::kPastCache) block_.reset(static_cast<std::byte*>(::operator new(kBlock, kPage)));
   fd_.reset(::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
   if (!fd_) throw system_error("write", path_);
 }
@@ -54,17 +64,47 @@ AtomicFile::~AtomicFile() {
 }
 
 void AtomicFile::write(const void* data, size_t bytes) {
+  if (!block_) return put(data, bytes);
+  for (const auto* from = static_cast<const std::byte*>(data); bytes > 0;) {
+    const size_t part = std::min(bytes, kBlock - filled_);
+    std::memcpy(block_.get() + filled_, from, part);
+    from += part, bytes -= part, filled_ += part;
+    if (filled_ == kBlock) put_block();
+  }
+}
+
+void AtomicFile::put(const void* data, size_t bytes) {
   if (!write_all(fd_.get(), {static_cast<const char*>(data), bytes})) throw system_error("write", path_);
 }
 
+// A file system without O_DIRECT refuses it here or at the first write; after a short write the rest is not aligned.
+void AtomicFile::put_block() {
+  const off_t begin = ::lseek(fd_.get(), 0, SEEK_CUR);
+  ::fcntl(fd_.get(), F_SETFL, O_DIRECT);
+  const bool done = write_all(fd_.get(), {reinterpret_cast<const char*>(block_.get()), filled_});
+  if (!done && errno != EINVAL) throw system_error("write", path_);
+  if (!done) {
+    ::fcntl(fd_.get(), F_SETFL, 0);
+    const auto written = to_size(::lseek(fd_.get(), 0, SEEK_CUR) - begin);
+    put(block_.get() + written, filled_ - written);
+  }
+  filled_ = 0;
+}
+
+void AtomicFile::put_rest() {
+  if (!block_) return;
+  ::fcntl(fd_.get(), F_SETFL, 0);
+  put(block_.get(), std::exchange(filled_, 0));
+}
+
 void AtomicFile::overwrite(size_t at, const void* data, size_t bytes) {
-  const off_t end = ::lseek(fd_.get(), 0, SEEK_CUR);
-  if (end < 0 || ::lseek(fd_.get(), static_cast<off_t>(at), SEEK_SET) < 0) throw system_error("write", path_);
-  write(data, bytes);
-  if (::lseek(fd_.get(), end, SEEK_SET) < 0) throw system_error("write", path_);
+  put_rest();
+  if (::lseek(fd_.get(), static_cast<off_t>(at), SEEK_SET) < 0) throw system_error("write", path_);
+  put(data, bytes);
 }
 
 void AtomicFile::commit() {
+  put_rest();
   flush_to_disk(fd_.get(), path_);
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) throw system_error("rename a finished file to", path_);
   fd_.reset();

@@ -39,6 +39,24 @@ TEST(AtomicFile, without_commit_leaves_the_old_file) {
   EXPECT_EQ(files_in(folder), 1);
 }
 
+// In pieces that fit no block, on a disk and in /dev/shm, whose file system may not know O_DIRECT.
+TEST(AtomicFile, past_the_cache_is_the_same_file) {
+  std::string content(9 * 1024 * 1024 + 3, '\0');
+  for (size_t i = 0; i < content.size(); ++i) content[i] = static_cast<char>(i * 2654435761 >> 13);
+  const TempFolder here;
+  const TempFolder in_memory("/dev/shm");
+  for (const size_t size : {size_t{5}, size_t{8 * 1024 * 1024}, content.size()})
+    for (const TempFolder* folder : {&here, &in_memory}) {
+      AtomicFile file(folder->file("f"), AtomicFile::Way::kPastCache);
+      for (size_t at = 0; at < size; at += 1000003) file.write(&content[at], std::min(size - at, size_t{1000003}));
+      file.overwrite(1, "abc", 3);
+      file.commit();
+      std::string expected = content.substr(0, size);
+      expected.replace(1, 3, "abc");
+      EXPECT_TRUE(read_file(folder->file("f")) == expected) << size;
+    }
+}
+
 TEST(File, errors_name_the_path) {
   for (const auto& action : {+[] { write_file("/no/such/folder", ""); }, +[] { read_file("/no/such/folder"); }}) try {
       action();
