@@ -8,7 +8,9 @@
 #include "bench/collectives/systems.h"
 #include "bench/harness.h"
 #include "bench/network.h"
+#include "lockstep/base/names.h"
 #include "lockstep/base/text.h"
+#include "lockstep/collective/calls/collective_names.h"
 #include "lockstep/error.h"
 #include "lockstep/world.h"
 #include "tools/plan/measured_steps.h"
@@ -37,7 +39,7 @@ class WorldRank final : public System {
 std::function<void()> WorldRank::prepare(const Case& one) {
   const auto part = static_cast<int64_t>(one.part(world_.size()));
   const at::Tensor data = array(static_cast<int64_t>(one.count()));
-  const Algorithm algorithm = one.algorithm == "ring" ? Algorithm::kRing : Algorithm::kDirect;
+  const Algorithm algorithm = value_named<Algorithm>(one.algorithm, "algorithm");
   if (one.operation == "all_reduce") return [=, this] { world_.all_reduce(data, {.algorithm = algorithm}); };
   if (one.operation == "broadcast") return [=, this] { world_.broadcast(data); };
   const at::Tensor own = array(part);
@@ -91,7 +93,7 @@ struct HostsOptions {
   std::vector<int> hosts{2, 4};
   std::vector<int> ranks_per_host{2, 1};
   LinkOptions link;
-  std::string algorithm = "direct";
+  std::string algorithm = "fastest";
   std::vector<std::string> operations = kOperations;
   std::vector<size_t> sizes{size_t{64} << 10, size_t{1} << 20, 25'000'000, 100'000'000};
 };
@@ -206,8 +208,8 @@ void add_options(Program& program, HostsOptions& options) {
   program.list("--ranks-per-host", options.ranks_per_host, "one for each of --hosts, or one for all")
       ->check(CLI::Range(1, 64));
   add_link_options(program, options.link);
-  program.option("--algorithm", options.algorithm, "of lockstep's all_reduce between hosts: direct, ring")
-      ->check(CLI::IsMember({"direct", "ring"}));
+  program.option("--algorithm", options.algorithm, "of lockstep's all_reduce between hosts: fastest, direct, ring")
+      ->check(CLI::IsMember({"fastest", "direct", "ring"}));
   program.list("--operation", options.operations, "only these")->check(CLI::IsMember(kOperations));
   program.list("--sizes", options.sizes, "bytes of float32 per rank; of all parts together");
 }

@@ -38,12 +38,13 @@ inline constexpr int kDTypes = 10;
 enum class ReduceOp : uint8_t { kSum, kMean, kProduct, kMin, kMax, kBitAnd, kBitOr, kBitXor };
 inline constexpr int kReduceOps = 8;
 
-// The algorithm of all_reduce inside a machine. Use kDirect; the others are there for comparison.
+// The algorithm of all_reduce. Use kFastest; the others are there for comparison, and for sums in a known order.
 enum class Algorithm : uint8_t {
   kDirect,   // rank r reduces slice r of everybody's buffer: the same bits as kCentral
   kCentral,  // rank 0 reduces everything, the others copy it
   kRing,     // scatter-reduce, then all-gather, around a ring; slice s is summed in the order s, s+1, ..., s-1
   kTree,     // a binomial tree up to rank 0 and down again; summed pairwise, ((0+1)+(2+3))+...
+  kFastest,  // kDirect; kRing between three machines and more, for large arrays of other than 16-bit floats
 };
 
 enum class Operation : uint8_t {

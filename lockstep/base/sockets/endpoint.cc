@@ -112,6 +112,7 @@ std::optional<Connection> connect_to(const AddressList& addresses, const Deadlin
   int error = ENOENT;
   for (const addrinfo* address : each_of(addresses)) {
     Connection attempt{UniqueFd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)), ""};
+    error = errno;
     if (!attempt.fd) continue;
     attempt.address = numeric(address->ai_addr, address->ai_addrlen);
     if (::connect(attempt.fd.get(), address->ai_addr, address->ai_addrlen) == 0) return attempt;

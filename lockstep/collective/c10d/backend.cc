@@ -335,7 +335,7 @@ class C10dBackend final : public c10d::Backend {
   template <class CallOptions>
   TensorCall call_of(Operation operation, const Tensors& inputs, const Tensors& outputs,
                      const CallOptions& options) const {
-    Call call{.operation = operation};
+    Call call{.operation = operation, .algorithm = Algorithm::kFastest};
     if constexpr (requires { options.rootRank; }) call.root = static_cast<int>(options.rootRank);
     if constexpr (requires { options.reduceOp; })
       return call_to_reduce(member(), std::move(call), inputs, outputs, options.reduceOp);

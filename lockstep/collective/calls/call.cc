@@ -39,7 +39,8 @@ std::string text_of_step(const Signature& signature) {
 // "(sum)", "(sum, ring)"
 std::string how(const Signature& signature) {
   if (!reduces(signature.operation)) return signature.counts_hash != 0 ? " in uneven parts" : "";
-  const std::string by = signature.algorithm == Algorithm::kDirect ? "" : ", " + to_string(signature.algorithm);
+  const bool usual = signature.algorithm == Algorithm::kDirect || signature.algorithm == Algorithm::kFastest;
+  const std::string by = usual ? "" : ", " + to_string(signature.algorithm);
   return concat(" (", to_string(signature.op), by, ")");
 }
 

@@ -18,7 +18,7 @@ inline constexpr auto kNames<ReduceOp> = in_order<ReduceOp>({"sum", "mean", "pro
                                                              "bit_or", "bit_xor"});
 
 template <>
-inline constexpr auto kNames<Algorithm> = in_order<Algorithm>({"direct", "central", "ring", "tree"});
+inline constexpr auto kNames<Algorithm> = in_order<Algorithm>({"direct", "central", "ring", "tree", "fastest"});
 
 template <>
 inline constexpr auto kNames<Operation> = in_order<Operation>({"nothing", "barrier", "all_reduce", "reduce",

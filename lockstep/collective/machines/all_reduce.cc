@@ -19,7 +19,8 @@
 //   barrier    an all_reduce of a byte
 //   ring       2a and 2b go around the ring of machines, in 2(n-1) rounds of K/n (Patarasuk and Yuan, 2009): if asked for,
 //              and for large arrays between more than two machines. A stream on one connection gets more through than n-1
-//              messages that take turns. 16-bit floats would be rounded in each round.
+//              messages that take turns. 16-bit floats would be rounded in each round. Buckets ask for the direct way:
+//              after a restart gradients lie elsewhere in them, and are to have the same bits.
 //
 // Invariant: each slice of a chunk is reduced by one rank, in the order of the machines, or by each owner that wants it
 // in that same order (one shot). So all ranks have the same bits in every run. (The ring's order starts at another
@@ -41,7 +42,7 @@ bool goes_around(const Hierarchy& hierarchy, const Call& call) {
   if (call.algorithm == Algorithm::kRing) return true;
   const bool rounded = call.dtype == DType::kFloat16 || call.dtype == DType::kBFloat16;
   const size_t part = call.count * size_of(call.dtype) / to_size(hierarchy.machines);
-  return hierarchy.machines > 2 && part >= kRingFromBytes && !rounded;
+  return call.algorithm == Algorithm::kFastest && hierarchy.machines > 2 && part >= kRingFromBytes && !rounded;
 }
 
 class MachineAllReduce : private MachineCollective {

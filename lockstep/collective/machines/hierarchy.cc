@@ -128,7 +128,7 @@ FuturePtr Hierarchy::start(TensorCall call) {
 void Hierarchy::check(const Call& call) const {
   inside->require_own_process();
   check_call(call, options.size);
-  if (call.algorithm == Algorithm::kDirect || call.algorithm == Algorithm::kRing) return;
+  if (call.algorithm != Algorithm::kCentral && call.algorithm != Algorithm::kTree) return;
   throw UsageError({.what = concat("all_reduce by the algorithm ", to_string(call.algorithm), " between machines"),
                     .here = options.describe,
                     .next = "leave the algorithm out, choose ring, or keep all ranks on one machine"});

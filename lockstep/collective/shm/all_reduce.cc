@@ -258,8 +258,8 @@ class Reducer {
 }  // namespace
 
 void all_reduce(Group& group, const Call& call) {
-  if (call.operation == Operation::kAllReduce && call.algorithm != Algorithm::kDirect)
-    return all_reduce_reference(group, call);
+  const bool direct = call.algorithm == Algorithm::kDirect || call.algorithm == Algorithm::kFastest;
+  if (call.operation == Operation::kAllReduce && !direct) return all_reduce_reference(group, call);
   const Reducer reducer(group, call);
   if (group.size() == 1) return reducer.alone();
   reducer.announce();

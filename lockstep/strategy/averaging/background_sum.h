@@ -5,7 +5,7 @@
 //   float32   all-reduce: 2(n-1)/n K leave each of n machines
 //   int8      all-gather of int8_blocks.h: (n-1)/4 K leave each; a machine adds what was lost to its next sum of that part
 //
-// Every rank adds the same bytes in the order of the machines, so all get the same bits.
+// All ranks get the same bits.
 //
 // Owns:    worlds of its own, so that no other call waits for what is under way; in int8 what was lost
 // Threads: one thread

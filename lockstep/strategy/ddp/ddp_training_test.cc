@@ -3,12 +3,15 @@
 #include <mutex>
 
 #include "lockstep/collective/world/world_state.h"
+#include "lockstep/ddp.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/models.h"
+#include "lockstep/optimizers.h"
 #include "lockstep/strategy.h"
 #include "tests/backend_groups.h"
 #include "tests/strategies.h"
 #include "tests/support.h"
+#include "tests/worlds.h"
 
 namespace lockstep {
 namespace {
@@ -107,6 +110,41 @@ TEST(Ddp, trains_when_a_batch_has_fewer_samples_than_ranks) {
     });
   }
   EXPECT_TRUE(torch::allclose(weights[0], weights[1], 1e-12, 1e-12));
+}
+
+// Whose layers get their gradients in another order than that in which they are registered.
+struct BackwardsImpl : torch::nn::Module {
+  BackwardsImpl() {
+    const torch::NoGradGuard no_grad;
+    for (torch::Tensor& each : parameters()) each.copy_(torch::arange(each.numel()).sin().view_as(each));
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return last->forward(first->forward(x).tanh()); }
+  torch::nn::Linear last = register_module("last", torch::nn::Linear(256, 256));
+  torch::nn::Linear first = register_module("first", torch::nn::Linear(256, 256));
+};
+TORCH_MODULE(Backwards);
+
+// In the first exchange gradients lie in their bucket in another order than later.
+TEST(Ddp, that_starts_again_between_three_machines_has_the_same_bits_but_around_the_ring) {
+  testing::run_over_machines(testing::lonely(3), [](World& world) {
+    const auto train = [&](Backwards& net, int from, int to, Algorithm algorithm) {
+      SGD optimizer(net->parameters(), {.lr = 0.1});
+      DistributedDataParallel ddp(world, *net, optimizer, {.algorithm = algorithm});
+      for (int step = from; step < to; ++step) {
+        const torch::Tensor data = torch::arange(8 * 256).view({8, 256}).mul(step * 3 + world.rank() + 1.0).sin();
+        ddp.backward(net->forward(data).square().mean(), 8);
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    };
+    for (const Algorithm algorithm : {Algorithm::kDirect, Algorithm::kRing}) {
+      Backwards whole, again;
+      train(whole, 0, 4, algorithm);
+      train(again, 0, 2, algorithm);
+      train(again, 2, 4, algorithm);
+      EXPECT_EQ(torch::equal(whole->last->weight, again->last->weight), algorithm == Algorithm::kDirect);
+    }
+  });
 }
 
 }  // namespace
