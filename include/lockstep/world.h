@@ -143,8 +143,8 @@ class World {
   //
   // Notation: N ranks, K bytes of the tensor that each rank gives. Tensors: any shape, with or without gaps, also empty;
   // on all ranks the same dtype, one of float32/64/16, bfloat16, int8/16/32/64, uint8, bool; on device() or on the CPU.
-  // A tensor with gaps is copied in and out. Sums are taken in rank order, around a ring from another rank for each part: all ranks get the same bits in every run.
-  // Within one machine nothing is sent (docs/design/shared-memory.md).
+  // A tensor with gaps is copied in and out. Sums are taken in rank order, around a ring from another rank for each part:
+  // all ranks get the same bits in every run. Within one machine nothing is sent (docs/design/shared-memory.md).
   //
   // They throw UsageError (invalid arguments), DeviceError (a tensor on a device where this world can't exchange it),
   // MismatchError (ranks that make different calls or give different shapes; no data has moved, and within one machine
