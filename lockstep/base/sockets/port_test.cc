@@ -2,7 +2,10 @@
 #include "lockstep/base/sockets/port.h"
 
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <unistd.h>
+
+#include <csignal>
 
 #include "lockstep/base/sockets/endpoint.h"
 #include "lockstep/base/text.h"
@@ -31,6 +34,28 @@ TEST(Connecting, says_why_nobody_answers) {
   const AddressList closed = address_of_number(endpoint_of(listen_at(address_of_number({"127.64.0.7", 0})).get()));
   EXPECT_FALSE(connect_to(closed, Deadline::after(std::chrono::seconds(10))));
   EXPECT_EQ(errno, ECONNREFUSED);
+}
+
+// A listener that accepts nobody: the kernel answers no more than its queue holds.
+TEST(Connecting, goes_on_after_a_signal) {
+  const UniqueFd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  ASSERT_EQ(::listen(listener.get(), 0), 0);
+  const AddressList full = address_of_number({"127.0.0.1", endpoint_of(listener.get()).port});
+  std::vector<UniqueFd> queued;
+  while (auto connection = connect_to(full, Deadline::after(milliseconds(50))))
+    queued.push_back(std::move(connection->fd));
+  struct sigaction ignored {};
+  ignored.sa_handler = [](int) {};
+  struct sigaction before {};
+  ::sigaction(SIGALRM, &ignored, &before);
+  const itimerval often{.it_interval = {0, 5000}, .it_value = {0, 5000}};
+  ::setitimer(ITIMER_REAL, &often, nullptr);
+  const Deadline deadline = Deadline::after(milliseconds(200));
+  EXPECT_FALSE(connect_to(full, deadline));
+  EXPECT_TRUE(deadline.passed());
+  EXPECT_EQ(errno, ETIMEDOUT);
+  ::setitimer(ITIMER_REAL, std::array<itimerval, 1>{}.data(), nullptr);
+  ::sigaction(SIGALRM, &before, nullptr);
 }
 
 }  // namespace

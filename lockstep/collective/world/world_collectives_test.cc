@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every collective over every transport against a reference, at tolerance 0.
+#include <limits>
 #include <numeric>
 
 #include "lockstep/collective/calls/tensor_call.h"
@@ -178,6 +179,17 @@ TEST_P(EveryWorld, all_gather_rows_joins_tensors_of_different_lengths) {
           EXPECT_TRUE(same(joined.narrow(0, sum_of(rows, rank), theirs), values_of(rank, {theirs, 5}, dtype)));
         }
       }
+  });
+}
+
+TEST_P(EveryWorld, rows_whose_sum_no_tensor_can_have_are_refused) {
+  run([](World& world) {
+    if (world.size() == 1) return;
+    constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+    const torch::Tensor tensor = torch::empty({kMost, 0});
+    const AllGatherRowsOptions told{.rows = Rows(static_cast<unsigned>(world.size()), kMost)};
+    EXPECT_TRUE(contains(message_of<UsageError>([&] { static_cast<void>(world.all_gather_rows(tensor, told)); }),
+                         "give one count from 0 up for each rank, or none"));
   });
 }
 
