@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // World's collectives and messages: each checks what only torch knows of this rank's arguments, and makes a TensorCall.
 // The transports check the rest (check_call).
+#include <limits>
 #include <numeric>
 
 #include <ATen/MemoryOverlap.h>
@@ -58,7 +59,8 @@ class Asked {
 
   // Before their sum is the size of a tensor.
   void check_rows(const Sizes& rows) const {
-    if (std::cmp_not_equal(rows.size(), caller_.size) || std::ranges::min(rows) < 0)
+    const int64_t most = std::numeric_limits<int64_t>::max() / caller_.size;
+    if (std::cmp_not_equal(rows.size(), caller_.size) || std::ranges::min(rows) < 0 || std::ranges::max(rows) > most)
       refuse(concat(name_, ": rows of [", join(rows, ", "), "] for ", caller_.size, " ranks"),
              "give one count from 0 up for each rank, or none");
   }
