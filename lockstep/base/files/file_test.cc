@@ -57,6 +57,18 @@ TEST(AtomicFile, past_the_cache_is_the_same_file) {
     }
 }
 
+// After 5 bytes no block is aligned, and the disk refuses each.
+TEST(AtomicFile, goes_through_the_cache_where_the_disk_refuses_a_block) {
+  const TempFolder folder;
+  const std::string content(9 * 1024 * 1024, 'x');
+  AtomicFile file(folder.file("f"), AtomicFile::Way::kPastCache);
+  file.write("begin", 5);
+  file.overwrite(1, "EGI", 3);
+  file.write(content.data(), content.size());
+  file.commit();
+  EXPECT_TRUE(read_file(folder.file("f")) == "bEGIn" + content);
+}
+
 TEST(File, errors_name_the_path) {
   for (const auto& action : {+[] { write_file("/no/such/folder", ""); }, +[] { read_file("/no/such/folder"); }}) try {
       action();
