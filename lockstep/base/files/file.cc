@@ -8,7 +8,6 @@
 #include <array>
 #include <cstring>
 #include <iomanip>
-#include <new>
 #include <random>
 
 #include "lockstep/base/files/read_fully.h"
@@ -18,9 +17,6 @@
 
 namespace lockstep {
 namespace {
-
-constexpr size_t kBlock = size_t{4} << 20;
-constexpr std::align_val_t kPage{4096};
 
 void flush_to_disk(int fd, const std::filesystem::path& path) {
   if (::fsync(fd) != 0) throw system_error("flush to disk", path);
@@ -50,11 +46,13 @@ std::string temporary_name(const std::filesystem::path& path) {
 
 }  // namespace
 
-void AtomicFile::Free::operator()(std::byte* block) const { ::operator delete(block, kPage); }
+struct alignas(4096) AtomicFile::Block {
+  std::array<std::byte, size_t{4} << 20> bytes;
+};
 
 AtomicFile::AtomicFile(std::filesystem::path path, Way way)
     : path_(std::move(path)), temporary_(temporary_name(path_)) {
-  if (way == Way::kPastCache) block_.reset(static_cast<std::byte*>(::operator new(kBlock, kPage)));
+  if (way == Way::kPastCache) block_ = std::make_unique_for_overwrite<Block>();
   fd_.reset(::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
   if (!fd_) throw system_error("write", path_);
 }
@@ -66,10 +64,10 @@ AtomicFile::~AtomicFile() {
 void AtomicFile::write(const void* data, size_t bytes) {
   if (!block_) return put(data, bytes);
   for (const auto* from = static_cast<const std::byte*>(data); bytes > 0;) {
-    const size_t part = std::min(bytes, kBlock - filled_);
-    std::memcpy(block_.get() + filled_, from, part);
+    const size_t part = std::min(bytes, sizeof(Block) - filled_);
+    std::memcpy(&block_->bytes[filled_], from, part);
     from += part, bytes -= part, filled_ += part;
-    if (filled_ == kBlock) put_block();
+    if (filled_ == sizeof(Block)) put_block();
   }
 }
 
@@ -77,16 +75,14 @@ void AtomicFile::put(const void* data, size_t bytes) {
   if (!write_all(fd_.get(), {static_cast<const char*>(data), bytes})) throw system_error("write", path_);
 }
 
-// A file system without O_DIRECT refuses it here or at the first write; after a short write the rest is not aligned.
+// Through the cache where the disk refuses: a file system without O_DIRECT, or a place that is not aligned.
 void AtomicFile::put_block() {
   const off_t begin = ::lseek(fd_.get(), 0, SEEK_CUR);
   ::fcntl(fd_.get(), F_SETFL, O_DIRECT);
-  const bool done = write_all(fd_.get(), {reinterpret_cast<const char*>(block_.get()), filled_});
-  if (!done && errno != EINVAL) throw system_error("write", path_);
-  if (!done) {
+  if (!write_all(fd_.get(), {reinterpret_cast<const char*>(block_.get()), filled_})) {
     ::fcntl(fd_.get(), F_SETFL, 0);
-    const auto written = to_size(::lseek(fd_.get(), 0, SEEK_CUR) - begin);
-    put(block_.get() + written, filled_ - written);
+    ::lseek(fd_.get(), begin, SEEK_SET);
+    put(block_.get(), filled_);
   }
   filled_ = 0;
 }
@@ -101,6 +97,7 @@ void AtomicFile::overwrite(size_t at, const void* data, size_t bytes) {
   put_rest();
   if (::lseek(fd_.get(), static_cast<off_t>(at), SEEK_SET) < 0) throw system_error("write", path_);
   put(data, bytes);
+  ::lseek(fd_.get(), 0, SEEK_END);
 }
 
 void AtomicFile::commit() {

@@ -16,11 +16,11 @@ namespace lockstep {
 
 // Writes to PATH.tmp- and 16 random hexadecimal digits: a new file, never through a link. commit() flushes to the disk and
 // renames. Without commit() nothing is left behind.
-// Every call throws SystemError naming the path: a full disk, no permission, a size limit.
+// Every call throws SystemError naming the path: a full disk, no permission. After an error it can only be destroyed.
 class AtomicFile {
  public:
   // kPastCache: goes to the disk from memory of its own in large blocks (O_DIRECT) where the file system allows it. The kernel's
-  // copy into its cache takes a core that the training wants, on a virtual machine six times as long as the disk does.
+  // copy into its cache takes a core that the training wants: on a virtual machine six times the time that the disk takes.
   enum class Way { kThroughCache, kPastCache };
 
   explicit AtomicFile(std::filesystem::path path, Way way = Way::kThroughCache);
@@ -28,7 +28,7 @@ class AtomicFile {
   AtomicFile& operator=(AtomicFile&&) = delete;
 
   void write(const void* data, size_t bytes);
-  void overwrite(size_t at, const void* data, size_t bytes);  // what was written before; nothing more is written then
+  void overwrite(size_t at, const void* data, size_t bytes);  // what was written before
   void commit();                                              // blocks until file and folder are on the disk
 
  private:
@@ -36,13 +36,11 @@ class AtomicFile {
   void put_block();
   void put_rest();
 
-  struct Free {
-    void operator()(std::byte* block) const;
-  };
+  struct Block;
   std::filesystem::path path_;
   std::filesystem::path temporary_;
   UniqueFd fd_;
-  std::unique_ptr<std::byte, Free> block_;  // null: through the cache
+  std::unique_ptr<Block> block_;  // null: through the cache
   size_t filled_ = 0;
 };
 

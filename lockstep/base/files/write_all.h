@@ -18,7 +18,8 @@ inline bool write_all(int fd, std::string_view bytes) {
   while (!bytes.empty()) {
     const ssize_t written = ::write(fd, bytes.data(), bytes.size());
     if (written < 0 && errno == EINTR) continue;
-    if (written < 0) return false;
+    if (written == 0) errno = EIO;
+    if (written <= 0) return false;
     bytes.remove_prefix(to_size(written));
   }
   return true;
