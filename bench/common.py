@@ -127,9 +127,12 @@ def path_of(name):
 
 
 def save_cases(name, cases, **about):
-    """Keeps these cases beside the others that the file has."""
-    kept = json.loads(path_of(name).read_text())["cases"] if path_of(name).exists() else {}
-    save(name, {**about, "cases": {**kept, **cases}})
+    """Keeps these cases beside the others that the file has. Those of another machine than the file's say theirs."""
+    file = json.loads(path_of(name).read_text()) if path_of(name).exists() else {"cases": {}}
+    kept = {each: case for each, case in file["cases"].items() if each not in cases}
+    first = file["machine"] if kept else machine()
+    own = {} if first == machine() else {"machine": machine()}
+    save(name, {**about, "machine": first, "cases": {**kept, **{each: {**case, **own} for each, case in cases.items()}}})
 
 
 def save(name, result):
