@@ -35,7 +35,7 @@ PUBLIC = {  # headers that have no source of their name in their room alone
     "collective": "mpi named_tensor",
     "data": "dataset datasets images torch_dataset",
     "model": "task layout script_module",
-    "step": "batch_totals batch_weight optimizers update_rule",
+    "step": "batch_totals ddp optimizers update_rule",
     "strategy": "kvstore",
     "checkpoint": "checkpoint",
     "train": "lockstep",

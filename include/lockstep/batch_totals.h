@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// lockstep/batch_totals.h: the size and the mean loss of a global batch.
+// lockstep/batch_totals.h: the size and the mean loss of a global batch; how the batch of one rank counts in it.
 //
-// Threads: a value
+// Threads: values
 // Ranks:   what a strategy returns is the same on every rank
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 namespace lockstep {
@@ -21,6 +22,23 @@ struct BatchTotals {
     samples += more;
     mean_loss = sum / static_cast<double>(samples);
   }
+};
+
+// How one rank's batch counts in the mean gradient: in one exchange those of all ranks by samples, or all alike.
+struct BatchWeight {
+  // Bits: what a rank has accumulated may have several.
+  enum Kind : uint8_t {
+    kNone = 0,     // no batch
+    kSamples = 1,  // by its number of samples
+    kAlike = 2,    // each rank once, as in PyTorch: the sum of all .grad is divided by the number of ranks
+    kJoined = 4    // no batch; where ranks count alike, it is among the ranks that the sum is divided by
+  };
+  BatchWeight(int64_t number) : samples(number), kind(kSamples) {}
+  BatchWeight(Kind how, double dimension_0 = NAN) : samples(how == kAlike ? 1 : 0), kind(how), size(dimension_0) {}
+
+  int64_t samples;
+  Kind kind;
+  double size = NAN;  // in examples, for reports; with kAlike also compared for a warning. NaN: not known
 };
 
 }  // namespace lockstep

@@ -14,7 +14,6 @@
 #include <set>
 
 #include "lockstep/batch_totals.h"
-#include "lockstep/batch_weight.h"
 #include "lockstep/communication_hook.h"
 
 namespace lockstep {
@@ -107,7 +106,7 @@ class DistributedDataParallel {
   // in a hook, on the thread that runs it and before it adds to any .grad; end_backward() after it has added to the last
   // one. begin_backward() returns the factor by which hooks must multiply each gradient; 0: replace it by zeros. The loss
   // stays unknown (last_batch().mean_loss is NaN). With 0 samples end_backward() may follow at once. Ranks may also count
-  // alike (batch_weight.h): last_batch().samples is then the number of ranks that have a batch, and ranks of which some
+  // alike (batch_totals.h): last_batch().samples is then the number of ranks that have a batch, and ranks of which some
   // count alike and others by samples get a MismatchError.
   // cancel_backward() instead, if it failed: the other ranks get PeerLost with `reason`. They block and throw as
   // backward() does.
@@ -154,9 +153,6 @@ class DistributedDataParallel {
     double overlap() const { return exchange_seconds > waiting_seconds ? 1 - waiting_seconds / exchange_seconds : 0; }
   };
   Statistics statistics() const;
-
-  // Seconds of the last backward() that were spent waiting for the exchange after the gradients were computed.
-  double exchange_seconds() const;
 
   // Every rank has just written the same values into parameters, from a checkpoint for instance. Blocks until all have.
   void parameters_written();

@@ -19,7 +19,6 @@
 #include <torch/script.h>
 
 #include <utility>
-#include <vector>
 
 #include "lockstep/error.h"
 

@@ -5,12 +5,9 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <vector>
 
-#include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -15,7 +15,7 @@
 #include <utility>
 
 #include "lockstep/base/text.h"
-#include "lockstep/batch_weight.h"
+#include "lockstep/batch_totals.h"
 #include "lockstep/error.h"
 
 namespace lockstep {

@@ -87,20 +87,17 @@ void Slot::store_mean(double factor, bool as_view) {
   torch::Tensor& into = parameter.tensor.mutable_grad();
   if (as_view) {
     gradient.mul_(factor);
-    if (!into.defined() || into.const_data_ptr() != gradient.const_data_ptr()) into = view_like_parameter();
+    if (into.defined() && into.const_data_ptr() == gradient.const_data_ptr()) return;
+    // By set_(): autograd must not see a view, because Optimizer::zero_grad() detaches gradients in place, an error for views.
+    into =
+        torch::empty({0}, gradient.options())
+            .set_(gradient.storage(), gradient.storage_offset(), parameter.tensor.sizes(), parameter.tensor.strides());
     return;
   }
   if (!into.defined() || into.strides() != parameter.tensor.strides())
     into = torch::empty_like(parameter.tensor, parameter.tensor.options().requires_grad(false));
   torch::Tensor values = dense_view(into);
   at::mul_out(values, gradient, number(factor));
-}
-
-// Made with set_() because autograd must not see a view: Optimizer::zero_grad() detaches gradients in place, which is an
-// error for views.
-torch::Tensor Slot::view_like_parameter() const {
-  return torch::empty({0}, gradient.options())
-      .set_(gradient.storage(), gradient.storage_offset(), parameter.tensor.sizes(), parameter.tensor.strides());
 }
 
 void Slot::move_parameter(const torch::Tensor& block) {

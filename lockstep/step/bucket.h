@@ -37,9 +37,6 @@ struct Slot {
 
   // The parameter becomes a part of `block`, which has the layout of the bucket's gradients.
   void move_parameter(const torch::Tensor& block);
-
- private:
-  torch::Tensor view_like_parameter() const;
 };
 
 // One flat tensor: the gradients of its parameters one after another, then one flag per parameter.

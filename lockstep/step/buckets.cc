@@ -7,9 +7,7 @@
 //             all-reduce is started. Between machines and on GPUs it runs beside backward(); on the CPUs of one machine
 //             it is deferred to finish() (collective/calls/call_queue.h)
 //   finish()  sends the buckets that never filled; waits for all; puts s / n times the sums into .grad
-// n is not known while backward() runs, and waiting for it would put a round trip before the first gradient. So
-// gradients are scaled by s, which every rank knows already: the largest power of two that is at most n of the previous
-// step. It keeps small dtypes from overflowing.
+// s: the largest power of two that is at most n of the previous step (docs/design/exchange.md says why).
 //
 // Note [Unused parameters]
 // A parameter that took no part on some ranks counts as zero there. Besides its gradients a bucket carries one flag per
@@ -82,23 +80,25 @@ class Buckets : public Exchange {
   // Puts parameters into buckets in reverse order, the order in which backward() tends to reach them; after the first
   // exchange in the order in which those of rank 0 became ready. In a world of one there is nothing to exchange: no
   // buckets, no hooks; with shards its sums have the order of several ranks.
-  Buckets(World world, const NamedTensors& parameters, const BucketOptions& options)
-      : Exchange(options.memory ? options.memory : SharedMemory::alone()),
+  Buckets(World world, const NamedTensors& parameters, const DistributedDataParallelOptions& options,
+          const BucketPlan& plan)
+      : Exchange(plan.memory ? plan.memory : SharedMemory::alone()),
         world_(std::move(world)),
         all_(parameters),
         options_(options),
-        shards_(to_size(std::max(options.shards / world_.size(), 1))),
+        plan_(plan),
+        shards_(to_size(std::max(options.virtual_shards / world_.size(), 1))),
         buckets_(shards_.front()),
         totals_(world_),
-        scale_(options.shards > 0 ? 1 : 0),
-        agreement_(memory_, options.block),
-        is_exchanged_(world_.size() == 1 && !options.slices) {
+        scale_(options.virtual_shards > 0 ? 1 : 0),
+        agreement_(memory_, plan.block),
+        is_exchanged_(world_.size() == 1 && !plan.slices) {
     std::ranges::copy_if(all_, std::back_inserter(trained_), [](const auto& p) { return p.tensor.requires_grad(); });
     if (is_alone()) return;
     for (const NamedTensor& parameter : trained_)
-      (options_.sparse.contains(parameter.name) ? sparse_ : parameters_).push_back(parameter);
+      (options_.sparse_parameters.contains(parameter.name) ? sparse_ : parameters_).push_back(parameter);
     build_buckets();
-    if (options_.slices) slices_ = std::make_shared<GradientSlices>(world_, buckets_, options_.shards);
+    if (plan_.slices) slices_ = std::make_shared<GradientSlices>(world_, buckets_, options_.virtual_shards);
   }
 
   ~Buckets() override { remove_hooks(); }
@@ -110,7 +110,7 @@ class Buckets : public Exchange {
   double begin(const BatchWeight& batch, const torch::Tensor& loss, bool exchanges) override {
     const std::lock_guard lock(mutex_);
     if (failed_ || is_active_) throw after_failed_backward(world_.describe());
-    if (options_.shards > 0) return begin_shard(batch, loss);
+    if (options_.virtual_shards > 0) return begin_shard(batch, loss);
     if (batches_.samples > 0 && accumulated_.zeroed()) batches_ = {};  // counted before a zero_grad()
     if (slices_ && batches_.backwards == 0) require_no_gradient(trained_);
     const double factor = batches_.add(batch, loss);
@@ -125,7 +125,7 @@ class Buckets : public Exchange {
   }
 
   void end(bool exchanges) override {
-    if (options_.shards > 0) return end_shard();
+    if (options_.virtual_shards > 0) return end_shard();
     if (exchanges) return;
     is_accumulating_ = is_active_ = false;
     accumulated_.remember();
@@ -144,8 +144,8 @@ class Buckets : public Exchange {
   // Sends 2(N-1)/N * K in all.
   BatchTotals finish() override {
     const BatchTotals totals = complete_exchange();
-    if (options_.on_finished) options_.on_finished(totals);
-    if (slices_ || options_.memory) watch_.remember();
+    if (plan_.on_finished) plan_.on_finished(totals);
+    if (slices_ || plan_.memory) watch_.remember();
     is_exchanged_ = true;
     has_stepped_ = false;
     return totals;
@@ -167,8 +167,8 @@ class Buckets : public Exchange {
     remove_hooks();
     for (auto& buckets : shards_) buckets.clear();
     options_.hook.reset();  // it may keep as much as the model has
-    options_.settings = nullptr;
-    options_.on_finished = nullptr;
+    plan_.settings = nullptr;
+    plan_.on_finished = nullptr;
   }
 
   // ---- In step(), with slices or where the ranks of a machine share parameters
@@ -204,14 +204,14 @@ class Buckets : public Exchange {
   }
 
  private:
-  bool is_alone() const { return world_.size() == 1 && options_.shards == 0; }
+  bool is_alone() const { return world_.size() == 1 && options_.virtual_shards == 0; }
 
   // ---- Before backward()
 
   void start_exchange() {
     const torch::NoGradGuard no_grad;
-    StepSettings settings = options_.settings ? options_.settings() : StepSettings();
-    if (options_.memory) settings = with_mean_changed(std::move(settings), mean_was_changed_);
+    StepSettings settings = plan_.settings ? plan_.settings() : StepSettings();
+    if (plan_.memory) settings = with_mean_changed(std::move(settings), mean_was_changed_);
     totals_.start(batches_, std::move(settings));
     if (scale_ == 0) learn_scale(totals_.wait());  // in the first step: there is no previous one
     // With a hook a rank without samples looks whether any rank has some: it has nothing to compute meanwhile.
@@ -292,13 +292,14 @@ class Buckets : public Exchange {
 
   // One number for each shard of all ranks, added up in their order.
   double sum_of_losses() const {
-    const torch::Tensor losses = torch::zeros({options_.shards}, slices_->zero().options());
+    const torch::Tensor losses = torch::zeros({options_.virtual_shards}, slices_->zero().options());
     for (size_t i = 0; i < losses_.size(); ++i)
       losses[world_.rank() * std::ssize(shards_) + to_int64(i)].copy_(losses_[i]);
     world_.all_reduce(losses);
     wait_for_device(world_);
     const torch::Tensor known = losses.cpu();
-    return std::accumulate(known.const_data_ptr<double>(), known.const_data_ptr<double>() + options_.shards, 0.0);
+    return std::accumulate(known.const_data_ptr<double>(), known.const_data_ptr<double>() + options_.virtual_shards,
+                           0.0);
   }
 
   // ---- During backward()
@@ -365,7 +366,7 @@ class Buckets : public Exchange {
     } else if (slices_) {
       for (size_t i = 1; i < shards_.size(); ++i) bucket.flags.add_(shards_[i][number].flags);
       bucket.work.emplace(world_.all_reduce_async(bucket.flags));
-      if (options_.shards > 0) return sum_shards(number);
+      if (options_.virtual_shards > 0) return sum_shards(number);
       bucket.slice_work.emplace(world_.reduce_scatter_async(bucket.values, {.output = slices_->slice(number)}));
     } else {
       bucket.work.emplace(world_.all_reduce_async(bucket.flat, {.algorithm = options_.algorithm}));
@@ -376,10 +377,10 @@ class Buckets : public Exchange {
 
   BatchTotals complete_exchange() {
     const std::lock_guard lock(mutex_);
-    if (options_.shards > 0) start_exchange();
+    if (options_.virtual_shards > 0) start_exchange();
     pack_the_rest();
     BatchTotals totals = totals_.wait();
-    if (options_.shards > 0) totals.mean_loss = sum_of_losses() / static_cast<double>(totals.samples);
+    if (options_.virtual_shards > 0) totals.mean_loss = sum_of_losses() / static_cast<double>(totals.samples);
     if (slices_)
       store_slices(totals.samples > 0 ? scale_ / totals_.divisor() : 0);
     else
@@ -422,7 +423,7 @@ class Buckets : public Exchange {
 
   // s of the next step.
   void learn_scale(const BatchTotals& totals) {
-    if (totals.samples > 0 && options_.shards == 0)
+    if (totals.samples > 0 && options_.virtual_shards == 0)
       scale_ = static_cast<double>(std::bit_floor(static_cast<uint64_t>(totals.samples)));
   }
 
@@ -492,9 +493,9 @@ class Buckets : public Exchange {
   void build_buckets() {
     remove_hooks();
     buckets_.clear();  // gives its memory back first
-    const int slices = options_.slices ? std::max(options_.shards, world_.size()) : 0;
+    const int slices = plan_.slices ? std::max(options_.virtual_shards, world_.size()) : 0;
     for (auto& buckets : shards_) buckets = make_buckets(world_, parameters_, options_.bucket_bytes, slices);
-    if (options_.shards > 0) return;  // packed after each backward()
+    if (options_.virtual_shards > 0) return;  // packed after each backward()
     auto index = std::ssize(parameters_);
     for_each_slot([&](Slot& slot) {
       slot.index = --index;
@@ -580,7 +581,8 @@ class Buckets : public Exchange {
   NamedTensors trained_;     // require a gradient
   NamedTensors parameters_;  // of these, those whose gradients go through buckets
   NamedTensors sparse_;      // the others, whose gradients are exchanged row by row
-  BucketOptions options_;
+  DistributedDataParallelOptions options_;
+  BucketPlan plan_;
   std::vector<std::vector<Bucket>> shards_;           // buckets of each virtual shard of this rank; else one list
   std::vector<Bucket>& buckets_;                      // the first of them
   std::shared_ptr<GradientSlices> slices_;            // the optimizer has it, too
@@ -617,8 +619,8 @@ class Buckets : public Exchange {
 }  // namespace
 
 std::shared_ptr<Exchange> exchange_in_buckets(World world, const NamedTensors& parameters,
-                                              const BucketOptions& options) {
-  return std::make_shared<Buckets>(std::move(world), parameters, options);
+                                              const DistributedDataParallelOptions& options, const BucketPlan& plan) {
+  return std::make_shared<Buckets>(std::move(world), parameters, options, plan);
 }
 
 }  // namespace lockstep

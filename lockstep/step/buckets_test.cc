@@ -161,7 +161,7 @@ TEST_P(BucketsOfSize, sends_the_rows_that_a_sparse_gradient_has) {
   run_ranks(GetParam(), [](World& world) {
     torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(10, 3).sparse(true));
     embedding->to(torch::kFloat64);
-    const auto reducer = exchange_in_buckets(world, named_parameters(*embedding), {.sparse = {"weight"}});
+    const auto reducer = exchange_in_buckets(world, named_parameters(*embedding), {.sparse_parameters = {"weight"}});
     const torch::Tensor loss = embedding(torch::tensor({world.rank(), 9, 9})).sum() * 8.0;
     reducer->begin(samples_of(world.rank()), loss);
     loss.backward();
@@ -182,7 +182,8 @@ TEST(Buckets, leaves_a_sparse_gradient_undefined_if_no_rank_has_one) {
   run_ranks(2, [](World& world) {
     torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(10, 3).sparse(true));
     const torch::Tensor p = parameter({2});
-    const auto reducer = exchange_in_buckets(world, {{"weight", embedding->weight}, {"p", p}}, {.sparse = {"weight"}});
+    const auto reducer =
+        exchange_in_buckets(world, {{"weight", embedding->weight}, {"p", p}}, {.sparse_parameters = {"weight"}});
     reducer->begin(1, p.sum());
     p.sum().backward();
     reducer->finish();

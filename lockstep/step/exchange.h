@@ -27,15 +27,12 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "lockstep/batch_totals.h"
-#include "lockstep/batch_weight.h"
 #include "lockstep/collective/shared_memory.h"
-#include "lockstep/communication_hook.h"
+#include "lockstep/ddp.h"
 #include "lockstep/error.h"
 #include "lockstep/model/parameter_block.h"
 #include "lockstep/step/parallel_for.h"
@@ -154,29 +151,9 @@ struct PublishedOptions {
 std::shared_ptr<Exchange> publish_gradients(SharedMemoryPtr memory, NamedTensors parameters,
                                             PublishedOptions options = {});
 
-struct BucketOptions {
-  size_t bucket_bytes = kBucketBytes;
-  std::shared_ptr<CommunicationHook> hook = nullptr;  // how a bucket is summed; none: all-reduced as it is
-  Algorithm algorithm = Algorithm::kDirect;           // of that all-reduce
-
-  // Every step uses the same parameters as the first, and each gradient becomes ready as often as in the first: more
-  // than once if backward() contains another backward() (activation checkpointing). The first exchange then begins when
-  // backward() is over.
-  bool static_graph = false;
-
-  // After an exchange .grad is a view of the bucket, which saves one copy of the gradients as long as gradients are
-  // zeroed in place.
-  bool gradient_as_bucket_view = false;
-
-  // Parameters whose gradients have few rows, as an embedding's: exchanged after backward(), without a hook.
-  std::set<std::string> sparse{};
-
-  // Each rank gets the mean of its slice only. Without a hook, an algorithm or sparse gradients.
-  bool slices = false;
-
-  // V, of all ranks, a multiple of their number: with slices, the gradients of this many backward() are kept apart and
-  // added up in one order. 0: those of all backward() of a step add up.
-  int shards = 0;
+// What buckets need beside the options of DistributedDataParallel; of those with `slices` no hook, algorithm or sparse gradients.
+struct BucketPlan {
+  bool slices = false;  // each rank gets the mean of its slice only
 
   // Shared parameters, of which each rank updates a slice with the mean in .grad; null: each rank has its own.
   SharedMemoryPtr memory = nullptr;
@@ -188,6 +165,7 @@ struct BucketOptions {
 
 // Sends nothing; blocks only where ranks share memory.
 std::shared_ptr<Exchange> exchange_in_buckets(World world, const NamedTensors& parameters,
-                                              const BucketOptions& options = {});
+                                              const DistributedDataParallelOptions& options = {},
+                                              const BucketPlan& plan = {});
 
 }  // namespace lockstep

@@ -7,7 +7,8 @@
 namespace lockstep {
 namespace {
 
-void require_shards_possible(const LayoutInput& input, const LayoutOptions& options, StepLayout layout) {
+void require_shards_possible(const LayoutInput& input, const DistributedDataParallelOptions& options,
+                             StepLayout layout) {
   const int shards = options.virtual_shards;
   const bool on_cores = !input.is_on_gpus;
   const struct {
@@ -16,7 +17,7 @@ void require_shards_possible(const LayoutInput& input, const LayoutOptions& opti
     const char* next;
   } obstacles[] = {
       {shards < 0 || shards % input.ranks != 0, "the ranks do not divide them", "take a multiple of the ranks"},
-      {options.algorithm || options.hook || options.mean_in_grad,
+      {options.algorithm != Algorithm::kDirect || options.hook || options.mean_in_grad,
        "a communication hook, an algorithm by name and mean_in_grad need buckets", "leave that option out"},
       {on_cores && input.ranks_on_machine < input.ranks, "not all ranks are on the cores of one machine",
        "train on one machine, or without virtual shards"},
@@ -36,8 +37,8 @@ void require_shards_possible(const LayoutInput& input, const LayoutOptions& opti
 
 }  // namespace
 
-StepLayout choose_layout(const LayoutInput& input, const LayoutOptions& options) {
-  const bool sums_exactly = !options.mean_in_grad && !options.hook && !options.algorithm;
+StepLayout choose_layout(const LayoutInput& input, const DistributedDataParallelOptions& options) {
+  const bool sums_exactly = !options.mean_in_grad && !options.hook && options.algorithm == Algorithm::kDirect;
   StepLayout layout = StepLayout::kOwnBuckets;
   if (input.is_fused && input.is_on_gpus) {
     // With virtual shards also one rank adds up as several do.

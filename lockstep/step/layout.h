@@ -9,6 +9,7 @@
 #include <string>
 
 #include "lockstep/base/process/environment_switch.h"
+#include "lockstep/ddp.h"
 
 namespace lockstep {
 
@@ -23,17 +24,6 @@ inline bool shares_parameters(StepLayout layout) {
   return layout == StepLayout::kPublished || layout == StepLayout::kSharedBuckets;
 }
 
-// Options of DistributedDataParallel (lockstep/ddp.h).
-struct LayoutOptions {
-  bool share_parameters = true;
-  bool slice_update = false;
-  bool mean_in_grad = false;
-  bool hook = false;       // one is given
-  bool algorithm = false;  // one is chosen by name
-  bool gradient_as_bucket_view = false;
-  int virtual_shards = 0;
-};
-
 // The world, its device and the optimizer.
 struct LayoutInput {
   int ranks = 1;
@@ -47,7 +37,7 @@ struct LayoutInput {
 };
 
 // Throws UsageError: virtual shards, and why they can't be had.
-StepLayout choose_layout(const LayoutInput& input, const LayoutOptions& options);
+StepLayout choose_layout(const LayoutInput& input, const DistributedDataParallelOptions& options);
 
 // Throws UsageError unless any number of ranks from `fewest` to `ranks` can share out the shards. fewest 0: the job ends
 // with the first loss.

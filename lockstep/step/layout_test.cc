@@ -33,10 +33,12 @@ LayoutInput with_sparse_gradients(LayoutInput input) {
   return input;
 }
 
+const auto kHook = sixteen_bit_hook(torch::kBFloat16);
+
 struct Row {
   const char* name;
   LayoutInput input;
-  LayoutOptions options;
+  DistributedDataParallelOptions options;
   std::variant<StepLayout, const char*> expected;  // or a part of the error
 };
 
@@ -51,9 +53,9 @@ const Row kRows[] = {
     {"separate parameters", kMachine, {.share_parameters = false}, kOwnBuckets},
     {"separate parameters on machines", kMachines, {.share_parameters = false}, kOwnBuckets},
     {"mean_in_grad", kMachine, {.mean_in_grad = true}, kSharedBuckets},
-    {"hook", kMachine, {.hook = true}, kSharedBuckets},
-    {"hook on one rank", kAlone, {.hook = true}, kSharedBuckets},
-    {"algorithm", kMachine, {.algorithm = true}, kSharedBuckets},
+    {"hook", kMachine, {.hook = kHook}, kSharedBuckets},
+    {"hook on one rank", kAlone, {.hook = kHook}, kSharedBuckets},
+    {"algorithm", kMachine, {.algorithm = Algorithm::kRing}, kSharedBuckets},
     {"slice_update is for GPUs", kMachine, {.slice_update = true}, kPublished},
     {"slice_update with separate parameters", kMachine, {.share_parameters = false, .slice_update = true}, kOwnBuckets},
     // ---- GPUs
@@ -66,8 +68,8 @@ const Row kRows[] = {
     {"sliced, lamb", with_lamb(kGpus), {.slice_update = true}, kOwnBuckets},
     {"sliced, sparse gradients", with_sparse_gradients(kGpus), {.slice_update = true}, kOwnBuckets},
     {"sliced, mean_in_grad", kGpus, {.slice_update = true, .mean_in_grad = true}, kOwnBuckets},
-    {"sliced, hook", kGpus, {.slice_update = true, .hook = true}, kOwnBuckets},
-    {"sliced, algorithm", kGpus, {.slice_update = true, .algorithm = true}, kOwnBuckets},
+    {"sliced, hook", kGpus, {.slice_update = true, .hook = kHook}, kOwnBuckets},
+    {"sliced, algorithm", kGpus, {.slice_update = true, .algorithm = Algorithm::kRing}, kOwnBuckets},
     {"sliced, views", kGpus, {.slice_update = true, .gradient_as_bucket_view = true}, kOwnBuckets},
     // ---- virtual shards
     {"shards", kMachine, {.virtual_shards = 4}, kPublished},
@@ -75,8 +77,8 @@ const Row kRows[] = {
     {"shards, lamb", with_lamb(kMachine), {.virtual_shards = 4}, kPublished},
     {"shards, too few", kMachine, {.virtual_shards = 3}, "3 virtual shards on 2 ranks: the ranks do not divide them"},
     {"shards, negative", kMachine, {.virtual_shards = -2}, "the ranks do not divide them"},
-    {"shards, algorithm", kMachine, {.algorithm = true, .virtual_shards = 4}, "an algorithm by name and"},
-    {"shards, hook", kMachine, {.hook = true, .virtual_shards = 4}, "a communication hook,"},
+    {"shards, algorithm", kMachine, {.algorithm = Algorithm::kRing, .virtual_shards = 4}, "an algorithm by name and"},
+    {"shards, hook", kMachine, {.hook = kHook, .virtual_shards = 4}, "a communication hook,"},
     {"shards, mean_in_grad", kMachine, {.mean_in_grad = true, .virtual_shards = 4}, "mean_in_grad need buckets"},
     {"shards on machines", kMachines, {.virtual_shards = 4}, "not all ranks are on the cores of one machine"},
     {"shards, separate", kMachine, {.share_parameters = false, .virtual_shards = 4}, "parameters are separate"},

@@ -11,7 +11,6 @@
 #include <torch/types.h>
 
 #include <functional>
-#include <memory>
 #include <vector>
 
 #include "lockstep/step/exchange.h"

@@ -2,14 +2,7 @@
 // step/published.cc: the exchange between ranks that share memory. No gradient is sent: each rank publishes where its
 // gradients are, and the ranks that update a slice of the parameters read that slice of all of them.
 //
-// Note [One step, three barriers]
-//   finish()        writes this rank's row of the table, then barrier 1: all rows and gradients of the machine are
-//                   written. From here on rows are read. Ranks may still read parameters
-//   make_mean()     only where a program asks for it: a barrier: no rank writes .grad any more. Then each rank writes the
-//                   mean of its part into the gradients of all ranks. A barrier: .grad is the mean everywhere
-//   begin_update()  barrier 2: no rank reads parameters any more, and all make the same step, with the same settings.
-//                   From here on gradients are read and slices written
-//   end_update()    barrier 3: all slices are written, and no rank reads gradients any more
+// HACKING.md ("One training step") says what each of the three barriers is for.
 // finish() may be called again without a step() in between, while another rank still reads the previous rows: so there
 // are two tables, used alternately. A rank that writes table k % 2 has passed barrier 1 of exchange k-1; all ranks were
 // there, so all have finished reading exchange k-2.
@@ -48,10 +41,9 @@ struct Row : BatchCounts {
   bool in_step;          // published by step(), not by backward()
   bool stop;             // this rank's process was asked to stop
 
-  bool in_backward() const { return !in_step; }
   bool in_step_alone() const { return in_step && backwards == 0; }
   const char* call() const {
-    if (in_backward()) return "in backward()";
+    if (!in_step) return "in backward()";
     return in_step_alone() ? "in step() without a backward()" : "in step() after loss.backward() or no_sync()";
   }
   uint64_t* places() { return reinterpret_cast<uint64_t*>(this + 1); }
@@ -400,9 +392,9 @@ class Published : public Exchange {
                                            " ", row(other).call()),
                             .here = concat("rank ", memory_->rank(), " of ", memory_->size(), " on this machine")});
     };
-    require_not_both(first([](const Row& row) { return row.in_backward() && row.samples > 0; }),
+    require_not_both(first([](const Row& row) { return !row.in_step && row.samples > 0; }),
                      first([](const Row& row) { return row.in_step; }));
-    require_not_both(first([](const Row& row) { return row.in_backward() || row.samples > 0; }),
+    require_not_both(first([](const Row& row) { return !row.in_step || row.samples > 0; }),
                      first([](const Row& row) { return row.in_step_alone(); }));
   }
 

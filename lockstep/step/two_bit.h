@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // step/two_bit.h: gradients in two bits per element: -threshold, 0 or +threshold; the rest stays in a residual.
-// This is MXNet's gradient compression (Seide et al., Interspeech 2014, did it with one bit).
+// See two_bit_hook() (lockstep/communication_hook.h).
 //
 // Threads: pure functions
 // Ranks:   no communication

@@ -252,10 +252,8 @@ Json TrainingLoop::leave_early(double seconds, bool saved) {
                        options_.checkpoint_dir.empty() ? "nothing is saved: there is no --checkpoint-dir"
                        : saved                         ? "--resume goes on from here"
                                                        : "its checkpoint is not saved"));
-  Json event = {{"event", "stop"}, {"step", position_.step}, {"saved", saved}};
-  const Json totals = summary(seconds);
-  for (const auto& [name, value] : totals.items())
-    if (name != "event") event[name] = value;
+  Json event = summary(seconds);
+  event.update({{"event", "stop"}, {"step", position_.step}, {"saved", saved}});
   return event;
 }
 

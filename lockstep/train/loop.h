@@ -9,7 +9,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 
 #include "lockstep/evaluate.h"
 #include "lockstep/loader.h"

@@ -23,20 +23,14 @@
 namespace lockstep {
 namespace {
 
-// Of the best checkpoint, where it is another one.
-std::optional<int64_t> better_step(const LoadedCheckpoint& newest) {
-  const Position position = saved_run(newest.file.metadata()).position;
-  const bool has_better = position.best_step >= 0 && position.best_step != position.step;
-  return has_better ? std::optional<int64_t>(position.best_step) : std::nullopt;
-}
-
 // --from-step, else the best one that a run with --keep-best has, else the newest.
 LoadedCheckpoint checkpoint_to_use(const TrainOptions& options) {
   const std::string& path = options.checkpoint_dir;
   if (options.from_step > 0) return find_checkpoint(path, options.from_step);
   LoadedCheckpoint newest = find_checkpoint(path);  // an older one, if the newest is damaged
-  const auto better = better_step(newest);
-  return better && !std::filesystem::is_regular_file(path) ? find_checkpoint(path, better) : newest;
+  const Position position = saved_run(newest.file.metadata()).position;
+  const bool has_better = position.best_step >= 0 && position.best_step != position.step;
+  return has_better && !std::filesystem::is_regular_file(path) ? find_checkpoint(path, position.best_step) : newest;
 }
 
 // The data that was asked for, else that of the training.
@@ -75,7 +69,7 @@ std::string name_of_class(const DataFacts& facts, int64_t i) {
 // "-": no sample was taken for the class, or it has none.
 std::string share(const Tensor& part, const Tensor& whole) {
   const double all = whole.item<double>();
-  return all == 0 ? "-" : concat(std::fixed, std::setprecision(4), part.item<double>() / all);
+  return all == 0 ? "-" : fixed(part.item<double>() / all, 4);
 }
 
 // Samples, precision and recall of each class.
@@ -88,16 +82,15 @@ std::string class_table(const Tensor& matrix, const DataFacts& facts) {
   std::string table = row("class", "samples", "precision", "recall");
   const Tensor samples = matrix.sum(1), taken = matrix.sum(0), right = matrix.diag();
   for (int64_t i = 0; i < matrix.size(0); ++i)
-    table +=
-        row(name_of_class(facts, i), samples[i].item<double>(), share(right[i], taken[i]), share(right[i], samples[i]));
+    table += row(name_of_class(facts, i), samples[i].item<int64_t>(), share(right[i], taken[i]),
+                 share(right[i], samples[i]));
   return table;
 }
 
 void print(const Evaluation& found, const DataFacts& facts, bool tokens) {
   constexpr int64_t kMostClasses = 100;
   const auto line = [](const std::string& name, double value) {
-    std::cout << concat("  ", std::left, std::setw(24), name, std::right, std::setw(10), std::fixed,
-                        std::setprecision(4), value, '\n');
+    std::cout << concat("  ", std::left, std::setw(24), name, std::right, std::setw(10), fixed(value, 4), '\n');
   };
   line("loss", found.loss);
   if (tokens) line("perplexity", std::exp(found.loss));

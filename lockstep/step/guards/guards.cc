@@ -10,7 +10,6 @@
 #include <atomic>
 #include <bit>
 #include <cstdlib>
-#include <string>
 #include <unordered_set>
 #include <utility>
 

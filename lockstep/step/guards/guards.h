@@ -23,7 +23,6 @@
 #include <optional>
 #include <set>
 #include <string>
-#include <vector>
 
 #include "lockstep/base/process/page_guard.h"
 #include "lockstep/model/parameter_block.h"

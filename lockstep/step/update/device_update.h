@@ -134,8 +134,7 @@ class DeviceUpdate {
       });
   }
 
-  // Takes the values of a 16-bit parameter where they are not the rounded master: they were written since the last step, from a
-  // checkpoint or before the first one.
+  // Masters follow 16-bit parameters as in follow_stored() of flat_update.cc.
   void find_updated(Updated& updated) const {
     for (size_t part = 0; part < parameter_of_.size(); ++part) {
       const torch::Tensor& parameter = state_.parameters[parameter_of_[part]];

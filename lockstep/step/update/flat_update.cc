@@ -295,7 +295,7 @@ class FusedUpdate : public FlatUpdate {
     if (has_master) set(kStored, state_.parameters);
     if (rule.directs_with_state() != (phase == ChunkPhase::kDirected)) targets.first = kMaxStates;
     if (phase == ChunkPhase::kDirected) targets.last = kMaxStates;
-    return {slot, elements, journal_.mark_of(phase, all ? ChunkMark::kAll : elements.begin + elements.count), targets};
+    return {slot, elements, {journal_.step(), phase, all ? ChunkMark::kAll : elements.begin + elements.count}, targets};
   }
 
   const torch::Tensor& parameter_of(size_t chunk) const { return state_.parameters[chunks_[chunk].parameter]; }

@@ -6,22 +6,13 @@
 // Threads: one thread, which spreads the work over torch's intra-op threads
 // Ranks:   the ranks that share `memory` make the same calls in the same order
 //
-// Parameters are cut into chunks of at most 4096 elements, the same on every rank, and each of p ranks owns a contiguous
-// range of them with 1/p of all elements. For each chunk the owner sums the gradients of all ranks into a buffer that
-// stays in its first-level cache, and applies the rule from there: gradients, state and parameters pass through memory
-// once.
-//
-// Memory traffic of a step in the whole machine, for K bytes of float32 parameters, p ranks and m state arrays:
-//   one pass                        reads (p + 1 + m) K, writes (1 + m) K
-//   with clipping by norm, or LARS  2 K more
-//   LAMB                            4 K more
+// HACKING.md ("Update") says how: each rank takes its run of chunks. docs/design/fused-step.md has the memory traffic.
 #pragma once
 
 #include <torch/types.h>
 
 #include <cstdint>
 #include <memory>
-#include <vector>
 
 #include "lockstep/optimizer.h"
 #include "lockstep/step/exchange.h"

@@ -129,7 +129,6 @@ class JournalWriter {
     ChunkMark mark;  // of the chunk, once the part is in its targets
     Targets targets;
   };
-  ChunkMark mark_of(ChunkPhase phase, int64_t elements) const { return {number_, phase, elements}; }
 
   // Returns where the new values are to be written: to the targets, or beside them.
   Targets begin_part(const Part& part) {

@@ -10,7 +10,6 @@
 #include "lockstep/base/process/page_guard.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/to_size.h"
-#include "lockstep/error.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/observe/phase_scope.h"
 #include "lockstep/step/gradient_slices.h"

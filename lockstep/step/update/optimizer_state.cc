@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/step/update/optimizer_state.h"
 
-#include <algorithm>
 #include <memory>
 
 #include "lockstep/base/cache_line.h"

@@ -7,32 +7,14 @@
 // Threads: one, except RedoSlot and marks: one thread per slot and chunk
 // Ranks:   every rank writes its own record and slots, and the marks of the chunks that it owns
 //
-// Note [An update that others can finish]
-// Once barrier 2 has let any rank through, the step counts: every gradient is in memory that outlives its rank. A rank then writes
-// three things, all by plain stores to memory:
-//
-//   a record, before its first write: the step's number, its settings, where the gradients are. The record's own number is
-//       stored last. If no rank has completed the record of a step, then nothing of that step was written, and the
-//       record before that, which is kept until then, says how many updates each parameter has had.
-//   a redo copy, before each part of a chunk: its new values, then which part it is, then the key that says that the copy is
-//       complete. Only then do the values go to their targets. A thread uses the same slot for all its parts, so
-//       it stays in cache.
-//   a mark of the chunk, when the part is in its targets. The redo copy is void from then on.
-//
-// finish() puts each part in its targets whose redo copy is complete and whose mark is missing, and then runs the step as
-// FlatUpdate always does, except that it passes over what is marked. All inputs of the other parts are as they were:
-// gradients do not change before barrier 3, and a part's own parameters and arrays are old. What a phase needs of the phase
-// before it (norms, directions of layerwise rules) is in kept memory too and was complete before its mark.
-//
-// finish() uses the same slots and marks, so it may be killed as well, and be begun again.
-//
-// A killed process has executed its instructions up to some point and none after it, so what counts is their order, which
-// fences hold against the compiler and, for those who look while it lives, against the processor.
+// docs/design/recovery.md ("The update") says what is written when, and why a step can be finished wherever its ranks were
+// killed. All are plain stores, whose order fences hold: what counts is the prefix of its instructions that a process has
+// executed. What a phase needs of the phase before it (norms, directions of layerwise rules) is in kept memory too and was
+// complete before its mark. finish() uses the same slots and marks, so it may be killed as well, and be begun again.
 #pragma once
 
 #include <torch/types.h>
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <functional>

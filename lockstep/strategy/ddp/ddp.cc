@@ -55,13 +55,7 @@ StepLayout layout_of(const World& world, const torch::optim::Optimizer* optimize
                         .updates_all = fused != nullptr && held_by(*fused, trained).size() == trained.size() &&
                                        without(options.sparse_parameters, trained).size() == trained.size(),
                         .here = world.describe()},
-                       {.share_parameters = options.share_parameters,
-                        .slice_update = options.slice_update,
-                        .mean_in_grad = options.mean_in_grad,
-                        .hook = options.hook != nullptr,
-                        .algorithm = options.algorithm != Algorithm::kDirect,
-                        .gradient_as_bucket_view = options.gradient_as_bucket_view,
-                        .virtual_shards = options.virtual_shards});
+                       options);
 }
 
 // Keeps the module's buffers the same for any number of ranks, with virtual shards (docs/design/fused-step.md).
@@ -141,27 +135,19 @@ class DistributedDataParallel::Impl {
     if (block_) give_back_freed_memory();  // where the parameters were before
   }
 
-  // A training step is backward(), then the optimizer's step(). It waits, in order:
-  //
-  //   backward()  published: barrier 1: all ranks have published their gradients.
-  //               through buckets: the all-reduce of every bucket and of the sample counts; sparse gradients are gathered
-  //               row by row. The first exchange also waits in begin(), for the sample counts, and at its end for rank 0's
-  //               order of the buckets.
-  //               finish_exchange: rank 0's buffers, one broadcast for each dtype, if the module has buffers.
-  //   step()      with shared parameters: begin_update(), barrier 2: all ranks are here, with the same settings. Then
-  //               FlatUpdate: one barrier if norms are needed (clipping, loss scaling, LAMB, LARS), for LAMB and LARS a
-  //               second. Then end_update(), barrier 3: all ranks have updated their slice. GPU slices: norms if needed,
-  //               then the all-gather of parameters. Own parameters: nothing.
-  //
-  // After a plain loss.backward() on published gradients, step() begins with the waits of backward().
+  // docs/design/fused-step.md lists the waits of a step. Through buckets the first one also waits in begin(), for the sample
+  // counts, and at its end for rank 0's order of the buckets.
   void backward(const Tensor& loss, const BatchWeight& batch, double scale) {
     const double factor = begin_backward(batch, loss);
-    if (batch.samples > 0) run_begun_backward(loss, factor * scale);
+    try {
+      if (batch.samples > 0) run_backward(loss, factor * scale);
+    } catch (...) {
+      fail();
+    }
     end_backward();
   }
 
   double begin_backward(const BatchWeight& batch, const Tensor& loss = {}) try {
-    exchange_seconds_ = 0;
     begun_ = {batch.samples, !no_sync_};
     size_ += batch.size;
     if (no_sync_) guards_.before_accumulating();
@@ -248,18 +234,13 @@ class DistributedDataParallel::Impl {
  private:
   friend class DistributedDataParallel;
 
-  void run_begun_backward(const Tensor& loss, double factor) try { run_backward(loss, factor); } catch (...) {
-    fail();
-  }
-
   void exchange() {
     if (begun_.samples > 0 && !options_.find_unused_parameters) guards_.require_all_gradients();
     backward_phase_.reset();
     {
-      const PhaseScope exchange(Phase::kExchange, exchange_seconds_);
+      const PhaseScope exchange(Phase::kExchange, statistics_.waiting_seconds);
       exchange_->finish();
     }
-    statistics_.waiting_seconds += exchange_seconds_;
     // Of ranks that tell the sizes of their batches, all count as if theirs had the size of this one.
     const double size = std::exchange(size_, 0) * world_.size();
     observe::finish_step(std::isnan(size) ? last_batch_.samples : static_cast<int64_t>(size), last_batch_.mean_loss);
@@ -299,15 +280,8 @@ class DistributedDataParallel::Impl {
                                 .shards = shards_,
                                 .updated = held_by(*optimizer, trainable(parameters_)),
                                 .on_finished = on_finished});
-    return exchange_in_buckets(world_, parameters_,
-                               {.bucket_bytes = options_.bucket_bytes,
-                                .hook = options_.hook,
-                                .algorithm = options_.algorithm,
-                                .static_graph = options_.static_graph,
-                                .gradient_as_bucket_view = options_.gradient_as_bucket_view,
-                                .sparse = options_.sparse_parameters,
-                                .slices = layout_ == StepLayout::kSlices,
-                                .shards = options_.virtual_shards,
+    return exchange_in_buckets(world_, parameters_, options_,
+                               {.slices = layout_ == StepLayout::kSlices,
                                 .memory = memory_,
                                 .block = block_,
                                 .settings = [this] { return guards_.settings(); },
@@ -335,7 +309,6 @@ class DistributedDataParallel::Impl {
   std::optional<PhaseScope> backward_phase_;  // from begin_backward() to the exchange
   ShardBuffers shard_buffers_;
   BatchTotals last_batch_;
-  double exchange_seconds_ = 0;
   Statistics statistics_;  // exchanges and waiting_seconds; exchange_ counts the rest
   bool no_sync_ = false;
   bool is_writing_ = false;
@@ -364,7 +337,6 @@ World DistributedDataParallel::world() const { return impl_->world_; }
 torch::nn::Module& DistributedDataParallel::module() const { return *impl_->module_; }
 const BatchTotals& DistributedDataParallel::last_batch() const { return impl_->last_batch_; }
 DistributedDataParallel::Statistics DistributedDataParallel::statistics() const { return impl_->statistics(); }
-double DistributedDataParallel::exchange_seconds() const { return impl_->exchange_seconds_; }
 void DistributedDataParallel::parameters_written() { impl_->parameters_written(); }
 void DistributedDataParallel::write_parameters(const std::function<void()>& write) { impl_->write_parameters(write); }
 

@@ -145,10 +145,11 @@ class DdpStrategy : public ReplicaStrategy {
       require_device(part.batch, world_.device());
       loss = in_phase(Phase::kForward, [&] { return task_.loss(forward(part.batch), part.batch); });
     }
+    const double waited = phases_.exchange;
     const Stopwatch watch;
     ddp_.backward(loss, weight, (scaler_ ? scaler_->current_scale() : 1) / options_.accumulate);
-    phases_.backward += watch.seconds() - ddp_.exchange_seconds();
-    phases_.exchange += ddp_.exchange_seconds();
+    phases_.exchange = ddp_.statistics().waiting_seconds;
+    phases_.backward += watch.seconds() - (phases_.exchange - waited);
   }
 
   World world_;

@@ -76,12 +76,6 @@ std::vector<std::string> strategy_names() {
   return names;
 }
 
-void set_strategy(TrainOptions& options, const std::string& name) {
-  options.chooses_strategy = name == kAuto;
-  if (options.chooses_strategy) return;
-  options.strategy.kind = row_named(strategies(), name, "--strategy").kind;
-}
-
 // Which ranks and devices there are, and what they compute in.
 std::vector<Option> device_table(TrainOptions& o) {
   StrategyOptions& s = o.strategy;
@@ -89,8 +83,11 @@ std::vector<Option> device_table(TrainOptions& o) {
       common(choice(
           "--strategy", strategy_names(),
           [&o] { return o.chooses_strategy ? std::string(kAuto) : strategy_info(o.strategy.kind).name; },
-          [&o](const std::string& name) { set_strategy(o, name); }, kMayChange,
-          "how ranks divide the work, see below; auto: what lockstep plan recommends for this machine")),
+          [&o](const std::string& name) {
+            o.chooses_strategy = name == kAuto;
+            if (!o.chooses_strategy) o.strategy.kind = row_named(strategies(), name, "--strategy").kind;
+          },
+          kMayChange, "how ranks divide the work, see below; auto: what lockstep plan recommends for this machine")),
       common(option("--ranks", o.ranks, kMayChange,
                     "ranks to start on this machine, or auto: one per core or GPU. Default: one, or one for each of "
                     "--devices")),
@@ -409,9 +406,7 @@ void check_options(const TrainOptions& options) {
   static_cast<void>(parse_steps(options.trace_steps));
   require(options.trace_steps.empty() || !options.trace.empty(), "--trace-steps without --trace", "name the file");
   require_timeline_file(options.trace);
-  const auto* const sgd = std::get_if<SGDOptions>(&options.strategy.optimizer);
-  require(sgd == nullptr || !sgd->nesterov || sgd->momentum > 0, "--nesterov without --momentum",
-          "give a momentum such as 0.9");
+  static_cast<void>(layerwise(options.strategy.optimizer));  // throws if they make no rule
 }
 
 }  // namespace lockstep

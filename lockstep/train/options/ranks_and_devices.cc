@@ -37,17 +37,10 @@ bool one_device_per_rank(const TrainOptions& options) {
   return ranks_are_devices(options) || !strategy_info(options.strategy.kind).threads;
 }
 
-void require_same_kind(const TrainOptions& options, torch::DeviceType kind) {
-  require(!options.device || *options.device == kind, concat("--devices ", options.devices, " with another --device"),
-          "leave out --device");
-}
-
 // The list of --devices; empty where it names a kind.
 Places listed(const TrainOptions& options) {
   if (options.devices == "auto" || options.devices == "cpu" || options.devices == "cuda") return {};
-  const Places list = parse_device_places(options.devices);
-  require_same_kind(options, list.front().device.type());
-  return list;
+  return parse_device_places(options.devices);
 }
 
 }  // namespace
@@ -58,22 +51,19 @@ std::optional<torch::DeviceType> wanted_kind(const TrainOptions& options) {
   const torch::DeviceType kind = !list.empty()               ? list.front().device.type()
                                  : options.devices == "cuda" ? torch::kCUDA
                                                              : torch::kCPU;
-  require_same_kind(options, kind);
+  require(!options.device || *options.device == kind, concat("--devices ", options.devices, " with another --device"),
+          "leave out --device");
   return kind;
 }
 
 namespace {
 
-// GPUs that all devices of this machine can be. In the process that starts the ranks it must not initialise CUDA.
-int gpus_before_start(const TrainOptions& options) {
-  return wanted_kind(options) == torch::kCPU ? 0 : cuda_device_count_before_fork();
-}
-
-// Every device there is.
+// Every device there is. In the process that starts the ranks it must not initialise CUDA.
 int all_devices(const TrainOptions& options) {
   if (const Places list = listed(options); !list.empty()) return static_cast<int>(list.size());
-  if (const int gpus = gpus_before_start(options); gpus > 0) return gpus;
-  if (wanted_kind(options) == torch::kCUDA) require_gpus(0);
+  const auto kind = wanted_kind(options);
+  if (const int gpus = kind == torch::kCPU ? 0 : cuda_device_count_before_fork(); gpus > 0) return gpus;
+  if (kind == torch::kCUDA) require_gpus(0);
   return allotted_cores();
 }
 

@@ -122,13 +122,6 @@ TensorsByName own_tensors(Strategy& strategy) {
   return own;
 }
 
-// The tensors that rank 0 does not have.
-std::map<std::string, Owned> tensors_elsewhere(const World& world, Strategy& strategy, const TensorsByName& own) {
-  auto owned = find_owners(world, is_in_parts(strategy) ? looks_of(own) : Json());
-  std::erase_if(owned, [](const auto& each) { return each.second.owner == 0; });
-  return owned;
-}
-
 // ---- Putting a state back
 
 void require_tensors(const TensorsByName& places, const TensorsByName& shapes) {
@@ -233,7 +226,8 @@ void require_finite_everywhere(const World& world, Strategy& strategy, const Pos
 Snapshot take_snapshot(const World& world, Strategy& strategy, const Position& position, const TrainOptions& options) {
   strategy.synchronise();
   TensorsByName own = own_tensors(strategy);
-  const auto elsewhere = tensors_elsewhere(world, strategy, own);
+  auto elsewhere = find_owners(world, is_in_parts(strategy) ? looks_of(own) : Json());
+  std::erase_if(elsewhere, [](const auto& each) { return each.second.owner == 0; });
   TensorFile file;
   for (const torch::Device device : devices_with_generators(world)) {
     const Tensor states = world.all_gather(generator_state(device));

@@ -60,21 +60,17 @@ std::optional<Position> StateKeeper::restore_from_memory() {
   if (!kept_ || kept_->found() == nullptr) return {};
   const auto position = restore_parts(*kept_->found(), world_, strategy_, options_);
   if (!position) {
-    require_checkpoint_folder();
+    if (options_.checkpoint_dir.empty())
+      throw UsageError(
+          {.what = "a part of the model was lost with its machine, and there is no checkpoint",
+           .here = world_.describe(),
+           .likely = "a pipeline: each machine keeps the stages of its own ranks alone",
+           .next = "give --checkpoint-dir, on a disk that all machines see, to go on from its last checkpoint"});
     kept_->drop_found();
     return {};
   }
   last_event_ = kept_->found()->own.metadata().at(kLastStep);
   return position;
-}
-
-void StateKeeper::require_checkpoint_folder() const {
-  if (!options_.checkpoint_dir.empty()) return;
-  throw UsageError(
-      {.what = "a part of the model was lost with its machine, and there is no checkpoint",
-       .here = world_.describe(),
-       .likely = "a pipeline: each machine keeps the stages of its own ranks alone",
-       .next = "give --checkpoint-dir, on a disk that all machines see, to go on from its last checkpoint"});
 }
 
 // Rank 0 finds and verifies the newest file.

@@ -54,7 +54,6 @@ class StateKeeper {
   void report_saved();
   std::optional<Position> restore_from_memory();
   std::optional<Position> restore_checkpoint();
-  void require_checkpoint_folder() const;
   void keep(const Position& position, const std::string& last_event);
 
   World world_;
