@@ -23,7 +23,6 @@ namespace lockstep {
 namespace {
 
 using Json = nlohmann::ordered_json;
-using std::chrono::milliseconds;
 using top::Job;
 
 constexpr milliseconds kBetweenSearches = std::chrono::seconds(5);

@@ -13,7 +13,6 @@
 #include <CLI/CLI.hpp>
 
 #include "agent/clusters/environment.h"
-#include "agent/meet/insecure_network.h"
 #include "agent/meet/job_secret.h"
 #include "agent/meet/machines.h"
 #include "agent/start/hosts.h"

@@ -120,8 +120,7 @@ class Reader {
     set_job_id({"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"});
     job_.job_name = "Slurm " + job_.job_id;
     read_cores_of_slurm();
-    if (!several_machines() || (is_set("MASTER_ADDR") && is_set("MASTER_PORT"))) return read_master(false);
-    read_master_of_slurm();
+    several_machines() ? read_master_of_slurm() : read_master(false);
   }
 
   // All ranks of a step know its nodes, of which the first has rank 0, and can compute ports that this step alone tries.
@@ -232,8 +231,7 @@ class Reader {
   }
 
   void check_port() const {
-    constexpr int kLastPort = 65535;
-    if (job_.master_port < 1 || job_.master_port > kLastPort)
+    if (job_.master_port < 1 || job_.master_port > 65535)
       throw_malformed(recorded("master_port"), "a port from 1 to 65535");
   }
 

@@ -52,8 +52,7 @@ inline constexpr const char* kSetMaster =
 using VariableLookup = std::function<std::optional<std::string>(const std::string& name)>;
 
 // Tries torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; `lockstep run` sets the same),
-// Slurm's, Open MPI's and MPICH's or another PMI's, in that order; none set: one rank. Slurm's count only in what srun
-// starts: an mpirun inside a Slurm job comes before them.
+// Slurm's (in what srun starts), Open MPI's and MPICH's or another PMI's, in that order; none set: one rank.
 // Throws EnvironmentError: a partial set (names what is missing), values that are not numbers or contradict each other
 // (rank >= size), ranks that nothing tells where to meet.
 JobEnvironment read_job_environment(const VariableLookup& lookup);

@@ -3,8 +3,7 @@
 // other's addresses.
 //
 // Flow:    mpirun's daemons (PMIx of Open MPI, PMI of MPICH) <-> here <-> collective/meet/rendezvous.h
-// Owns:    with PMIx the process's connection to mpirun, until the process exits: PMIx can't be opened twice, and an MPI in
-//          the same process uses the same one
+// Owns:    what pmix.cc and pmi.cc say
 // Threads: one at a time
 // Ranks:   all ranks make the same calls of exchange()
 #pragma once

@@ -13,8 +13,6 @@
 #include "lockstep/base/process/environment_switch.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/text.h"
-#include "lockstep/deadline.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -16,7 +16,6 @@
 
 #include "lockstep/base/shared_library.h"
 #include "lockstep/base/text.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -15,7 +15,6 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "agent/meet/insecure_network.h"
 #include "agent/meet/munge.h"
 #include "lockstep/base/files/write_all.h"
 #include "lockstep/base/hash.h"
@@ -151,6 +150,11 @@ Secret secret_in(const std::string& credential) {
 
 bool is_secret_told() {
   return std::getenv("LOCKSTEP_SECRET") != nullptr || std::getenv("LOCKSTEP_SECRET_FILE") != nullptr || has_munge();
+}
+
+bool network_is_insecure() {
+  const char* insecure = std::getenv("LOCKSTEP_INSECURE_NETWORK");
+  return insecure != nullptr && std::string_view(insecure) == "1";
 }
 
 std::string make_secret() { return digits_of(random_secret()); }

@@ -6,15 +6,7 @@
 // Threads: any
 // Ranks:   each finds it by itself, or asks rank 0 for it where munge carries it
 //
-// Never in an argument, a message or a log. In this order:
-//
-//   LOCKSTEP_SECRET        64 hexadecimal digits
-//   LOCKSTEP_SECRET_FILE   a file with them, which only its owner, this user, can read
-//   munge                  rank 0 makes one for this job, and gives it to who asks, as a credential for its own user (munge.h);
-//                          LOCKSTEP_MUNGE=0: not that
-//   ~/.lockstep/job-…      a file like the one above, which rank 0 makes for this job where no munged answers
-//
-// LOCKSTEP_INSECURE_NETWORK=1: none at all.
+// Never in an argument, a message or a log. docs/security.md says where it comes from, and in which order.
 #pragma once
 
 #include <array>
@@ -37,7 +29,7 @@ class JobSecret {
   ~JobSecret();
   JobSecret& operator=(JobSecret&&) = delete;
 
-  // LOCKSTEP_INSECURE_NETWORK: nobody is asked for a secret, and nothing is encrypted.
+  // As network_is_insecure() says.
   bool is_off() const { return off_; }
 
   // Returns nothing if munge carries it here, or rank 0 has not made the file yet, or it is not in this machine's home. Reads the
@@ -65,6 +57,9 @@ Secret secret_in(const std::string& credential);
 
 // Tells whether a job here has a secret without a file in the home: by a variable, or by munge.
 bool is_secret_told();
+
+// LOCKSTEP_INSECURE_NETWORK=1, which --insecure-network sets: nothing is encrypted, and whoever connects is let in.
+bool network_is_insecure();
 
 // A new secret's digits.
 std::string make_secret();

@@ -7,8 +7,7 @@
 // Threads: one: the launcher's, which calls work() after each poll()
 // Ranks:   none; one per machine
 //
-// Each launcher says ten times within the time after which a silent machine is lost that it lives. If the launcher is killed, its
-// process takes it off the store's list; if it hangs, the process ends.
+// docs/design/membership.md says what happens when a launcher is killed or hangs.
 #pragma once
 
 #include <chrono>

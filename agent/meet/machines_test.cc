@@ -5,10 +5,8 @@
 
 #include <sys/socket.h>
 
-#include <algorithm>
 #include <array>
 #include <cstdlib>
-#include <functional>
 #include <set>
 #include <thread>
 

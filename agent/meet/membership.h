@@ -6,9 +6,6 @@
 // Owns:    no connection and no clock
 // Threads: one
 // Ranks:   none; one per launcher
-//
-// The store has one record of the job, which is replaced only by who has read it, and for each launcher that lives a key with what it
-// wishes. The first machine of the record that lives writes the next one. Should two do it at a time, the store takes one of them.
 #pragma once
 
 #include <optional>

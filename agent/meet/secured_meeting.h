@@ -6,8 +6,7 @@
 // Owns:    nothing
 // Threads: any
 //
-// If munge carries the secret, a process that does not have it says so first on a connection, gets a credential, and
-// connects again. The first byte tells that from TLS.
+// If munge carries the secret (docs/design/rendezvous.md), the first byte of a connection tells who asks for it from TLS.
 #pragma once
 
 #include <optional>

@@ -6,15 +6,13 @@
 // Threads: any; its own thread does the work
 // Ranks:   in rank 0's process, or in that of the first machine's launcher
 //
-// `admit` decides who may come in, from the socket alone, and so does the channel that it makes. A newcomer has ten seconds
-// to say hello; there are never more than kMostNewcomers of them: the oldest makes room. Until then
-// a newcomer may send at most 64 bytes.
+// `admit` decides who may come in, from the socket alone, and so does the channel that it makes. docs/security.md has the
+// limits of those who have not said hello yet; the oldest of them makes room.
 //
 // Keys that a connection has set by kSetOwn go when it is closed, or silent for as long as its last kSetOwn says. Silence
 // counts only while this process runs itself: one that was stopped reads what has come before it misses anybody.
 #pragma once
 
-#include <atomic>
 #include <functional>
 #include <list>
 #include <memory>

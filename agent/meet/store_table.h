@@ -20,10 +20,8 @@ class StoreTable {
   static constexpr size_t kBytesOfKey = 128;  // what a key costs beside its own bytes and its value's
 
   // kRefused says why in its text; then nothing has changed. `owner`: the connection that asks.
-  Packet answer(const Packet& request, int owner = kNobody);
+  Packet answer(const Packet& request, int owner);
   void erase_keys_of(int owner);
-
-  size_t bytes() const { return bytes_; }
 
  private:
   Packet set(const std::vector<std::string>& pairs);  // key, value, key, value, …

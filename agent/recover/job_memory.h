@@ -8,7 +8,6 @@
 // Ranks:   each by itself
 #pragma once
 
-#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>

@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "lockstep/base/text.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {

@@ -2,8 +2,8 @@
 // agent/recover/keeper.h: what a launcher holds for its ranks while it replaces lost ones: their memory, by descriptors, and the
 // word which generation of the job comes next.
 //
-// A generation is the life of one World, between two losses: 0, 1, 2 ... Memory belongs to the generation that made it.
-// It is kept until a later generation says that it has all state (kComplete).
+// Memory belongs to the generation (0, 1, 2 ...; HACKING.md has the word) that made it. It is kept until a later one says that it
+// has all state (kComplete).
 //
 // Flow:    agent/recover/job_memory.h in each rank -> local socket -> here, in the launcher's poll loop
 // Owns:    the socket, which nothing of is left in a file system, and copies of the ranks' descriptors

@@ -6,8 +6,7 @@
 // Owns:    the number of restarts
 // Threads: the launcher's only one
 //
-// A generation is the life of a World, from one loss to the next. Survivors come back by themselves and wait for the next
-// one (keeper.h); agent/recover/recovery.pml is a model of it.
+// docs/design/recovery.md; agent/recover/recovery.pml is a model of it.
 #pragma once
 
 #include <optional>

@@ -5,8 +5,8 @@
 // Owns:    the ssh processes, until run_on_hosts() returns
 // Threads: as launcher.h
 //
-// ssh's stdin brings variables: "NAME=VALUE" and a zero byte each, then another. One is the job's secret, which no command line and
-// no environment of a process shows. When stdin ends, so does the job on that host.
+// ssh's stdin brings variables: "NAME=VALUE" and a zero byte each, then another. One is the job's secret (docs/security.md). When
+// stdin ends, so does the job on that host.
 #pragma once
 
 #include "agent/start/process.h"

@@ -6,9 +6,7 @@
 // Threads: call launch() from the main thread, before any other thread is started (it forks)
 // Ranks:   this is not a rank; it is the parent of the ranks of one machine
 //
-// The ranks get torchrun's variables, LOCKSTEP_JOB (on one machine: a name that no other job has), OMP_NUM_THREADS (what is set
-// already, else cores / ranks), LOCKSTEP_PAGE (where they publish what they do: job_page.h), the cores of their share, /dev/null as
-// stdin.
+// The ranks get the variables that docs/process.md lists, the cores of their share, /dev/null as stdin.
 #pragma once
 
 #include <memory>
@@ -80,12 +78,10 @@ struct LaunchResult {
 // its own deadlines in collectives, by a signal, or because it hangs (hang_watch.h). When one fails that the job needs, the
 // others get SIGTERM (and SIGCONT, in case they are stopped) and, after the grace period, SIGKILL. So they do after SIGINT and
 // SIGTERM, unless these are stop_signals. When this process is killed, even by SIGKILL, the ranks and what they started are
-// killed too. The ranks go on when nobody reads their output for a while (output.h). At the end this blocks until the reader has
-// taken it, but signals have their usual effect by then.
+// killed too. At the end this blocks until the reader has taken their output, but signals have their usual effect by then.
 //
-// With max_restarts a new process takes the place of a rank that fails. The others are not ended: their World throws PeerLost, and
-// they come back through JobMemory::next_generation(). A rank that does not, and fails too, is replaced as well; one that has not
-// met the others yet is killed and replaced. Exit code 2 says that the program was used in a wrong way: it ends the job.
+// With max_restarts a new process takes the place of a rank that fails (HACKING.md: "A rank dies"). Exit code 2 says that the
+// program was used in a wrong way: it ends the job.
 //
 // Throws UsageError (options that make no sense), SystemError (no such program, no processes left).
 LaunchResult launch(const StartOptions& start, const std::vector<std::string>& command,

@@ -9,7 +9,6 @@
 #include <cerrno>
 #include <cstdlib>
 #include <iterator>
-#include <set>
 
 #include "lockstep/base/files/file.h"
 #include "lockstep/base/text.h"

@@ -39,7 +39,6 @@ LocalRanks::LocalRanks(const StartOptions& options, const PlaceOptions& place, c
     : options_(options),
       machines_(place.machines.get()),
       what_(std::move(what)),
-      signals_(signals),
       keeper_(keeper),
       sinks_(sinks),
       guardian_(options.ranks + 1),

@@ -4,11 +4,7 @@
 // Flow:    launcher.cc, and generations.h after a loss -> here -> one process per rank, or a spare that becomes one
 // Owns:    the processes, until it is destroyed; the page on which ranks publish what they do; a spare; pipes
 // Threads: the launcher's only one
-//
-// A seat is the number of a rank on its machine, which it keeps. Its rank in the job may change when ranks are lost.
 #pragma once
-
-#include <unistd.h>
 
 #include <optional>
 #include <string>
@@ -57,7 +53,7 @@ class LocalRanks {
   bool is_server(const LocalRank& rank) const { return rank.seat < options_.servers; }
   int count_alive() const;
 
-  // The life of a World, from one loss of a rank to the next. Ranks that are started or admitted from now on belong to it.
+  // Ranks that are started or admitted from now on belong to it.
   int generation() const { return generation_; }
   void begin_generation(int number) { generation_ = number; }
   void begin_generation(int number, const PlaceInJob& place);
@@ -88,7 +84,6 @@ class LocalRanks {
   const StartOptions& options_;
   Machines* machines_;  // null: they do not number themselves
   ProcessOptions what_;
-  const SignalReader& signals_;
   Keeper* keeper_;
   Sinks& sinks_;
   Guardian guardian_;

@@ -3,7 +3,6 @@
 
 #include <fcntl.h>
 
-#include <algorithm>
 #include <filesystem>
 #include <utility>
 
@@ -34,8 +33,7 @@ constexpr const char* kChannelVariable = "LOCKSTEP_SPARE_CHANNEL";
 std::string message_for(const ProcessOptions& rank) {
   std::string text;
   for (const auto& [name, value] : rank.variables) text += concat(name, '=', value) + '\0';
-  std::vector<int> cores(rank.cores.begin(), rank.cores.end());
-  if (!cores.empty()) text += concat(kCoresVariable, '=', join(cores, ",")) + '\0';
+  if (!rank.cores.empty()) text += concat(kCoresVariable, '=', join(rank.cores, ",")) + '\0';
   return text;
 }
 

@@ -16,8 +16,7 @@ enum class OnHang {
 template <>
 inline constexpr auto kNames<OnHang> = in_order<OnHang>({"restart", "end", "report"});
 
-// The default is less than the five minutes after which collectives give up by themselves, so that stacks can still be
-// taken; a step that takes longer than that would need another timeout there, too.
+// docs/recovery.md says why the default is less than the five minutes after which collectives give up.
 struct HangOptions {
   milliseconds timeout = std::chrono::minutes(4);  // 0: never
   OnHang then = OnHang::kRestart;

@@ -18,10 +18,6 @@ constexpr milliseconds kLeastBetweenLooks{10};
 constexpr milliseconds kAllStacks = std::chrono::seconds(90);  // then the rest is left out
 constexpr milliseconds kKillStackTaker = std::chrono::seconds(120);
 
-milliseconds between_looks(milliseconds timeout) {
-  return std::clamp(timeout / 20, kLeastBetweenLooks, kMostBetweenLooks);
-}
-
 std::string status_of(pid_t pid, std::string_view field) { return proc_value(concat("/proc/", pid, "/status"), field); }
 
 bool is_stopped(pid_t pid) { return status_of(pid, "State:").starts_with('T'); }
@@ -57,7 +53,7 @@ int write_stacks(const std::vector<std::pair<int, pid_t>>& whose) {
 HangWatch::HangWatch(const JobPage* page, const HangOptions& options, Sink& report)
     : page_(options.timeout.count() > 0 ? page : nullptr),
       options_(options),
-      interval_(between_looks(options.timeout)),
+      interval_(std::clamp(options.timeout / 20, kLeastBetweenLooks, kMostBetweenLooks)),
       next_look_(Deadline::after(interval_)),
       report_(report),
       stacks_("  ", report) {}

@@ -6,8 +6,7 @@
 // Owns:    while it takes stacks, one process that runs the debugger; it never blocks itself
 // Threads: the launcher's only one
 //
-// Time counts only while this process watches: one that was stopped together with its ranks, as by a scheduler that suspends
-// a job, blames nobody afterwards. Neither does it where a debugger is attached to a rank.
+// docs/recovery.md says what counts as a hang.
 #pragma once
 
 #include <chrono>
@@ -25,8 +24,7 @@
 
 namespace lockstep {
 
-// Of a rank that does what may take long (starts, meets the others, validates, saves; or runs a program's own code while
-// nobody waits for it): so many timeouts.
+// Of a rank that does what may take long: so many timeouts.
 constexpr int kPatienceWithSlowPhases = 10;
 
 struct LivingRank {

@@ -2,7 +2,6 @@
 // Real ranks that stand still, and what the launcher finds out about them.
 #include "agent/watch/hang_watch.h"
 
-#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/ptrace.h>

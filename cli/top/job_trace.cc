@@ -24,14 +24,12 @@
 namespace lockstep::top {
 namespace {
 
-using Milliseconds = std::chrono::milliseconds;
+constexpr milliseconds kBetweenLooks{10};
 
-constexpr Milliseconds kBetweenLooks{10};
-
-int64_t from_now(Milliseconds time) { return trace::now() + std::chrono::nanoseconds(time).count(); }
+int64_t from_now(milliseconds time) { return trace::now() + std::chrono::nanoseconds(time).count(); }
 
 // Waits. Returns whether SIGINT has come.
-bool is_interrupted_within(Milliseconds time) {
+bool is_interrupted_within(milliseconds time) {
   std::this_thread::sleep_for(time);
   return stop_signal() != 0;
 }
@@ -122,7 +120,7 @@ class TraceOfJob {
     for (const TracedRank& rank : ranks_) rank.set_end(end);
     const Deadline deadline = Deadline::after(order_.length);
     while (!deadline.passed() && std::ranges::any_of(ranks_, &TracedRank::lives) &&
-           !is_interrupted_within(std::min(deadline.left(), Milliseconds(100))))
+           !is_interrupted_within(std::min(deadline.left(), milliseconds(100))))
       continue;
     for (const TracedRank& rank : ranks_) rank.set_end(trace::now());
   }

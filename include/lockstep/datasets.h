@@ -186,7 +186,7 @@ class IterableDataset : public AssembledDataset {
 
   std::string name() const override;
   int64_t size() const override;
-  std::shared_ptr<const SampleOrder> shuffled_order() const override;
+  SampleOrderPtr shuffled_order() const override;
 
   // Throws DataError: samples differ in shape; UsageError: `open` returns nothing, a stream ends too early, or indices
   // do not rise. An index that all open streams have passed costs a new one, read from its first sample on.

@@ -1,11 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // base/command_line.h: what the main() of every program does around its work: it parses the command line, prints errors
-// to stderr and turns them into exit codes.
-//
-//   0    the work is done, or --help was asked for
-//   1    any error but the next
-//   2    UsageError: the command line, or options that do not go together
-//   else what the work returned: a failed rank's own exit code; 128 + n: signal n ended it
+// to stderr and turns them into exit codes (docs/command.md).
 //
 // Threads: main's
 // Ranks:   every rank is a program of its own

@@ -27,7 +27,6 @@ class IntVector : public std::vector<T> {
   decltype(auto) operator[](int index) const { return Base::operator[](checked(index)); }
   void assign(int size, const T& value) { Base::assign(to_size(size), value); }
   void resize(int size) { Base::resize(to_size(size)); }
-  void reserve(int size) { Base::reserve(to_size(size)); }
   const Base& elements() const { return *this; }
 
  private:

@@ -25,11 +25,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kPrefix = "step-";
-constexpr const char* kSuffix = ".safetensors";
 constexpr const char* kLock = ".lock";
-
-std::string stem_of(int64_t step) { return concat(kPrefix, std::setw(8), std::setfill('0'), step); }
 
 // A file whose whole name is one that lockstep makes.
 struct OwnFile {
@@ -116,7 +112,7 @@ void require_writable(const fs::path& folder) try {
   static_cast<void>(AtomicFile(folder / kLock));  // makes a temporary file and removes it
 } catch (const std::exception& error) {
   throw CheckpointError({.what = concat("can't write checkpoints into ", folder.string()),
-                         .here = split(error.what(), '\n').front(),
+                         .here = first_line_of(error),
                          .likely = "no permission, a read-only disk, or a file where the folder should be",
                          .next = "name another --checkpoint-dir"});
 }
@@ -182,8 +178,8 @@ void CheckpointFolder::require_newest(int64_t step) const {
 // The rename or removal of an index, or else the rename of one file, makes the new checkpoint the one that is there. Until then
 // the old one is whole.
 fs::path CheckpointFolder::save(int64_t step, const TensorFile& file, const FetchTensor& fetch) try {
-  std::string stem = stem_of(step);
-  const fs::path whole = folder_ / (stem + kSuffix), index = folder_ / (stem + kIndexSuffix);
+  std::string stem = concat("step-", std::setw(8), std::setfill('0'), step);
+  const fs::path whole = folder_ / (stem + ".safetensors"), index = folder_ / (stem + kIndexSuffix);
   const auto shards = split_into_shards(file, shard_bytes_);
   const size_t count = shards.size();
   if (count == 1) {

@@ -11,8 +11,6 @@
 #include <cstdint>
 #include <filesystem>
 #include <optional>
-#include <string>
-#include <vector>
 
 #include "lockstep/base/files/unique_fd.h"
 #include "lockstep/checkpoint.h"

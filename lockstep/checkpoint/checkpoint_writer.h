@@ -24,7 +24,6 @@ namespace lockstep {
 // A copy of tensors, in memory that it keeps for the next one: fetching and clearing fresh pages takes time, too.
 class StateCopy {
  public:
-  StateCopy() = default;
   ~StateCopy();
   StateCopy& operator=(StateCopy&&) = delete;
 

@@ -1,12 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // checkpoint/safetensors.h: the bytes of a safetensors file; see lockstep/checkpoint.h. A file is written and read tensor
-// by tensor, so it may be larger than memory. A large checkpoint is several files and an index, in Hugging Face's form:
-//
-//   step-00000470-00001-of-00002.safetensors …   each a file of its own, with the metadata and a checksum
-//   step-00000470.safetensors.index.json         {"metadata": {"total_size": bytes}, "weight_map": {name: file}}
-//
-// The index is written last and removed first: without it there is no checkpoint. Where the index that is there names these
-// files, the step is being saved again, and the new ones are step-00000470-again-00001-of-00002.safetensors …
+// by tensor, so it may be larger than memory. A large checkpoint is several files, each with the metadata and a checksum,
+// and an index in Hugging Face's form: docs/design/checkpoints.md.
 //
 // Threads: any
 // Ranks:   no communication; the files do not depend on the number of ranks

@@ -28,15 +28,6 @@ std::string visible_devices() {
   return concat("CUDA_VISIBLE_DEVICES=", visible != nullptr ? visible : "(not set)");
 }
 
-// The launcher lets this rank see one GPU of its own, as Slurm's --gpus-per-task does.
-bool sees_its_own_only(int count) { return count == 1 && std::getenv("CUDA_VISIBLE_DEVICES") != nullptr; }
-
-// Through the CUDA runtime, which libtorch_cpu loads in every build. nullptr: it has no such function.
-template <class Function>
-Function* cuda_runtime(const char* name) {
-  return reinterpret_cast<Function*>(::dlsym(RTLD_DEFAULT, name));
-}
-
 DeviceError no_count(const std::string& what) {
   return DeviceError({.what = concat("the GPUs of this machine could not be counted: ", what),
                       .here = visible_devices(),
@@ -104,7 +95,8 @@ void require_gpus(int index) {
 
 int cuda_device_index(int local_rank) {
   require_gpus(0);
-  if (sees_its_own_only(cuda_device_count())) return 0;
+  // The launcher lets this rank see one GPU of its own, as Slurm's --gpus-per-task does.
+  if (cuda_device_count() == 1 && std::getenv("CUDA_VISIBLE_DEVICES") != nullptr) return 0;
   require_gpus(local_rank);
   return local_rank;
 }
@@ -112,7 +104,8 @@ int cuda_device_index(int local_rank) {
 bool gpu_reaches(torch::Device gpu, torch::Device other) {
   if (gpu == other) return true;
   int can = 0;
-  const auto ask = cuda_runtime<int(int*, int, int)>("cudaDeviceCanAccessPeer");
+  // Of the CUDA runtime, which libtorch_cpu loads in every build. nullptr: it has no such function.
+  const auto ask = reinterpret_cast<int (*)(int*, int, int)>(::dlsym(RTLD_DEFAULT, "cudaDeviceCanAccessPeer"));
   return ask != nullptr && ask(&can, gpu.index(), other.index()) == 0 && can != 0;
 }
 
@@ -207,11 +200,6 @@ torch::Tensor pinned_like(const torch::Tensor& tensor) {
 
 namespace {
 
-// As libtorch asks before it copies.
-bool is_direct(torch::Device into, torch::Device from) {
-  return into.is_cpu() || from.is_cpu() || gpu_reaches(from, into);
-}
-
 void copy_over_host(const torch::Tensor& into, const torch::Tensor& from) {
   const c10::impl::VirtualGuardImpl of(from.device().type());
   const torch::Tensor host = pinned_like(from);
@@ -226,10 +214,13 @@ void copy_over_host(const torch::Tensor& into, const torch::Tensor& from) {
 
 void copy_between(const torch::Tensor& into, const torch::Tensor& from) {
   const torch::Device to = into.device(), source = from.device();
-  const auto copy = [&] {
-    is_direct(to, source) ? static_cast<void>(into.copy_(from, /*non_blocking=*/true)) : copy_over_host(into, from);
-  };
-  to.is_cpu() || source.is_cpu() ? copy() : on_gpus(either_of(to, source), copy);
+  if (to.is_cpu() || source.is_cpu()) {
+    into.copy_(from, /*non_blocking=*/true);
+    return;
+  }
+  on_gpus(either_of(to, source), [&] {  // asks as libtorch does before it copies
+    gpu_reaches(source, to) ? static_cast<void>(into.copy_(from, /*non_blocking=*/true)) : copy_over_host(into, from);
+  });
 }
 
 }  // namespace lockstep

@@ -29,9 +29,8 @@ torch::Tensor in_layout(const torch::Tensor& data, Layout layout) {
 }
 
 Layout preferred_layout(const torch::nn::Module& model, torch::Device device) {
-  const auto parameters = model.parameters();
   const bool convolutional =
-      std::any_of(parameters.begin(), parameters.end(), [](const torch::Tensor& p) { return p.dim() == 4; });
+      std::ranges::any_of(model.parameters(), [](const torch::Tensor& p) { return p.dim() == 4; });
   return device.is_cpu() && convolutional ? Layout::kChannelsLast : Layout::kContiguous;
 }
 

@@ -25,14 +25,11 @@ NamedTensors once_each(const Dict& dict) {
   return tensors;
 }
 
-std::string signature(const NamedTensor& named) {
-  return concat(named.name, " ", named.tensor.dtype().name(), named.tensor.sizes(), " strides ", named.tensor.strides(),
-                named.tensor.requires_grad() ? " trained" : " frozen");
-}
-
 std::string signature(const NamedTensors& tensors) {
   std::vector<std::string> lines;
-  for (const auto& tensor : tensors) lines.push_back(signature(tensor));
+  for (const auto& [name, tensor] : tensors)
+    lines.push_back(concat(name, " ", tensor.dtype().name(), tensor.sizes(), " strides ", tensor.strides(),
+                           tensor.requires_grad() ? " trained" : " frozen"));
   return join(lines, "\n");
 }
 

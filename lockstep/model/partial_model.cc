@@ -156,8 +156,8 @@ bool same_shapes(const IntVector<Tensor>& one, const IntVector<Tensor>& other) {
 }
 
 void warn_not_apart(const std::exception& reason) {
-  log_warning(concat("a stage makes the whole model before it frees the parts of other stages: ",
-                     split(reason.what(), '\n').front()));
+  log_warning(
+      concat("a stage makes the whole model before it frees the parts of other stages: ", first_line_of(reason)));
 }
 
 }  // namespace

@@ -18,7 +18,6 @@
 #include "lockstep/base/pipe.h"
 #include "lockstep/base/process/environment_switch.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/to_size.h"
 #include "lockstep/error.h"
 #include "lockstep/observe/rank_progress.h"
 

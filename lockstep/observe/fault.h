@@ -2,8 +2,6 @@
 // observe/fault.h: LOCKSTEP_FAULT lets a rank be lost at a chosen point of its training, to try out recovery;
 // docs/recovery.md lists what it may say.
 //
-//   LOCKSTEP_FAULT="rank=1,step=7,phase=update,after=1000"   several of them: separated by ;
-//
 // Flow:    PhaseScope, FaultScope -> here -> a signal to this process
 // Threads: any
 // Ranks:   each by itself. Without the variable a phase costs one load of a global flag

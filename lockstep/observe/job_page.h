@@ -132,7 +132,6 @@ class JobPage {
   void end(int seat) const;                                  // it has ended
   void rename(const std::string& job, int world_size, int node_rank) const;
 
-  int fd() const { return fd_.get(); }
   std::string path() const;              // where other processes find it while this one lives
   std::string address(int seat) const;   // LOCKSTEP_PAGE of the rank at that seat: path and record
   void leave_mapped() { memory_ = {}; }  // until the process ends

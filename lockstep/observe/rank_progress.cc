@@ -39,8 +39,8 @@ bool claim(RankRecord& record) {
   return true;
 }
 
-// The record in the page that LOCKSTEP_PAGE="/proc/PID/fd/N SEAT" names. Null: another process has the record. Throws Error: this process
-// can't see the page (another container).
+// The record that LOCKSTEP_PAGE names (job_page.h). Null: another process has it. Throws Error: this process can't see the page
+// (another container).
 RankRecord* record_of_launcher(const char* address) {
   const std::vector<std::string> parts = split(address, ' ');
   int seat = -1;

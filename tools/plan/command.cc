@@ -13,7 +13,6 @@
 #include "lockstep/train/builtin.h"
 #include "lockstep/train/end_process.h"
 #include "lockstep/train/options/option_table.h"
-#include "lockstep/train/reports/metrics.h"
 #include "tools/plan/forecast.h"
 #include "tools/plan/measure.h"
 

@@ -14,7 +14,6 @@
 #include "lockstep/base/files/proc_file.h"
 #include "lockstep/base/files/write_all.h"
 #include "lockstep/base/hash.h"
-#include "lockstep/base/log.h"
 #include "lockstep/base/median.h"
 #include "lockstep/base/text.h"
 #include "lockstep/memory.h"

@@ -45,7 +45,7 @@ void measure_all_reduce(const World& world, Profile& profile) {
   }
 }
 
-// Runs `body` in threads of this process, each of which counts as a machine: Gloo between them, over loopback.
+// Runs `body` in threads of this process, each of which counts as a machine.
 void run_machines(int count, const std::function<void(World&)>& body) {
   const Ids machines = consecutive(0, count);
   const auto store = c10::make_intrusive<c10d::HashStore>();

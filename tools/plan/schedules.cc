@@ -59,8 +59,7 @@ void update_together(Builder& b, double share) {
   b.meet(b.all_devices());
 }
 
-// Every machine reduces chunk after chunk inside, exchanges parts with all others, and shares the result inside. All chunks of an
-// exchange may be under way at the same time: the links carry them one after the other.
+// All chunks of an exchange may be under way at the same time: the links carry them one after the other.
 void all_reduce(Builder& b, const Ids& actors, double bytes, const IntVector<Ids>& after) {
   constexpr double kSignature = 24;  // bytes: neighbours compare what they call
   const int n = b.machines(), inside = b.target.devices;

@@ -76,8 +76,7 @@ class Run {
     if (what.uses.empty() || what.work <= 0) return end(activity);
     work_[activity] = {.left = what.work, .since = now_};
     for (const int resource : what.uses) {
-      Share& share = shares_[resource];
-      share.users.push_back(activity);
+      shares_[resource].users.push_back(activity);
       changed_.push_back(resource);
     }
   }
@@ -85,8 +84,7 @@ class Run {
   void stop_work(int activity) {
     ends_.erase({work_[activity].end, activity});
     for (const int resource : activities_[activity].uses) {
-      Share& share = shares_[resource];
-      std::erase(share.users, activity);
+      std::erase(shares_[resource].users, activity);
       changed_.push_back(resource);
     }
   }

@@ -13,7 +13,6 @@ namespace lockstep {
 
 using namespace backend;
 using c10d::OpType;
-using torch::Tensor;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 // ---- What it returns for each call. It owns the tensors of the call; those of a message are held by the transport
@@ -210,8 +209,7 @@ class C10dBackend final : public c10d::Backend {
     return start(OpType::BARRIER, {{{.operation = Operation::kBarrier}}}, {}, options);
   }
 
-  // As Gloo's: rank 0 waits for the others, at most for the timeout, and throws PeerLost naming the first rank that did
-  // not come, or all of them; then the group has failed and the other ranks get PeerLost.
+  // If it fails on rank 0, the group has failed: the other ranks get PeerLost.
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override try {
     const auto timeout = options.timeout == c10d::kUnsetTimeout ? timeout_ : options.timeout;
     monitored_barrier(*this, timeout, wait_all_ranks);

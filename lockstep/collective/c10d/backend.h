@@ -7,22 +7,17 @@
 // Threads: any, like other backends: calls of several threads are ordered by a lock
 // Ranks:   every rank makes the same collectives in the same order; send and receive are for the two that are named
 //
-// Tensors: on the CPU; dense, but all_reduce sums sparse ones (COO), too. A tensor, or list of tensors, that is one
-// contiguous piece of memory is exchanged where it lies; anything else through a contiguous copy. Every dtype can be
-// moved; lockstep/collective_types.h says what can be reduced, besides complex numbers where their parts may be reduced
-// one by one.
+// Tensors: on the CPU; dense, but all_reduce sums sparse ones (COO), too. Every dtype can be moved;
+// lockstep/collective_types.h says what can be reduced, besides complex numbers where their parts may be reduced one by
+// one.
 //
 // Every call returns a Work at once. A collective that its caller is going to wait for anyway (asyncOp == false) is
-// done by then, on the caller's thread. Work::wait throws what went wrong: MismatchError, PeerLost (see
-// shm/group.h; over several machines both end the group). A wait that ends at its own timeout leaves the call going on;
-// the `timeout` in a collective's options ends the call itself, as that of the backend does where there is none. The
-// backend holds the tensors of every call until it is done, whoever waits.
+// done by then, on the caller's thread. The backend holds the tensors of every call until it is done, whoever waits.
 //
-// Callbacks of a collective's future run on the thread that carried it out, or on that which attaches them if it is
-// done by then. They may make collectives of this backend and wait for them: those are made there at once, before
-// whatever comes next, so that all ranks make them in the same order where a callback is attached before the next
-// collective is started (call_queue.h has the reasons). They must not wait for collectives that other threads
-// start meanwhile.
+// Callbacks of a collective's future may make collectives of this backend and wait for them (call_queue.h): all ranks
+// make them in the same order where a callback is attached before the next collective is started.
+//
+// docs/design/c10d-backend.md has more of this, and what ends at which timeout.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>

@@ -4,8 +4,6 @@
 namespace lockstep::backend {
 namespace {
 
-using torch::Tensor;
-
 void check_tensor(const Tensor& tensor, at::ScalarType dtype) {
   require_cpu(tensor);
   if (tensor.layout() != at::kStrided)

@@ -35,7 +35,7 @@ void run_to_its_end(Transport& transport, const TensorCall& call);
 // The counts of an all_to_all.
 std::vector<size_t> counts_of_tensors(const Tensors& tensors, int size);
 
-void require_cpu(const torch::Tensor& tensor);  // throws DeviceError
+void require_cpu(const Tensor& tensor);  // throws DeviceError
 // Throws UsageError: another number of tensors, or of lists of tensors.
 void require_number(size_t given, size_t wanted);
 
@@ -51,7 +51,7 @@ const T& only_one(const std::vector<T>& list) {
 // of sparse dimensions and dtype, and any numbers of entries. Each rank receives all entries of all ranks. Throws UsageError
 // at once: not a sum; a tensor that is not on the CPU. The function: MismatchError on all ranks, after which the group is as
 // before; PeerLost.
-std::function<void(Transport&)> sparse_all_reduce(GroupRank member, const torch::Tensor& tensor,
+std::function<void(Transport&)> sparse_all_reduce(GroupRank member, const Tensor& tensor,
                                                   const c10d::AllreduceOptions& options);
 
 // ---- A barrier that can say which ranks did not come (monitored_barrier.cc): all report to rank 0, which then lets them go.

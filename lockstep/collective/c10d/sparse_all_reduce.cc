@@ -12,8 +12,6 @@
 namespace lockstep::backend {
 namespace {
 
-using torch::Tensor;
-
 class SparseSum {
  public:
   SparseSum(GroupRank member, Transport& transport, milliseconds timeout)

@@ -7,9 +7,7 @@
 // Ranks:   every rank gives the same calls in the same order; so all make them in that order, whichever they wait for
 //
 // Note [Deferred calls]
-// add() only notes a call; the thread that waits for it makes it, and those before it. Backward keeps all cores of a
-// machine busy: a second thread would take the time that it is meant to save, and its waiting for the other ranks on
-// top (docs/design/exchange.md has the figures).
+// add() only notes a call; the thread that waits for it makes it, and those before it (docs/design/exchange.md says why).
 //
 // A thread that polls (done), waits for a limited time or turns to a message hands all deferred calls to the worker thread:
 // otherwise two ranks could each wait for a call that the other one still defers.

@@ -9,18 +9,16 @@
 //   2b  between   the owner sends the reduced part to all others and receives theirs: it has the whole slice
 //   3   inside    all_gather of the slices in shared memory
 //
-// A machine sends (n-1)/n * K in 2a and as much in 2b, together 2(n-1)/n * K: the least that an all_reduce between n
-// machines can do. An owner sends the S-th part of that. Messages go straight to their receiver, n-1 at a time: 2a and
-// 2b are one network round each.
+// Messages go straight to their receiver, n-1 at a time: 2a and 2b are one network round each, in which (n-1)/n * K leave
+// a machine.
 //
 //   one shot   Owners send each other whole slices in 2a, each reduces for itself, and 2b is left out: one round. That
 //              leaves (n-1)(n-2)/n * K more on a machine: nothing for two, and for a small K less than a round costs.
 //   reduce     In 2b, or in one shot, only root's machine is sent to, and it alone does 3: K leave each other machine.
 //   barrier    an all_reduce of a byte
 //   ring       2a and 2b go around the ring of machines, in 2(n-1) rounds of K/n (Patarasuk and Yuan, 2009): if asked for,
-//              and for large arrays between more than two machines. A stream on one connection gets more through than n-1
-//              messages that take turns. 16-bit floats would be rounded in each round. Buckets ask for the direct way:
-//              after a restart gradients lie elsewhere in them, and are to have the same bits.
+//              and for large arrays between more than two machines (docs/design/hierarchy.md). A stream on one
+//              connection gets more through than n-1 messages that take turns.
 //
 // Invariant: each slice of a chunk is reduced by one rank, in the order of the machines, or by each owner that wants it
 // in that same order (one shot). So all ranks have the same bits in every run. (The ring's order starts at another

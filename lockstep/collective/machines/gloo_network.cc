@@ -8,8 +8,8 @@
 #include <cstdlib>
 #include <random>
 
-#include "agent/meet/insecure_network.h"
 #include "agent/meet/interfaces.h"
+#include "agent/meet/job_secret.h"
 #include "lockstep/base/files/file.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/collective/c10d/c10d_call.h"

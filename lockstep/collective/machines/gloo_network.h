@@ -3,10 +3,9 @@
 // through a tunnel of each machine (tunnel.h), or in an insecure network by themselves.
 //
 // Note [Shared listeners]
-// A device of Gloo is a socket that listens and a thread that reads from all its connections. The thread wakes every 10 ms, also
-// when there is nothing to read, and a server of many workers has connections with each of them: with a device for each, threads
-// that do nothing took much of the cores. So a rank has at most as many devices as cores, which the connections of its World take
-// in turn. Losing one connection does not disturb the others: Gloo closes those of one context. docs/design/hierarchy.md
+// A device of Gloo is a socket that listens and a thread that reads from all its connections. A rank has at most as many as cores,
+// which the connections of its World take in turn (docs/design/hierarchy.md#shared-listeners). Losing one connection does not
+// disturb the others: Gloo closes those of one context.
 //
 // Flow:    link.h, gloo_messages.h -> here -> Gloo, tunnel.h
 // Owns:    sockets that listen, and a thread for each; tunnels

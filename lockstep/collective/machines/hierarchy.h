@@ -6,10 +6,8 @@
 //   between   a link to the ranks of the same local number on the other machines, one each
 //   all       a link to all ranks
 //
-// Losses: when a rank is lost its machine's shared memory is poisoned, and every rank that finds out closes its links,
-// so that the same happens on the other machines: all ranks of all machines get PeerLost. So they do when ranks make
-// different calls (those that see it get MismatchError). What notices a loss: waits in shared memory, transfers, the
-// watchdog of `between` (link.h) and, where a machine has several ranks, the Watchdog below.
+// When a rank is lost, or ranks make different calls, all ranks of all machines get PeerLost, those that see the difference
+// MismatchError: docs/design/hierarchy.md#loss
 //
 // Flow:    World, c10d backend -> here -> collectives.h, gloo_messages.h -> the links
 // Owns:    the shared memory's group, the connections; memory and transfers of the collective under way; a thread that

@@ -43,18 +43,16 @@ std::shared_ptr<GlooNetwork> GlooLink::network() const { return gloo_->network; 
 void GlooLink::watch(OnLoss on_loss) {
   auto tensors = as_tensor(&goodbye_, 1);
   watched_ = issue(next(), [&] { return gloo_->recv(tensors, next(), kWatchTag); });
-  watcher_ = std::jthread([this, on_loss = std::move(on_loss)] { watch_next(on_loss); });
-}
-
-void GlooLink::watch_next(const OnLoss& on_loss) {
-  try {
-    watched_->wait(kAsLongAsTheLink);
-  } catch (const std::exception& error) {
-    if (failed_on_purpose()) return;
-    const auto reason = std::make_exception_ptr(lost(next(), error));
-    close(reason);
-    on_loss(reason);
-  }
+  watcher_ = std::jthread([this, on_loss = std::move(on_loss)] {
+    try {
+      watched_->wait(kAsLongAsTheLink);
+    } catch (const std::exception& error) {
+      if (failed_on_purpose()) return;
+      const auto reason = std::make_exception_ptr(lost(next(), error));
+      close(reason);
+      on_loss(reason);
+    }
+  });
 }
 
 // This rank itself closed the connections, and whoever did knows why.

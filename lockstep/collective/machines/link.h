@@ -20,21 +20,14 @@
 // answer. The link tells the two cases apart by the clock: it notes when each wait ends at the latest.
 //
 // Note [Signatures]
-// Each machine sends the signature of its call to the next one, whatever the call: Gloo ends the process when the two
-// sides of a message differ in size. Where not all are equal, two neighbours differ, and the second of them gets a
-// MismatchError and closes its connections. Data does not wait for that: transfers of calls with different signatures
-// have different tags (hashes of them), so they never meet. Waits for data come after it, since such data never comes.
-// So a machine may succeed that agrees with the one before and with those whose data it gets, as in a broadcast.
-// The ranks of one machine compare through shared memory (MachineCollective::run_inside).
+// Each machine sends the signature of its call to the next one (docs/design/hierarchy.md#disagreement). Data does not wait
+// for that, but waits for data come after it: where signatures differ tags do too, and such data never comes. The ranks of
+// one machine compare through shared memory (MachineCollective::run_inside).
 //
 // A call starts the receive of the next call's signature before anything else: the machine before need not wait until
 // this one makes that call. It is always pending, also when the machine before leaves; forget() or the destructor drops
 // it. Word of it that reaches a closed connection makes the kernel there drop what it still had to send. So it goes out
 // before word of the receives of data, which that machine needs before it can send and leave.
-//
-// Note [Receives first]
-// Gloo sends data once it has word that the receiver is ready, and that word waits behind all that the receiver itself is
-// sending on the connection. So a receive is started before the sends of the chunk before.
 #pragma once
 
 #include <thread>
@@ -111,7 +104,6 @@ class GlooLink {
   C10dWork issue(int peer, const Issue& transfer);
   void start(int peer, Transfers& transfers, const Issue& transfer);
   void wait_for(uint64_t number);
-  void watch_next(const OnLoss& on_loss);
   void expect_signature(size_t turn);
   void start_send(int peer, const std::byte* data, size_t bytes, Transfers& transfers, int tag);
   void start_receive(int peer, std::byte* data, size_t bytes, Transfers& transfers, int tag);

@@ -85,9 +85,9 @@ class MachineCollective {
 
   // A software pipeline: every stage works on every chunk, in order. In step t stage k works on chunk t - k, so that
   // what stage k started for a chunk goes on while the stages work on other chunks; stage k+1 of that chunk then waits
-  // for it. Owners start the receives of a chunk in the step before (Note [Receives first] in link.h). So its buffers are
-  // free again for the chunk that comes one more chunk later than there are stages. The check of the signatures is over
-  // before any stage but the first begins.
+  // for it. Owners start the receives of a chunk in the step before, and before they send: docs/design/hierarchy.md says
+  // why. So its buffers are free again for the chunk that comes one more chunk later than there are stages. The check of
+  // the signatures is over before any stage but the first begins.
   template <class Receive, class... Stages>
   void run_pipeline(size_t chunks, const Receive& receive, const Stages&... stages) {
     begin_check();

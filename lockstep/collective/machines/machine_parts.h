@@ -28,10 +28,9 @@ class MachineParts : protected MachineCollective {
   // Tells whether pieces go around the ring of machines: all_gather.cc.
   bool goes_around() const {
     return call_.operation == Operation::kAllGather && hierarchy_.topology.ranks() == machines() &&
-           bytes(total()) >= kRingFromBytes * to_size(machines());
+           bytes(parts_.total()) >= kRingFromBytes * to_size(machines());
   }
 
-  size_t total() const { return parts_.total(); }
   size_t rounds() const { return rounds_.size(); }
   const shm::Part& piece(size_t round, int machine) const { return rounds_[round][machine]; }
   shm::Part own_part() const { return parts_[hierarchy_.rank]; }

@@ -2,10 +2,8 @@
 // collective/machines/tls_identity.h: a key and a certificate with which this rank proves to the others of its job that it
 // belongs to them.
 //
-// Nobody signs for anybody: each rank makes a key and a certificate of its own, tells the others the certificate's fingerprint
-// through the job's store, which only ranks that know its secret can read or write, and trusts exactly the fingerprints that
-// it finds there. The key never leaves the process. The certificates have no dates that a clock could be before or after: they
-// are worth nothing once the job is over.
+// docs/security.md#between-machines-tensors says whom it trusts. The certificates have no dates that a clock could be before or
+// after: they are worth nothing once the job is over.
 //
 // Flow:    gloo_network.h -> here -> OpenSSL
 // Threads: trust() first; then any

@@ -9,9 +9,8 @@
 //
 //   rank 0's Gloo -> 127.64.0.2:4711, tunnel of machine 1 == TLS == tunnel of machine 2 -> 127.64.0.2:4711, rank 1's Gloo
 //
-// Who gets in: at the TLS end, who has one of the job's keys. At Gloo's addresses of other machines, processes of this user. At
-// Gloo's own listener, the tunnel: it connects from `sources()`, ports that nobody else can bind, and the kernel drops the packets
-// of all others (listener_filter.h). When all have met nobody listens any more but Gloo, whose listener then admits nobody.
+// docs/security.md#between-machines-tensors says who gets in. At Gloo's own listener only the tunnel: it connects from `sources()`,
+// ports that nobody else can bind, and the kernel drops the packets of all others (listener_filter.h).
 //
 // Flow:    gloo_network.h -> here -> OpenSSL, sockets
 // Owns:    a thread, which goes on after ~Tunnel until the ends of all connections have closed them: another rank of this machine

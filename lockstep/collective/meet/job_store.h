@@ -7,7 +7,6 @@
 // Ranks:   rank 0 serves, the others join
 #pragma once
 
-#include <memory>
 #include <string>
 
 #include "agent/clusters/environment.h"
@@ -24,7 +23,7 @@ inline constexpr milliseconds kRetryEvery{2};
 AddressList resolve(const Endpoint& endpoint, const Deadline& deadline);
 
 // c10d's own server would listen on every interface; this one listens at `endpoint` only. Of `ports` ports from
-// endpoint.port on it takes the first that nobody has. Throws RendezvousError: names the process that has the port.
+// endpoint.port on it takes the first that nobody has. Throws RendezvousError.
 UniqueFd listen_on(const Endpoint& endpoint, const Deadline& deadline, int ports = 1);
 
 // Serves a store where `listener` listens, for whoever has the secret. Does not wait for anybody.

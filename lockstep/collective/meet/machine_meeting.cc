@@ -20,9 +20,8 @@ namespace {
 
 // Note [Meeting at a Unix socket]
 // The ranks of a job know something in common that names the socket: the launcher, the scheduler's job, or MASTER_ADDR and
-// MASTER_PORT, where nobody listens then. Rank 0 listens until all ranks have connected. The name is in no file system, and
-// the kernel forgets it with its listener. Another user may have taken it first: rank 0 then adds random numbers, and the
-// others look for such names in the kernel's list. Whoever listens elsewhere belongs to another user, and is passed over.
+// MASTER_PORT, where nobody listens then. Rank 0 listens until all ranks have connected. Where another user has taken the
+// name, it adds random numbers (docs/design/rendezvous.md), and the others pass over who belongs to another user.
 
 std::string common_name(const JobEnvironment& job) {
   return concat(job.job_id, " ", job.job_name, " ", job.master_addr, " ", job.master_port);

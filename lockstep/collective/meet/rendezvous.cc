@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "lockstep/collective/meet/rendezvous.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <utility>
@@ -60,9 +58,8 @@ std::string attempt() {
 }
 
 // Note [Rendezvous through mpirun]
-// mpirun, or what the program gives as ExchangeTexts, carries short texts between the ranks, so that they need no address in
-// advance: each rank gives the addresses of its machine; rank 0 takes the one of its own that is in a network with another machine, listens on a free port
-// there, and gives the others both. Two rounds; after that mpirun is not asked any more.
+// mpirun, or what the program gives as ExchangeTexts, carries texts between the ranks (docs/design/rendezvous.md), in two rounds:
+// each rank gives the addresses of its machine; rank 0 gives where it listens.
 
 std::string address_of_rank_0(LauncherStore& launcher, const JobEnvironment& job, const Deadline& deadline) {
   const std::vector<std::string> mine = own_addresses();
@@ -94,7 +91,7 @@ StorePtr serve_through(LauncherStore& launcher, const JobEnvironment& job, const
     launcher.exchange("none");
     throw;
   }
-  launcher.exchange(concat(endpoint.port, ",", endpoint.host));
+  launcher.exchange(endpoint.text());
   return served;
 }
 
@@ -103,16 +100,15 @@ StorePtr connect_through(LauncherStore& launcher, const JobEnvironment& job, mil
   launcher.exchange(join(own_addresses(), ","));
   if (job.rank == 0) return serve_through(launcher, job, deadline, timeout);
   launcher.exchange("-");
-  const auto parts = split(launcher.text_of(0), ',');
-  Endpoint endpoint{parts.back()};
-  constexpr int kLastPort = 65535;
-  if (parts.size() != 2 || !parse_int(parts.front(), endpoint.port) || endpoint.port < 1 || endpoint.port > kLastPort)
+  const std::string text = launcher.text_of(0);
+  const auto endpoint = endpoint_in(text);
+  if (!endpoint || endpoint->port == 0)
     throw RendezvousError(
-        {.what = concat("rank 0 gives \"", join(parts, ","), "\" in place of an address"),
+        {.what = concat("rank 0 gives \"", text, "\" in place of an address"),
          .here = concat("rank ", job.rank, " of ", job.world_size),
          .likely = "rank 0 has failed, and its output says why; or it has another version of lockstep",
          .next = "install the same on all machines, or set MASTER_ADDR and MASTER_PORT"});
-  return join_store(endpoint, job, secret_of(job, endpoint.text()), timeout);
+  return join_store(*endpoint, job, secret_of(job, text), timeout);
 }
 
 // Carried by what connects the processes already: one text of each rank at a time.

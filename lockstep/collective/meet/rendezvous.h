@@ -16,10 +16,9 @@
 
 namespace lockstep {
 
-// All ranks on one machine: at a Unix socket (machine_meeting.h). Where torchrun's agent serves a store, at that one.
-// Else connect_at_address; or without an address mpirun tells the ranks where rank 0 listens (agent/clusters/launcher_store.h).
-// A name that does not resolve yet is tried again. Blocks until rank 0 answers. Throws RendezvousError: port in use (it
-// names the process there), another job's rank 0 at this port, no answer from the resolver or rank 0 before the timeout.
+// Where they meet is in docs/design/rendezvous.md. A name that does not resolve yet is tried again. Blocks until rank 0
+// answers. Throws RendezvousError: port in use, another job's rank 0 at this port, no answer from the resolver or rank 0
+// before the timeout.
 StorePtr connect_store(const JobEnvironment& job, milliseconds timeout);
 
 // As connect_store() of ranks that no launcher has told where to meet.

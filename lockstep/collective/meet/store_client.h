@@ -7,7 +7,6 @@
 // Ranks:   each has one
 #pragma once
 
-#include <memory>
 #include <string>
 #include <vector>
 

@@ -66,7 +66,7 @@ void Group::leave() {
   if (is_parents()) return;
   mailbox_->drain();
   left_ = true;
-  if (!is_subgroup_) peers_->seat(ranks_[rank_]).state.store(Seat::kLeft);
+  if (!is_subgroup_) peers_->seat(ranks_[rank_]).left.store(true);
 }
 
 // The other ranks would take whatever a child announced for its parent's.

@@ -8,16 +8,8 @@
 //          time. allocate(), poison() and cancel() from any thread
 // Ranks:   every rank of the group makes the same calls in the same order, except send and receive
 //
-// Notation: p ranks, K bytes of data per rank. A call (call.h) blocks until its result is there and nobody reads its
-// memory any more. What a call costs:
-//
-//   data lies in                 all_reduce                                             waits
-//   slots (small)                every rank reads p*K, writes K                         1
-//   arenas, or ranks as threads  every rank reads K (K/p of each), writes K             2
-//   any other memory             the same, plus K written to and 2*K*(p-1)/p read from
-//                                staging memory                                         1 per chunk
-//
-// Peers read memory from allocate() in place. All other memory is staged in chunks, unless ranks are threads.
+// A call (call.h) blocks until its result is there and nobody reads its memory any more. Peers read memory from allocate()
+// in place. All other memory is staged in chunks, unless ranks are threads. docs/collectives.md has what a call costs.
 //
 // Throws, from every call: MismatchError on all ranks if they want different things (the group stays usable);
 // PeerLost if a rank died, left, failed or did not come before the timeout (no group of the machine is usable any more,

@@ -34,14 +34,12 @@ extern const Kernels kBestKernels;
 void reduce(const Reduction& reduction, DType dtype, ReduceOp op,
             Kernels kernels = kBestKernels);  // requires defined()
 
-// Copies with the same loads and stores: for many sizes the C library's memcpy uses "rep movsb", which some processors
-// execute ten times slower for certain offsets of source and destination within their pages, which staging memory and
-// user memory often have. Memory onto itself, and null pointers where there is nothing to copy, are fine.
+// Copies with the same loads and stores: memcpy's "rep movsb" is much slower on some processors. Memory onto itself, and null
+// pointers where there is nothing to copy, are fine.
 void copy_bytes(std::byte* to, const std::byte* from, size_t bytes);
 
-// The same for memory at a multiple of 64 that a peer reads next and that this rank has shown it before. A store would
-// first have to call the line back from the peer's cache, which takes 7 to 27 ns a line, depending on how far the cores
-// are apart; a streaming store sends it past both caches, and the peer reads it from memory at full speed.
+// The same for memory at a multiple of 64 that a peer reads next and that this rank has shown it before: by streaming stores
+// (docs/design/shared-memory.md#where-data-lies).
 void show_bytes(std::byte* to, const std::byte* from, size_t bytes);
 
 }  // namespace lockstep::shm

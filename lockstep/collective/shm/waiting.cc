@@ -5,7 +5,6 @@
 
 #include "lockstep/base/text.h"
 #include "lockstep/collective/shm/thresholds.h"
-#include "lockstep/error.h"
 
 namespace lockstep::shm {
 namespace {

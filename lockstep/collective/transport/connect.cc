@@ -14,8 +14,6 @@
 namespace lockstep {
 namespace {
 
-std::string machine_id(const std::string& node) { return concat(read_file("/proc/sys/kernel/random/boot_id"), node); }
-
 // Returns the machine of each rank. Tells `lockstep top` that these ranks are one job.
 std::vector<std::string> exchange_machines(ConnectingStore& store, const std::string& machine,
                                            const TransportOptions& options) {
@@ -72,10 +70,11 @@ JobEnvironment job_environment_or_none() {
 }
 
 std::string this_machine() {
+  const std::string kernel = read_file("/proc/sys/kernel/random/boot_id");
   const JobEnvironment job = job_environment_or_none();
-  if (job.launcher != "none") return machine_id(concat(job.node_rank));
+  if (job.launcher != "none") return concat(kernel, job.node_rank);
   const char* node = std::getenv("GROUP_RANK");
-  return machine_id(node != nullptr ? node : "0");
+  return concat(kernel, node != nullptr ? node : "0");
 }
 
 }  // namespace lockstep

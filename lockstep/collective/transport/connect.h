@@ -31,9 +31,8 @@ std::string reachable_address(c10d::Store& store, const TransportOptions& option
 // itself has numbered need none, or have some of them.
 JobEnvironment job_environment_or_none();
 
-// The same on two ranks if they can share memory: one running kernel, and one machine to the launcher, which numbers it.
-// So containers, and hosts that are simulated on one machine, are machines where each has a launcher of its own. Without
-// a launcher GROUP_RANK counts.
+// The same on two ranks if they can share memory: one running kernel, and one machine to the launcher, which numbers it
+// (docs/design/c10d-backend.md). Without a launcher GROUP_RANK counts.
 std::string this_machine();
 
 }  // namespace lockstep

@@ -9,7 +9,6 @@
 #include "lockstep/base/to_size.h"
 #include "lockstep/collective/c10d/c10d_call.h"
 #include "lockstep/collective/gpus.h"
-#include "lockstep/error.h"
 
 namespace lockstep {
 

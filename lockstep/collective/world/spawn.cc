@@ -36,13 +36,6 @@ JobEnvironment job_at(const std::string& address) {
   return job;
 }
 
-void require_text_of_each(const std::vector<std::string>& texts, int size) {
-  if (std::ssize(texts) != size)
-    throw UsageError(
-        {.what = concat("connect_world() of ", size, " ranks, and exchange() returned ", texts.size(), " texts"),
-         .next = "return the text of every rank, in rank order"});
-}
-
 // Rank 0's process is like no other, and it makes one meeting after another.
 std::string name_of_meeting() {
   static std::atomic<int> meetings{0};
@@ -85,8 +78,10 @@ World connect_world(int rank, int size, const ExchangeTexts& exchange, const Wor
   const auto machine_of = [](const std::string& text) { return text.substr(0, text.find(' ')); };
   const ExchangeTexts exchange_all = [&exchange, size](const std::string& mine) {
     std::vector<std::string> texts = exchange(mine);
-    require_text_of_each(texts, size);
-    return texts;
+    if (std::ssize(texts) == size) return texts;
+    throw UsageError(
+        {.what = concat("connect_world() of ", size, " ranks, and exchange() returned ", texts.size(), " texts"),
+         .next = "return the text of every rank, in rank order"});
   };
   const std::vector<std::string> texts = exchange_all(concat(this_machine(), ' ', name_of_meeting()));
   JobEnvironment job;

@@ -35,7 +35,7 @@ bool Work::done() { return state_->future->done(); }
 const torch::Tensor& Work::result() const {
   if (state_->finished) return state_->call.result;
   throw UsageError({.what = "the result of a Work that was not waited for",
-                    .here = state_->world->caller.here,
+                    .here = state_->world->here,
                     .next = "call wait() first"});
 }
 
@@ -57,9 +57,9 @@ int World::size() const { return state_->size(); }
 int World::local_rank() const { return state_->job.local_rank; }
 int World::local_size() const { return state_->job.local_size; }
 int World::node_rank() const { return state_->job.node_rank; }
-torch::Device World::device() const { return state_->caller.device; }
+torch::Device World::device() const { return state_->device; }
 const CoreSet& World::cores() const { return state_->cores; }
-std::string World::describe() const { return state_->caller.here; }
+std::string World::describe() const { return state_->here; }
 milliseconds World::timeout() const { return state_->timeout; }
 
 // ---- Sub-worlds

@@ -28,17 +28,17 @@ Sizes with_rows(int64_t rows, const Tensor& tensor) {
 class Asked {
  public:
   // Checks the tensor. Also in a world of one: what would fail on many ranks fails on one.
-  Asked(const Caller& caller, const char* name, const Tensor& tensor) : caller_(caller), name_(name), tensor_(tensor) {
+  Asked(const WorldState& world, const char* name, const Tensor& tensor) : world_(world), name_(name), tensor_(tensor) {
     check_tensor(tensor);
   }
 
   [[noreturn]] void refuse(const std::string& what, const std::string& next) const {
-    throw UsageError({.what = what, .here = caller_.here, .next = next});
+    throw UsageError({.what = what, .here = world_.here, .next = next});
   }
 
   void check_tensor(const Tensor& tensor) const {
     if (!tensor.defined()) refuse(concat(name_, " was given an undefined tensor"), "give it a tensor");
-    if (!tensor.is_cpu()) require_device(tensor, caller_.device, concat("the tensor given to ", name_));
+    if (!tensor.is_cpu()) require_device(tensor, world_.device, concat("the tensor given to ", name_));
     if (tensor.layout() != torch::kStrided)
       refuse(concat(name_, " of a tensor of layout ", c10::str(tensor.layout())), "call to_dense() on it first");
     if (!to_dtype(tensor.scalar_type()))
@@ -59,23 +59,23 @@ class Asked {
 
   // Before their sum is the size of a tensor.
   void check_rows(const Sizes& rows) const {
-    const int64_t most = std::numeric_limits<int64_t>::max() / caller_.size;
-    if (std::cmp_not_equal(rows.size(), caller_.size) || std::ranges::min(rows) < 0 || std::ranges::max(rows) > most)
-      refuse(concat(name_, ": rows of [", join(rows, ", "), "] for ", caller_.size, " ranks"),
+    const int64_t most = std::numeric_limits<int64_t>::max() / world_.size();
+    if (std::cmp_not_equal(rows.size(), world_.size()) || std::ranges::min(rows) < 0 || std::ranges::max(rows) > most)
+      refuse(concat(name_, ": rows of [", join(rows, ", "), "] for ", world_.size(), " ranks"),
              "give one count from 0 up for each rank, or none");
   }
 
   // The elements of each rank's part of `whole`, which is cut into `rows`; none: equal parts.
   std::vector<size_t> counts_of(const Tensor& whole, const Sizes& rows) const {
     check_has_rows();
-    std::vector<size_t> counts = counts_of_rows(whole, rows, caller_.size, name_);
+    std::vector<size_t> counts = counts_of_rows(whole, rows, world_.size(), name_);
     if (rows.empty()) counts.clear();
     return counts;
   }
 
   Sizes with_ranks() const {
     Sizes shape = tensor_.sizes().vec();
-    shape.insert(shape.begin(), caller_.size);
+    shape.insert(shape.begin(), world_.size());
     return shape;
   }
 
@@ -105,24 +105,24 @@ class Asked {
   size_t count() const { return to_size(tensor_.numel()); }
 
  private:
-  const Caller& caller_;
+  const WorldState& world_;
   const char* name_;
   const Tensor& tensor_;
 };
 
-TensorCall all_reduce_call(const Caller& caller, const Tensor& tensor, const AllReduceOptions& options) {
-  const Asked asked(caller, "all_reduce", tensor);
+TensorCall all_reduce_call(const WorldState& world, const Tensor& tensor, const AllReduceOptions& options) {
+  const Asked asked(world, "all_reduce", tensor);
   asked.check_op(options.op);
   return asked.on(
       tensor, tensor,
       {.operation = Operation::kAllReduce, .count = asked.count(), .op = options.op, .algorithm = options.algorithm});
 }
 
-TensorCall reduce_scatter_call(const Caller& caller, const Tensor& tensor, const ReduceScatterOptions& options) {
-  const Asked asked(caller, "reduce_scatter", tensor);
+TensorCall reduce_scatter_call(const WorldState& world, const Tensor& tensor, const ReduceScatterOptions& options) {
+  const Asked asked(world, "reduce_scatter", tensor);
   asked.check_op(options.op);
   std::vector<size_t> counts = asked.counts_of(tensor, options.rows);
-  const int64_t mine = options.rows.empty() ? tensor.size(0) / caller.size : options.rows[to_size(caller.rank)];
+  const int64_t mine = options.rows.empty() ? tensor.size(0) / world.size() : options.rows[to_size(world.rank())];
   const Tensor output = asked.output_for(options.output, with_rows(mine, tensor));
   return asked.on(tensor, output,
                   {.operation = Operation::kReduceScatter,
@@ -131,34 +131,34 @@ TensorCall reduce_scatter_call(const Caller& caller, const Tensor& tensor, const
                    .op = options.op});
 }
 
-TensorCall all_gather_call(const Caller& caller, const Tensor& tensor, const AllGatherOptions& options) {
-  const Asked asked(caller, "all_gather", tensor);
+TensorCall all_gather_call(const WorldState& world, const Tensor& tensor, const AllGatherOptions& options) {
+  const Asked asked(world, "all_gather", tensor);
   return asked.on(tensor, asked.output_for(options.output, asked.with_ranks()),
                   {.operation = Operation::kAllGather, .count = asked.count()});
 }
 
-TensorCall broadcast_call(const Caller& caller, const Tensor& tensor, int root) {
-  const Asked asked(caller, "broadcast", tensor);
+TensorCall broadcast_call(const WorldState& world, const Tensor& tensor, int root) {
+  const Asked asked(world, "broadcast", tensor);
   return asked.on(tensor, tensor, {.operation = Operation::kBroadcast, .count = asked.count(), .root = root});
 }
 
-TensorCall all_to_all_call(const Caller& caller, const Tensor& tensor, const AllToAllOptions& options) {
-  const Asked asked(caller, "all_to_all", tensor);
+TensorCall all_to_all_call(const WorldState& world, const Tensor& tensor, const AllToAllOptions& options) {
+  const Asked asked(world, "all_to_all", tensor);
   std::vector<size_t> counts = asked.counts_of(tensor, options.send_rows);
   if (!counts.empty() || !options.receive_rows.empty()) asked.check_rows(options.receive_rows);
   const int64_t rows = counts.empty() ? tensor.size(0) : sum_of(options.receive_rows);
   const Tensor output = asked.output_for(options.output, with_rows(rows, tensor));
   return asked.on(tensor, output,
                   {.operation = Operation::kAllToAll,
-                   .count = asked.count() / to_size(caller.size),
+                   .count = asked.count() / to_size(world.size()),
                    .counts = std::move(counts),
                    .receive_counts = asked.counts_of(output, options.receive_rows)});
 }
 
-TensorCall message_call(const Caller& caller, Operation operation, const Tensor& tensor, int peer, int tag) {
+TensorCall message_call(const WorldState& world, Operation operation, const Tensor& tensor, int peer, int tag) {
   const bool sends = operation == Operation::kSend;
-  const Asked asked(caller, sends ? "send" : "receive", tensor);
-  if (peer == caller.rank || caller.size == 1)
+  const Asked asked(world, sends ? "send" : "receive", tensor);
+  if (peer == world.rank() || world.size() == 1)
     asked.refuse("a message of a rank to itself", "name another rank of this world");
   if (tag < 0) asked.refuse(concat("a message with tag ", tag), "use tags from 0 up");
   const Tensor none;
@@ -174,14 +174,14 @@ Tensor World::run(const TensorCall& call) const {
 }
 
 void World::all_reduce(const Tensor& tensor, const AllReduceOptions& options) const {
-  state_->run(all_reduce_call(state_->caller, tensor, options));
+  state_->run(all_reduce_call(*state_, tensor, options));
 }
 Work World::all_reduce_async(const Tensor& tensor, const AllReduceOptions& options) const {
-  return start(all_reduce_call(state_->caller, tensor, options));
+  return start(all_reduce_call(*state_, tensor, options));
 }
 
 void World::reduce(const Tensor& tensor, const ReduceOptions& options) const {
-  const Asked asked(state_->caller, "reduce", tensor);
+  const Asked asked(*state_, "reduce", tensor);
   asked.check_op(options.op);
   state_->run(
       asked.on(tensor, options.root == rank() ? tensor : Tensor(),
@@ -189,34 +189,32 @@ void World::reduce(const Tensor& tensor, const ReduceOptions& options) const {
 }
 
 Tensor World::reduce_scatter(const Tensor& tensor, const ReduceScatterOptions& options) const {
-  return run(reduce_scatter_call(state_->caller, tensor, options));
+  return run(reduce_scatter_call(*state_, tensor, options));
 }
 Work World::reduce_scatter_async(const Tensor& tensor, const ReduceScatterOptions& options) const {
-  return start(reduce_scatter_call(state_->caller, tensor, options));
+  return start(reduce_scatter_call(*state_, tensor, options));
 }
 
 Tensor World::all_gather(const Tensor& tensor, const AllGatherOptions& options) const {
-  return run(all_gather_call(state_->caller, tensor, options));
+  return run(all_gather_call(*state_, tensor, options));
 }
 Work World::all_gather_async(const Tensor& tensor, const AllGatherOptions& options) const {
-  return start(all_gather_call(state_->caller, tensor, options));
+  return start(all_gather_call(*state_, tensor, options));
 }
 
-void World::broadcast(const Tensor& tensor, int root) const {
-  state_->run(broadcast_call(state_->caller, tensor, root));
-}
+void World::broadcast(const Tensor& tensor, int root) const { state_->run(broadcast_call(*state_, tensor, root)); }
 Work World::broadcast_async(const Tensor& tensor, int root) const {
-  return start(broadcast_call(state_->caller, tensor, root));
+  return start(broadcast_call(*state_, tensor, root));
 }
 
 Tensor World::gather(const Tensor& tensor, int root) const {
-  const Asked asked(state_->caller, "gather", tensor);
+  const Asked asked(*state_, "gather", tensor);
   return run(asked.on(tensor, root == rank() ? asked.output_for({}, asked.with_ranks()) : Tensor(),
                       {.operation = Operation::kGather, .count = asked.count(), .root = root}));
 }
 
 void World::scatter(const Tensor& parts, const Tensor& output, int root) const {
-  const Asked asked(state_->caller, "scatter", output);
+  const Asked asked(*state_, "scatter", output);
   const bool at_root = root == rank();
   if (at_root) asked.check_tensor(parts);
   if (at_root && (parts.sizes() != torch::IntArrayRef(asked.with_ranks()) || parts.dtype() != output.dtype()))
@@ -230,7 +228,7 @@ void World::scatter(const Tensor& parts, const Tensor& output, int root) const {
 void World::barrier() const { state_->run({{.operation = Operation::kBarrier}}); }
 
 Tensor World::all_gather_rows(const Tensor& tensor, const AllGatherRowsOptions& options) const {
-  const Asked asked(state_->caller, "all_gather_rows", tensor);
+  const Asked asked(*state_, "all_gather_rows", tensor);
   asked.check_has_rows();
   const Sizes rows =
       options.rows.empty() ? numbers_in<int64_t>(all_gather(torch::tensor({tensor.size(0)}))) : options.rows;
@@ -249,29 +247,29 @@ Tensor World::all_to_all(const Tensor& tensor, const AllToAllOptions& options) c
   AllToAllOptions known = options;
   if (known.receive_rows.empty() && !known.send_rows.empty())
     known.receive_rows = numbers_in<int64_t>(all_to_all(torch::tensor(known.send_rows)));
-  return run(all_to_all_call(state_->caller, tensor, known));
+  return run(all_to_all_call(*state_, tensor, known));
 }
 
 Work World::all_to_all_async(const Tensor& tensor, const AllToAllOptions& options) const {
-  return start(all_to_all_call(state_->caller, tensor, options));
+  return start(all_to_all_call(*state_, tensor, options));
 }
 
 // ---- Messages
 
 void World::send(const Tensor& tensor, int to, int tag) const {
-  state_->run(message_call(state_->caller, Operation::kSend, tensor, to, tag));
+  state_->run(message_call(*state_, Operation::kSend, tensor, to, tag));
 }
 
 Work World::send_async(const Tensor& tensor, int to, int tag) const {
-  return start(message_call(state_->caller, Operation::kSend, tensor, to, tag));
+  return start(message_call(*state_, Operation::kSend, tensor, to, tag));
 }
 
 int World::receive(const Tensor& tensor, const ReceiveOptions& options) const {
-  return state_->run(message_call(state_->caller, Operation::kReceive, tensor, options.from, options.tag));
+  return state_->run(message_call(*state_, Operation::kReceive, tensor, options.from, options.tag));
 }
 
 Work World::receive_async(const Tensor& tensor, const ReceiveOptions& options) const {
-  return start(message_call(state_->caller, Operation::kReceive, tensor, options.from, options.tag));
+  return start(message_call(*state_, Operation::kReceive, tensor, options.from, options.tag));
 }
 
 void require_device(const Tensor& tensor, torch::Device device, const std::string& name) {

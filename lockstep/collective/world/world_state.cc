@@ -5,7 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "agent/meet/insecure_network.h"
+#include "agent/meet/job_secret.h"
 #include "agent/recover/job_memory.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/process/host_name.h"
@@ -36,7 +36,7 @@ std::string describe(const JobEnvironment& job) {
 void require_trust_for_nccl(const WorldState& state) {
   if (std::ranges::max(state.nodes) == 0 || network_is_insecure()) return;
   throw EnvironmentError({.what = "CUDA tensors would cross the network between machines in the clear",
-                          .here = state.caller.here,
+                          .here = state.here,
                           .likely = "NCCL, which carries them, neither encrypts nor authenticates",
                           .next = "in a network that you trust: --insecure-network, or LOCKSTEP_INSECURE_NETWORK=1 for "
                                   "all ranks; else keep the ranks on one machine"});
@@ -44,11 +44,11 @@ void require_trust_for_nccl(const WorldState& state) {
 
 void connect(WorldState& state, const StorePtr& store) {
   const TransportOptions options{
-      .rank = state.rank(), .size = state.size(), .describe = state.caller.here, .timeout = state.timeout};
+      .rank = state.rank(), .size = state.size(), .describe = state.here, .timeout = state.timeout};
   auto [transport, machine_of] = connect_cpu_ranks(store, this_machine(), options);
   state.nodes = std::move(machine_of);
   state.cpu_transport = std::move(transport);
-  if (state.caller.device.is_cuda()) {
+  if (state.device.is_cuda()) {
     require_trust_for_nccl(state);
     state.cuda_transport = make_nccl(c10::make_intrusive<ConnectingStore>(store, state.rank()), options);
   }
@@ -59,11 +59,11 @@ void connect(WorldState& state, const StorePtr& store) {
 
 Transport& WorldState::transport_for(const TensorCall& call) const {
   const torch::Tensor& tensor = call.output_tensor.defined() ? call.output_tensor : call.input_tensor;
-  if (size() > 1 && !cpu_transport.get_deleter().process.is_here()) refuse_forked_child(caller.here);
+  if (size() > 1 && !cpu_transport.get_deleter().process.is_here()) refuse_forked_child(here);
   if (!tensor.defined() || tensor.is_cpu() || size() == 1) return *cpu_transport;
   if (cuda_transport) return *cuda_transport;
   throw DeviceError({.what = "a collective of a CUDA tensor between ranks that are threads",
-                     .here = caller.here,
+                     .here = here,
                      .next = "start the ranks as processes: `lockstep run` or --ranks"});
 }
 
@@ -92,7 +92,8 @@ std::shared_ptr<WorldState> WorldState::sub_world(const std::vector<int>& ranks,
   }
   state->messages->rank = index_of(ranks, rank());
   state->job = job_of_rank(job, state->messages->rank, state->nodes);
-  state->caller = {state->job.rank, state->job.world_size, caller.device, describe(state->job)};
+  state->device = device;
+  state->here = describe(state->job);
   return state;
 }
 
@@ -101,7 +102,8 @@ std::shared_ptr<WorldState> make_world_state(const JobEnvironment& job, const Wo
   state->job = job;
   state->serves = job.serves();
   state->timeout = std::min(options.timeout, Deadline::kLongest);
-  state->caller = {job.rank, job.world_size, device_of_rank(options.device, job.local_rank), describe(job)};
+  state->device = device_of_rank(options.device, job.local_rank);
+  state->here = describe(job);
   state->cores = cores_of(job, usable_cores());
   state->nodes.assign(job.world_size, 0);
   state->messages->rank = job.rank;
@@ -146,7 +148,7 @@ World WorldState::over_store(const StorePtr& store, int rank, int size, const Wo
     const PhaseScope meeting(Phase::kMeeting);
     connect(*state, store);
     state->job = job_of_rank(state->job, rank, state->nodes);
-    state->caller.device = device_of_rank(options.device, state->job.local_rank);
+    state->device = device_of_rank(options.device, state->job.local_rank);
     state->cores = cores_of(state->job, usable_cores());
   }
   World world = world_of(std::move(state));

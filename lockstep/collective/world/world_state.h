@@ -15,20 +15,13 @@
 
 namespace lockstep {
 
-// The rank that makes a call.
-struct Caller {
-  int rank = 0;
-  int size = 1;
-  torch::Device device = torch::kCPU;  // where its tensors belong; those on the CPU are fine too
-  std::string here;                    // "rank 2 of 4 on gpu-a", for messages
-};
-
 class WorldState {
  public:
-  JobEnvironment job;          // rank, sizes and node of this world, also where it is a sub-world
-  std::optional<bool> serves;  // whether the launcher has started this process as a server; none: it did not say
-  IntVector<int> nodes;        // of each rank: its machine, numbered 0, 1, ... by first appearance
-  Caller caller;               // this rank, in its calls
+  JobEnvironment job;                  // rank, sizes and node of this world, also where it is a sub-world
+  std::optional<bool> serves;          // whether the launcher has made this process a server; none: it did not say
+  IntVector<int> nodes;                // of each rank: its machine, numbered 0, 1, ... by first appearance
+  torch::Device device = torch::kCPU;  // where this rank's tensors belong; those on the CPU are fine too
+  std::string here;                    // "rank 2 of 4 on gpu-a", for messages
   CoreSet cores;
   milliseconds timeout{};
   OwnedHere<Transport> cpu_transport;
@@ -46,8 +39,8 @@ class WorldState {
 
   static const WorldState& of(const World& world) { return *world.state_; }
 
-  int rank() const { return caller.rank; }
-  int size() const { return caller.size; }
+  int rank() const { return job.rank; }
+  int size() const { return job.world_size; }
 
   // Throws DeviceError: CUDA tensors between ranks that are threads. UsageError: a forked child.
   Transport& transport_for(const TensorCall& call) const;

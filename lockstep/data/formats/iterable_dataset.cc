@@ -118,7 +118,7 @@ IterableDataset::IterableDataset(std::string name, int64_t samples, Open open)
 std::string IterableDataset::name() const { return state_->name; }
 int64_t IterableDataset::size() const { return state_->samples; }
 
-std::shared_ptr<const SampleOrder> IterableDataset::shuffled_order() const { return sequential_order(size()); }
+SampleOrderPtr IterableDataset::shuffled_order() const { return sequential_order(size()); }
 
 Batch IterableDataset::assemble(const BatchRequest& request) const {
   if (request.indices.empty()) return state_->without_samples(request.epoch);

@@ -3,6 +3,7 @@
 
 #include "lockstep/base/names.h"
 #include "lockstep/base/to_size.h"
+#include "lockstep/collective/calls/tensor_call.h"
 #include "lockstep/data/formats/readers.h"
 #include "lockstep/data/loader/random.h"
 #include "lockstep/data/webdataset/shards.h"
@@ -171,17 +172,12 @@ Datasets npy(Request& request) {
   return in_two_parts(rows, rows, share, request);
 }
 
-std::vector<double> numbers_in(const Tensor& tensor) {
-  const auto* const first = tensor.const_data_ptr<double>();
-  return {first, first + tensor.numel()};
-}
-
 // By them the columns get mean 0 and deviation 1 over these rows; one that is always the same becomes 0.
 void measure(DataFacts& facts, const Tensor& rows) {
   const Tensor known = rows.to(torch::kFloat64);
   const Tensor deviation = known.std(0, /*unbiased=*/false);
-  facts.mean = numbers_in(known.mean(0));
-  facts.deviation = numbers_in(deviation.where(deviation > 0, torch::ones_like(deviation)));
+  facts.mean = numbers_in<double>(known.mean(0));
+  facts.deviation = numbers_in<double>(deviation.where(deviation > 0, torch::ones_like(deviation)));
 }
 
 void normalise(const Tensor& data, const DataFacts& facts) {

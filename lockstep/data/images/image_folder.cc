@@ -33,7 +33,7 @@ std::vector<std::string> folders_in(const fs::path& folder) {
          .here = folder.string(),
          .likely = "a wrong path",
          .next = "name the folder that holds a folder per class"});
-  std::sort(names.begin(), names.end());
+  std::ranges::sort(names);
   return names;
 }
 

@@ -14,7 +14,7 @@ std::string names_in(const Batch& batch) {
 }
 
 // from: the first dimension of a sample, behind those of the batch.
-void require_alike(const std::string& name, const torch::Tensor& one, const torch::Tensor& first, size_t from) {
+void require_alike(const std::string& name, const Tensor& one, const Tensor& first, size_t from) {
   if (one.defined() == first.defined() &&
       (!one.defined() || (one.dim() == first.dim() && one.sizes().slice(from) == first.sizes().slice(from))))
     return;
@@ -25,11 +25,11 @@ void require_alike(const std::string& name, const torch::Tensor& one, const torc
                    .next = "pad them to one size in the dataset, and say in a further tensor what is padding"});
 }
 
-Batch joined(const std::vector<Batch>& parts, size_t from, torch::Tensor (*join)(const torch::TensorList&)) {
+Batch joined(const std::vector<Batch>& parts, size_t from, Tensor (*join)(const torch::TensorList&)) {
   if (parts.empty()) return {};
   Batch all = parts.front();
-  const auto join_each = [&](const std::string& name, torch::Tensor& into, const auto& tensor_in) {
-    std::vector<torch::Tensor> tensors;
+  const auto join_each = [&](const std::string& name, Tensor& into, const auto& tensor_in) {
+    std::vector<Tensor> tensors;
     for (const Batch& part : parts) {
       tensors.push_back(tensor_in(part));
       require_alike(name, tensors.back(), into, from);
@@ -42,14 +42,14 @@ Batch joined(const std::vector<Batch>& parts, size_t from, torch::Tensor (*join)
   for (auto& [name, tensor] : all.more)
     join_each(name, tensor, [&key = name](const Batch& part) {
       const auto found = part.more.find(key);
-      return found == part.more.end() ? torch::Tensor() : found->second;
+      return found == part.more.end() ? Tensor() : found->second;
     });
   return all;
 }
 
 }  // namespace
 
-const torch::Tensor& Batch::operator[](const std::string& name) const {
+const Tensor& Batch::operator[](const std::string& name) const {
   const auto found = more.find(name);
   if (found != more.end()) return found->second;
   throw UsageError({.what = concat("the batch has no tensor ", name, "; it has: ", names_in(*this)),
@@ -58,7 +58,7 @@ const torch::Tensor& Batch::operator[](const std::string& name) const {
 }
 
 Batch Batch::rows(int64_t begin, int64_t end) const {
-  const auto take = [&](const std::string& name, const torch::Tensor& all) {
+  const auto take = [&](const std::string& name, const Tensor& all) {
     if (!all.defined()) return all;
     if (all.dim() == 0 || all.size(0) != size())
       throw DataError({.what = concat(name, " has shape ", all.sizes(), " in a batch of ", size(), " samples"),

@@ -5,13 +5,13 @@
 
 namespace lockstep {
 
-torch::Tensor BatchMemory::allocate(torch::IntArrayRef sizes, torch::ScalarType dtype) {
+Tensor BatchMemory::allocate(torch::IntArrayRef sizes, torch::ScalarType dtype) {
   const auto options = torch::TensorOptions(dtype);
   // torch's own allocator of pinned memory reuses blocks too, and knows when a copy out of them is over.
   if (pinned_) return torch::empty(sizes, options.pinned_memory(true));
   const auto bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
   if (bytes == 0) return torch::empty(sizes, options);
-  torch::Tensor block = take(bytes);
+  Tensor block = take(bytes);
   void* data = block.data_ptr();
   // Runs on whichever thread drops the last reference to the tensor.
   const auto give_back = [self = shared_from_this(), block](void*) mutable { self->put_back(std::move(block)); };
@@ -19,15 +19,13 @@ torch::Tensor BatchMemory::allocate(torch::IntArrayRef sizes, torch::ScalarType 
 }
 
 // A block of `bytes` to twice as many: the one that came back last, which the caches may still hold; else a new one.
-torch::Tensor BatchMemory::take(int64_t bytes) {
+Tensor BatchMemory::take(int64_t bytes) {
   {
     const std::lock_guard lock(mutex_);
-    const auto fits = [bytes](const torch::Tensor& block) {
-      return block.numel() >= bytes && block.numel() / 2 <= bytes;
-    };
+    const auto fits = [bytes](const Tensor& block) { return block.numel() >= bytes && block.numel() / 2 <= bytes; };
     const auto last = std::find_if(free_.rbegin(), free_.rend(), fits);
     if (last != free_.rend()) {
-      torch::Tensor found = std::move(*last);
+      Tensor found = std::move(*last);
       free_.erase(std::next(last).base());
       return found;
     }
@@ -35,14 +33,14 @@ torch::Tensor BatchMemory::take(int64_t bytes) {
   return torch::empty({bytes}, torch::kUInt8);
 }
 
-void BatchMemory::put_back(torch::Tensor block) {
+void BatchMemory::put_back(Tensor block) {
   if (!process_.is_here()) return;
   const std::lock_guard lock(mutex_);
   if (free_.size() == spare_blocks_) free_.erase(free_.begin());  // the least recently used one
   free_.push_back(std::move(block));
 }
 
-torch::Tensor allocate_for_batch(BatchMemory* memory, torch::IntArrayRef sizes, torch::ScalarType dtype) {
+Tensor allocate_for_batch(BatchMemory* memory, torch::IntArrayRef sizes, torch::ScalarType dtype) {
   return memory != nullptr ? memory->allocate(sizes, dtype) : torch::empty(sizes, dtype);
 }
 

@@ -8,13 +8,12 @@
 // Threads: any
 #pragma once
 
-#include <torch/types.h>
-
 #include <memory>
 #include <mutex>
 #include <vector>
 
 #include "lockstep/base/process/own_process.h"
+#include "lockstep/named_tensor.h"
 
 namespace lockstep {
 
@@ -24,20 +23,20 @@ class BatchMemory : public std::enable_shared_from_this<BatchMemory> {  // made 
   BatchMemory(size_t spare_blocks, bool pinned) : spare_blocks_(spare_blocks), pinned_(pinned) {}
 
   // An uninitialised, contiguous tensor on the CPU. Throws what torch throws when there is no memory.
-  torch::Tensor allocate(torch::IntArrayRef sizes, torch::ScalarType dtype);
+  Tensor allocate(torch::IntArrayRef sizes, torch::ScalarType dtype);
 
  private:
-  torch::Tensor take(int64_t bytes);
-  void put_back(torch::Tensor block);
+  Tensor take(int64_t bytes);
+  void put_back(Tensor block);
 
   const size_t spare_blocks_;
   const bool pinned_;
   const OwnProcess process_;  // in a forked child, the mutex may be locked for ever
   std::mutex mutex_;
-  std::vector<torch::Tensor> free_;
+  std::vector<Tensor> free_;
 };
 
 // Allocates from `memory` where there is one, else anew.
-torch::Tensor allocate_for_batch(BatchMemory* memory, torch::IntArrayRef sizes, torch::ScalarType dtype);
+Tensor allocate_for_batch(BatchMemory* memory, torch::IntArrayRef sizes, torch::ScalarType dtype);
 
 }  // namespace lockstep

@@ -28,7 +28,7 @@ CopiedBatch start_copy(Batch batch, const std::optional<c10::Stream>& stream) {
   const torch::Device device = stream->device();
   return on_device(device, [&] {
     const c10::StreamGuard guard(*stream);
-    CopiedBatch result{batch.map([&](const torch::Tensor& each) { return each.to(device, /*non_blocking=*/true); }),
+    CopiedBatch result{batch.map([&](const Tensor& each) { return each.to(device, /*non_blocking=*/true); }),
                        std::make_shared<c10::Event>(device.type())};
     result.copied->record(*stream);
     return result;
@@ -41,7 +41,7 @@ Batch receive(CopiedBatch arriving) {
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   arriving.copied->block(stream);
   // The allocator must not hand the memory out again on the copying stream while the step still reads it.
-  return arriving.batch.map([&](torch::Tensor each) {
+  return arriving.batch.map([&](Tensor each) {
     each.record_stream(stream);
     return each;
   });

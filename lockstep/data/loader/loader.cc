@@ -81,7 +81,7 @@ void check_loader(const LoaderOptions& options) {
 // and must find neither the dataset gone nor the sampler at another epoch.
 struct EpochBatches {
   const LoaderOptions options;
-  const std::shared_ptr<const Dataset> dataset;
+  const DatasetPtr dataset;
   const DistributedSampler sampler;
   const std::shared_ptr<BatchMemory> memory;
   const int64_t epoch;
@@ -147,7 +147,7 @@ struct EpochBatches {
 };
 
 struct Loader::State {
-  State(const LoaderPlace& where, std::shared_ptr<const Dataset> data, const LoaderOptions& loader_options)
+  State(const LoaderPlace& where, DatasetPtr data, const LoaderOptions& loader_options)
       : options(loader_options),
         place(where),
         dataset(std::move(data)),
@@ -169,9 +169,8 @@ struct Loader::State {
       if (options.while_waiting) options.while_waiting();
     };
     const auto batches = std::make_shared<EpochBatches>(options, dataset, sampler, memory, epoch);
-    workers.emplace(
-        PrefetchOptions{.loader = watching, .steps = sampler.steps(), .cores = place.cores, .device = place.device},
-        [batches](int64_t at, LoadingStatistics& took) { return batches->load(at, took); });
+    workers.emplace(watching, place, sampler.steps(),
+                    [batches](int64_t at, LoadingStatistics& took) { return batches->load(at, took); });
   }
 
   void require_not_stopped() {
@@ -194,7 +193,7 @@ struct Loader::State {
 
   const LoaderOptions options;
   const LoaderPlace place;
-  const std::shared_ptr<const Dataset> dataset;
+  const DatasetPtr dataset;
   DistributedSampler sampler;
   const std::shared_ptr<BatchMemory> memory;
   LoadingStatistics statistics;
@@ -209,9 +208,9 @@ struct Loader::State {
   }};
 };
 
-Loader::Loader(const World& world, std::shared_ptr<const Dataset> dataset, const LoaderOptions& options)
+Loader::Loader(const World& world, DatasetPtr dataset, const LoaderOptions& options)
     : Loader(LoaderPlace{world.rank(), world.size(), world.device(), world.cores()}, std::move(dataset), options) {}
-Loader::Loader(const LoaderPlace& place, std::shared_ptr<const Dataset> dataset, const LoaderOptions& options)
+Loader::Loader(const LoaderPlace& place, DatasetPtr dataset, const LoaderOptions& options)
     : state_(std::make_unique<State>(place, std::move(dataset), options)) {}
 Loader::~Loader() = default;
 Loader::Loader(Loader&&) noexcept = default;

@@ -26,22 +26,24 @@ namespace lockstep {
 // can't wait for a step that no worker loads. All fields below mutex_ are guarded by it.
 class Prefetcher::Shared {
  public:
-  Shared(const PrefetchOptions& options, Load load)
+  Shared(const LoaderOptions& options, const LoaderPlace& place, int64_t steps, Load load)
       : options_(options),
+        place_(place),
+        steps_(steps),
         load_(std::move(load)),
-        slots_(to_size(options.loader.prefetch)),
-        running_(options.loader.workers) {}
+        slots_(to_size(options.prefetch)),
+        running_(options.workers) {}
 
   void work() {
-    const auto stream = copy_stream(options_.device);
-    bool pinned = options_.cores.empty();
+    const auto stream = copy_stream(place_.device);
+    bool pinned = place_.cores.empty();
     for (;;) {
       LoadingStatistics took;
       const auto step = claim(took);
       if (!step) break;
       Slot slot;
       try {
-        if (!std::exchange(pinned, true)) pin_this_thread(options_.cores);
+        if (!std::exchange(pinned, true)) pin_this_thread(place_.cores);
         const trace::Span span("load batch", *step);
         Batch batch = load_(*step, took);
         const Stopwatch watch;
@@ -80,7 +82,7 @@ class Prefetcher::Shared {
   Batch load_here(LoadingStatistics& statistics) {
     const PhaseScope loading(Phase::kLoading, "load batch", taken_);
     const Stopwatch watch;
-    Batch batch = receive(start_copy(load_(taken_, statistics), copy_stream(options_.device)));
+    Batch batch = receive(start_copy(load_(taken_, statistics), copy_stream(place_.device)));
     ++taken_;
     statistics.wait += watch.seconds();
     return batch;
@@ -104,7 +106,7 @@ class Prefetcher::Shared {
 
   // Blocks until the next batch is ready.
   void wait_for_batch(std::unique_lock<std::mutex>& lock, const Stopwatch& watch) {
-    const auto& look = options_.loader.while_waiting;
+    const auto& look = options_.while_waiting;
     const auto turn = look ? std::min(kBetweenLooks, timeout_) : timeout_;
     while (!ready_.wait_for(lock, turn, [&] { return slot_of(taken_).ready; })) {
       if (!look || watch.seconds() >= std::chrono::duration<double>(timeout_).count()) no_batch_came(watch);
@@ -123,9 +125,9 @@ class Prefetcher::Shared {
   std::optional<int64_t> claim(LoadingStatistics& took) {
     const Stopwatch watch;
     std::unique_lock lock(mutex_);
-    room_.wait(lock, [&] { return stopped_ || claimed_ == options_.steps || claimed_ < taken_ + std::ssize(slots_); });
+    room_.wait(lock, [&] { return stopped_ || claimed_ == steps_ || claimed_ < taken_ + std::ssize(slots_); });
     took.room += watch.seconds();
-    if (stopped_ || claimed_ == options_.steps) return std::nullopt;
+    if (stopped_ || claimed_ == steps_) return std::nullopt;
     return claimed_++;
   }
 
@@ -142,14 +144,16 @@ class Prefetcher::Shared {
   [[noreturn]] void no_batch_came(const Stopwatch& watch) {
     late_ = true;
     throw DataError({.what = concat("no batch after ", human_seconds(watch.seconds())),
-                     .here = concat("batch ", taken_, " of this epoch, ", options_.loader.workers, " workers"),
+                     .here = concat("batch ", taken_, " of this epoch, ", options_.workers, " workers"),
                      .likely = "a disk, a network file system or a stream that does not answer",
                      .next = "check the storage; if it is only slow, raise LoaderOptions::timeout"});
   }
 
   static constexpr std::chrono::milliseconds kBetweenLooks{100};
-  const PrefetchOptions options_;
-  const std::chrono::milliseconds timeout_ = std::min(options_.loader.timeout, Deadline::kLongest);
+  const LoaderOptions options_;
+  const LoaderPlace place_;
+  const int64_t steps_;
+  const std::chrono::milliseconds timeout_ = std::min(options_.timeout, Deadline::kLongest);
   const Load load_;
   std::mutex mutex_;
   std::condition_variable ready_;  // a batch was put
@@ -164,9 +168,9 @@ class Prefetcher::Shared {
   LoadingStatistics took_;  // by workers, since next() was called last
 };
 
-Prefetcher::Prefetcher(const PrefetchOptions& options, Load load)
-    : shared_(std::make_shared<Shared>(options, std::move(load))) {
-  for (int i = 0; i < options.loader.workers; ++i) workers_.emplace_back([shared = shared_] { shared->work(); });
+Prefetcher::Prefetcher(const LoaderOptions& options, const LoaderPlace& place, int64_t steps, Load load)
+    : shared_(std::make_shared<Shared>(options, place, steps, std::move(load))) {
+  for (int i = 0; i < options.workers; ++i) workers_.emplace_back([shared = shared_] { shared->work(); });
 }
 
 Prefetcher::~Prefetcher() {

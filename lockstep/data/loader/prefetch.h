@@ -14,19 +14,11 @@
 #include <vector>
 
 #include "lockstep/base/process/own_process.h"
-#include "lockstep/cores.h"
 #include "lockstep/loader.h"
 
 namespace lockstep {
 
 void check_loader(const LoaderOptions& options);  // throws UsageError: a number that is too small
-
-struct PrefetchOptions {
-  LoaderOptions loader;  // without workers next() loads
-  int64_t steps = 0;
-  CoreSet cores{};  // where the workers run; empty: where the calling thread does
-  torch::Device device = torch::kCPU;
-};
 
 class Prefetcher {
  public:
@@ -34,7 +26,8 @@ class Prefetcher {
   // uses: a worker that hangs outlives the Prefetcher.
   using Load = std::function<Batch(int64_t step, LoadingStatistics& took)>;
 
-  Prefetcher(const PrefetchOptions& options, Load load);
+  // Loads `steps` batches. Without workers next() loads.
+  Prefetcher(const LoaderOptions& options, const LoaderPlace& place, int64_t steps, Load load);
   ~Prefetcher();
   Prefetcher& operator=(Prefetcher&&) = delete;
 

@@ -62,7 +62,7 @@ struct WindowedEpoch {
   }
 };
 
-std::shared_ptr<const SampleOrder> order_for(const SamplerOptions& options) {
+SampleOrderPtr order_for(const SamplerOptions& options) {
   if (options.order) return options.order;
   return options.shuffle ? random_order(options.samples) : sequential_order(options.samples);
 }
@@ -71,13 +71,13 @@ int64_t batches(int64_t samples, int64_t batch_size) { return (samples + batch_s
 
 }  // namespace
 
-std::shared_ptr<const SampleOrder> sequential_order(int64_t samples) {
+SampleOrderPtr sequential_order(int64_t samples) {
   return std::make_shared<SampleOrder>(samples, [](uint64_t, int64_t) {
     return [](int64_t begin, std::span<int64_t> into) { std::iota(into.begin(), into.end(), begin); };
   });
 }
 
-std::shared_ptr<const SampleOrder> random_order(int64_t samples) {
+SampleOrderPtr random_order(int64_t samples) {
   return std::make_shared<SampleOrder>(samples, [samples](uint64_t seed, int64_t epoch) {
     const auto generator = at::make_generator<at::CPUGeneratorImpl>(mix_seed(seed, epoch));
     const torch::Tensor order = torch::randperm(samples, generator, torch::kInt64);
@@ -89,7 +89,7 @@ std::shared_ptr<const SampleOrder> random_order(int64_t samples) {
 
 // Draw i looks up its own uniform number in the running sums of the weights: sums[k - 1] <= number < sums[k] picks
 // sample k with probability weights[k] / sum. Draws do not depend on each other, so any part can be read alone.
-std::shared_ptr<const SampleOrder> weighted_order(const std::vector<double>& weights, int64_t samples) {
+SampleOrderPtr weighted_order(const std::vector<double>& weights, int64_t samples) {
   auto sums = std::make_shared<std::vector<double>>();
   double sum = 0;
   for (size_t i = 0; i < weights.size(); ++i) {
@@ -109,7 +109,7 @@ std::shared_ptr<const SampleOrder> weighted_order(const std::vector<double>& wei
   });
 }
 
-std::shared_ptr<const SampleOrder> window_order(std::vector<int64_t> shard_sizes, int64_t window) {
+SampleOrderPtr window_order(std::vector<int64_t> shard_sizes, int64_t window) {
   if (window < 1) throw UsageError({.what = concat("a window of ", window, " samples"), .next = "give at least 1"});
   const int64_t samples = std::accumulate(shard_sizes.begin(), shard_sizes.end(), int64_t{0});
   return std::make_shared<SampleOrder>(samples,

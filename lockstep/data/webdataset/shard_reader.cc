@@ -65,15 +65,15 @@ std::vector<fs::path> tars_in(const fs::path& folder) {
   return shards;
 }
 
-ShardReader::ShardReader(fs::path path, int64_t classes) : path_(std::move(path)) {
+ShardReader::ShardReader(const fs::path& path, int64_t classes) {
   constexpr int64_t kMostClasses = 1 << 24;  // a larger target is no class
   raise_descriptor_limit();
-  const fs::path description = path_ / kShardsFile;
+  const fs::path description = path / kShardsFile;
   if (fs::exists(description)) {
     open_folder(description);
   } else {
-    info_.name = (path_.has_filename() ? path_ : path_.parent_path()).filename().string();
-    const auto found = fs::is_directory(path_) ? tars_in(path_) : expanded(path_.string());
+    info_.name = (path.has_filename() ? path : path.parent_path()).filename().string();
+    const auto found = fs::is_directory(path) ? tars_in(path) : expanded(path.string());
     std::ranges::for_each(found, [&](const fs::path& shard) { add_shard(shard); });
     for (const Entry& entry : entries_)
       if (entry.target.value_or(kMostClasses) < kMostClasses) classes = std::max(classes, *entry.target + 1);
@@ -87,7 +87,7 @@ ShardReader::ShardReader(fs::path path, int64_t classes) : path_(std::move(path)
       if (i + 1 == size()) throw;
     }
   }
-  throw DataError({.what = concat(path_.string(), " holds no samples"),
+  throw DataError({.what = concat(path.string(), " holds no samples"),
                    .likely = "no shards (*.tar), or no .jpg, .jpeg, .png, .npy and .cls files in them"});
 }
 
@@ -100,7 +100,7 @@ void ShardReader::open_folder(const fs::path& description) {
     info_ = {.name = json.at("name"), .classes = json.at("classes"), .class_names = json.at("class_names")};
     for (const Json& shard : json.at("shardlist")) {
       size_t sample = entries_.size();
-      add_shard(path_ / fs::path(shard.at("url").get<std::string>()).filename());
+      add_shard(description.parent_path() / fs::path(shard.at("url").get<std::string>()).filename());
       const std::vector<uint64_t> checksums = shard.at("xxh3");
       if (checksums.size() != entries_.size() - sample)
         throw damaged_shard(shards_.back(), 0, concat(checksums.size(), " samples expected"));

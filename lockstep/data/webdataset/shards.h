@@ -57,7 +57,7 @@ class ShardReader {
   // path: a folder, or files, as open_dataset takes them. Reads all headers and targets. There are at least `classes`
   // classes. Throws DataError naming the file: not finished, missing, cut, damaged, compressed, two images of a sample, no
   // sample that can be read.
-  explicit ShardReader(fs::path path, int64_t classes = 0);
+  explicit ShardReader(const fs::path& path, int64_t classes = 0);
 
   const ShardInfo& info() const { return info_; }
   const ShardSample& first() const { return first_; }  // that can be read: it says what the others are like
@@ -82,7 +82,6 @@ class ShardReader {
   void open_folder(const fs::path& description);
   void add_shard(const fs::path& path);
 
-  fs::path path_;
   ShardInfo info_;
   std::vector<DataFile> shards_;
   std::vector<Entry> entries_;

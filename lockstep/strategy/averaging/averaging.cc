@@ -1,22 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // `averaging`: every device trains a replica of its own, and the parameters are averaged every h batches.
+// docs/strategies/averaging.md has the methods and their sources.
 //
 //   1 scheduling thread prepares a batch and hands each of N device threads its part
 //   N device threads    forward, backward and update of their own replica, without exchange
 //   every h batches     replica 0 = the mean of all replicas, weighted by the samples they saw; then copied to all
 //
-// With h = 1 and plain SGD this is data parallel training, step by step. Between processes and machines the averages
-// are averaged once more, through World (local SGD: Stich, 2019): the bytes sent per batch fall by h. With an outer
-// learning rate or momentum, the difference between the last average and the new one is a gradient for a step with
-// Nesterov's momentum (DiLoCo: Douillard et al., 2023).
-//
-// The parameters can be averaged in parts, each in its turn. With a delay, or in int8, the replicas train on while a part
-// is under way (background_sum.h), and are mixed with its outer step some batches later (Streaming DiLoCo: Douillard et
-// al., 2025).
-//
-// Momentum belongs to each replica. synchronise() (before validation and checkpoints) averages at once, after what is
-// under way, and the replicas of all ranks continue with the momentum and the buffers of rank 0's replica 0. A run that resumes from that
-// checkpoint has the same bits as one that went on.
+// Between processes and machines the averages are averaged once more, through World. With a delay, or in int8, the replicas
+// train on while a part of the parameters is under way (background_sum.h), and are mixed with its outer step some batches
+// later. synchronise() (before validation and checkpoints) averages at once, after what is under way, and the replicas of
+// all ranks continue with the momentum and the buffers of rank 0's replica 0.
 //
 // Owns:    the devices' threads; per device a replica and one flat block of its parameters; with an outer step or in the
 //          background its anchor and momentum; in int8 what was lost

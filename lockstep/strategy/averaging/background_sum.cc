@@ -22,7 +22,7 @@ bool is_done_within(Work& work, milliseconds longest) {
 }
 
 // One zero in all places.
-torch::Tensor nothing_lost(const torch::Tensor& part) {
+Tensor nothing_lost(const Tensor& part) {
   return torch::zeros({}, torch::TensorOptions(part.scalar_type())).expand({part.numel()});
 }
 

@@ -98,11 +98,7 @@ Devices::~Devices() {
   }
 }
 
-std::vector<std::string> Devices::names() const {
-  std::vector<std::string> names;
-  for (int i = 0; i < size(); ++i) names.push_back(state_->name(i));
-  return names;
-}
+std::vector<std::string> Devices::names() const { return state_->names(); }
 
 torch::Device Devices::where(int index) const { return state_->where(index); }
 
@@ -163,7 +159,7 @@ DevicesState::DevicesState(const DevicesOptions& options)
       table_(to_size(options.count)) {
   if (options_.cores.empty()) options_.cores = usable_cores();
   if (options_.places.empty()) options_.places = even_places(torch::kCPU, count());
-  for (std::string& each : names_of(options_.places)) names_.push_back(std::move(each));
+  names_ = names_of(options_.places);
   stoppable_.emplace([this](const std::string& reason) {
     fail("stop()", std::make_exception_ptr(PeerLost({.what = concat("the devices were stopped: ", reason)})));
     const std::lock_guard lock(mutex_);
@@ -172,8 +168,7 @@ DevicesState::DevicesState(const DevicesOptions& options)
 }
 
 // The thread's cores, and its current device. It has a thread for each core, but not more than the thread that made the
-// devices (--threads). Every thread works on the default stream of its GPU: devices on the same
-// GPU then take turns, and a copy between two GPUs is in the order of all work on both.
+// devices (--threads).
 void DevicesState::settle(int index) const {
   const DevicePlace& place = options_.places[to_size(index)];
   const CoreSet cores = place.cores.empty() ? cores_of_rank(options_.cores, index, count()) : place.cores;

@@ -48,6 +48,7 @@ class DevicesState {
   const OwnProcess process;  // that has the threads
 
   const std::string& name(int index) const { return names_[index]; }  // "cpu:1"
+  const std::vector<std::string>& names() const { return names_; }
   torch::Device where(int index) const { return options_.places[to_size(index)].device; }
   bool on_gpus() const { return !where(0).is_cpu(); }
   double busy_seconds(int index);

@@ -3,9 +3,7 @@
 // copies from peer to peer. The steps and bytes are those of docs/collectives.md.
 //
 // Every device lays its tensor on the team's table. Between two waits of the whole team it reads tensors of its peers
-// and writes its own. Nothing here waits for a GPU: a copy between two GPUs runs in the order of both their streams,
-// the waits of the threads make sure that what it depends on was put on these streams before it, and what may overwrite
-// its source after it.
+// and writes its own. Nothing here waits for a GPU: docs/design/gpus.md says why ("Streams").
 //
 // Owns:    nothing
 // Threads: each device's own

@@ -108,8 +108,7 @@ Tensor dense_gradient(Tensor& parameter) {
 DeviceTensors with_gradients(const DeviceTensors& all) {
   DeviceTensors found(all.size());
   for (size_t i = 0; i < all[0].size(); ++i) {
-    if (std::none_of(all.begin(), all.end(), [i](const auto& parameters) { return parameters[i].grad().defined(); }))
-      continue;
+    if (std::ranges::none_of(all, [i](const auto& parameters) { return parameters[i].grad().defined(); })) continue;
     for (size_t replica = 0; replica < all.size(); ++replica) {
       Tensor parameter = all[replica][i];
       dense_gradient(parameter);

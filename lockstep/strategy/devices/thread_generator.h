@@ -10,9 +10,8 @@
 // Ranks:   no communication
 //
 // Side effect on the whole process: the first ThreadGenerator registers a kernel of lockstep that runs before torch's
-// own for every random function. On threads without a ThreadGenerator it passes on what it was given. The environment
-// variable LOCKSTEP_THREAD_GENERATORS=0 switches it off: all threads draw from torch's one generator, and training with
-// dropout on several devices no longer repeats to the bit.
+// own for every random function. On threads without a ThreadGenerator it passes on what it was given.
+// LOCKSTEP_THREAD_GENERATORS=0 switches it off (docs/process.md).
 #pragma once
 
 #include <ATen/core/Generator.h>

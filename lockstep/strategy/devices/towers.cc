@@ -1,10 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The calls of lockstep/towers.h, and the strategy `towers`: data parallel training out of them.
-//
-//   update on every device   a copy of the parameters and an optimizer per device, as in "Dive into Deep Learning"
-//   update on the CPU        one set of parameters and one optimizer; gradients are summed in the pass that updates, as in
-//                            TensorFlow's multi-tower CIFAR-10 example. Where devices are GPUs this is
-//                            kvstore local_update_cpu: gradients and parameters go over pinned memory
+// The calls of lockstep/towers.h, and the strategy `towers` (docs/strategies/towers.md): data parallel training out of them.
 //
 // Owns:    the devices' threads, a replica per device
 // Threads: one scheduling thread

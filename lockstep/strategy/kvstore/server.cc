@@ -4,7 +4,6 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <limits>
@@ -314,9 +313,8 @@ class ThreadedServer final : public KVServer {
   // make too old. The delay is counted here, under the lock under which the update is made: updates since the worker read.
   //
   // Unless the plain rule was asked for, the learning rate is scaled by the gradient's share of the global batch, so that the
-  // updates of a global batch move the weights as far as dist_sync's one. Momentum follows DANA-Slim (Hakimi et al., "Taming
-  // momentum in a distributed asynchronous environment", 2019): each worker's gradients have a v of their own, and Nesterov's
-  // g + momentum * v already counts what v adds next. One v for all would add to the momentum that delays act as (Mitliagkas et al., 2016).
+  // updates of a global batch move the weights as far as dist_sync's one. Each worker's gradients have a v of their own,
+  // and Nesterov's g + momentum * v already counts what v adds next: docs/strategies/kvstore.md.
   void apply(Lock& lock, int worker, const RequestHeader& request) {
     if (request.trained && request.push.samples > 0) {
       wait(lock, "older gradients", [&] { return gate_.may_update(worker); });

@@ -24,8 +24,7 @@
 // Ranks:   a server
 //
 // Losses: links have connections of their own, so each client's loss is noticed by its thread alone: within 100 ms
-// if it was killed, after its link's timeout if it is silent. dist_sync: everything ends with PeerLost, here and at the
-// workers. dist_async and dist_bounded: the others go on; without any worker left it ends with PeerLost.
+// if it was killed, after its link's timeout if it is silent. docs/strategies/kvstore.md says what follows.
 #pragma once
 
 #include <memory>

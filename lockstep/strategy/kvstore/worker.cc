@@ -216,9 +216,7 @@ class KVWorker : public Store {
   //   2. start to send the header and the flags
   //   3. per part: pack or compress it into the outbox, start to send it
   //
-  // Nothing here waits for the server to merge. A part's reply arrives once all workers have pushed it, while later parts
-  // are still being packed and sent; its receive is posted already, so the server never waits for this worker to receive.
-  // Waiting for the sends first is safe: the server receives all parts whatever other workers do (server.cc).
+  // Nothing here waits for the server to merge: server.cc says why this cannot deadlock.
   void push_pull(KeyRange keys, const DeviceTensors& values, const DeviceTensors& into,
                  const PushOptions& options) override {
     if (!in_parts_) return Store::push_pull(keys, values, into, options);

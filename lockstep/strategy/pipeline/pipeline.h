@@ -1,19 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// strategy/pipeline/pipeline.h: `pipeline`: consecutive pieces of the model on different devices (model parallelism).
+// strategy/pipeline/pipeline.h: `pipeline`: consecutive pieces of the model on different devices (model parallelism), as
+// docs/strategies/pipeline.md says.
 //
-//   stage 0        stage 1              stage p-1
-//   pieces 0-3 --> pieces 4-6 --> ... --> pieces .. and the loss     activations forward
-//              <--            <-- ... <--                            gradients back
-//
-// A batch is cut into m micro-batches, so that stages work at the same time (strategy/pipeline/stage.h). Their losses
-// are weighted by samples: the gradient is that of the whole batch. With d times as many devices as stages there are d
-// replicas of each stage: the batch is cut into d parts, and the gradients of a stage are summed over its replicas.
-//
-// Device i has stage i % p of replica i / p. Devices are threads of one process (local_pipeline.cc) or ranks
-// (rank_pipeline.cc).
-//
-// Stages pass on tensors as the pieces return them: several where a skip connection crosses the cut. A piece must not
-// change its input in place. Batch normalisation sees one micro-batch at a time.
+// Losses of micro-batches are weighted by samples: the gradient is that of the whole batch. Of p stages device i has stage
+// i % p of replica i / p. Devices are threads of one process (local_pipeline.cc) or ranks (rank_pipeline.cc).
 //
 // Flow:    the part of a batch that ranks().data says -> micro-batches -> strategy/pipeline/stage.h -> step/update/
 // Threads: one scheduling thread

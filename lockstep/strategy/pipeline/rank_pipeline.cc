@@ -15,6 +15,7 @@
 #include "lockstep/base/require.h"
 #include "lockstep/base/sockets/received.h"
 #include "lockstep/base/text.h"
+#include "lockstep/collective/calls/tensor_call.h"
 #include "lockstep/collective/gpus.h"
 #include "lockstep/model/parameters.h"
 #include "lockstep/model/partial_model.h"
@@ -26,12 +27,6 @@ namespace lockstep {
 namespace {
 
 constexpr int kMoveTag = 2;  // besides those of message_links()
-
-NamedTensors named(const StagedTensors& tensors) {
-  NamedTensors all;
-  for (const StagedTensor& each : tensors) all.push_back(each.named);
-  return all;
-}
 
 // A rank without a gradient, where others have one, adds zeros.
 void sum_gradients_over(const World& world, const NamedTensors& parameters) {
@@ -56,16 +51,15 @@ class RankPipeline : public Pipeline {
             "leave out --devices-per-worker, so that stages are threads, or clip by value");
     const ModulePtr own = make_own_part();
     const int replica = world.rank() / stages_;
-    of_stage_ = *world.split(stage(), world.rank());
-    of_replica_ = *world.split(replica, world.rank());
-    back_ = world.device().is_cpu() ? of_replica_ : *world.split(replica, world.rank());
-    for (const auto& tensors : {held(named_parameters(*own)), held(named_buffers(*own))})
-      for (const auto& [name, tensor] : tensors) put_data(tensor, tensor.to(world.device()));
+    of_stage_ = *world.split(stage());
+    of_replica_ = *world.split(replica);
+    back_ = world.device().is_cpu() ? of_replica_ : *world.split(replica);
+    for (const auto& [name, tensor] : held(named_tensors(*own))) put_data(tensor, tensor.to(world.device()));
     const Layout layout = options_.layout.value_or(preferred_layout(*own, world.device()));
     set_layout(*own, layout);
     replicas_ = {{.model = own, .layout = layout, .optimizer = nullptr}};
     pieces_ = pieces_of(task_, *own);
-    require_same_model(world, named(staged(cut_)));
+    require_same_model(world, named_tensors(*own));
     hold_tensors({});
     for (const Group& group : groups_) broadcast_tensors(group.world, group.parameters);
     synchronise();
@@ -108,8 +102,7 @@ class RankPipeline : public Pipeline {
       }
     }
     all_.all_reduce(seconds);
-    const auto* found = seconds.const_data_ptr<double>();
-    return {found, found + seconds.numel()};
+    return numbers_in<double>(seconds);
   }
 
   // Tensor by tensor, each from the first stage that has it to those that get it. All ranks go through the tensors in
@@ -195,8 +188,7 @@ class RankPipeline : public Pipeline {
     }
     for (const auto& [stages, parameters] : shared) {
       const bool mine = std::ranges::find(stages, stage()) != stages.end();
-      if (const auto world = all_.split(mine ? 0 : -1, all_.rank()))
-        groups_.push_back({.world = *world, .parameters = parameters});
+      if (const auto world = all_.split(mine ? 0 : -1)) groups_.push_back({.world = *world, .parameters = parameters});
     }
     renew_optimizer(states);
   }

@@ -9,12 +9,10 @@
 
 #include <torch/csrc/autograd/edge.h>
 
-#include <chrono>
 #include <cstdint>
 #include <vector>
 
 #include "lockstep/base/int_vector.h"
-#include "lockstep/dataset.h"
 #include "lockstep/strategy.h"
 #include "lockstep/strategy/autograd.h"
 #include "lockstep/strategy/pipeline/links.h"
@@ -22,15 +20,8 @@
 
 namespace lockstep {
 
-// The order in which a stage works on its micro-batches:
-//
-//   naive  the whole batch forward through all stages, then back: one stage works, the others wait
-//   gpipe  all micro-batches forward, then all back (Huang et al., 2019): every micro-batch is in flight at once
-//   1f1b   as many forward as it takes to fill the stages behind, then one forward and one back in turn (Narayanan et
-//          al., PipeDream, 2019; Megatron-LM, 2021): at most `stages` micro-batches are in flight
-//
-// On every stage forward steps come in the order 0, 1, ..., and so do backward steps: messages arrive in the order in
-// which they are asked for.
+// The order in which a stage works on its micro-batches; docs/strategies/pipeline.md has the schedules. On every stage
+// forward steps come in the order 0, 1, ..., and so do backward steps (StageRun::run says why).
 struct PipelineStep {
   bool forward = true;
   int micro_batch = 0;

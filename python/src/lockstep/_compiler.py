@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How lockstep's methods keep torch.compile out of them without importing it.
-
-torch._dynamo takes as long to import as torch itself, and 70 MiB in every process. torch's own way to keep it out of a
-function (torch._disable_dynamo) imports it at the function's first call.
-"""
+"""How lockstep's methods keep torch.compile out of them without importing it: docs/design/torch-versions.md. torch's own way
+(torch._disable_dynamo) imports it at a function's first call."""
 
 import sys
 from collections.abc import Callable

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["GradBucket", "starter"]
-
 
 class GradBucket:
     """torch.distributed.GradBucket: this rank's gradients of some parameters, one after another in a buffer."""

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meeting of the ranks of init_process_group().
-
-Ranks of `lockstep run` meet at lockstep's own store: on one machine at a Unix socket that only their user can reach, on several
-with the job's secret. torch's own TCPStore listens at every interface and admits whoever connects: where ranks on several
-machines still meet there, a warning says so."""
+"""The meeting of the ranks of init_process_group(): docs/security.md."""
 
 import importlib
 import os

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// lockstep's errors as Python exceptions: lockstep.Error and a class for each kind. str() is the whole message; its parts
-// are the attributes what, here, peer, likely and next.
+// lockstep's errors as Python exceptions: lockstep.Error and a class for each kind.
 #include "lockstep/error.h"
 
 #include <torch/csrc/Exceptions.h>

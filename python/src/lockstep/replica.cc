@@ -7,11 +7,7 @@
 // Threads: one thread; hooks run on autograd's thread, without the GIL
 // Ranks:   every rank makes it at the same time and makes the same calls in the same order
 //
-// Note [Samples]
-// A backward() counts the samples of every forward whose outputs it passes through. They are known when it
-// begins: autograd has the set of all nodes it is going to visit, and each watched output is a node. A forward that no
-// backward() follows therefore counts nothing. By default these numbers are only compared, for a warning. It begins at
-// the first output, or at the gradient of a parameter if that comes before, as that of a norm of parameters in the loss.
+// docs/design/python.md says where a backward() begins and ends, and which samples it counts.
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>

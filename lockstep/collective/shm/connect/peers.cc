@@ -106,7 +106,6 @@ void Peers::take_seat(int rank, int job_rank) {
   mine.job_rank.store(job_rank, std::memory_order_relaxed);
   mine.pid.store(::getpid(), std::memory_order_relaxed);
   for (const int core : usable_cores()) mine.cores[static_cast<unsigned>(core) / 64] |= uint64_t{1} << (core % 64);
-  mine.state.store(Seat::kJoined, std::memory_order_release);
 }
 
 bool Peers::more_ranks_than_cores() const {

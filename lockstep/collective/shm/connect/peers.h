@@ -48,7 +48,7 @@ class Peers {
   void poison(Cause cause, const std::string& what, const std::string& peer) const;
   void throw_if_poisoned(const std::string& here) const;  // throws PeerLost
 
-  bool left(int rank) const { return seat(rank).state.load(std::memory_order_acquire) == Seat::kLeft; }
+  bool left(int rank) const { return seat(rank).left.load(std::memory_order_acquire); }
   void poison_if_any_died() const;
 
   // The job's number of a rank, as in messages. Known once all ranks took their seats.

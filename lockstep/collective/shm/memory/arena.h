@@ -1,12 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // collective/shm/memory/arena.h: memory of one rank that its peers can read: gradients and parameters are allocated here.
 //
-// Collectives of memory from here copy nothing. The arena grows on demand and never shrinks; freed memory is used again.
-// A peer maps what was added when it first needs it.
-//
-// A Memory may be freed as soon as no collective on it is under way: each returns only after its peers have read. A peer
-// that reads it by other means has to agree with the owner on when, for instance by a barrier. Memory outlives the group:
-// the last Memory of an arena frees the arena.
+// docs/collectives.md#the-rules-of-the-arena has what holds for its users. The last Memory of an arena frees the arena.
 //
 // Owns:    Arena: a window on its segment, and the list of free ranges. Memory: its range, and a share of the arena
 // Threads: any

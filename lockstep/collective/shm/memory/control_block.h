@@ -44,9 +44,7 @@ struct alignas(kCacheLine) Poison {
 
 // One per rank of the machine.
 struct alignas(kCacheLine) Seat {
-  static constexpr uint32_t kJoined = 1, kLeft = 2;
-
-  std::atomic<uint32_t> state;
+  std::atomic<bool> left;  // in good order
   std::atomic<int32_t> pid;
   std::atomic<int32_t> job_rank;   // what the job calls it
   std::array<uint64_t, 16> cores;  // a bit for each core that the rank may use
