@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a training step: lockstep in C++ and in Python, PyTorch's DDP over Gloo, and PyTorch in one process, in turn.
+"""The memory of a training step: lockstep in C++ and in Python, PyTorch's DDP over Gloo, and PyTorch in one process, in turn;
+the latter also with gradients that stay (zero_grad(set_to_none=False)), as those in buckets do.
 
     bench/step_memory.py [CASE...] [--only SYSTEM...] [--rounds 3] [--steps 10] [--save]
 
@@ -10,7 +11,7 @@ Between the last two stops this program adds up the PSS of all ranks again and a
 What they had at the first stop is taken off: torch, and the rendezvous. Pages of files don't count: programs and libraries.
 
 Of p ranks each has gradients of its own, and all share s copies of the parameters: themselves and the optimizer's state. The
-bound is (s + p) / (s + 1) times the memory of one process, and 5 % more.
+bound is (s + p) / (s + 1) times the memory of one process with gradients that stay, and 5 % more.
 """
 import os
 import signal
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent / "peers")]
@@ -29,7 +31,7 @@ PATIENCE = 300  # seconds: a rank that has not stopped by then has failed
 CASES = {"mlp": ("mlp", "sgd"), "mlp-adamw": ("mlp", "adamw"), "alexnet": ("alexnet", "sgd"), "gpt": ("gpt", "sgd"),
          "gpt-adamw": ("gpt", "adamw"), "bert": ("bert", "adamw")}
 COPIES = {"sgd": 2, "adamw": 3}  # of the parameters that all ranks share: themselves, momentum or two moments
-SYSTEMS = ("lockstep_cpp", "lockstep", "one_process", "ddp_gloo")
+SYSTEMS = ("lockstep_cpp", "lockstep", "one_process", "one_process_kept", "ddp_gloo")
 FIGURES = ("steady", "peak")
 MEETING = "STEP_MEMORY_FOLDER"  # where ranks of a job say that they have come to a place
 THIS_JOB = "--job"  # as first argument: this process is a rank
@@ -76,11 +78,13 @@ def job(system, case, steps):
     model, optimizer = CASES[case]
     if system == "lockstep":
         import lockstep  # noqa: F401, its backend
-    if system != "one_process":
+    if ranks_of(system) > 1:
         dist.init_process_group("lockstep" if system == "lockstep" else "gloo")
     stop(0, ranks_of(system))
     wrap = with_lockstep if system == "lockstep" else with_torch
     trainer = Trainer(lambda made: wrap(made, optimizer), model, {**BATCHES, "bert": 8}[model] // ranks_of(system))
+    if system == "one_process_kept":
+        trainer.optimizer.zero_grad = partial(trainer.optimizer.zero_grad, set_to_none=False)
     for phase, count in enumerate((WARM_UP, steps), 1):
         for _ in range(count):
             trainer.step()
@@ -90,14 +94,14 @@ def job(system, case, steps):
 # ---- who looks at the ranks
 
 def ranks_of(system):
-    return 1 if system == "one_process" else RANKS
+    return 1 if system.startswith("one_process") else RANKS
 
 
 def command_of(system, case, steps):
     if system == "lockstep_cpp":
         return [common.LOCKSTEP, "bench", "step", "--models", CASES[case][0], "--turns", 1, "--steps", 10_000]
     this = [sys.executable, __file__, THIS_JOB, system, case, steps]
-    return this if system == "one_process" else [common.LOCKSTEP, "run", "--nproc-per-node", RANKS, "--", *this]
+    return this if ranks_of(system) == 1 else [common.LOCKSTEP, "run", "--nproc-per-node", RANKS, "--", *this]
 
 
 def environment_of(system, steps):
@@ -193,11 +197,11 @@ def measure(case, arguments):
     found = common.take_turns(arguments.rounds, {name: lambda name=name: run(name, case, arguments.steps) for name in systems})
     medians = {name: {figure: common.median([each[figure] for each in runs]) for figure in FIGURES}
                for name, runs in found.items()}
-    alone = medians.get("one_process")
+    alone = medians.get("one_process_kept")
     for name, mib in medians.items():
         figures = [f"{figure} {mib[figure]:7.0f} MiB " + (f"{mib[figure] / alone[figure]:.2f} x" if alone else "") for figure in FIGURES]
         samples = min(each["samples"] for each in found[name])
-        print(f"{case:10} {name:13} {'   '.join(figures)}   bound {bound(case):.2f} x   {samples} samples", flush=True)
+        print(f"{case:10} {name:16} {'   '.join(figures)}   bound {bound(case):.2f} x   {samples} samples", flush=True)
     return {"bound": bound(case), "mebibytes": medians, "rounds": found}
 
 

@@ -89,9 +89,10 @@ TABLES = {
         f"{operation}, {hosts}×{ranks}": f"hosts={hosts},ranks_per_host={ranks} > cases > operation={operation},bytes={{}}"
         for hosts, ranks in ((4, 1), (2, 2)) for operation in ("all_reduce", "reduce_scatter", "all_gather", "broadcast")}),
     "memory": ("MiB", "memory > cases > {} > mebibytes > ", {
-        "MLP": "mlp", "MLP, AdamW": "mlp-adamw", "AlexNet": "alexnet?", "GPT": "gpt", "GPT, AdamW": "gpt-adamw", "BERT, AdamW": "bert?"}, {
+        "MLP": "mlp", "MLP, AdamW": "mlp-adamw", "AlexNet, EPYC": "alexnet", "GPT": "gpt", "GPT, AdamW": "gpt-adamw", "BERT, AdamW, EPYC": "bert"}, {
         "lockstep, C++": "lockstep_cpp? > steady", "lockstep, Python": "lockstep > steady",
-        "PyTorch in one process": "one_process > steady", "DDP over Gloo": "ddp_gloo > steady"}),
+        "PyTorch in one process": "one_process > steady", "which keeps its gradients": "one_process_kept? > steady",
+        "DDP over Gloo": "ddp_gloo > steady"}),
     "start": ("s", "what_waits > cases > start > ", {"one process": "one process", "two ranks": "two ranks"}, {
         "`lockstep train`": "lockstep train, {0}", "lockstep in Python": "lockstep in Python, {0} or lockstep run and Python, {0}",
         "PyTorch, torchrun with DDP": "PyTorch, {0} or torchrun and DDP, {0}"}),
@@ -100,8 +101,8 @@ TABLES = {
         "tunnel": ("{}, tunnel, 1000 Mb/s > ratios > tunnel", longer)}),
     "slow": ("ms/s to loss/MB", "slow_links > cases > {} > ", {
         "10.8 M, 1 Gb/s": "gpt-char > rows > 1000", "100 Mb/s": "gpt-char > rows > 100",
-        "124 M, 1 Gb/s": "gpt2? > rows > 1000", "124 M, 100 Mb/s": "gpt2? > rows > 100"}, {
-        name: [f"{run}? > mean step ms", f"{run}? > s to loss", f"{run}? > link MB/step"] for name, run in SLOW.items()}),
+        "124 M, EPYC, 1 Gb/s": "gpt2 > rows > 1000", "124 M, EPYC, 100 Mb/s": "gpt2 > rows > 100"}, {
+        name: [f"{run}? > mean step ms", f"{run}? > s to loss?", f"{run}? > link MB/step"] for name, run in SLOW.items()}),
     "python": ("ms", "python_step > cases > {} > ", {name.split(",")[0]: model for name, model in MODELS.items()}, {
         "lockstep": ("seconds > lockstep", ms), "DDP over Gloo": ("seconds > ddp_gloo", ms),
         "DDP over [lockstep's backend](design/c10d-backend.md)": ("seconds > ddp_lockstep", ms)}),
@@ -125,8 +126,9 @@ SENTENCES = [
      "startup > seconds > lockstep run", "startup > seconds > torchrun"),
     (PAGE, "up to {} times as fast (`scatter`), in `send` and `receive` {} times",
      COLLECTIVES + "scatter:4:float32:ordinary:direct", COLLECTIVES + "send_receive:4:float32:ordinary:direct"),
-    (PAGE, "AlexNet takes {} times as much, BERT {}", "memory > cases > alexnet > mebibytes > lockstep / one_process > steady",
-     "memory > cases > bert > mebibytes > lockstep / one_process > steady"),
+    (PAGE, "AlexNet takes {} times one process that keeps its gradients, BERT {}: {} and {} times one",
+     *(f"memory > cases > {case} > mebibytes > lockstep / {other} > steady"
+       for other in ("one_process_kept", "one_process") for case in ("alexnet", "bert"))),
     (PAGE, "reaches {} % in clear, {} % encrypted, Gloo {} %", (HOSTS_8 + "lockstep", percent),
      (HOSTS_8 + "encrypted", percent), (HOSTS_8 + "gloo", percent)),
     (PAGE, "lockstep makes {} Fashion-MNIST images/s, in shuffled, normalised batches of 256, DataLoader {}",
