@@ -147,6 +147,7 @@ TEST(SharedStep, refuses_a_whole_parameter_written_through_a_pointer) {
                             auto* const values = weight.data_ptr<float>();
                             for (int i = 0; i < weight.numel(); ++i)
                               std::atomic_ref(values[i]).fetch_add(1);  // both ranks
+                            world.barrier();
                             trainer.train(1);
                           }),
                    "parameter 1.weight was written between two steps");
@@ -396,7 +397,7 @@ TEST(WriteParameters, refuses_a_write_through_a_pointer_that_was_taken_before) {
                             auto* const bias = trainer.net->parameters()[1].data_ptr<float>();
                             trainer.ddp.write_parameters([&] {
                               world.barrier();
-                              bias[0] = 7;
+                              std::atomic_ref(bias[0]).store(7);  // both ranks
                               world.barrier();
                             });
                           }),
