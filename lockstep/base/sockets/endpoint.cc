@@ -121,10 +121,7 @@ std::optional<Connection> connect_to(const AddressList& addresses, const Deadlin
   }
   std::vector<pollfd> waiting;
   for (const Connection& attempt : attempts) waiting.push_back(to_poll(attempt.fd.get(), POLLOUT));
-  while (!waiting.empty()) {
-    const int ready = poll_for(waiting, deadline.left());
-    if (ready < 0 && errno == EINTR) continue;
-    if (ready <= 0) break;
+  while (!waiting.empty() && poll_until(waiting, deadline) > 0) {
     for (const pollfd& socket : waiting) {
       if (socket.revents == 0) continue;
       error = error_of(socket.fd);

@@ -18,14 +18,19 @@ inline int poll_for(std::span<pollfd> polls, milliseconds longest) {
   return ::poll(polls.data(), polls.size(), static_cast<int>(longest.count()));
 }
 
+// The same, not beyond the deadline; goes on after a signal.
+inline int poll_until(std::span<pollfd> polls, Deadline deadline) {
+  while (true) {
+    const int result = poll_for(polls, deadline.left());
+    const bool again = result < 0 ? errno == EINTR : result == 0 && !deadline.passed();
+    if (!again) return result;
+  }
+}
+
 // False: not before the deadline. A descriptor whose other end is gone is ready, too: the call that follows says so.
 inline bool wait_for(short events, int fd, Deadline deadline) {
   pollfd polled = to_poll(fd, events);
-  while (true) {
-    const int result = poll_for({&polled, 1}, deadline.left());
-    if (result != 0 && !(result < 0 && errno == EINTR)) return true;
-    if (deadline.passed()) return false;
-  }
+  return poll_until({&polled, 1}, deadline) != 0;
 }
 
 }  // namespace lockstep
