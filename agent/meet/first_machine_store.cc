@@ -76,8 +76,8 @@ class FirstMachineStore final : public MembershipStore {
   Meeting meeting_;
 };
 
-// Returns none while the name is unknown: if machines start with the job, DNS learns it a little later. A name of this machine's
-// loopback interface: see address_for_others().
+// Returns none while the name is unknown: if machines start with the job, DNS learns it a little later. address_for_others()
+// replaces the loopback address that a machine's own name may have.
 AddressList find_addresses(const Endpoint& place, const Deadline& deadline) {
   AddressList found = look_up(place, deadline).addresses;
   if (!found || is_loopback(place.host) || !is_loopback(numeric(found->ai_addr, found->ai_addrlen))) return found;

@@ -24,7 +24,7 @@
 
 namespace lockstep {
 
-// Of a rank that does what may take long: so many timeouts.
+// A rank that does what may take long has so many timeouts.
 constexpr int kPatienceWithSlowPhases = 10;
 
 struct LivingRank {

@@ -104,7 +104,7 @@ int cuda_device_index(int local_rank) {
 bool gpu_reaches(torch::Device gpu, torch::Device other) {
   if (gpu == other) return true;
   int can = 0;
-  // Of the CUDA runtime, which libtorch_cpu loads in every build. nullptr: it has no such function.
+  // libtorch_cpu loads the CUDA runtime in every build. nullptr: it has no such function.
   const auto ask = reinterpret_cast<int (*)(int*, int, int)>(::dlsym(RTLD_DEFAULT, "cudaDeviceCanAccessPeer"));
   return ask != nullptr && ask(&can, gpu.index(), other.index()) == 0 && can != 0;
 }

@@ -151,7 +151,7 @@ struct PublishedOptions {
 std::shared_ptr<Exchange> publish_gradients(SharedMemoryPtr memory, NamedTensors parameters,
                                             PublishedOptions options = {});
 
-// What buckets need beside the options of DistributedDataParallel; of those with `slices` no hook, algorithm or sparse gradients.
+// Buckets need this beside DistributedDataParallel's options; `slices` exclude its hook, algorithm and sparse gradients.
 struct BucketPlan {
   bool slices = false;  // each rank gets the mean of its slice only
 

@@ -16,7 +16,7 @@
 
 namespace lockstep {
 
-// Where they meet is in docs/design/rendezvous.md. A name that does not resolve yet is tried again. Blocks until rank 0
+// docs/design/rendezvous.md says where ranks meet. A name that does not resolve yet is tried again. Blocks until rank 0
 // answers. Throws RendezvousError: port in use, another job's rank 0 at this port, no answer from the resolver or rank 0
 // before the timeout.
 StorePtr connect_store(const JobEnvironment& job, milliseconds timeout);
