@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""`lockstep compare slow-links` and PyTorch's DistributedDataParallel over Gloo, in turn over the same kind of links, in one table
-for each rate. As root: hosts are network namespaces. Without PyTorch (tools/setup.sh pytorch) the peer is left out.
+"""`lockstep compare slow-links`, ddp without encryption, and PyTorch's DistributedDataParallel over Gloo, which never encrypts: in
+turn over the same kind of links, in one table for each rate. As root: hosts are network namespaces. Without PyTorch (tools/setup.sh pytorch) the peer is left out.
 
     bench/slow_links.py                                       10.8 M parameters, with the time to the same loss
     bench/slow_links.py --model gpt2 --batch-size 4 --block 64 --steps 8 --every 4    124 M parameters, ms per step
@@ -10,6 +10,7 @@ Trains on the sources and pages of this repository.
 """
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -27,6 +28,7 @@ del sys.path[0], sys.modules["common"]  # that of tools/runs
 from common import LOCKSTEP, ROOT, machine, python_with, save_cases  # noqa: E402
 
 HOSTS, EACH, WARM_UP = 2, 2, 3
+IN_CLEAR = "ddp in clear"
 DEADLINE = 3600  # seconds of a run, as of lockstep compare
 FEW_STEPS = 32  # a loss after fewer says nothing
 
@@ -41,14 +43,14 @@ def has_torch():
     return subprocess.run([sys.executable, "-c", "import torch"], env=python_with("pytorch"), stderr=subprocess.DEVNULL).returncode == 0
 
 
-def compare(options, rate, seed, text, folder):
+def compare(options, strategies, rate, seed, text, folder, **variables):
     """Returns the settings and the runs of a comparison, whose folders are below `folder`."""
     command = [LOCKSTEP, "compare", "slow-links", "--links", "shaped", "--rate", rate, "--seeds", seed, "--output", folder]
     command += ["--model", options.model, "--data", f"text:{text}?block={options.block}", "--batch-size", options.batch_size]
     command += ["--steps", options.steps, "--target-loss", options.target_loss]
-    command += ["--strategies", options.strategies] if options.strategies else []
+    command += ["--strategies", strategies] if strategies else []
     command += ["--vary", f"average-every={options.every}"] if options.every else []
-    done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True, env={**os.environ, **variables})
     if done.returncode:
         sys.exit(f"slow_links: lockstep compare ended with {done.returncode}:\n{done.stdout}")
     about = json.loads((folder / "comparison.json").read_text())
@@ -99,8 +101,9 @@ def measure(options, rate, folder, text):
     """Returns the table of a rate."""
     cases = []
     for seed in range(1, options.rounds + 1):
-        settings, runs = compare(options, rate, seed, text, folder / f"{rate:g}-{seed}")
-        cases += runs
+        settings, runs = compare(options, options.strategies, rate, seed, text, folder / f"{rate:g}-{seed}", LOCKSTEP_INSECURE_NETWORK="0")
+        _, clear = compare(options, "ddp", rate, seed, text, folder / f"{rate:g}-{seed}-clear", LOCKSTEP_INSECURE_NETWORK="1")
+        cases += runs + [{**run, "group": IN_CLEAR, "contender": IN_CLEAR} for run in clear]
         if has_torch():
             cases.append(peer(options, rate, seed, text, folder / f"{rate:g}-{seed}-pytorch"))
     groups = list(dict.fromkeys(case["group"] for case in cases))

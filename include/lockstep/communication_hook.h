@@ -20,8 +20,10 @@
 
 namespace lockstep {
 
-// Size of a bucket: of gradients that are all-reduced at once (Li et al., "PyTorch Distributed", VLDB 2020).
+// Size of a bucket: of gradients that are all-reduced at once (Li et al., "PyTorch Distributed", VLDB 2020). Between CPUs without
+// a hook smaller ones are faster: they go out earlier.
 inline constexpr size_t kBucketBytes = size_t{25} << 20;
+inline constexpr size_t kCpuBucketBytes = size_t{8} << 20;
 
 struct GradientBucket {
   size_t number = 0;     // the same in every step

@@ -19,8 +19,8 @@
 namespace lockstep {
 
 struct DistributedDataParallelOptions {
-  size_t bucket_bytes = kBucketBytes;  // of gradients that are all-reduced at once
-  bool broadcast_buffers = true;       // rank 0's running statistics go to every rank after each backward
+  size_t bucket_bytes = 0;  // of gradients that are all-reduced at once; 0: of CPUs 8 MiB, with a hook or on GPUs 25
+  bool broadcast_buffers = true;  // rank 0's running statistics go to every rank after each backward
 
   // true: the ranks of a machine share one copy of the parameters and of the optimizer's state, if the optimizer is one
   // of lockstep's and the parameters are on the CPU. false: every rank has its own.

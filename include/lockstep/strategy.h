@@ -34,8 +34,7 @@ enum class Precision { kFloat32, kBFloat16, kFloat16 };
 
 struct DdpOptions {
   bool share_parameters = true;  // one copy per machine (lockstep/ddp.h)
-  int bucket_mib =
-      static_cast<int>(kBucketBytes >> 20);  // of gradients that are exchanged at once, where they are (lockstep/ddp.h)
+  int bucket_mib = 0;      // of gradients that are exchanged at once, where they are (lockstep/ddp.h); 0: as there
   int virtual_shards = 0;  // the same bits on any number of ranks that divides this (lockstep/ddp.h); 0: off
 };
 

@@ -494,7 +494,9 @@ class Buckets : public Exchange {
     remove_hooks();
     buckets_.clear();  // gives its memory back first
     const int slices = plan_.slices ? std::max(options_.virtual_shards, world_.size()) : 0;
-    for (auto& buckets : shards_) buckets = make_buckets(world_, parameters_, options_.bucket_bytes, slices);
+    const size_t usual = world_.device().is_cpu() && !options_.hook ? kCpuBucketBytes : kBucketBytes;
+    const size_t bytes = options_.bucket_bytes > 0 ? options_.bucket_bytes : usual;
+    for (auto& buckets : shards_) buckets = make_buckets(world_, parameters_, bytes, slices);
     if (options_.virtual_shards > 0) return;  // packed after each backward()
     auto index = std::ssize(parameters_);
     for_each_slot([&](Slot& slot) {

@@ -108,6 +108,22 @@ TEST_P(BucketsOfSize, cuts_parameters_of_several_dtypes_and_layouts_into_small_b
   });
 }
 
+// Two gradients of 5 MiB are views of one bucket, if both fit.
+TEST(Buckets, are_of_8_MiB_on_cpus_but_of_25_with_a_hook_or_of_the_size_that_was_asked_for) {
+  const auto hook = sixteen_bit_hook(torch::kBFloat16);
+  const std::vector<std::pair<DistributedDataParallelOptions, bool>> cases = {
+      {{.gradient_as_bucket_view = true}, false},
+      {{.gradient_as_bucket_view = true, .hook = hook}, true},
+      {{.bucket_bytes = size_t{11} << 20, .gradient_as_bucket_view = true}, true}};
+  for (const auto& [options, together] : cases)
+    run_ranks(2, [&options = options, &together = together](World& world) {
+      const torch::Tensor first = parameter({5 << 17}), second = parameter({5 << 17});
+      const auto reducer = exchange_in_buckets(world, {{"first", first}, {"second", second}}, options);
+      (loss_with_gradient(first, 1) + loss_with_gradient(second, 1)).backward();
+      EXPECT_EQ(first.grad().storage().is_alias_of(second.grad().storage()), together);
+    });
+}
+
 TEST_P(BucketsOfSize, takes_a_plain_backward_as_equal_weights) {
   run_ranks(GetParam(), [](World& world) {
     const torch::Tensor p = parameter({4});

@@ -128,7 +128,7 @@ void towers(Builder& b) {
 // Buckets fill evenly while backward goes on; a thread of each machine exchanges them in their order. Gradients are copied into the
 // buckets, and their means out of them; each device updates its slice.
 void ddp_between_machines(Builder& b, const Ids& networks) {
-  const int buckets = number_of_parts(b.profile.parameter_bytes, DdpOptions().bucket_mib * double{1 << 20});
+  const int buckets = number_of_parts(b.profile.parameter_bytes, double{kCpuBucketBytes});
   const double bytes = b.profile.parameter_bytes / buckets;
   b.forward();
   for (int bucket = 0; bucket < buckets; ++bucket) {

@@ -184,9 +184,9 @@ TEST(Schedules, BetweenMachinesEveryLinkCarriesItsShareOfTheGradient) {
 
 TEST(Schedules, AllBucketsButTheLastHideTheirExchangeBehindBackward) {
   Profile profile = round_profile();
-  profile.parameter_bytes = 50 << 20;  // two buckets
+  profile.parameter_bytes = 2 * kCpuBucketBytes;
   const Target target{.machines = 2, .devices = 1, .link_rate = 5000 * kMega, .link_latency = 0, .batch = 16};
-  const double half_of_backward = 8e-3, exchange = both_ways(25 << 20) / (5000 * kMega);
+  const double half_of_backward = 8e-3, exchange = both_ways(kCpuBucketBytes) / (5000 * kMega);
   ASSERT_LT(exchange, half_of_backward);
   EXPECT_NEAR(step_of(profile, target, {.kind = StrategyKind::kDdp}), 24e-3 + exchange, 1e-4);
 }

@@ -12,7 +12,8 @@ from common import COMMAND, SystemError
 from metrics import metrics_in
 
 TICK = 0.05  # seconds
-BETWEEN_SAMPLES = 0.5  # of memory
+BETWEEN_SAMPLES = 0.5, 10  # of memory: least and most
+SAMPLING = 0.005  # of a core: to look at all pages of a large process takes long
 
 
 # ---- Networks
@@ -149,7 +150,7 @@ class Training:
     def __init__(self, run, settings, folder, deadline):
         self.run, self.settings, self.folder, self.deadline = run, settings, folder, deadline
         self.began = time.monotonic()
-        self.sampled = 0
+        self.next_sample = self.began
         self.links = None  # steps, and the bytes of each host's link at that time
         self.processes = []
         self.outcome = {"state": "finished", "seconds": 0, "exit_code": 0, "peak_memory_bytes": 0}
@@ -207,10 +208,12 @@ class Training:
                 self.note_end(process.returncode)
         if now - self.began > self.deadline:
             self.fail(f"it did not end within {self.deadline:.0f} s (--deadline)")
-        if now - self.sampled > BETWEEN_SAMPLES:
+        if now >= self.next_sample:
+            busy = time.thread_time()
             memory = sum(memory_of(process.pid) for process in self.processes)
             self.outcome["peak_memory_bytes"] = max(self.outcome["peak_memory_bytes"], memory)
-            self.sampled = now
+            least, most = BETWEEN_SAMPLES
+            self.next_sample = now + min(most, max(least, (time.thread_time() - busy) / SAMPLING))
         if self.network and not self.links and (steps := len(metrics_in(self.folder).steps)):
             self.links = steps, self.network.bytes()
 

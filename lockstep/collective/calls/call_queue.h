@@ -26,6 +26,7 @@
 #include <thread>
 #include <utility>
 
+#include "lockstep/base/process/short_slices.h"
 #include "lockstep/collective/calls/future.h"
 
 namespace lockstep {
@@ -166,6 +167,7 @@ class CallQueue {
   bool busy() const { return runner_ != std::thread::id(); }
 
   void work() {
+    ask_for_short_slices();
     Lock lock(mutex_);
     while (true) {
       changed_.wait(lock, [this] { return stopping_ || (handed_over_ > 0 && !busy()); });

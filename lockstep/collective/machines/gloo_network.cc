@@ -11,6 +11,7 @@
 #include "agent/meet/interfaces.h"
 #include "agent/meet/job_secret.h"
 #include "lockstep/base/files/file.h"
+#include "lockstep/base/process/short_slices.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/collective/c10d/c10d_call.h"
 #include "lockstep/collective/machines/listener_filter.h"
@@ -119,7 +120,7 @@ class GlooListener {
     static std::mutex making;
     const std::lock_guard lock(making);
     const auto before = listeners_at(host);
-    device_ = c10d::ProcessGroupGloo::createDeviceForHostname(host);
+    device_ = with_short_slices([&] { return c10d::ProcessGroupGloo::createDeviceForHostname(host); });
     for (const auto& [port, fd] : listeners_at(host))
       if (!before.contains(port)) {
         endpoint_ = {host, port};
@@ -216,8 +217,10 @@ class GlooNetwork {
   GlooDevice next_device(const TransportOptions& options) {
     return next(devices_, [&] {
       const std::string interface = interface_that_is_named();
-      return interface.empty() ? c10d::ProcessGroupGloo::createDeviceForHostname(options.address)
-                               : c10d::ProcessGroupGloo::createDeviceForInterface(interface);
+      return with_short_slices([&] {
+        return interface.empty() ? c10d::ProcessGroupGloo::createDeviceForHostname(options.address)
+                                 : c10d::ProcessGroupGloo::createDeviceForInterface(interface);
+      });
     });
   }
 

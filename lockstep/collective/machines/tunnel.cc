@@ -17,6 +17,7 @@
 #include <shared_mutex>
 #include <thread>
 
+#include "lockstep/base/process/short_slices.h"
 #include "lockstep/base/sockets/poll.h"
 #include "lockstep/base/sockets/port.h"
 #include "lockstep/error.h"
@@ -442,6 +443,7 @@ void Tunnel::start(std::vector<Endpoint> gloo_here, std::map<std::string, Endpoi
     sigset_t all;
     ::sigfillset(&all);
     ::pthread_sigmask(SIG_BLOCK, &all, nullptr);
+    ask_for_short_slices();
     state->serve();
   }).detach();
 }

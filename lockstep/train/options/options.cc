@@ -147,7 +147,9 @@ std::vector<Option> strategy_table(TrainOptions& o) {
            "a copy in every rank instead of one per machine",
            /*on=*/false),
       option("--bucket-mib", s.ddp.bucket_mib, kMayChange,
-             "ddp between machines and GPUs: MiB of gradients that are exchanged at once", kFromOne),
+             "ddp between machines and GPUs: MiB of gradients that are exchanged at once; 0: 8 between CPUs without "
+             "compression, else 25",
+             kFromZero),
       option("--compression", s.compression.kind, kSame, "of gradients between ranks"),
       option("--compression-amount", s.compression.amount, kSame,
              "powersgd: rank, 2bit: threshold, topk: share; 0: its default"),

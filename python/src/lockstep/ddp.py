@@ -101,7 +101,8 @@ class DistributedDataParallel(nn.Module):
         broadcast_buffers: rank 0's buffers go to every rank after each backward().
         find_unused_parameters: False makes a parameter without a gradient an error. True costs nothing before a step
             has left one out.
-        static_graph, gradient_as_bucket_view, bucket_cap_mb: as in PyTorch, for gradients that go through buckets.
+        static_graph, gradient_as_bucket_view, bucket_cap_mb: as in PyTorch, for gradients that go through buckets. None:
+            8 MiB between CPUs without a hook, else 25.
         share_parameters: False: every rank has its own parameters and state.
         mean_in_grad: True: .grad is the mean after backward(), as in PyTorch; slower.
         hook, hook_amount: a lossy sum: "fp16", "bf16", "powersgd" (rank), "2bit" (threshold) or "topk" (share).
