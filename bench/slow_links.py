@@ -30,7 +30,7 @@ from common import LOCKSTEP, ROOT, machine, python_with, save_cases  # noqa: E40
 HOSTS, EACH, WARM_UP = 2, 2, 3
 IN_CLEAR = "ddp in clear"
 DEADLINE = 3600  # seconds of a run, as of lockstep compare
-FEW_STEPS = 32  # a loss after fewer says nothing
+FEW_STEPS = 200  # a loss after fewer says nothing
 
 
 def text_of_repository(file):
@@ -118,11 +118,11 @@ def rows_of(table):
                    for head, cell in zip(heads, cells)} for name, cells in values.items()}
 
 
-def keep(model, tables, steps):
-    rows = {rate: rows_of(table) for rate, table in tables.items()}
-    for row in [row for of_rate in rows.values() for row in of_rate.values()] if steps < FEW_STEPS else []:
+def keep(model, rate, table, steps):
+    rows = rows_of(table)
+    for row in rows.values() if steps < FEW_STEPS else []:
         del row["s to loss"]
-    save_cases("slow_links", {model: {"arguments": sys.argv[1:], "tables": tables, "rows": rows}})
+    save_cases("slow_links", {f"{model}, {rate:g}": {"arguments": sys.argv[1:], "table": table, "rows": rows}})
 
 
 def main():
@@ -137,16 +137,15 @@ def main():
     add("--strategies", default="", help="of lockstep compare; all by default")
     add("--every", default="", help="batches between averages, in place of 32")
     add("--target-loss", type=float, default=0)
-    add("--save", action="store_true", help="keep the tables of this model in bench/results/slow_links.json")
+    add("--save", action="store_true", help="keep the tables in bench/results/slow_links.json")
     options = parser.parse_args()
-    tables = {}
     with tempfile.TemporaryDirectory() as folder:
         text = text_of_repository(Path(folder) / "text")
         for rate in options.rates:
-            tables[f"{rate:g}"] = measure(options, rate, Path(folder), text)
-            print(tables[f"{rate:g}"], flush=True)
-    if options.save:
-        keep(options.model, tables, options.steps)
+            table = measure(options, rate, Path(folder), text)
+            print(table, flush=True)
+            if options.save:
+                keep(options.model, rate, table, options.steps)
 
 
 if __name__ == "__main__":
