@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """`lockstep compare slow-links`, ddp without encryption, and PyTorch's DistributedDataParallel over Gloo, which never encrypts: in
-turn over the same kind of links, in one table for each rate. As root: hosts are network namespaces. Without PyTorch (tools/setup.sh pytorch) the peer is left out.
+turn over the same kind of links, in one table for each rate. As root: hosts are network namespaces. Without PyTorch
+(tools/setup.sh pytorch) the peer is left out.
 
     bench/slow_links.py                                       10.8 M parameters, with the time to the same loss
     bench/slow_links.py --model gpt2 --batch-size 4 --block 64 --steps 8 --every 4    124 M parameters, ms per step

@@ -57,8 +57,8 @@ ORIGINALS = {"`kvstore local`, MXNet 1.9.1 `device`": ("lockstep kvstore local",
              "`kvstore dist_async`, MXNet": ("lockstep kvstore dist_async", "MXNet dist_async"),
              "`towers`, TensorFlow 2.21 MirroredStrategy": ("lockstep towers", "TensorFlow MirroredStrategy"),
              "`ddp`, DDP over Gloo": ("lockstep ddp", "PyTorch DDP, Gloo")}
-SLOW = {"DDP over Gloo": "PyTorch DDP, Gloo", "`ddp`": "ddp", "`ddp` in clear": "ddp in clear", "bfloat16": "ddp-bf16", "PowerSGD": "ddp-powersgd", "top-k": "ddp-topk",
-        "local SGD": "local-sgd", "DiLoCo": "diloco", "DiLoCo in the background": "streaming-diloco"}
+SLOW = {"DDP over Gloo": "PyTorch DDP, Gloo", "`ddp`": "ddp", "`ddp` in clear": "ddp in clear", "bfloat16": "ddp-bf16",
+        "PowerSGD": "ddp-powersgd", "top-k": "ddp-topk", "local SGD": "local-sgd", "DiLoCo": "diloco", "DiLoCo in the background": "streaming-diloco"}
 ONE_PROCESS = "pytorch > one_process_channels_last{0} or one_process_contiguous{0}"
 TABLES = {
     "step": ("ms", "step > models > {} > ", {**MODELS, "policy, 128": "policy"}, {

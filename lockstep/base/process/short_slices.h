@@ -8,11 +8,11 @@
 
 namespace lockstep {
 
-// Of this thread, and of those that it starts from now on. A thread with another policy than the usual one keeps it as it is;
-// so do all before Linux 6.12, and where sched_setattr(2) is not allowed.
+// This thread asks, also for those that it starts from now on. Nothing changes for a thread with another policy than the
+// usual one, before Linux 6.12, and where sched_setattr(2) is not allowed.
 void ask_for_short_slices();
 
-// What make() returns, made on a thread with short slices: so have the threads that it starts. Throws what make() throws.
+// Calls make() on a thread with short slices, which the threads that it starts then have, too. Returns and throws what make() does.
 auto with_short_slices(auto make) {
   return std::async(std::launch::async,
                     [&] {

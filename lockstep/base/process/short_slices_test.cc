@@ -32,7 +32,7 @@ Scheduling of_this_thread() {
   return {static_cast<int>(known.policy), known.nice, known.runtime};
 }
 
-// What a thread has that asks for short slices after prepare().
+// Starts a thread that asks for short slices after prepare(), and returns what it then has.
 Scheduling after_asking(const auto& prepare) {
   Scheduling found{};
   std::thread([&] {
